@@ -4,7 +4,7 @@
 # make test-all   make test with all that is marked `wide`, then the parity tests on the older releases
 # make test-frameworks   Megatron-Bridge, ms-swift and verl under our schedules, in an environment of their own
 # make test-matrix   the parity tests on every release of Megatron; make smoke, a few of them on the older ones and torch
-# make mutants   breaks one place of the source at a time; do tests notice?         (ROOM=partition or WORD=split.py, LOOPS=1)
+# make mutants   breaks one place of the source at a time; do tests notice?         (ROOM=pipedream/partition or WORD=split.py, LOOPS=1)
 # make fuzz   draws random jobs and compares each with stock Megatron              (N=number SEED=draw CASE=one)
 # make faults   kills, stops and terminates ranks at random moments, and resumes   (N=number SEED=draw CASE=one)
 # make lock   renews requirements.lock, from which make env installs
@@ -60,7 +60,7 @@ test-all: lint
 	$(MAKE) $(OLDER:%=test-%) test-frameworks
 
 test-matrix: env $(OLDER:%=test-%)
-	$(BIN)/python -m pytest $(PARALLEL) tests/integration $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) tests/integration tests/features $(ARGS)
 
 smoke: $(OLDER:%=smoke-%) smoke-torch-2.11 smoke-frameworks
 
@@ -77,7 +77,7 @@ smoke-frameworks: .venv-frameworks/.installed
 .venv-frameworks/.installed: tests/frameworks/requirements.txt
 
 test-%: .venv-%/.installed
-	REQUESTED=$(firstword $(anew)) .venv-$*/bin/python -m pytest $(PARALLEL) -m "" tests/integration $(ARGS)
+	REQUESTED=$(firstword $(anew)) .venv-$*/bin/python -m pytest $(PARALLEL) -m "" tests/integration tests/features $(ARGS)
 
 smoke-%: .venv-%/.installed
 	REQUESTED=$(firstword $(anew)) .venv-$*/bin/python -m pytest $(PARALLEL) -m "" @tests/smoke.txt $(ARGS)

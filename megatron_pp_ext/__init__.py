@@ -25,18 +25,20 @@ For looking at schedules; none of these needs torch or Megatron:
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from megatron_pp_ext.version import VERSION
+
 if TYPE_CHECKING:
     from megatron_pp_ext.compiler.compile import compile_schedule
     from megatron_pp_ext.integration.by_call import InForce, install, installed, uninstall
     from megatron_pp_ext.schedule.actions import Schedule
     from megatron_pp_ext.schedule.catalog import build
     from megatron_pp_ext.schedule.costs import Costs, StageCosts
-    from megatron_pp_ext.schedule.csv_file import read as read_csv
-    from megatron_pp_ext.schedule.csv_file import write as write_csv
+    from megatron_pp_ext.schedule.formats.csv_file import read as read_csv
+    from megatron_pp_ext.schedule.formats.csv_file import write as write_csv
     from megatron_pp_ext.schedule.simulate import Timeline, simulate
     from megatron_pp_ext.view.picture import draw
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "Costs",
@@ -66,10 +68,10 @@ _HOMES = {
     "draw": ("view.picture", "draw"),
     "install": ("integration.by_call", "install"),
     "installed": ("integration.by_call", "installed"),
-    "read_csv": ("schedule.csv_file", "read"),
+    "read_csv": ("schedule.formats.csv_file", "read"),
     "simulate": ("schedule.simulate", "simulate"),
     "uninstall": ("integration.by_call", "uninstall"),
-    "write_csv": ("schedule.csv_file", "write"),
+    "write_csv": ("schedule.formats.csv_file", "write"),
 }
 """The module and the name there of everything that is public."""
 

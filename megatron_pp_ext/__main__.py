@@ -47,7 +47,7 @@ def prepare(cpu: bool = False) -> None:
 
         stand_ins.install()
 
-    from megatron_pp_ext.integration import install
+    from megatron_pp_ext.launch import install
 
     install(cpu)
     if cpu:

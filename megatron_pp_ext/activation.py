@@ -1,30 +1,24 @@
 """A schedule for programs that know nothing of this package, asked for by the environment.
 
-``mpp activate`` puts a file into site-packages whose one line Python runs at every start.  It does something
-only where a variable of ``VARIABLES`` is set, or one that resembles them: then ``megatron_pp_ext.install`` is
-called with what the variables say, right after ``megatron.core`` is imported and so before any of its
-functions can be imported from it by name.
+``mpp activate`` puts a file into site-packages (``startup_file``) whose one line Python runs at every start.
+Where a variable of ``VARIABLES`` is set, or one that resembles them, ``megatron_pp_ext.install`` is called
+with what the variables say, right after ``megatron.core`` is imported and so before any of its functions can
+be imported from it by name.
 
 This module imports nothing but the standard library until then, because it may run at every start of Python.
 """
 
 import os
 import sys
-import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_pp_ext.files import write_whole
 from megatron_pp_ext.json_input import did_you_mean
 from megatron_pp_ext.launch_errors import in_one_line
-
-SCHEDULE = "MEGATRON_PP_SCHEDULE"
-
-_PREFIX, _CACHE = "MEGATRON_PP_", "MEGATRON_PP_EXT_CACHE"
-"""The beginning of the variables of a schedule, and the one variable that has it without being one."""
+from megatron_pp_ext.startup_file import CACHE, PREFIX, SCHEDULE
 
 
 def _limit(text: str) -> float | str:
@@ -57,38 +51,6 @@ _NEEDED = {
 }
 """The variables that have to be set, and their meaning."""
 
-# An interpreter without the variables only looks them up; a misspelled one must not go unnoticed.
-_LINE = (
-    f'import os; any(name.startswith("{_PREFIX}") and name != "{_CACHE}" for name in os.environ) and '
-    '__import__("megatron_pp_ext.activation", fromlist=["watch"]).watch()\n'
-)
-
-
-def startup_file() -> Path:
-    """Return the place of the file that Python reads when it starts in this environment."""
-    return Path(sysconfig.get_path("purelib"), "megatron_pp_ext_activation.pth")
-
-
-def activate() -> Path:
-    """Let programs of this environment follow ``MEGATRON_PP_SCHEDULE``, and return the file that does so.
-
-    OSError if site-packages cannot be written.
-    """
-    write_whole(startup_file(), _LINE)
-    return startup_file()
-
-
-def deactivate() -> bool:
-    """Undo ``activate``; return whether there was anything to undo."""
-    was_active = is_active()
-    startup_file().unlink(missing_ok=True)
-    return was_active
-
-
-def is_active() -> bool:
-    """Return whether programs of this environment follow ``MEGATRON_PP_SCHEDULE``."""
-    return startup_file().exists()
-
 
 def arguments(environment: Mapping[str, str]) -> dict[str, Any]:
     """Return the arguments of ``megatron_pp_ext.install`` that ``environment`` gives.
@@ -116,7 +78,7 @@ def arguments(environment: Mapping[str, str]) -> dict[str, Any]:
 
 def _ours(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that are about a schedule, or are meant to be."""
-    return {name: value for name, value in environment.items() if name.startswith(_PREFIX) and name != _CACHE}
+    return {name: value for name, value in environment.items() if name.startswith(PREFIX) and name != CACHE}
 
 
 def refuse_beside_flags() -> None:
@@ -162,8 +124,8 @@ class _AfterCore:
 
 
 def _install() -> None:
-    import megatron_pp_ext
-
     with in_one_line():
         asked = arguments(os.environ)
-        megatron_pp_ext.install(**asked)
+        from megatron_pp_ext.integration import by_call
+
+        by_call.install(**asked)

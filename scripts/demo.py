@@ -34,11 +34,12 @@ from rich.table import Table
 
 from megatron_pp_ext.jobs import command, process
 from megatron_pp_ext.jobs.failure import reason
+from megatron_pp_ext.schedule.formats import trace_reading
 from megatron_pp_ext.schedule.recorded import SECONDS, RecordedStep
 from megatron_pp_ext.schedule.replay import on_own_cores
 from megatron_pp_ext.schedule.simulate import Timeline
 from megatron_pp_ext.text_data import VOCAB_SIZE, TextDataError, prepare
-from megatron_pp_ext.view import picture, trace_reading
+from megatron_pp_ext.view import picture
 
 RANKS, MICROBATCHES, MICROBATCH_SIZE = 4, 8, 2
 MODEL = (

@@ -84,7 +84,7 @@ class Journal:
 def test_on_rank(rank: int, file: str, mode: str, folder: str, done: set[str]) -> None:
     """Run the remaining tests of a file as one of its ranks."""
     if mode != "alone":
-        from megatron_pp_ext.integration import install
+        from megatron_pp_ext.launch import install
 
         install()
     if mode == "in place":

@@ -6,18 +6,20 @@ python -m scripts.refused
 import re
 from pathlib import Path
 
-from megatron_pp_ext.job.rules import unknown_costs
-from megatron_pp_ext.job.rules.all_rules import CONFIG, START, TOPICS
+from megatron_pp_ext.job.rules import config, start, table, unknown_costs
 from megatron_pp_ext.job.rules.rule import Rule, Rules
 
-_ORDER = "schedules", "stock", "pairs_and_vocabulary", "activations_on_host", "without_flush", "measuring"
+_FIRST = "schedules", "stock", "vocabulary", "pairs", "offload", "without_flush"
+"""The topics that most readers look for, in the order of the document; the others follow."""
 
-TABLE = (
-    *(rules for topic in _ORDER for rules in TOPICS[topic]),
-    *unknown_costs.not_counted(),
-    *START,
-    *CONFIG,
-)
+
+def _in_order() -> list[Rules]:
+    """Return all rules in the order of the document."""
+    topics = {topic.name: topic.rules for topic in table.topics()}
+    others = [name for name in topics if name not in _FIRST]
+    written = [rules for name in (*_FIRST, *others) for rules in topics[name]]
+    return [*written, *unknown_costs.not_counted(), *start.RULES, *config.RULES]
+
 
 FILE = Path(__file__).parents[1] / "docs" / "refused.md"
 
@@ -38,7 +40,7 @@ Measured stages (`--pipeline-costs`) and all other schedules go with it.
 
 def text() -> str:
     """Return the document."""
-    return "\n".join([HEAD, *(_section(rules) for rules in TABLE if rules.title)])
+    return "\n".join([HEAD, *(_section(rules) for rules in _in_order() if rules.title)])
 
 
 def _section(rules: Rules) -> str:
@@ -47,7 +49,7 @@ def _section(rules: Rules) -> str:
 
 
 def _row(rules: Rules, rule: Rule) -> str:
-    what, reason, fix = map(_marked, (rule.what, rule.reason, rule.fix + rules.or_else))
+    what, reason, fix = map(_marked, (rule.flag, rules.why_of(rule), rules.fix_of(rule)))
     where = f" (with {_marked(rule.releases)})" if rule.releases else ""
     return f"| {what}{where} | {reason} | {fix} |"
 

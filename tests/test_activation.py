@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pp_ext import activation
+from megatron_pp_ext import activation, startup_file
 
 ASKED = {"MEGATRON_PP_SCHEDULE": "v-half", "MEGATRON_PP_RANKS": "4", "MEGATRON_PP_MICROBATCHES": "32"}
 
 
 @pytest.fixture(autouse=True)
 def _own_site_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activation.sysconfig, "get_path", lambda kind: str(tmp_path))
+    monkeypatch.setattr(startup_file.sysconfig, "get_path", lambda kind: str(tmp_path))
 
 
 def run(folder: Path, program: str, **environment: str) -> str:
@@ -33,19 +33,18 @@ def run(folder: Path, program: str, **environment: str) -> str:
     return ran.stdout + ran.stderr
 
 
-INSTALLED = (
-    "import megatron_pp_ext; megatron_pp_ext.install = lambda **asked: print(asked)\nimport megatron.core\n"
-)
+BY_CALL = "from megatron_pp_ext.integration import by_call; by_call.install"
+INSTALLED = f"{BY_CALL} = lambda **asked: print(asked)\nimport megatron.core\n"
 
 
 def test_the_schedule_is_installed_right_after_megatron_core_is_imported(tmp_path: Path) -> None:
-    assert activation.activate().parent == tmp_path
+    assert startup_file.activate().parent == tmp_path
     asked = "{'schedule': 'v-half', 'ranks': 4, 'microbatches': 32}"
     assert run(tmp_path, INSTALLED, **ASKED) == f"core\n{asked}\n"
 
 
 def test_without_the_variable_nothing_of_ours_is_imported(tmp_path: Path) -> None:
-    activation.activate()
+    startup_file.activate()
     program = (
         "import megatron.core; print([name for name in sys.modules if name.startswith('megatron_pp_ext')])"
     )
@@ -53,11 +52,11 @@ def test_without_the_variable_nothing_of_ours_is_imported(tmp_path: Path) -> Non
 
 
 def test_deactivated_it_is_as_before(tmp_path: Path) -> None:
-    activation.activate()
-    assert activation.is_active()
-    assert activation.deactivate()
-    assert not activation.is_active()
-    assert not activation.deactivate()
+    startup_file.activate()
+    assert startup_file.is_active()
+    assert startup_file.deactivate()
+    assert not startup_file.is_active()
+    assert not startup_file.deactivate()
     assert run(tmp_path, INSTALLED, **ASKED) == "core\n"
 
 
@@ -80,7 +79,7 @@ def test_deactivated_it_is_as_before(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_read_ends_the_process_in_one_line(tmp_path, given, said):
-    activation.activate()
+    startup_file.activate()
     printed = run(tmp_path, "import megatron.core; print('never')", **{**ASKED, **given}).splitlines()
     assert printed[0] == "core"
     assert printed[1].startswith(f"megatron_pp_ext: {said}")
@@ -89,7 +88,7 @@ def test_what_cannot_be_read_ends_the_process_in_one_line(tmp_path, given, said)
 
 @pytest.mark.parametrize("name", ["MEGATRON_PP_SHEDULE", "MEGATRON_PP_EXT_SCHEDULE"])
 def test_a_misspelled_schedule_does_not_leave_stock_in_force(tmp_path: Path, name: str) -> None:
-    activation.activate()
+    startup_file.activate()
     given = {name: "v-half", "MEGATRON_PP_RANKS": "4", "MEGATRON_PP_MICROBATCHES": "32"}
     printed = run(tmp_path, "import megatron.core; print('never')", **given).splitlines()
     line = f"megatron_pp_ext: {name} is unknown; unset it, or correct its name: did you mean"
@@ -126,8 +125,8 @@ del sys.meta_path[{at}]
     ids=["looked up", "not found", "found by none", "failed", "imported again"],
 )
 def test_a_look_or_an_import_that_fails_does_not_lose_the_schedule(tmp_path, before, said) -> None:
-    activation.activate()
-    install = "import megatron_pp_ext; megatron_pp_ext.install = lambda **asked: print('INSTALLED')\n"
+    startup_file.activate()
+    install = f"{BY_CALL} = lambda **asked: print('INSTALLED')\n"
     printed = run(tmp_path, f"{install}{before}\nimport megatron.core", **ASKED)
     assert printed == said + "core\n" + ("" if "INSTALLED" in said else "INSTALLED\n")
 

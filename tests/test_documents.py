@@ -52,7 +52,7 @@ OTHERS = {
     "gpu_check": "--out --dry",
     "apex": "--cpp_ext --cuda_ext",
     "benchmarks": "--hidden --ranks",
-    "extending": "--pipeline-most-microbatches",
+    "extending": "--pipeline-most-microbatches --pipeline-late-weights",
     "frameworks": "--external_plugins --model --dataset --pipeline_model_parallel_size --config-name "
     "--virtual_pipeline_model_parallel_size --custom-megatron-init-path",
     "slash": "--account-for-embedding --decoder-first",  # --account-for-embedding/loss-in-pipeline-split

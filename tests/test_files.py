@@ -13,20 +13,22 @@ import pytest
 from megatron_pp_ext import files
 from megatron_pp_ext.costs import system
 from megatron_pp_ext.files import whole, write_whole
-from megatron_pp_ext.partition import profile_file
-from megatron_pp_ext.partition.profile import Layer, Profile
 from megatron_pp_ext.planner import model_names
-from megatron_pp_ext.schedule import catalog, costs_file, csv_file
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.formats import costs_file, csv_file, profile_file, trace_file, trace_reading
+from megatron_pp_ext.schedule.formats.profile import Layer, Profile
 from megatron_pp_ext.schedule.simulate import simulate
-from megatron_pp_ext.view import trace_file, trace_reading
 from reference import vgg16
 
 SCHEDULE = catalog.build("1f1b", 2, 2)
 COSTS = Costs.unit(SCHEDULE.placement)
 READERS: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
     "costs": (lambda path: costs_file.write(COSTS, path), costs_file.read),
-    "profile": (lambda path: Profile.chain([Layer("a", 1, 2, 3, 4)]).write(path), profile_file.read),
+    "profile": (
+        lambda path: profile_file.write(Profile.chain([Layer("a", 1, 2, 3, 4)]), path),
+        profile_file.read,
+    ),
     "graph.txt": (lambda path: path.write_text(vgg16.graph_txt()), profile_file.read),
     "schedule": (lambda path: csv_file.write(SCHEDULE, path), csv_file.read),
     "system": (

@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from megatron_pp_ext.integration.releases import NEWEST, RELEASES, Release
-from megatron_pp_ext.job.rules.asked import FIRST_ENGINE
+from megatron_pp_ext.job.requested_job import FIRST_ENGINE
 
 ROOT = Path(__file__).parents[1]
 PUBLISHED = {release.wheel: release for release in RELEASES if release.wheel}

@@ -80,7 +80,7 @@ class OneRank:
     def run(self, schedule: Schedule | None = None, away: ActivationsAway | None = None) -> None:
         """Run a step, of the same orders with copies if ``schedule`` has them, and wait for the device."""
         plan = plan_rank(schedule or self.schedule, RANK)
-        execute(plan, Rank(self._stages, MadeUpChannels(*self._channels), away=away))
+        execute(plan, Rank(self._stages, MadeUpChannels(*self._channels), parts=[away] if away else []))
         torch.cuda.synchronize()
 
 

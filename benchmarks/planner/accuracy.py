@@ -30,7 +30,7 @@ def activations() -> str:
     import tests.support.ranks  # noqa: F401  (installs the stand-ins for torch.cuda before Megatron is imported)
 
     # isort: split
-    from megatron_pp_ext.integration import install
+    from megatron_pp_ext.launch import install
     from tests.integration import test_planner_memory as runs
 
     install()

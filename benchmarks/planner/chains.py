@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from megatron_pp_ext.partition import graph_txt
-from megatron_pp_ext.partition.profile import Layer, Profile
+from megatron_pp_ext.schedule.formats import graph_txt
+from megatron_pp_ext.schedule.formats.profile import Layer, Profile
 from reference import vgg16
 
 IMAGES = 64

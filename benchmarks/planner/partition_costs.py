@@ -16,9 +16,9 @@ import typer
 
 from benchmarks.planner.chains import profiles
 from benchmarks.report import RESULTS, Out, publish, sections, table
-from megatron_pp_ext.partition.cost_formulas import FORMULAS
-from megatron_pp_ext.partition.partitioner import Partition, partition
-from megatron_pp_ext.partition.recurrence import Level
+from megatron_pp_ext.pipedream.partition.cost_formulas import FORMULAS
+from megatron_pp_ext.pipedream.partition.partitioner import Partition, partition
+from megatron_pp_ext.pipedream.partition.recurrence import Level
 from tests.support.link_judge import seconds_of_a_microbatch, stages_of
 
 WORKERS = (4, 8, 16)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_pp_ext.integration import install
+from megatron_pp_ext.launch import install
 from megatron_pp_ext.text_data import VOCAB_SIZE
 from tests.support import training
 from tests.support.delayed import Reference

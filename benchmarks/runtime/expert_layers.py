@@ -16,8 +16,8 @@ from megatron.core.tensor_parallel import layers
 from megatron.training import training
 
 from benchmarks.runtime import device
+from megatron_pp_ext.costs.overlap import overlapped
 from megatron_pp_ext.costs.part import Part
-from megatron_pp_ext.planner.step.model_parts import overlapped_in_pair
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule.costs import Costs
 
@@ -79,7 +79,7 @@ def costs(times: Times, chunks: int) -> Costs:
     )
     alone = attention.forward_seconds + attention.backward_seconds
     alone += experts.forward_seconds + experts.backward_seconds
-    return replace(of_stages, pair=1 - overlapped_in_pair(attention, experts) / alone)
+    return replace(of_stages, pair=1 - overlapped(attention, experts) / alone)
 
 
 class Step(NamedTuple):

@@ -92,11 +92,11 @@ def measure(rank: int, timelines: list[Timeline], repeats: int) -> list[tuple[li
             dist.barrier()
             start = time.perf_counter()
             if number:
-                execute(plan, Rank(stages, world.channels(TIMES), away=away))
+                execute(plan, Rank(stages, world.channels(TIMES), parts=[away]))
                 seconds.append(time.perf_counter() - start)
             else:
                 with recorder.step():
-                    execute(plan, Rank(stages, world.channels(TIMES), recorder, away=away))
+                    execute(plan, Rank(stages, world.channels(TIMES), recorder, parts=[away]))
         found.append((seconds, recorder.record.peak_bytes))
     return found
 

@@ -47,12 +47,14 @@ from benchmarks.runtime.expert_layers import (
 from benchmarks.runtime.machine import cores_awake, settle, step_seconds
 from benchmarks.runtime.systems import Gloo, World, walk
 from megatron_pp_ext import cpu, pretrain_gpt
-from megatron_pp_ext.integration import install, requested
+from megatron_pp_ext.integration import requested
+from megatron_pp_ext.launch import install
 from megatron_pp_ext.runtime.groups import direction_groups
 from megatron_pp_ext.runtime.plan import plan_rank
-from megatron_pp_ext.schedule import catalog, costs_file
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.formats import costs_file
 from megatron_pp_ext.schedule.simulate import simulate
 
 MESSAGES = stages.Times(0.0, 0.0, 0.0, 4096)

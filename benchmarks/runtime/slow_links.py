@@ -31,11 +31,11 @@ from benchmarks.runtime.curves import LAST, LAYERS, MICROBATCH, Curve, learning_
 from benchmarks.runtime.machine import sleep_precisely
 from benchmarks.runtime.settings import best, cells
 from megatron_pp_ext import cpu
-from megatron_pp_ext.partition import profile_file
-from megatron_pp_ext.partition.layout import layout_of
-from megatron_pp_ext.partition.partitioner import partition
-from megatron_pp_ext.partition.profile import Profile
-from megatron_pp_ext.partition.recurrence import Level
+from megatron_pp_ext.pipedream.partition.layout import layout_of
+from megatron_pp_ext.pipedream.partition.partitioner import partition
+from megatron_pp_ext.pipedream.partition.recurrence import Level
+from megatron_pp_ext.schedule.formats import profile_file
+from megatron_pp_ext.schedule.formats.profile import Profile
 from megatron_pp_ext.text_data import prepare
 from megatron_pp_ext.view import figure
 

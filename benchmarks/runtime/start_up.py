@@ -21,7 +21,7 @@ from megatron_pp_ext.schedule import catalog
 RANKS, MICROBATCHES = 8, 64
 
 STOCK = "import megatron.training.training"
-INSTALL = "from megatron_pp_ext.integration import install; install()"
+INSTALL = "from megatron_pp_ext.launch import install; install()"
 SCHEDULE = f"""
 schedule = catalog.build({{name!r}}, {RANKS}, {MICROBATCHES})
 plan_rank(schedule, {RANKS // 2})

@@ -22,8 +22,8 @@ from rich.progress import track
 from benchmarks.measuring import COMMON, RANKS, TOKENS, in_turns, pretrain, two_cores
 from benchmarks.report import RESULTS, Row, publish, table
 from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.formats import trace_reading
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
-from megatron_pp_ext.view import trace_reading
 
 MICROBATCHES = (2, 4, 8, 32)
 LAYERS = 4

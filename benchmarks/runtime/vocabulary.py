@@ -24,8 +24,8 @@ from megatron_pp_ext.features.vocabulary.share import share
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.formats import trace_reading
 from megatron_pp_ext.schedule.simulate import simulate
-from megatron_pp_ext.view import trace_reading
 
 LAYERS, TOKENS, MICROBATCHES = 8, 64, 8
 STOCK, EVEN, BEST, SHARED = "stock", "even", "best layout", "shared"

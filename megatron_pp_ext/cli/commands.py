@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from megatron_pp_ext import __version__
 from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli.errors import OneLineErrors
 from megatron_pp_ext.cli.progress import waiting
@@ -15,10 +14,13 @@ from megatron_pp_ext.cli.report import bound_of, console, print_units, report, r
 from megatron_pp_ext.compiler.compile import TRIALS
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
-from megatron_pp_ext.schedule import catalog, csv_file
+from megatron_pp_ext.features.pairs.options import Pairs, paired
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.formats import csv_file
 from megatron_pp_ext.schedule.names import ALIASES, AUTO, OTHERS, SHARED
 from megatron_pp_ext.schedule.simulate import simulate
+from megatron_pp_ext.version import VERSION
 
 app = typer.Typer(
     cls=OneLineErrors,
@@ -34,7 +36,7 @@ def main(
 ) -> None:
     """Pipeline schedules for Megatron-LM."""
     if version:
-        console.print(f"megatron_pp_ext {__version__}")
+        console.print(f"megatron_pp_ext {VERSION}")
         raise typer.Exit
 
 
@@ -119,10 +121,11 @@ def schedule(
     request = replace(
         request,
         vocabulary=SHARED if shared_vocabulary else None,
-        is_paired=times.pair_time is not None or (can.takes_limit and costs.pair < 1),
         offload=offload.requested,
         trials=TRIALS if trials is None else trials,
     )
+
+    request = paired(request, times.pair_time is not None or (can.takes_limit and costs.pair < 1))
 
     def costs_of(stages: int, is_shared: bool) -> Costs:
         return costs
@@ -188,13 +191,14 @@ def compare(
     def costs_of(stages: int, is_shared: bool) -> Costs:
         return (shared_halves if is_shared else halves).merged(stages)
 
+    pairs = (Pairs(),) if halves.pair < 1 else ()
     timelines = {}
     for request in requests:
         rows = {"": request}
         if offload.requested is not None:
             rows[" +H"] = replace(request, offload=offload.requested)
         if times.pair_time is not None and catalog.entry(request.schedule).make_paired:
-            rows[" +P"] = replace(request, is_paired=True)
+            rows[" +P"] = paired(request)
         if times.output_layer:
             rows[" +S"] = replace(request, vocabulary=SHARED)
         with waiting(f"simulating {request.schedule}"):
@@ -216,7 +220,7 @@ def compare(
     with waiting("compiling flex for several memory limits"):
         frontier = {
             f"flex {fraction:.2f}": timeline
-            for fraction, timeline in flex.some_limits(ranks, microbatches, halves).items()
+            for fraction, timeline in flex.some_limits(ranks, microbatches, halves, pairs).items()
         }
     copied = {}
     if offload.requested is not None:
@@ -261,8 +265,9 @@ def trace(
     (cool-down), waiting for an action on another rank to end (unfinished stages) or, when that had ended,
     for its message (late messages), for gradients to be reduced, or for neither (overhead).
     """
+    from megatron_pp_ext.schedule.formats import trace_reading
     from megatron_pp_ext.schedule.replay import on_own_cores
-    from megatron_pp_ext.view import terminal, trace_reading
+    from megatron_pp_ext.view import terminal
 
     stems = [file.stem for file in files]
     titles = [file.stem if stems.count(file.stem) == 1 else str(file) for file in files]

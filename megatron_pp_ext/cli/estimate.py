@@ -27,7 +27,7 @@ from megatron_pp_ext.files import require_folder, write_json
 from megatron_pp_ext.job.flag_effects import not_counted
 from megatron_pp_ext.job.flag_words import by_name
 from megatron_pp_ext.job.pipeline import for_world
-from megatron_pp_ext.job.rules.asked import Asked
+from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.sizes import data_parallel_size, fewest_ranks, smallest_world
 from megatron_pp_ext.jobs.command import missing
 from megatron_pp_ext.planner.search.launch_lines import Launch
@@ -71,7 +71,7 @@ def estimate(
     require_folder(json)
     machine = systems.read(system)
     asked, words = described(flags, model, sizes)
-    asked = asked.changed(micro_batch_size=asked.micro_batch_size or 1)
+    asked = asked.changed(micro_batch_size=asked.batch.micro_batch_size or 1)
     from megatron_pp_ext.planner.step.estimate import estimate_request
     from megatron_pp_ext.planner.step.parameters import entries
 
@@ -114,18 +114,20 @@ def estimate(
         write_json(json, content)
 
 
-def with_layout(words: Sequence[str], asked: Asked, gpus: int) -> tuple[list[str], Asked, str]:
+def with_layout(words: Sequence[str], asked: RequestedJob, gpus: int) -> tuple[list[str], RequestedJob, str]:
     """Return flags with a layout in the place of ``auto``, what they ask, and words about the layout."""
     from megatron_pp_ext.planner.layout import requested_layout
 
-    if not asked.finds_layout:
+    if not asked.pipeline.finds_layout:
         return list(words), asked, ""
-    asked, chosen = requested_layout.settle(asked, data_parallel_size(asked.job, gpus), asked.vocab_size)
+    asked, chosen = requested_layout.settle(
+        asked, data_parallel_size(asked.job, gpus), asked.model.vocab_size
+    )
     flag, replaced = "--pipeline-model-parallel-layout", "--num-virtual-stages-per-pipeline-rank"
     kept = [
         word for name, behind in by_name(words) if name not in (flag, replaced) for word in (name, *behind)
     ]
-    return [*kept, flag, asked.pipeline_model_parallel_layout], asked, chosen
+    return [*kept, flag, str(asked.pipeline.pipeline_model_parallel_layout)], asked, chosen
 
 
 def show(estimated: "Estimate", request: Request, machine: System, gpus: int) -> None:

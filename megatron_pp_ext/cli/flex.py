@@ -8,7 +8,7 @@ from dataclasses import replace
 from megatron_pp_ext.compiler.compile import InfeasibleLimit, placements_of
 from megatron_pp_ext.compiler.limits import LARGEST_FRACTION, kept_by_1f1b, least_limits
 from megatron_pp_ext.compiler.make import CostsOf, Made, make
-from megatron_pp_ext.compiler.request import Request, named
+from megatron_pp_ext.compiler.request import Option, Request, named
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.names import AUTO, FLEX
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
@@ -53,17 +53,19 @@ def made(request: Request, costs: CostsOf) -> Made:
         ) from None
 
 
-def some_limits(ranks: int, microbatches: int, costs: Costs) -> dict[float, Timeline]:
+def some_limits(
+    ranks: int, microbatches: int, costs: Costs, options: tuple[Option, ...] = ()
+) -> dict[float, Timeline]:
     """The best schedules found for those of some fractions of 1F1B's peak that are feasible.
 
-    More memory never makes the schedule longer: where a longer one is found than for the fraction before, the
-    one before is used again.
+    ``options`` are those of features.  More memory never makes the schedule longer: where a longer one is
+    found than for the fraction before, the one before is used again.
     """
     found: dict[float, Timeline] = {}
     for fraction in _FRACTIONS:
         request = named(FLEX, ranks, microbatches, limit=fraction)
         try:
-            new = _timeline(replace(request, is_paired=costs.pair < 1), costs)
+            new = _timeline(replace(request, options=options), costs)
         except InfeasibleLimit:
             continue
         last = next(reversed(found.values()), new)

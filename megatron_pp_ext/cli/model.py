@@ -10,7 +10,7 @@ from rich.table import Table
 from megatron_pp_ext.cli.commands import app
 from megatron_pp_ext.cli.progress import waiting
 from megatron_pp_ext.cli.report import console
-from megatron_pp_ext.job.rules.asked import Asked
+from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.planner.search.launch_lines import one_a_line
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ def described(
     flags: Sequence[str] | None,
     model: str | None,
     sizes: Mapping[str, int | None] | None = None,
-    settle: Callable[[Asked], Asked] = lambda asked: asked,
-) -> tuple[Asked, list[str]]:
+    settle: Callable[[RequestedJob], RequestedJob] = lambda asked: asked,
+) -> tuple[RequestedJob, list[str]]:
     """Return what is asked of the described model, with its vocabulary, and its flags.
 
     See ``planner.described.read``, and ``Described.counted`` for ``settle``.
@@ -68,9 +68,9 @@ def described(
     job = planners.read(flags or (), model, sizes)
     _notify(job.notes)
     asked = job.counted(settle)
-    if not asked.vocab_size and asked.tokenizer_type in tokenizer_vocabulary.FROM_HUGGING_FACE:
+    if not asked.model.vocab_size and asked.flags.tokenizer_type in tokenizer_vocabulary.FROM_HUGGING_FACE:
         asked = asked.changed(vocab_size=tokenizer_vocabulary.size(asked))
-    elif not asked.vocab_size:
+    elif not asked.model.vocab_size:
         import warnings
 
         with waiting("asking Megatron's tokenizer"), warnings.catch_warnings():

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from megatron_pp_ext.schedule.costs import MOST, Costs, StageCosts
-from megatron_pp_ext.schedule.costs_file import read as read_costs
+from megatron_pp_ext.schedule.formats.costs_file import read as read_costs
 from megatron_pp_ext.schedule.names import AUTO
 from megatron_pp_ext.schedule.recorded import SECONDS, Units
 

@@ -16,9 +16,9 @@ from megatron_pp_ext.cli.report import console
 from megatron_pp_ext.files import write_json
 
 if TYPE_CHECKING:
-    from megatron_pp_ext.partition.partitioner import Partition
-    from megatron_pp_ext.partition.profile import Profile
-    from megatron_pp_ext.partition.recurrence import Level
+    from megatron_pp_ext.pipedream.partition.partitioner import Partition
+    from megatron_pp_ext.pipedream.partition.recurrence import Level
+    from megatron_pp_ext.schedule.formats.profile import Profile
 
 
 @app.command()
@@ -74,9 +74,9 @@ def partition(
     """
     if layout and flags:
         raise ValueError("--layout and --flags print different parts of one answer: leave one of them out")
-    from megatron_pp_ext.partition import profile_file
-    from megatron_pp_ext.partition.layout import layout_of, replicas_flag, training_flags
-    from megatron_pp_ext.partition.partitioner import partition as best_partition
+    from megatron_pp_ext.pipedream.partition.layout import layout_of, replicas_flag, training_flags
+    from megatron_pp_ext.pipedream.partition.partitioner import partition as best_partition
+    from megatron_pp_ext.schedule.formats import profile_file
 
     machines = _levels(workers, bandwidth, levels)
     limit = math.inf if memory is None else amounts.read(memory, "--memory")
@@ -97,7 +97,7 @@ def partition(
 
 
 def _levels(workers: int | None, bandwidth: str | None, levels: str | None) -> "list[Level]":
-    from megatron_pp_ext.partition.recurrence import Level
+    from megatron_pp_ext.pipedream.partition.recurrence import Level
 
     if levels is None:
         if workers is None or bandwidth is None:
@@ -124,7 +124,7 @@ def _levels(workers: int | None, bandwidth: str | None, levels: str | None) -> "
 
 
 def _show(best: "Partition", model: "Profile") -> None:
-    from megatron_pp_ext.partition.layout import is_megatrons, training_flags
+    from megatron_pp_ext.pipedream.partition.layout import is_megatrons, training_flags
 
     names = ("replicas", "seconds", "in flight", "bytes a worker")
     table = Table("stage", Column("layers", overflow="fold"), *names, box=SIMPLE_HEAD)

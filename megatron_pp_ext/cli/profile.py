@@ -20,7 +20,7 @@ from megatron_pp_ext.jobs.failure import reason
 from megatron_pp_ext.jobs.process import run
 
 if TYPE_CHECKING:
-    from megatron_pp_ext.partition.profile import Profile
+    from megatron_pp_ext.schedule.formats.profile import Profile
 
 _STEPS, _MICROBATCHES = 4, 8
 """The first step warms up; medians are of the 24 microbatches of the others."""
@@ -48,7 +48,7 @@ def profile(
 
     mpp profile graph.txt   shows a profile; PipeDream's format is read too
     """
-    from megatron_pp_ext.partition import profile_file
+    from megatron_pp_ext.schedule.formats import profile_file
 
     if print_only:
         print_flags(to_be_started(flags, model).words)
@@ -59,7 +59,7 @@ def profile(
         raise ValueError(f"--script {script} is for measuring: give --model or the model's flags behind --")
     measured = profile_file.read(file)
     if json is not None:
-        measured.write(json)
+        profile_file.write(measured, json)
     _show(measured)
 
 

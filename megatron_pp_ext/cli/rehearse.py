@@ -17,14 +17,15 @@ from megatron_pp_ext.cli.report import console, show_by_rank
 from megatron_pp_ext.costs import system as systems
 from megatron_pp_ext.files import require_folder, write_json
 from megatron_pp_ext.job import stage_costs
-from megatron_pp_ext.job.rules.asked import Asked
+from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.sizes import fewest_ranks, smallest_world
 from megatron_pp_ext.jobs.command import short_run, training, without, words_of
 from megatron_pp_ext.jobs.process import run_together
 from megatron_pp_ext.planner import rehearsal_noise
-from megatron_pp_ext.planner.rehearsal import RankRehearsal, Rehearsal, chosen_ranks, put_together
+from megatron_pp_ext.planner.rehearsal import Rehearsal, chosen_ranks, put_together
 from megatron_pp_ext.planner.search import launch_lines
-from megatron_pp_ext.schedule import costs_file, csv_file
+from megatron_pp_ext.schedule.formats import costs_file, csv_file, rehearsal_file
+from megatron_pp_ext.schedule.formats.rehearsal_file import RankRehearsal
 
 _WARM_UP = 1
 """The first step counts bytes; the others are timed."""
@@ -108,7 +109,7 @@ def rehearse(
             }
             with waiting(f"rehearsing rank {', '.join(map(str, some))} of {size}"):
                 run_together(commands, {rank: files[rank].with_suffix(".log") for rank in some})
-        measured = {rank: RankRehearsal.read(file) for rank, file in files.items()}
+        measured = {rank: rehearsal_file.read(file) for rank, file in files.items()}
         first = measured[chosen[0]]
         schedule = replace(csv_file.read(files[chosen[0]].with_suffix(".csv")), name=first.schedule)
     rehearsal = put_together(measured, schedule, machine, world)
@@ -123,12 +124,12 @@ def rehearse(
     if json is not None:
         write_json(json, numbers(rehearsal, measured))
     if trace is not None:
-        from megatron_pp_ext.view import trace_file
+        from megatron_pp_ext.schedule.formats import trace_file
 
         trace_file.write_timeline(trace, rehearsal.timeline)
 
 
-def environment(asked: Asked, rank: int, world: int) -> dict[str, str]:
+def environment(asked: RequestedJob, rank: int, world: int) -> dict[str, str]:
     """Return the variables of torch.distributed for the first process of pipeline ``rank``."""
     size, copy = asked.job.parallel.pipeline_model_parallel_size, fewest_ranks(asked.job)
     if world < 1 or world % copy:
@@ -136,7 +137,7 @@ def environment(asked: Asked, rank: int, world: int) -> dict[str, str]:
             f"--world-size {world} is not a multiple of {copy}, the ranks of one copy of the model; "
             "correct it"
         )
-    apart = copy // size if asked.use_tp_pp_dp_mapping else world // size
+    apart = copy // size if asked.flags.use_tp_pp_dp_mapping else world // size
     variables = {
         "RANK": rank * apart,
         "WORLD_SIZE": world,

@@ -14,10 +14,10 @@ from megatron_pp_ext.compiler.bounds import lower_bound
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.features.offload.free_plans import share_away, without_copies
 from megatron_pp_ext.files import write_json
-from megatron_pp_ext.schedule import csv_file
+from megatron_pp_ext.schedule.formats import csv_file, trace_file
 from megatron_pp_ext.schedule.recorded import Units
 from megatron_pp_ext.schedule.simulate import Timeline
-from megatron_pp_ext.view import terminal, trace_file
+from megatron_pp_ext.view import terminal
 
 console = Console(highlight=False, markup=False)
 """Names come from files: what looks like markup in them is text."""

@@ -57,9 +57,10 @@ def search(
         measuring.check(machines.gpus, system.gpus_per_node)
     tried.check()
     asked, words = job.described()
-    if asked.global_batch_size > MOST_SEQUENCES * machines.gpus:
+    samples = asked.batch.sizes[0]
+    if samples > MOST_SEQUENCES * machines.gpus:
         raise ValueError(
-            f"--global-batch-size {asked.global_batch_size} is more than {MOST_SEQUENCES:,} for each of "
+            f"--global-batch-size {samples} is more than {MOST_SEQUENCES:,} for each of "
             f"{machines.gpus} GPUs: lower it, or give more --gpus"
         )
     space, compiles = tried.space(asked, words, machines.gpus, system.gpus_per_node)

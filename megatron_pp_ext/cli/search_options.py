@@ -13,8 +13,8 @@ from megatron_pp_ext.cli.estimate import Margin, SystemName
 from megatron_pp_ext.cli.model import Flags, GlobalBatchSize, Model, PrintFlags, SeqLength, described
 from megatron_pp_ext.job.layers import stages_flag
 from megatron_pp_ext.job.pipeline import permitted, vocabulary
+from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import all_rules
-from megatron_pp_ext.job.rules.asked import Asked
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.names import AUTO, FLEX
 
@@ -43,25 +43,25 @@ class Job:
         """The sizes that are given by options, under the names of arguments."""
         return {"global_batch_size": self.global_batch_size, "seq_length": self.seq_length}
 
-    def about(self, asked: Asked) -> dict[str, str | int | None]:
+    def about(self, asked: RequestedJob) -> dict[str, str | int | None]:
         """Return the model and the sizes for which the search is made, for people who read its result."""
         return {
             "model": self.model or "a model by flags",
-            "global_batch_size": asked.global_batch_size,
-            "seq_length": asked.seq_length,
+            "global_batch_size": asked.batch.global_batch_size,
+            "seq_length": asked.model.seq_length,
         }
 
-    def described(self) -> tuple[Asked, list[str]]:
+    def described(self) -> tuple[RequestedJob, list[str]]:
         """Return what is asked and its flags; ValueError where it has no batch, or has replicas."""
         from megatron_pp_ext.planner.search.candidate import settled
 
         asked, words = described(self.flags, self.model, self.sizes, settled)
-        if not asked.global_batch_size:
+        if not asked.batch.global_batch_size:
             raise ValueError("no batch: give --global-batch-size")
-        if asked.pipeline_replicas is not None:
+        if asked.pipeline.pipeline_replicas is not None:
             raise ValueError(
-                f"--pipeline-replicas {asked.pipeline_replicas}: a search gives all stages as many: leave it "
-                "out; mpp partition finds replicas, and mpp estimate tells what they take"
+                f"--pipeline-replicas {asked.pipeline.pipeline_replicas}: a search gives all stages as many: "
+                "leave it out; mpp partition finds replicas, and mpp estimate tells what they take"
             )
         return asked, words
 
@@ -113,7 +113,7 @@ class Tried:
         _known(self.schedules)
 
     def space(
-        self, asked: Asked, words: Sequence[str], gpus: int, gpus_per_node: int
+        self, asked: RequestedJob, words: Sequence[str], gpus: int, gpus_per_node: int
     ) -> "tuple[Space, Compiles]":
         """Return the configurations of what is ``asked``, whose flags are ``words``, and what is compiled.
 
@@ -124,19 +124,19 @@ class Tried:
         from megatron_pp_ext.planner.search.candidate import settled_in
         from megatron_pp_ext.planner.search.configurations import Space
 
-        if asked.pipeline_offload not in (None, AUTO):
+        if asked.pipeline.pipeline_offload not in (None, AUTO):
             raise ValueError(
-                f"--pipeline-offload is {asked.pipeline_offload}, but a search chooses a share itself where "
-                f"memory asks for it: give {AUTO}, or ask mpp estimate"
+                f"--pipeline-offload is {asked.pipeline.pipeline_offload}, but a search chooses a share "
+                f"itself where memory asks for it: give {AUTO}, or ask mpp estimate"
             )
-        if asked.pipeline_loss_rank is not None:
+        if asked.pipeline.pipeline_loss_rank is not None:
             raise ValueError(
-                f"--pipeline-loss-rank {asked.pipeline_loss_rank}: a search counts ranks from the one with "
-                "both ends of a V, and steps are the same either way: leave it out, and add it to the "
-                "command that you start, with a --pipeline-memory-limit by rank in reverse"
+                f"--pipeline-loss-rank {asked.pipeline.pipeline_loss_rank}: a search counts ranks from the one "
+                "with both ends of a V, and steps are the same either way: leave it out, and add it to "
+                "the command that you start, with a --pipeline-memory-limit by rank in reverse"
             )
         names, compiles = self._schedules(asked)
-        flag, is_measured = stages_flag(asked.job), asked.pipeline_costs is not None
+        flag, is_measured = stages_flag(asked.job), asked.pipeline.pipeline_costs is not None
         if flag is not None and not is_measured:
             raise ValueError(
                 f"{flag} describes the stages, which a search changes: leave "
@@ -148,17 +148,18 @@ class Tried:
         fixed |= measured_sizes.KEPT if is_measured else frozenset()
         if compiles is Compiles.ONLY:
             fixed |= {"pipeline_schedule"}  # one rank alone has no order to compile
-        if "pipeline_model_parallel_size" in fixed and asked.pipeline_vocabulary is not None:
+        if "pipeline_model_parallel_size" in fixed and asked.pipeline.pipeline_vocabulary is not None:
             all_rules.refuse_without_pipeline(asked)
         job = asked.job.changed(pipeline_vocabulary=vocabulary(asked))
-        space = Space(job, gpus, gpus_per_node, asked.global_batch_size, names, fixed, is_uneven, stages)
+        samples = asked.batch.sizes[0]
+        space = Space(job, gpus, gpus_per_node, samples, names, fixed, is_uneven, stages)
         return space, compiles
 
-    def _schedules(self, asked: Asked) -> "tuple[Sequence[str], Compiles]":
+    def _schedules(self, asked: RequestedJob) -> "tuple[Sequence[str], Compiles]":
         """Return the families to try, and whether to have schedules compiled."""
         from megatron_pp_ext.planner.search.best_first import Compiles
 
-        given, flag = self.schedules, asked.pipeline_schedule
+        given, flag = self.schedules, asked.pipeline.pipeline_schedule
         if given and flag:
             raise ValueError(
                 f"--schedules {given} and --pipeline-schedule {flag} contradict each other: leave one out"
@@ -169,7 +170,7 @@ class Tried:
             return catalog.NAMES, Compiles.ONLY
         return families, Compiles.TOO if len(families) < len(names) else Compiles.NEVER
 
-    def _is_uneven(self, asked: Asked) -> bool:
+    def _is_uneven(self, asked: RequestedJob) -> bool:
         """Whether layers may move between stages: not of a hybrid model, whose pattern takes no layout.
 
         Nor of stages that were measured.
@@ -177,12 +178,12 @@ class Tried:
         if self.layout not in ("auto", "even"):
             raise ValueError(f"--layout is {self.layout!r}, but must be auto or even: correct it")
         for part in ("embedding", "loss"):
-            if self.layout == "auto" and asked[f"account_for_{part}_in_pipeline_split"]:
+            if self.layout == "auto" and asked.job.value(f"account_for_{part}_in_pipeline_split"):
                 raise ValueError(
                     f"--account-for-{part}-in-pipeline-split says how layers are spread, which --layout auto "
                     "finds: leave it out, or add --layout even"
                 )
-        return self.layout == "auto" and asked.pattern is None and asked.pipeline_costs is None
+        return self.layout == "auto" and asked.model.pattern is None and asked.pipeline.pipeline_costs is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.files import write_whole
 from megatron_pp_ext.planner.search import launch_lines
 from megatron_pp_ext.planner.search.best_first import Result
+from megatron_pp_ext.planner.search.configurations import record
 from megatron_pp_ext.planner.search.explanation import why
 from megatron_pp_ext.planner.search.replays import Evaluated
 
@@ -119,7 +120,7 @@ class Report:
         """Return the numbers of ``one`` and the command that starts it."""
         return {
             "name": one.candidate.name,
-            "candidate": asdict(one.candidate),
+            "candidate": record(one.candidate),
             "estimate": asdict(one.estimate),
             **self._launch(one).record(),
         }

@@ -8,19 +8,17 @@ when simulated.  It is returned with a lower bound; the two bracket the optimum.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron_pp_ext.compiler.bounds import lower_bound
 from megatron_pp_ext.compiler.limits import at_most, least_limits, rooms_beside_messages
 from megatron_pp_ext.compiler.search import cache
-from megatron_pp_ext.compiler.search.pairing import in_pairs
 from megatron_pp_ext.compiler.search.problem import TOLERANCE, Problem, problem_of
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.names import FLEX
 from megatron_pp_ext.schedule.placement import Placement, Shape, linear, loop, v, wave
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 
@@ -32,6 +30,22 @@ TRIALS = 1000
 
 type _Feasible = tuple[Placement, Costs, tuple[float, ...]]
 """A placement with the costs of its stages, and what messages leave of each rank's limit for activations."""
+
+
+Variants = Callable[[Timeline, str, Sequence[tuple[Placement, Costs]], int], Iterable[tuple[Timeline, str]]]
+"""A feature's orders besides what the search found.
+
+Called with that and its origin, the placements with the costs of their stages, and the microbatches; returns
+simulated schedules that are named "flex", and their origins.
+"""
+
+_variants: list[Variants] = []
+
+
+def register(variants: Variants) -> None:
+    """Let everything that is compiled from now on compete with what ``variants`` returns for it."""
+    if variants not in _variants:
+        _variants.append(variants)
 
 
 class InfeasibleLimit(ValueError):
@@ -109,8 +123,7 @@ def compile_schedule(
 
     def made() -> tuple[Timeline, str]:
         found = _shortest(feasible, problems, bounds, limits, trials)
-        if costs.pair < 1:
-            found = _with_pairs(found, feasible, microbatches, limits)
+        found = _with_variants(found, feasible, microbatches, limits)
         check(found[0].schedule)
         cache.store(name, found[0].schedule, found[1])
         return found
@@ -267,29 +280,19 @@ def _shortest(
     return best
 
 
-def _with_pairs(
+def _with_variants(
     found: tuple[Timeline, str],
     cuts: Sequence[tuple[Placement, Costs]],
     microbatches: int,
     limits: Sequence[float],
 ) -> tuple[Timeline, str]:
-    """Return the shortest of what was ``found``, the same in pairs, and the families that have pairs."""
+    """Return the shortest of what was ``found`` and the variants of features that keep the limits."""
     best, origin = found
-    costs = dict(cuts)
-    proposals = [(in_pairs(best.schedule, best.costs), f"{origin}, in pairs")]
-    for name, entry in catalog.ENTRIES.items():
-        for placement, cut in costs.items():
-            if entry.make_paired is None or entry.shape is not placement.shape:
-                continue
-            if not entry.accepts(placement.chunks):
-                continue
-            family = entry.build(placement.ranks, microbatches, placement.chunks, paired=True)
-            timeline = simulate(replace(family, name=FLEX), cut)
-            proposals.append((timeline, f"{name} in pairs, {placement.shape} placement"))
-    for timeline, by in proposals:
-        fits = all(map(at_most, timeline.peak_memory, limits))
-        if fits and timeline.makespan < best.makespan * (1 - TOLERANCE):
-            best, origin = timeline, by
+    for variants in _variants:
+        for timeline, by in variants(*found, cuts, microbatches):
+            fits = all(map(at_most, timeline.peak_memory, limits))
+            if fits and timeline.makespan < best.makespan * (1 - TOLERANCE):
+                best, origin = timeline, by
     return best, origin
 
 

@@ -61,6 +61,18 @@ def register(one: Pass) -> None:
         _passes.append(one)
 
 
+Counted = Callable[[Request, Costs], Costs]
+"""Returns the costs by which the compiler orders a request: without those of features that it has not."""
+
+_counted: list[Counted] = []
+
+
+def register_costs(counted: Counted) -> None:
+    """Let everything that is compiled from now on be ordered by what ``counted`` makes of its costs."""
+    if counted not in _counted:
+        _counted.append(counted)
+
+
 def make(request: Request, costs: CostsOf | None = None, *, is_proved: bool = False) -> Made:
     """Make the schedule of ``request``, for its ``microbatches``, and check it.
 
@@ -156,21 +168,16 @@ def _ordered(request: Request, costs: CostsOf, is_proved: bool) -> Made:
     if request.schedule == FORWARD_ONLY:
         return Made(catalog.forward_only(request.placement, request.microbatches))
     if request.schedule == NO_PIPELINE:
-        # Megatron pairs a forward with the backward of the microbatch before also without a pipeline
-        # (``combined_1f1b_schedule_for_no_pipelining`` in megatron.core.pipeline_parallel.combined_1f1b).
-        alone = one_f_one_b.build_paired if request.is_paired else one_f_one_b.build
-        return Made(replace(alone(1, request.microbatches), name=NO_PIPELINE))
+        return Made(replace(one_f_one_b.build(1, request.microbatches), name=NO_PIPELINE))
     name = catalog.abilities(request.schedule).order or request.schedule
     sizes = request.ranks, request.microbatches, request.placement.chunks
-    if is_proved:
-        return Made(catalog.entry(name).build(*sizes, request.is_paired))
-    return Made(catalog.build(name, *sizes, request.is_paired))
+    return Made(catalog.entry(name).build(*sizes) if is_proved else catalog.build(name, *sizes))
 
 
 def _compiled(request: Request, costs: CostsOf) -> Made:
     known = costs(request.finest.stages, request.shares_vocabulary)
-    if not request.is_paired:
-        known = replace(known, pair=1.0)
+    for counted in _counted:
+        known = counted(request, known)
     budget = request.budget(known)
     found = compile_schedule(
         request.ranks,

@@ -1,6 +1,7 @@
 """The schedule that is requested, by flags (``job.pipeline``), by a call, by a command or by a search."""
 
 from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 from megatron_pp_ext.compiler.compile import TRIALS, placements_of
 from megatron_pp_ext.compiler.limits import Budget, Limit, least_limits, requested_budget
@@ -17,6 +18,28 @@ COMPILED_CHUNKS = 2
 
 LARGEST = 2_000_000
 """The most actions that are simulated: a million take one to two minutes and 0.7 GB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What a feature is requested with: the base of a frozen dataclass of its own."""
+
+    splits_backward: ClassVar[bool] = False
+    """Whether weight gradients may come later than input gradients, whatever the order says."""
+
+    @property
+    def measured_by(self) -> str:
+        """The flag, with its value, by whose measurements the order changes during a run; empty for none."""
+        return ""
+
+    @property
+    def until(self) -> str:
+        """Until when the order stays as it is, in words; empty for ever."""
+        return ""
+
+    def caution(self, ranks: int, costs: Costs) -> str:
+        """Return what to know of an estimate for ``ranks`` ranks with these ``costs``; empty for nothing."""
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +66,6 @@ class Request:
     is_stock: bool = False
     vocabulary: str | None = None
     """--pipeline-vocabulary."""
-    is_paired: bool = False
-    """Whether forwards and backwards run in pairs."""
     offload: float | str | None = None
     """--pipeline-offload, a share or ``auto``."""
     free: tuple[float, ...] | None = None
@@ -55,6 +76,22 @@ class Request:
     """The orders that the compiler may try."""
     output_is_frozen: bool = False
     """Whether the output layer has no gradient of its weight."""
+    options: tuple[Option, ...] = ()
+    """What features are requested with, an object of a class of its own for each (``option``)."""
+
+    def option[T: Option](self, kind: type[T]) -> T | None:
+        """Return what the feature whose options are of this class is requested with, or None."""
+        return next((one for one in self.options if isinstance(one, kind)), None)
+
+    def with_option(self, option: Option) -> Self:
+        """Return the request with ``option`` in place of another one of its class."""
+        others = (one for one in self.options if type(one) is not type(option))
+        return replace(self, options=(*others, option))
+
+    @property
+    def may_split_backward(self) -> bool:
+        """Whether weight gradients may come later than input gradients."""
+        return self.splits_backward or any(option.splits_backward for option in self.options)
 
     @property
     def ranks(self) -> int:
@@ -186,13 +223,13 @@ def of_sizes(
     chunks: int,
     *,
     shares_vocabulary: bool = False,
-    is_paired: bool = False,
+    options: tuple[Option, ...] = (),
 ) -> Request:
     """Return the request for schedule ``name`` where all sizes are known, as in a search; also for one rank.
 
     Raises ValueError for an unknown name and for chunks that the schedule does not accept.
     """
     if ranks == 1:
-        return Request(NO_PIPELINE, (linear(1),), microbatches, False, is_paired=is_paired)
+        return Request(NO_PIPELINE, (linear(1),), microbatches, False, options=options)
     request = named(name, ranks, microbatches, chunks)
-    return replace(request, vocabulary=SHARED if shares_vocabulary else None, is_paired=is_paired)
+    return replace(request, vocabulary=SHARED if shares_vocabulary else None, options=options)

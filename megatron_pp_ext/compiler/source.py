@@ -7,15 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
-from megatron_pp_ext.compiler.limits import Budget
 from megatron_pp_ext.compiler.make import CostsOf, make
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
-from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.names import FLEX, SHARED
+from megatron_pp_ext.schedule.names import SHARED
 from megatron_pp_ext.schedule.placement import Placement
-from megatron_pp_ext.schedule.simulate import simulate
 
 _FEWER = 8
 """The part of the trials that a compiled schedule has for another number of microbatches than the ordinary.
@@ -40,7 +37,7 @@ class Source:
         self.request = request
         self._can = catalog.abilities(request.schedule)
         # A compiler may have chosen among placements, and auto whether the ranks share the vocabulary.
-        self._settled = replace(
+        self.settled = replace(
             request,
             placements=(replace(self.placement, shares_vocabulary=False),),
             vocabulary=SHARED if self.placement.shares_vocabulary else None,
@@ -94,7 +91,7 @@ class Source:
         if key not in self._made:
             trials = self.request.trials
             request = replace(
-                self._settled,
+                self.settled,
                 microbatches=microbatches,
                 free=kept,
                 output_is_frozen=output_is_frozen,
@@ -102,24 +99,3 @@ class Source:
             )
             self._made[key] = make(request, self._costs).schedule
         return self._made[key]
-
-    def shorter(self, current: Schedule, measured: Costs, free: Sequence[float]) -> Schedule:
-        """Compile the shortest schedule for ``measured`` costs that may replace ``current``.
-
-        Raises ``InfeasibleLimit`` where no order keeps what it may (``may_keep``).
-        """
-        budget = self.may_keep(current, measured, free)
-        request = Request(FLEX, (current.placement,), current.microbatches, True, limit=budget)
-        return make(request, lambda stages, is_shared: measured).schedule
-
-    def may_keep(self, current: Schedule, measured: Costs, free: Sequence[float]) -> Budget:
-        """Return what a schedule that replaces ``current`` may keep, at the ``measured`` costs of the stages.
-
-        It is what was requested of ``flex``, all that is ``free`` under ``auto``, and else what ``current``
-        keeps on each rank.
-        """
-        if self._can.takes_limit:
-            return self._settled.budget(measured)
-        if self._can.measures_memory:
-            return replace(self._settled, free=tuple(free)).budget(measured)
-        return Budget(simulate(current, measured).peak_memory)

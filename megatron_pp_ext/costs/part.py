@@ -46,8 +46,8 @@ class Part:
     Seconds are those of ``KernelSeconds``; they include copies and messages, which have no operations.  A
     backward that is not split takes ``overlapped_in_whole`` less than I and W: collectives of I run behind W.
     ``exchanged_seconds`` are those of one exchange of tokens between experts, of which a forward has two and
-    an I two.  A pair of a forward and a backward (``Schedule.paired``) takes ``overlapped_in_pair`` less than
-    both.
+    an I two.  A forward and a backward that run together (``Schedule.paired``) take ``overlapped_together``
+    less than one after the other.
 
     ``after_forward`` are the bytes kept between F and I, ``after_input_gradient`` those between I and W:
     input and output gradient of every product with a weight.  ``brief`` are the temporary bytes inside I
@@ -75,7 +75,7 @@ class Part:
     expert_parameters: float = 0.0
     fp8_parameters: float = 0.0
     exchanged_seconds: float = 0.0
-    overlapped_in_pair: float = 0.0
+    overlapped_together: float = 0.0
     matrices: Matrices | None = None
 
     def __add__(self, other: "Part") -> "Part":
@@ -96,7 +96,7 @@ class Part:
             self.expert_parameters + other.expert_parameters,
             self.fp8_parameters + other.fp8_parameters,
             self.exchanged_seconds + other.exchanged_seconds,
-            self.overlapped_in_pair + other.overlapped_in_pair,
+            self.overlapped_together + other.overlapped_together,
             self.matrices + other.matrices
             if self.matrices and other.matrices
             else self.matrices or other.matrices,
@@ -122,7 +122,7 @@ class Part:
             count * self.expert_parameters,
             count * self.fp8_parameters,
             count * self.exchanged_seconds,
-            count * self.overlapped_in_pair,
+            count * self.overlapped_together,
             self.matrices and self.matrices.times(count),
         )
 
@@ -146,19 +146,15 @@ class Part:
         """The seconds of both halves of the backward, one after the other."""
         return self.input_gradient_seconds + self.weight_gradient_seconds
 
-    def measured(self, stage: StageCosts, pair: float) -> Self:
-        """Return the part with the seconds and bytes of ``stage``, which was measured.
-
-        ``pair`` is what a pair takes as a part of its two actions (``Costs.pair``).
-        """
-        seconds = stage.forward + stage.input_gradient + stage.weight_gradient
+    def measured(self, stage: StageCosts, overlapped_together: float) -> Self:
+        """Return the part with the seconds and bytes of ``stage``, which was measured."""
         return replace(
             self,
             forward_seconds=stage.forward,
             input_gradient_seconds=stage.input_gradient,
             weight_gradient_seconds=stage.weight_gradient,
             overlapped_in_whole=0.0,
-            overlapped_in_pair=(1 - pair) * seconds,
+            overlapped_together=overlapped_together,
             after_forward=stage.activation,
             after_input_gradient=stage.activation - stage.released_by_input_gradient,
             brief=0.0,

@@ -1,8 +1,19 @@
 """Features that change schedules, a folder each.  They register here, in the order in which passes run."""
 
-from megatron_pp_ext.compiler.make import register
-from megatron_pp_ext.features.offload.order import offloaded
-from megatron_pp_ext.features.vocabulary.order import shared, without_frozen_weight
+from pathlib import Path
 
-for one in (shared, offloaded, without_frozen_weight):
-    register(one)
+from megatron_pp_ext.compiler import compile, make
+from megatron_pp_ext.features.guided import options as guided_options
+from megatron_pp_ext.features.offload.order import offloaded
+from megatron_pp_ext.features.pairs import options as pairs_options
+from megatron_pp_ext.features.pairs.order import compiled, counted, paired
+from megatron_pp_ext.features.vocabulary.order import shared, without_frozen_weight
+from megatron_pp_ext.job import options, our_flags
+
+for one in (paired, shared, offloaded, without_frozen_weight):
+    make.register(one)
+make.register_costs(counted)
+compile.register(compiled)
+for read in (pairs_options.read, guided_options.read):
+    options.register(read)
+our_flags.FILES.append(Path(__file__).with_name("guided") / "flags.toml")

@@ -3,6 +3,7 @@
 Each hook says the place, the parameters that it has since which release, and what the hook is for.
 """
 
+from megatron_pp_ext.features.megatron import HOOKED
 from megatron_pp_ext.integration import frameworks
 from megatron_pp_ext.integration.core import (
     action_recording,
@@ -20,19 +21,19 @@ from megatron_pp_ext.integration.core import (
     stage_optimizer,
 )
 from megatron_pp_ext.integration.patching import seams_of
-from megatron_pp_ext.integration.runners import choose, planned_stage
+from megatron_pp_ext.integration.runners import choose
 
 CORE = (
     # The stages that a placement puts on this rank: groups, tied gradients, replicas, chunks of models.
     *seams_of(replicated_ranks, embedding_copies, placed_models, placed_functions),
-    # The step: which actions run in which order, with the backward in two halves, and pairs of actions.
-    *seams_of(
-        choose, late_checks, local_linear, data_parallel, chunk_pipelines, offload_order, planned_stage
-    ),
+    # The step: which actions run in which order, with the backward in two halves, and what features add.
+    *seams_of(choose, late_checks, local_linear, data_parallel, chunk_pipelines, offload_order, *HOOKED),
     # Updates of each stage by itself, and checkpoints of a rank that has both ends of a model.
     *seams_of(stage_optimizer, checkpoint_copies, placed_optimizer_state),
     # What is recorded for a trace, without a change to what a run does.
     *seams_of(action_recording),
 )
 
+# Whatever builds a model is imported by then.
 chunk_pipelines.after_config(frameworks.put_in_place)
+placed_models.after_last_chunk(frameworks.put_in_place)

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from megatron_pp_ext import activation
+from megatron_pp_ext import startup_file
 from megatron_pp_ext.integration import patching, releases, trainers_tried
-from megatron_pp_ext.job.rules.asked import FIRST_ENGINE
+from megatron_pp_ext.job.requested_job import FIRST_ENGINE
 from megatron_pp_ext.runtime.groups import is_nccl2, message_backend
 from megatron_pp_ext.runtime.nccl_version import loaded_nccl
 
@@ -48,13 +48,15 @@ def examine(console: Console, checkout: Path | None, waiting: Waiting, in_full: 
     if checkout is not None:
         _put_first(checkout)
     missing = _table("Missing", ("this machine lacks", "so"), lacking())
-    followed = "is followed (mpp activate)" if activation.is_active() else "has no effect before mpp activate"
+    followed = (
+        "is followed (mpp activate)" if startup_file.is_active() else "has no effect before mpp activate"
+    )
     details: list[Table | str] = [
         _table("Versions", ("part", "found"), _versions()),
         _table("Messages between ranks", ("part", "here"), messages()),
         HANGS,
         _table("Trainers for install()", ("framework", "here", "tried"), trainers_tried.here()),
-        f"{activation.SCHEDULE} {followed} in this environment.",
+        f"{startup_file.SCHEDULE} {followed} in this environment.",
     ]
 
     # The stand-ins let Megatron be imported on a machine without a GPU.  The devices are known by now.

@@ -12,7 +12,6 @@ from pathlib import Path
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.compiler.source import Source
 from megatron_pp_ext.integration.settings import Settings
-from megatron_pp_ext.job.measurements import ProfileSteps
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.updates import Updates
@@ -32,8 +31,6 @@ class Pipeline:
     trace: Path | None = None
     predicting: int | None = None
     """The stage that has multi-token prediction, with a copy of the embedding."""
-    profile_steps: ProfileSteps | None = None
-    """The training steps to measure and to compile a better schedule from."""
     profile: Path | None = None
     """The file for the costs of every layer, measured under stock's schedules."""
     rehearsal: Path | None = None

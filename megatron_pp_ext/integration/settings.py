@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Protocol
 
-from megatron_pp_ext.planner.layout.rows import Shortest
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
 
@@ -17,10 +17,26 @@ PIPELINE = "pp"
 """The name of pipeline groups in Megatron's flags and files; their settings hold for ours too."""
 
 
-Advice = Callable[[Costs, Schedule, str, float], tuple[str, Shortest] | None]
+class Saving(Protocol):
+    """What another layout saves of a pipeline's makespan, by simulation."""
+
+    @property
+    def before(self) -> float:
+        """The seconds with the layout of today."""
+
+    @property
+    def makespan(self) -> float:
+        """The seconds with the other layout."""
+
+    @property
+    def gain(self) -> float:
+        """The part of ``before`` that is saved."""
+
+
+type Advice = Callable[[Costs, Schedule, str, float], tuple[str, Saving] | None]
 """(costs, schedule, its name, free bytes) -> a shorter layout for the next start, if there is one.
 
-ValueError for a model that cannot be estimated; see ``planner.layout.advice``.
+ValueError for a model that cannot be estimated.
 """
 
 

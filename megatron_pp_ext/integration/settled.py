@@ -2,7 +2,7 @@
 
 A call of ``install`` knows no model.  Before the first step there is one: its config and that of its data
 parallelism are held against the rules for flags, costs follow from its sizes where none were given, and
-forwards and backwards run in pairs where the config asks for it.
+features read what the config asks of them.
 """
 
 from collections.abc import Sequence
@@ -14,13 +14,14 @@ import torch
 from megatron.core.utils import get_model_config, get_te_version
 
 from megatron_pp_ext.compiler.source import Source
+from megatron_pp_ext.costs.costs_of_stages import stage_costs
 from megatron_pp_ext.integration.core.chunk_pipelines import part_of
 from megatron_pp_ext.integration.requested import Pipeline
+from megatron_pp_ext.job import options
 from megatron_pp_ext.job.csv_schedule import require_trainable
 from megatron_pp_ext.job.model_config import arguments
+from megatron_pp_ext.job.requested_job import ENGINE, RequestedJob
 from megatron_pp_ext.job.rules import all_rules
-from megatron_pp_ext.job.rules.asked import ENGINE, Asked
-from megatron_pp_ext.planner.step.costs_of_stages import stage_costs
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
 
@@ -51,20 +52,20 @@ def settle(pipeline: Pipeline, model: Sequence[torch.nn.Module], sequence: int, 
         "hybrid_layer_pattern": of_part("hybrid_layer_pattern", None),
     }
     args = arguments(config, getattr(model[0], "ddp_config", None), **known)
-    is_paired = bool(args.overlap_moe_expert_parallel_comm)
-    asked = Asked(
+    asked = RequestedJob(
         args,
         {ENGINE: str(get_te_version())},
         placement=pipeline.placement,
         chunks=pipeline.placement.chunks,
-        splits=request.splits_backward or is_paired,
         from_file=request.from_file,
     )
+    request = options.read(asked, request)
+    asked = replace(asked, splits=request.may_split_backward)
     all_rules.refuse_model(asked)
     if request.from_file is not None:
         require_trainable(request.from_file, asked)
     needs_costs = pipeline.costs is None and catalog.abilities(request.schedule).is_compiled
-    if not is_paired and not needs_costs:
+    if request.options == pipeline.request.options and not needs_costs:
         return pipeline
 
     def costs_of(stages: int, shares_vocabulary: bool) -> Costs:
@@ -74,7 +75,7 @@ def settle(pipeline: Pipeline, model: Sequence[torch.nn.Module], sequence: int, 
         return stage_costs(asked.job, stages, asked.job.padded_vocabulary, shares_vocabulary)
 
     placed = replace(pipeline.placement, shares_vocabulary=False)
-    request = replace(request, placements=(placed,), is_paired=is_paired)
+    request = replace(request, placements=(placed,))
     return replace(pipeline, request=request, source=Source(request, costs_of))
 
 

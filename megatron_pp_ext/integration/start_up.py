@@ -59,10 +59,8 @@ def _about_schedule(pipeline: Pipeline, costs_of: CostsOf) -> str:
     costs, at = _costs(pipeline, costs_of)
     timeline = simulate(schedule, costs)
     peak = f"{max(timeline.peak_microbatches):.3g}"
-    until = ""
-    if pipeline.profile_steps is not None:
-        until = f", until steps {pipeline.profile_steps} are measured"
-    elif catalog.abilities(name).measures_memory:
+    until = "".join(f", {option.until}" for option in request.options if option.until)
+    if not until and catalog.abilities(name).measures_memory:
         until = " in the first step, then as much memory and as small a bubble as the devices allow"
     return (
         f"{shape}, m = {request.microbatches}, peak {peak} microbatch{'es' * (peak != '1')}, "

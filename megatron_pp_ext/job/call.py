@@ -8,8 +8,9 @@ from megatron_pp_ext.compiler.request import Request, named
 from megatron_pp_ext.job import memory_limit
 from megatron_pp_ext.job import offload as offloads
 from megatron_pp_ext.job.csv_schedule import require_plain
-from megatron_pp_ext.schedule import catalog, costs_file, csv_file
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.formats import costs_file, csv_file
 from megatron_pp_ext.schedule.names import AUTO, SHARED
 from megatron_pp_ext.schedule.placement import FIRST, LAST
 

@@ -3,14 +3,14 @@
 from collections import defaultdict
 from pathlib import Path
 
-from megatron_pp_ext.job.rules.asked import Asked
+from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.typed_job import Job
-from megatron_pp_ext.schedule import csv_file
 from megatron_pp_ext.schedule.actions import Kind, Schedule
 from megatron_pp_ext.schedule.check import require_one_forward_order
+from megatron_pp_ext.schedule.formats import csv_file
 
 
-def read_csv(path: Path, asked: Asked) -> Schedule:
+def read_csv(path: Path, asked: RequestedJob) -> Schedule:
     """Read a schedule that ``mpp schedule --csv``, a person or torch.distributed.pipelining wrote.
 
     Raises ValueError if the file is not a valid schedule for as many ranks as were ``asked`` for, if these
@@ -38,11 +38,11 @@ def require_plain(schedule: Schedule, path: Path) -> None:
     require_one_forward_order(schedule)
 
 
-def require_trainable(schedule: Schedule, asked: Asked) -> None:
+def require_trainable(schedule: Schedule, asked: RequestedJob) -> None:
     """Raise ValueError if the layers that were ``asked`` for cannot follow the order of ``schedule``."""
     if asked.job.precision.transformer_impl == "transformer_engine":
         require_first_first(schedule)
-    is_delayed = asked.job.precision.fp8 is not None and asked.fp8_recipe == "delayed"
+    is_delayed = asked.job.precision.fp8 is not None and asked.precision.fp8_recipe == "delayed"
     if is_delayed and asked.job.memory.recompute_granularity is not None:
         require_backwards_in_order(schedule)
 

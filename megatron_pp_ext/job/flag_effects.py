@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pp_ext.job import flag_table
-from megatron_pp_ext.job.rules.asked import Asked
+from megatron_pp_ext.job.requested_job import RequestedJob
 
 FILE = Path(__file__).with_name("flag_effects.toml")
 
@@ -46,14 +46,14 @@ def refused(what: str) -> dict[str, str]:
     return _by_name(table()["refused"][what])
 
 
-def is_asked(asked: Asked, name: str) -> bool:
+def is_asked(asked: RequestedJob, name: str) -> bool:
     """Whether ``asked`` has another value of the argument ``name`` than the installed Megatron gives it."""
     default = _defaults().get(name)
     value = getattr(asked.args, name, default)
     return bool(value != default)
 
 
-def not_counted(asked: Asked) -> list[str]:
+def not_counted(asked: RequestedJob) -> list[str]:
     """Return the flags in ``asked`` that an estimate is made without, with what a step is beside it.
 
     Such as ``--qk-layernorm (longer: kernels are added, or no longer fused or hidden)``.

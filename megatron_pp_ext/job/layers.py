@@ -79,6 +79,11 @@ def predicting_stage(job: Job, stages: int) -> int | None:
     return next((number for number, stage in enumerate(described) if "m" in stage), stages - 1)
 
 
+def predicts_before_the_end(job: Job) -> bool:
+    """Whether a layout puts multi-token prediction into another stage than the last."""
+    return job.pipeline.has_layout and any("m" in stage for stage in (layout(job) or ())[:-1])
+
+
 def stages_for_prediction(placement: Placement) -> list[int]:
     """Return the stages where Megatron can build and train multi-token prediction.
 

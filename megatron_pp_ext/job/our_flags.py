@@ -1,4 +1,4 @@
-"""The flags that this package adds to Megatron's, from ``our_flags.toml``.
+"""The flags that this package adds to Megatron's, from ``our_flags.toml`` and from tables of features.
 
 ``job.pipeline`` gives them their meaning.
 """
@@ -14,7 +14,8 @@ from megatron_pp_ext.compiler.limits import LARGEST_FRACTION
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.names import OTHERS
 
-FILE = Path(__file__).with_name("our_flags.toml")
+FILES = [Path(__file__).with_name("our_flags.toml")]
+"""The tables of flags; a feature that has its own adds it here (``features``)."""
 
 
 def _bytes(given: str) -> float:
@@ -30,7 +31,8 @@ _TYPES = {"schedule": catalog.canonical, "file": Path, "int": int, "float": floa
 
 @cache
 def _table() -> dict[str, dict[str, Any]]:
-    return tomllib.loads(FILE.read_text(encoding="utf-8"))
+    tables = (tomllib.loads(file.read_text(encoding="utf-8")) for file in FILES)
+    return {flag: row for table in tables for flag, row in table.items()}
 
 
 def add_flags(parser: ArgumentParser) -> ArgumentParser:
@@ -47,9 +49,14 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
     return parser
 
 
+def spelled() -> list[str]:
+    """Return this package's flags, as they are given."""
+    return [*_table()]
+
+
 def names() -> list[str]:
     """Return the names of the arguments that this package's flags set."""
-    return [flag.removeprefix("--").replace("-", "_") for flag in _table()]
+    return [flag.removeprefix("--").replace("-", "_") for flag in spelled()]
 
 
 def of_schedules() -> dict[str, int]:

@@ -1,7 +1,6 @@
 """The parts of a job: a field has the name of Megatron's argument, and what follows is a property."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from megatron_pp_ext.job.blocks import Block, blocks
 
@@ -76,6 +75,11 @@ class Model:
         return blocks(path, text, self.num_attention_heads, self.hidden_size)
 
     @property
+    def has_heterogeneous_layers(self) -> bool:
+        """Whether a file or a text describes each layer by itself."""
+        return bool(self.heterogeneous_layers_config_path or self.heterogeneous_layers_config_encoded_json)
+
+    @property
     def layers(self) -> int:
         """The number of layers; 0 where nobody gives it."""
         return len(self.pattern.replace("|", "")) if self.pattern else self.num_layers
@@ -89,6 +93,11 @@ class Model:
         if isinstance(every, tuple):
             return tuple(map(bool, every))
         return tuple(layer % every == 0 for layer in range(self.num_layers))
+
+    @property
+    def has_dense_layer(self) -> bool:
+        """Whether some layer has an MLP that is not one of experts."""
+        return "-" in self.pattern if self.pattern else not (self.num_experts and all(self.has_experts))
 
     @property
     def head_width(self) -> int:
@@ -319,27 +328,3 @@ class Memory:
     def recomputed_together(self) -> int:
         """The layers of such a group, or the first ones of a stage."""
         return self.recompute_num_layers or 1
-
-
-@dataclass(frozen=True)
-class Pipeline:
-    """The pipeline's schedule and its stages, in the words of the flags; ``job.pipeline`` reads them."""
-
-    pipeline_schedule: str | None = None
-    pipeline_memory_limit: float | str | None = None
-    pipeline_costs: Path | None = None
-    pipeline_vocabulary: str | None = None
-    pipeline_offload: float | str | None = None
-    pipeline_offload_host_bytes: float | None = None
-    pipeline_update_interval: int | None = None
-    pipeline_replicas: str | None = None
-    pipeline_loss_rank: str | None = None
-    pipeline_vertical_sync: bool = False
-    pipeline_allow_waits: bool = False
-    num_virtual_stages_per_pipeline_rank: int | None = None
-    num_layers_per_virtual_pipeline_stage: int | None = None
-    pipeline_model_parallel_layout: str | None = None
-    decoder_first_pipeline_num_layers: int | None = None
-    decoder_last_pipeline_num_layers: int | None = None
-    account_for_embedding_in_pipeline_split: bool = False
-    account_for_loss_in_pipeline_split: bool = False

@@ -8,53 +8,51 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_pp_ext.compiler.request import COMPILED_CHUNKS, Request, named
-from megatron_pp_ext.job import layers, measurements, memory_limit, offload, replicas, sizes, updates
+from megatron_pp_ext.job import layers, memory_limit, offload, options, replicas, sizes, updates
 from megatron_pp_ext.job.csv_schedule import read_csv, require_batches
 from megatron_pp_ext.job.layers import chunks_requested, require_chunks
+from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import all_rules
-from megatron_pp_ext.job.rules.asked import Asked
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.names import AUTO, NO_PIPELINE
 from megatron_pp_ext.schedule.placement import linear, wave
 
 
-def for_world(asked: Asked, world_size: int) -> Request:
+def for_world(asked: RequestedJob, world_size: int) -> Request:
     """The request of what was ``asked`` on ``world_size`` ranks; ValueError, in one line, if it cannot be."""
     all_rules.refuse(asked)
-    measurements.profile_steps(asked.pipeline_profile_steps, asked.train_iters)
     return read(asked, sizes.data_parallel_size(asked.job, world_size))
 
 
-def read(asked: Asked, data: int) -> Request:
+def read(asked: RequestedJob, data: int) -> Request:
     """The request of what was ``asked`` on ``data`` data-parallel ranks.
 
     ValueError, in one line, if it cannot be.  What the flags alone rule out has to be refused before.
     """
     job = asked.job
     microbatches, chunks = sizes.microbatches(job, data), chunks_requested(job)
-    is_paired = job.parallel.overlap_moe_expert_parallel_comm
     if job.pipeline.pipeline_schedule is None:
         ranks = job.parallel.pipeline_model_parallel_size
         if ranks == 1:
             alone = Request(NO_PIPELINE, (linear(1),), microbatches, splits_backward=False, data=data)
-            return replace(alone, is_paired=is_paired)
+            return options.read(asked, alone)
         stock = named(stock_schedule(job), ranks, microbatches, None if chunks == 1 else chunks)
         chunks = stock.placement.chunks
         all_rules.refuse(replace(asked, chunks=chunks))
-        return replace(stock, data=data, is_stock=True, is_paired=is_paired and chunks > 1)
+        return options.read(asked, replace(stock, data=data, is_stock=True))
     request = _read_schedule(asked, chunks, microbatches)
     if (loss := job.pipeline.pipeline_loss_rank) is not None:
         request = request.with_loss_on(loss)
     # flex chooses among the placements that have a place for a prediction, if any has.
     suited = tuple(one for one in request.placements if layers.can_predict(job, one))
-    request = replace(request, placements=suited or request.placements, is_paired=is_paired)
+    request = options.read(asked, replace(request, placements=suited or request.placements))
     all_rules.refuse(
         replace(
             asked,
             placement=request.placements[0],
             chunks=request.finest.chunks,
-            splits=request.splits_backward or is_paired or asked.pipeline_profile_steps is not None,
+            splits=request.may_split_backward,
             from_file=request.from_file,
         )
     )
@@ -72,13 +70,13 @@ def read(asked: Asked, data: int) -> Request:
     return request
 
 
-def vocabulary(asked: Asked) -> str | None:
+def vocabulary(asked: RequestedJob) -> str | None:
     """The value of --pipeline-vocabulary, but None where other flags leave ``AUTO`` no choice."""
     value = asked.job.pipeline.pipeline_vocabulary
-    return None if value == AUTO and not all_rules.can_share_vocabulary(asked) else value
+    return None if value == AUTO and not all_rules.has_choice(asked, "--pipeline-vocabulary") else value
 
 
-def permitted(asked: Asked, names: Sequence[str]) -> list[str]:
+def permitted(asked: RequestedJob, names: Sequence[str]) -> list[str]:
     """Return those of the schedules ``names`` that what else was ``asked`` does not rule out.
 
     ValueError, with the reason that rules out the first, where none is left.
@@ -112,7 +110,7 @@ def stock_schedule(job: Job) -> str:
     return "1f1b" if chunks_requested(job) in (None, 1) else "interleaved"
 
 
-def _read_schedule(asked: Asked, chunks: int | None, microbatches: int) -> Request:
+def _read_schedule(asked: RequestedJob, chunks: int | None, microbatches: int) -> Request:
     """The schedule and its placements, without what other flags add."""
     job = asked.job
     name, ranks = job.pipeline.pipeline_schedule, job.parallel.pipeline_model_parallel_size
@@ -140,13 +138,13 @@ def _read_schedule(asked: Asked, chunks: int | None, microbatches: int) -> Reque
     return named(entry.name, ranks, microbatches, chunks)
 
 
-def _read_compiled(asked: Asked, name: str, chunks: int | None, microbatches: int) -> Request:
+def _read_compiled(asked: RequestedJob, name: str, chunks: int | None, microbatches: int) -> Request:
     """The request for ``flex`` or ``auto``: the compiler chooses among the cuts that the layers allow."""
     job = asked.job
     ranks, given = job.parallel.pipeline_model_parallel_size, job.pipeline.pipeline_memory_limit
     can, stages, has_ends = catalog.abilities(name), layers.stages_described(job), layers.given_ends(job)
     if chunks is None:
-        is_uncut = has_ends or job.model.pattern or asked.has_heterogeneous_layers
+        is_uncut = has_ends or job.model.pattern or asked.model.has_heterogeneous_layers
         chunks = COMPILED_CHUNKS if not is_uncut and layers.spread(job) % (2 * ranks) == 0 else 1
     if can.measures_memory:
         accepted = chunks <= COMPILED_CHUNKS or stages is not None

@@ -7,7 +7,7 @@ from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 
 if TYPE_CHECKING:
-    from megatron_pp_ext.job.rules.asked import Asked
+    from megatron_pp_ext.job.requested_job import RequestedJob
 
 _FLAG = "--pipeline-replicas"
 
@@ -46,13 +46,13 @@ def require_world(job: Job, replicas: Replicas, world_size: int) -> None:
         )
 
 
-def require_turns(asked: "Asked", replicas: Replicas, microbatches: int) -> None:
+def require_turns(asked: "RequestedJob", replicas: Replicas, microbatches: int) -> None:
     """Raise ValueError unless the replicas of every stage have equal shares of a step and of an evaluation.
 
     ``microbatches`` are those of a global batch.
     """
-    batch, evaluated = asked.job.batch, asked.eval_global_batch_size
-    each = asked.eval_micro_batch_size or batch.micro_batch_size
+    batch, evaluated = asked.job.batch, asked.flags.eval_global_batch_size
+    each = asked.flags.eval_micro_batch_size or batch.micro_batch_size
     for flag, count in (
         ("--global-batch-size", microbatches),
         ("--eval-global-batch-size", (evaluated or batch.global_batch_size or each) // each),

@@ -3,7 +3,7 @@
 from math import gcd
 
 from megatron_pp_ext.job import replicas
-from megatron_pp_ext.job.rules.asked import Asked
+from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.typed_job import Job
 
 
@@ -44,9 +44,9 @@ def data_parallel_size(job: Job, world_size: int) -> int:
     return world_size // model
 
 
-def require_vocabulary(asked: Asked) -> None:
+def require_vocabulary(asked: RequestedJob) -> None:
     """Raise ValueError where neither a flag nor a tokenizer tells the size of the vocabulary."""
-    if not (asked.padded_vocab_size or asked.vocab_size or asked.tokenizer_type):
+    if not (asked.model.padded_vocab_size or asked.model.vocab_size or asked.flags.tokenizer_type):
         raise ValueError(
             "cannot estimate the output layer without the size of the vocabulary; give --tokenizer-type and "
             "what goes with it, or --padded-vocab-size"

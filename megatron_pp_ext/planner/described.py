@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_pp_ext.job import flag_table, flag_words
+from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import all_rules
-from megatron_pp_ext.job.rules.asked import Asked
 from megatron_pp_ext.job.sizes import require_vocabulary
 from megatron_pp_ext.planner import model_names
 from megatron_pp_ext.planner.hugging_face.config_json import GivenModel
@@ -23,10 +23,10 @@ class Described:
     """
 
     words: list[str]
-    asked: Asked
+    asked: RequestedJob
     notes: Sequence[str] = ()
 
-    def counted(self, settle: Callable[[Asked], Asked] = lambda asked: asked) -> Asked:
+    def counted(self, settle: Callable[[RequestedJob], RequestedJob] = lambda asked: asked) -> RequestedJob:
         """Return ``asked``; ValueError for a model whose costs are not known, and for what cannot be trained.
 
         ``settle`` sets what is not known yet, as a search does for its candidates.
@@ -37,7 +37,7 @@ class Described:
         require_complete(asked.args, "the model")
         all_rules.refuse_to_plan(settle(asked))
         require_vocabulary(asked)
-        return asked.changed(vocab_size=asked.vocab_size or asked.padded_vocab_size)
+        return asked.changed(vocab_size=asked.model.vocab_size or asked.model.padded_vocab_size or None)
 
 
 def read(
@@ -65,13 +65,13 @@ def read(
     args = flag_table.parse(mine, start, has_other_flags)
     settle(args)
     if given is None:
-        return Described(mine, Asked(args), flag_table.unknown())
+        return Described(mine, RequestedJob(args), flag_table.unknown())
     require_complete(args, given.name)
     if not args.vocab_size and not args.padded_vocab_size:
         raise ValueError(f"{given.name} has no vocab_size: give it")
     about = [f"{given.name}: {'; '.join(given.notes)}"] if given.notes else []
     notes = [*flag_table.unknown(), *_replaced(given, kept, mine), *about]
-    return Described([*flag_words.spelled(kept), *mine], Asked(args), notes)
+    return Described([*flag_words.spelled(kept), *mine], RequestedJob(args), notes)
 
 
 def _replaced(given: GivenModel, kept: Mapping[str, object], mine: Sequence[str]) -> list[str]:

@@ -9,99 +9,20 @@ that a step in which all actions took their mean would come out too short.  Ther
 simulated with the time of each single action.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from statistics import mean, median
-from typing import ClassVar, NamedTuple, Self
 
 from megatron_pp_ext.costs.system import System
-from megatron_pp_ext.files import write_whole
-from megatron_pp_ext.json_input import STRICT, naming, read_as
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
-from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts, part_of_pair
+from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
+from megatron_pp_ext.schedule.formats.rehearsal_file import Collective, RankRehearsal
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from megatron_pp_ext.schedule.timing import ScheduleTimer
 
 PLACES = ("first", "middle", "last")
 """The names of ranks for --ranks, beside their numbers and ``all``."""
-
-
-class Collective(NamedTuple):
-    """A collective within an action of a chunk, over a group of ``ranks`` ranks that are ``stride`` apart.
-
-    A rank calls it while it is rehearsed, where it takes no time.
-    ``kind`` is that of the action.  ``operation`` is ``all_reduce``, ``gather`` (also for a reduce-scatter)
-    or ``all_to_all``.  ``size`` is the bytes of the whole tensor.
-    """
-
-    chunk: int
-    kind: str
-    operation: str
-    size: int
-    ranks: int
-    stride: int
-
-    def seconds(self, system: System) -> float:
-        """Return how long every rank of the group waits for it."""
-        take = {
-            "all_reduce": system.all_reduce_seconds,
-            "gather": system.gather_seconds,
-            "all_to_all": system.all_to_all_seconds,
-        }
-        return take[self.operation](self.size, self.ranks, self.stride)
-
-
-@dataclass(frozen=True, slots=True)
-class RankRehearsal:
-    """The measurements of one rank.
-
-    ``stages`` are the costs of its chunks, in seconds and bytes.  They leave out the ``collectives`` of one
-    microbatch, which take no time when a rank runs alone, and messages, each of ``message_bytes``.
-    ``vocabulary`` are those of its part of a vocabulary that the ranks share.
-    ``outside_seconds`` is the time between the last action of a step and the first of the next, for
-    optimizer, logging and data.  ``peak_activation_bytes`` is measured by the recorder.  ``weight_bytes``,
-    ``gradient_bytes`` and ``optimizer_bytes`` are the sizes of the tensors that the rank holds;
-    ``device_bytes`` is the allocator's peak, None on a machine without a device.  ``layers`` has the number
-    of layers of every stage of the pipeline.  ``ratios`` has a row for each timed step: the time of each
-    action of the rank, in its order, divided by the one in ``stages``.  ``step_seconds`` are the seconds of
-    the timed steps' pipelines.  ``waited`` is the part of its time, between its first and its last timed
-    step, in which the process could run and waited for a processor, and ``load`` the machine's load average
-    divided by its processors; they are None where the system does not tell.
-    """
-
-    __pydantic_config__: ClassVar = STRICT
-
-    rank: int
-    schedule: str
-    digest: str
-    layers: tuple[int, ...]
-    stages: tuple[StageCosts, ...]
-    collectives: tuple[Collective, ...]
-    message_bytes: int
-    outside_seconds: float
-    peak_activation_bytes: int
-    weight_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    device_bytes: int | None = None
-    ratios: tuple[tuple[float, ...], ...] = ()
-    vocabulary: VocabularyCosts | None = None
-    step_seconds: tuple[float, ...] = ()
-    waited: float | None = None
-    load: float | None = None
-
-    def write(self, path: Path) -> None:
-        """Write the measurements to ``path`` as JSON."""
-        write_whole(path, json.dumps(asdict(self)))
-
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """Read a file that ``write`` wrote."""
-        with naming(path):
-            return read_as(cls, path, "rehearse again")
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +102,8 @@ def put_together(
 
     Collectives and messages take as long as on ``system``; all messages take the slowest link between any of
     the ``world`` ranks.  Without a system, they take no time.  The reduction of gradients is not included.
-    A pair hides all that its tokens travel, as if no exchange were longer than the computation beside it.
+    Actions that run together hide all that their tokens travel, as if no exchange were longer than the
+    computation meanwhile.
 
     Raises ValueError where ranks ran different schedules, or where one would stand in for a rank whose
     stages have other numbers of layers.
@@ -216,8 +138,8 @@ def put_together(
     )
     vocabulary = _vocabulary(measured.values(), system, hop)
     alone = sum(stage.forward + stage.seconds(Kind.B) for stage in stages)
-    pair = part_of_pair(hidden, alone) if schedule.paired else 1.0
-    timeline = simulate(schedule, Costs(stages, hop, message, vocabulary, pair))
+    costs = Costs(stages, hop, message, vocabulary)
+    timeline = simulate(schedule, costs.hiding(hidden, alone) if schedule.paired else costs)
     waiting = timeline.peak_messages
     ranks = tuple(
         RankBytes(
@@ -293,7 +215,17 @@ def _vocabulary(
 def _waits(measured: RankRehearsal, system: System | None, chunk: int, *during: Kind | str) -> float:
     """Return the seconds of a microbatch's collectives ``during`` some kinds of actions, or of some kinds."""
     return sum(
-        one.seconds(system)
+        seconds(one, system)
         for one in measured.collectives
         if system is not None and one.chunk == chunk and (one.operation in during or one.kind in during)
     )
+
+
+def seconds(collective: Collective, system: System) -> float:
+    """Return how long every rank of the group waits for ``collective``."""
+    take = {
+        "all_reduce": system.all_reduce_seconds,
+        "gather": system.gather_seconds,
+        "all_to_all": system.all_to_all_seconds,
+    }
+    return take[collective.operation](collective.size, collective.ranks, collective.stride)

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from statistics import median, quantiles
 
-from megatron_pp_ext.planner.rehearsal import RankRehearsal
 from megatron_pp_ext.processor import MOST_WAITED
+from megatron_pp_ext.schedule.formats.rehearsal_file import RankRehearsal
 
 MOST_SPREAD = 0.2
 """The most that the middle half of a rank's timed steps may spread, as a part of their median.

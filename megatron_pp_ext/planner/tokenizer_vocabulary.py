@@ -6,7 +6,7 @@ Megatron would download a tokenizer that is not here.
 from pathlib import Path
 from typing import Any
 
-from megatron_pp_ext.job.rules.asked import Asked
+from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.json_input import naming
 from megatron_pp_ext.json_input import read as read_json
 
@@ -16,14 +16,14 @@ FROM_HUGGING_FACE = "HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenizer
 _FIX = "give --vocab-size"
 
 
-def size(asked: Asked) -> int:
+def size(asked: RequestedJob) -> int:
     """Return the tokens of the tokenizer in the folder --tokenizer-model, or else of the model there.
 
     ValueError where no such folder is here, and where its files do not say it.
     """
-    folder = Path(asked.tokenizer_model or "")
-    flag = f"--tokenizer-model {asked.tokenizer_model}"
-    if not asked.tokenizer_model or not folder.is_dir():
+    folder = Path(asked.flags.tokenizer_model or "")
+    flag = f"--tokenizer-model {asked.flags.tokenizer_model}"
+    if not asked.flags.tokenizer_model or not folder.is_dir():
         raise ValueError(
             f"{flag} is no folder here, and would be downloaded for the size of its vocabulary: {_FIX}"
         )

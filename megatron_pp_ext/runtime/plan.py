@@ -1,4 +1,4 @@
-"""One rank's operations in a step, from the order of actions and from what all ranks launch beside them.
+"""One rank's operations in a step, from the order of actions and from what all ranks launch with them.
 
 Every rank derives the same messages from the same schedule, so sender and receiver agree on the order of
 the messages, and on the place of each receive (``schedule.messages``), without communicating.
@@ -7,17 +7,15 @@ the messages, and on the place of each receive (``schedule.messages``), without 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from megatron_pp_ext.runtime.activation_meter import Owner
-from megatron_pp_ext.runtime.operations import copy_work, transfers, vocabulary_work
+from megatron_pp_ext.runtime.extension import Extension, RankOrder, extensions
+from megatron_pp_ext.runtime.operations import transfers
 from megatron_pp_ext.runtime.operations.compute import Compute
 from megatron_pp_ext.runtime.operations.operation import Operation
-from megatron_pp_ext.runtime.operations.pair import Pair
-from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, together
-from megatron_pp_ext.schedule.copies import Copies, Kept
+from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Schedule, together
+from megatron_pp_ext.schedule.copies import Copies
 from megatron_pp_ext.schedule.messages import (
     Arrival,
     Launch,
-    Message,
     RankOf,
     incoming_message,
     outgoing_message,
@@ -37,20 +35,9 @@ class RankPlan:
     actions: tuple[Action, ...]
     operations: tuple[Operation, ...]
 
-    @property
-    def shares_vocabulary(self) -> bool:
-        """Whether the rank needs its part of a vocabulary that all ranks share."""
-        return any(action.kind is Kind.S for action in self.actions)
-
-    @property
-    def copies_activations(self) -> bool:
-        """Whether any activations of this rank leave its device."""
-        return any(isinstance(operation, copy_work.ToHost) for operation in self.operations)
-
-    @property
-    def has_pairs(self) -> bool:
-        """Whether any two actions run together."""
-        return any(isinstance(operation, Pair) for operation in self.operations)
+    def has(self, kind: type[Operation]) -> bool:
+        """Return whether any operation is of this ``kind``."""
+        return any(isinstance(operation, kind) for operation in self.operations)
 
 
 def plan_rank(schedule: Schedule, rank: int, flushes: bool = True) -> RankPlan:
@@ -78,96 +65,81 @@ def plan_orders(
     the placement.
     """
     *launches, left_open = planned_launches(orders, stages, rank_of, paired, ends_on_last)[rank]
-    order = tuple(orders[rank])
-    shares_vocabulary = any(action.kind is Kind.S for action in order)
-    planner = _Planner(rank, stages, rank_of, shares_vocabulary, frozenset(copies.back))
-    steps = list(together(order, paired))
-    given_up, brought_back = copies.given_up_before(steps), copies.launched_before(order)
+    actions = tuple(orders[rank])
+    order = RankOrder(rank, stages, actions, tuple(together(actions, paired)), copies)
+    planner = _Planner(rank, stages, rank_of, extensions(order))
     operations: list[Operation] = []
     place = 0
-    for actions in steps:
-        # Before the receives, which a copy back need not wait for.
-        operations += [copy_work.GiveUp(Owner(*kept)) for kept in given_up.get(actions[0], ())]
-        operations += [copy_work.ToDevice(Owner(*kept)) for kept in brought_back.get(actions[0], ())]
-        operations += [planner.launch(one) for one in launches[place]]
-        operations += planner.around(actions)
-        place += len(actions)
-    operations += [planner.launch(one) for one in left_open]
-    operations += [copy_work.AllBack()] if brought_back else []
-    operations += [vocabulary_work.Close()] if planner.shares_vocabulary else []
-    operations += [transfers.Drain()] if flushes else []
-    return RankPlan(rank, order, tuple(operations))
+    for step in order.steps:
+        for one in planner.extensions:
+            operations += one.before(step)
+        operations += map(planner.launch, launches[place])
+        operations += planner.around(step)
+        place += len(step)
+    operations += map(planner.launch, left_open)
+    for one in planner.extensions:
+        operations += one.at_end()
+    if flushes:
+        operations.append(transfers.Drain())
+    return RankPlan(rank, actions, tuple(operations))
 
 
 @dataclass(frozen=True, slots=True)
 class _Planner:
-    """Makes the operations of ``rank``.
-
-    Where ranks share the vocabulary, it is the sender of the first stage's input, as a stage before it, and
-    the receiver of the last stage's output, as a stage behind it.
-    """
+    """Makes the operations of ``rank``."""
 
     rank: int
     stages: int
     rank_of: RankOf
-    shares_vocabulary: bool
-    away: frozenset[Kept]
+    extensions: tuple[Extension, ...]
 
     def launch(self, launch: Launch) -> Operation:
-        """Return the operation for what the rank launches beside its actions."""
-        return transfers.Post(*launch) if isinstance(launch, Arrival) else vocabulary_work.Begin(launch)
+        """Return the operation for what the rank launches together with others."""
+        if isinstance(launch, Arrival):
+            return transfers.Post(*launch)
+        return _first(launch, (one.launched(launch) for one in self.extensions))
 
     def around(self, actions: tuple[Action, ...]) -> Iterator[Operation]:
         """Yield the operations of an action, or of a pair: their inputs, their work and their outputs."""
         works = [self._work(action) for action in actions]
-        stage_works = [work for work in works if isinstance(work, Compute)]
-        yield from self._inputs(stage_works)
+        of_stages = [work for work in works if isinstance(work, Compute)]
+        yield from self._inputs(of_stages)
         if len(works) > 1:
-            yield Pair(*stage_works)
+            yield _first(actions, (one.joined(of_stages) for one in self.extensions))
         else:
             yield from works
-        yield from self._outputs(stage_works)
-        for work in stage_works:
-            if work.leaves:
-                yield copy_work.ToHost(Owner(work.action.stage, work.action.microbatch))
+        yield from self._outputs(of_stages)
+        for one in self.extensions:
+            yield from one.after(of_stages)
 
     def _work(self, action: Action) -> Operation:
-        stage, kind, microbatch = action
-        if kind is Kind.S:
-            return vocabulary_work.Logits(action)
-        if kind is Kind.T:
-            return vocabulary_work.WeightGradient(action)
+        if action.kind not in OF_STAGES:
+            return _first(action, (one.work(action) for one in self.extensions))
         source, target = incoming_message(action, self.stages), outgoing_message(action, self.stages)
-        is_forward = kind is Kind.F
-        leaves = is_forward and (stage, microbatch) in self.away
-        if not self.shares_vocabulary or kind is Kind.W:
-            return Compute(action, source, target, leaves)
-        if stage == 0 and is_forward:
-            source = Message(-1, 0, microbatch)
-        elif stage == 0:
-            target = Message(0, -1, microbatch)
-        if stage < self.stages - 1:
-            return Compute(action, source, target, leaves)
-        if is_forward:
-            return Compute(action, source, Message(stage, self.stages, microbatch), leaves)
-        return vocabulary_work.LossBackward(action, Message(self.stages, stage, microbatch), target)
+        work = Compute(action, source, target)
+        for one in self.extensions:
+            work = one.extended(work)
+        return work
 
     def _inputs(self, works: Iterable[Compute]) -> Iterator[Operation]:
         for source in filter(None, (work.source for work in works)):
-            if source.sender < 0:
-                yield vocabulary_work.TakeEmbedded(source)
-            elif source.sender < self.stages:
-                sender = self.rank_of(source.sender, source.microbatch)
-                if sender != self.rank:
-                    yield transfers.Receive(sender, source)
+            if not 0 <= source.sender < self.stages:
+                if taken := next(filter(None, (one.taken(source) for one in self.extensions)), None):
+                    yield taken
+            elif (sender := self.rank_of(source.sender, source.microbatch)) != self.rank:
+                yield transfers.Receive(sender, source)
 
     def _outputs(self, works: Iterable[Compute]) -> Iterator[Operation]:
         for target in filter(None, (work.target for work in works)):
-            if target.receiver < 0:
-                yield vocabulary_work.KeepInputGradient(target)
-            elif target.receiver == self.stages:
-                yield vocabulary_work.KeepOutput(target)
-            else:
-                receiver = self.rank_of(target.receiver, target.microbatch)
-                if receiver != self.rank:
-                    yield transfers.Send(receiver, target)
+            if not 0 <= target.receiver < self.stages:
+                yield _first(target, (one.handed_over(target) for one in self.extensions))
+            elif (receiver := self.rank_of(target.receiver, target.microbatch)) != self.rank:
+                yield transfers.Send(receiver, target)
+
+
+def _first(what: object, found: Iterable[Operation | None]) -> Operation:
+    """Return the first operation that an extension has for ``what``; ValueError without any."""
+    operation = next(filter(None, found), None)
+    if operation is None:
+        raise ValueError(f"nothing plans {what}: register the feature that does (runtime.extension)")
+    return operation

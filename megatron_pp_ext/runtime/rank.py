@@ -1,19 +1,16 @@
 """What the operations of one rank work with: its stages, its channels, and what one leaves for the next."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
-from megatron_pp_ext.runtime.activation_meter import Owner
-from megatron_pp_ext.runtime.activations_away import ActivationsAway
 from megatron_pp_ext.runtime.channels import Channels
-from megatron_pp_ext.runtime.shared_vocabulary import SharedVocabulary
 from megatron_pp_ext.schedule.actions import Action
-from megatron_pp_ext.schedule.copies import Way
 from megatron_pp_ext.schedule.messages import Message
+from megatron_pp_ext.schedule.spans import Label
 
 
 class Stage(Protocol):
@@ -43,23 +40,14 @@ class Stage(Protocol):
         """Compute the gradient of the weights that ``backward_input`` left."""
 
 
-type _Tensor = torch.Tensor | None
-
-Pairs = Callable[[Action, _Tensor, Action, _Tensor], tuple[torch.Tensor, _Tensor]]
-"""(forward, activation, backward, gradient) -> (output, input gradient): runs the actions of a pair together.
-
-The tensors are those of ``Stage.forward``, ``Stage.backward`` and ``Stage.backward_input``.
-"""
-
-
 class Recorder(Protocol):
     """Is notified of every action; ``runtime.recorder`` has one that keeps their times and bytes."""
 
     def during(self, action: Action) -> AbstractContextManager[None]:
         """Return a context for the computation of ``action``, its messages excluded."""
 
-    def copying(self, way: Way, owner: Owner) -> AbstractContextManager[None]:
-        """Return a context for the copy of the activations of ``owner`` to the host, or of that back."""
+    def span(self, label: Label) -> AbstractContextManager[None]:
+        """Return a context for what ``label`` names, in the stream that is the current one inside."""
 
 
 class Unrecorded:
@@ -69,7 +57,7 @@ class Unrecorded:
         """See ``Recorder``."""
         return nullcontext()
 
-    def copying(self, way: Way, owner: Owner) -> AbstractContextManager[None]:
+    def span(self, label: Label) -> AbstractContextManager[None]:
         """See ``Recorder``."""
         return nullcontext()
 
@@ -78,28 +66,26 @@ class Unrecorded:
 class Rank:
     """One rank in one training step.
 
-    ``stages`` maps the numbers of this rank's stages to the stages.  ``vocabulary`` is the rank's part of it
-    where ranks share it.  ``pairs`` runs the pairs of the plan; without it their actions run, and are
-    recorded, one after the other.  ``away`` are the activations that leave the device, where any do.
-    ``tensors`` are those that one operation has left for another.
+    ``stages`` maps the numbers of this rank's stages to the stages.  ``parts`` are what operations of
+    features work with, found by their class.  ``tensors`` are those that one operation has left for another.
     """
 
     stages: Mapping[int, Stage]
     channels: Channels
     recorder: Recorder = field(default_factory=Unrecorded)
-    pairs: Pairs | None = None
-    vocabulary: SharedVocabulary | None = None
-    away: ActivationsAway | None = None
+    parts: Sequence[object] = ()
     tensors: dict[Message, torch.Tensor | None] = field(default_factory=dict)
 
-    @property
-    def activations_away(self) -> ActivationsAway:
-        """``away``; ValueError where a plan copies activations and the rank has nothing to do it with."""
-        if self.away is None:
-            raise ValueError(
-                "the plan copies activations to the host: give the rank a Rank.away that does it"
-            )
-        return self.away
+    def find[P](self, kind: type[P]) -> P | None:
+        """Return the part of this class, or None."""
+        return next((part for part in self.parts if isinstance(part, kind)), None)
+
+    def part[P](self, kind: type[P]) -> P:
+        """Return the part of this class; ValueError where the rank has none."""
+        found = self.find(kind)
+        if found is None:
+            raise ValueError(f"the plan needs a {kind.__name__}, which this rank lacks: add it to Rank.parts")
+        return found
 
     def take(self, message: Message | None) -> torch.Tensor | None:
         """Return the tensor of ``message``, which this rank no longer holds then; None for no message.

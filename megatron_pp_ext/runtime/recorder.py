@@ -11,8 +11,8 @@ from megatron_pp_ext.runtime import clock_offset
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule.actions import Action, Kind
-from megatron_pp_ext.schedule.copies import Way
-from megatron_pp_ext.schedule.recorded import Measured, RankRecord, RecordedCopy, Reduction, TokenExchange
+from megatron_pp_ext.schedule.recorded import Measured, RankRecord, Reduction
+from megatron_pp_ext.schedule.spans import Label, Span
 
 _Mark = float | torch.Event
 """A moment, as seconds on this machine's clock or as a place in the device's queue of work."""
@@ -42,13 +42,11 @@ class StepRecorder:
         self._events: list[_Event] = []
         self._reductions: list[tuple[int, _Mark, _Mark]] = []
         self._reducing: dict[Hashable, _Mark] = {}
-        self._exchanges: list[tuple[str, _Mark, _Mark]] = []
-        self._copies: list[tuple[Owner, Way, _Mark, _Mark]] = []
+        self._spans: list[tuple[Label, _Mark, _Mark]] = []
 
     def forget(self) -> None:
         """Drop what is recorded and start new peaks; tensors that are alive stay counted."""
-        self._events, self._reductions, self._reducing, self._exchanges = [], [], {}, []
-        self._copies = []
+        self._events, self._reductions, self._reducing, self._spans = [], [], {}, []
         self._origin = None
         self.meter.reset_peak()
 
@@ -82,18 +80,11 @@ class StepRecorder:
         self._events.append(_Event(action, start, self._mark(), self.meter.live_bytes, seconds))
 
     @contextmanager
-    def exchange(self, name: str) -> Iterator[None]:
-        """Record the exchange of tokens inside, on the stream that is the current one."""
+    def span(self, label: Label) -> Iterator[None]:
+        """See ``rank.Recorder``."""
         start = self._mark()
         yield
-        self._exchanges.append((name, start, self._mark()))
-
-    @contextmanager
-    def copying(self, way: Way, owner: Owner) -> Iterator[None]:
-        """See ``rank.Recorder``; the copy is on the stream that is the current one inside."""
-        start = self._mark()
-        yield
-        self._copies.append((owner, way, start, self._mark()))
+        self._spans.append((label, start, self._mark()))
 
     def reduction_started(self, bucket: Hashable) -> None:
         """Record that the reduction of ``bucket``, any name for it, has begun; only the first call counts."""
@@ -121,13 +112,8 @@ class StepRecorder:
                 for chunk, start, end in self._reductions
             ),
             device_bytes=torch.cuda.max_memory_allocated() or None,
-            exchanges=tuple(
-                TokenExchange(name, self._seconds(start), self._seconds(end))
-                for name, start, end in self._exchanges
-            ),
-            copies=tuple(
-                RecordedCopy(owner.stage, owner.microbatch, way, self._seconds(start), self._seconds(end))
-                for owner, way, start, end in self._copies
+            spans=tuple(
+                Span(label, self._seconds(start), self._seconds(end)) for label, start, end in self._spans
             ),
         )
 

@@ -2,7 +2,7 @@
 
 A schedule is the order of actions of every rank.  An action is one letter of work on one microbatch
 by one stage.  The letters F, I, W and B are those of torch.distributed.pipelining, so that this project,
-torch and torchtitan can exchange schedules as files (see ``csv_file``).  S and T are this project's own:
+torch and torchtitan can exchange schedules as files (``formats.csv_file``).  S and T are this project's own:
 where the ranks share the vocabulary (``vocabulary``), every rank does a part of the output layer.
 """
 

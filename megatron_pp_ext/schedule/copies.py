@@ -10,11 +10,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from megatron_pp_ext.schedule.spans import Label
+
 if TYPE_CHECKING:  # a schedule has its copies
     from megatron_pp_ext.schedule.actions import Action
 
 type Way = Literal["out", "back"]
 """A copy to the host, or one back."""
+
+WAYS: dict[Way, str] = {"out": "to the host", "back": "from the host"}
+"""In words for people."""
 
 type Kept = tuple[int, int]
 """The activations of a stage and a microbatch."""
@@ -92,3 +97,10 @@ class Copies:
                 before = min([*later, places[self.back[kept]]])
                 found.setdefault(launches[before][0], []).append(kept)
         return found
+
+
+def label(way: Way, stage: int, microbatch: int) -> Label:
+    """Return what a copy of the activations of ``stage`` and ``microbatch`` is called in a trace."""
+    words = WAYS[way]
+    about = ("stage", stage), ("microbatch", microbatch), ("way", way)
+    return Label("copy", f"{stage}.{microbatch} {words}", f"copies {words}", about)

@@ -168,6 +168,19 @@ class Costs:
         """Return how long a pair takes whose actions take so many seconds alone; never less than either."""
         return max(self.pair * (forward + backward), forward, backward)
 
+    def overlapped_together(self, stage: StageCosts) -> float:
+        """Return the seconds that a forward and a backward of ``stage`` save where they run together."""
+        return (1 - self.pair) * (stage.forward + stage.input_gradient + stage.weight_gradient)
+
+    @property
+    def of_all_stages(self) -> tuple[float, ...]:
+        """What does not go by stages: ``hop``, ``message`` and, where it saves anything, ``pair``."""
+        return (self.hop, self.message, *([self.pair] if self.pair < 1 else []))
+
+    def hiding(self, hidden: float, alone: float) -> Self:
+        """Return the costs where actions that take ``alone`` seconds hide ``hidden`` of them together."""
+        return replace(self, pair=part_of_pair(hidden, alone))
+
     @property
     def at_their_shortest(self) -> Self:
         """The costs with every action as short as it is where it runs in a pair: its part of the pair's time.

@@ -7,10 +7,10 @@ from statistics import median
 from typing import NamedTuple, Self
 
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
-from megatron_pp_ext.schedule.copies import Way
 from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.simulate import Event, Timeline
+from megatron_pp_ext.schedule.spans import Span
 
 type KindSeconds = dict[tuple[int, Kind], float]
 """Seconds by stage and kind of action."""
@@ -52,32 +52,13 @@ class Reduction(NamedTuple):
     end: float
 
 
-class TokenExchange(NamedTuple):
-    """One exchange of tokens with the experts of other ranks, by its name in Megatron; times in seconds."""
-
-    name: str
-    start: float
-    end: float
-
-
-class RecordedCopy(NamedTuple):
-    """One copy of a stage's activations of a microbatch to the host, or back; times in seconds."""
-
-    stage: int
-    microbatch: int
-    way: Way
-    start: float
-    end: float
-
-
 class RankRecord(NamedTuple):
     """The record of one rank in one step.
 
     ``peak_microbatches`` counts the (stage, microbatch) pairs that kept any activations, as a schedule's
     peak does, and ``peak_bytes`` is the size of these.  The rank's times may differ from the clock of the
     first rank by ``clock_error`` seconds.  ``device_bytes`` is the most that the device's allocator has held
-    at once since the process began, None on a CPU.  ``exchanges`` are those of pairs, where the halves run by
-    Megatron's plans of layers.
+    at once since the process began, None on a CPU.  ``spans`` are what features record.
     """
 
     events: tuple[Measured, ...]
@@ -86,8 +67,7 @@ class RankRecord(NamedTuple):
     reductions: tuple[Reduction, ...] = ()
     clock_error: float = 0.0
     device_bytes: int | None = None
-    exchanges: tuple[TokenExchange, ...] = ()
-    copies: tuple[RecordedCopy, ...] = ()
+    spans: tuple[Span, ...] = ()
 
     @property
     def paired(self) -> frozenset[Action]:
@@ -101,8 +81,7 @@ class RankRecord(NamedTuple):
             reductions=tuple(
                 r._replace(start=r.start + seconds, end=r.end + seconds) for r in self.reductions
             ),
-            exchanges=tuple(e._replace(start=e.start + seconds, end=e.end + seconds) for e in self.exchanges),
-            copies=tuple(c._replace(start=c.start + seconds, end=c.end + seconds) for c in self.copies),
+            spans=tuple(s._replace(start=s.start + seconds, end=s.end + seconds) for s in self.spans),
             clock_error=clock_error,
         )
 

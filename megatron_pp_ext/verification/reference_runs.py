@@ -14,9 +14,9 @@ from megatron_pp_ext.jobs import process
 from megatron_pp_ext.jobs.command import last, short_run, training, whole_number, without, words_of
 from megatron_pp_ext.jobs.failure import reason
 from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.formats import run_record
+from megatron_pp_ext.schedule.formats.run_record import RunRecord
 from megatron_pp_ext.schedule.placement import Shape
-from megatron_pp_ext.verification import run_record
-from megatron_pp_ext.verification.run_record import RunRecord
 
 CHECKPOINT, STOCK, AGAIN, SCHEDULE = "checkpoint", "stock", "stock-again", "schedule"
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_pp_ext.jobs.command import last, whole_number
-from megatron_pp_ext.verification.run_record import RunRecord
+from megatron_pp_ext.schedule.formats.run_record import RunRecord
 
 _CLIP_BY_DEFAULT = 1.0
 

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_pp_ext.verification import run_record
-from megatron_pp_ext.verification.run_record import RunRecord
+from megatron_pp_ext.schedule.formats.run_record import RunRecord
 from megatron_pp_ext.verification.tolerances import Arithmetic, Tolerance
 
 if TYPE_CHECKING:
@@ -97,8 +97,23 @@ def _rows(stock: RunRecord, ours: RunRecord, arithmetic: Arithmetic, gradients: 
     for step, (one, other) in enumerate(zip(stock.norms, ours.norms, strict=False)):
         yield Row(NORM, NORM, step + 1, one, other, relative(one, other), arithmetic.norms(stock, step))
     if gradients:
-        for name, whole, part in run_record.common_gradients(stock, ours):
+        for name, whole, part in _common_gradients(stock.folder, ours.folder):
             yield Row(GRADIENT, name, 1, None, None, _apart(whole, part), arithmetic.gradient(name))
+
+
+def _common_gradients(
+    one: Path | None, other: Path | None
+) -> Iterator[tuple[str, "torch.Tensor | None", "torch.Tensor | None"]]:
+    """Yield every name with the gradients of both runs, by their folders; None where a run has none of it."""
+    from megatron_pp_ext.runtime import gradients_file  # torch takes a second to import
+
+    files, others = (gradients_file.files_by_name(folder) if folder else {} for folder in (one, other))
+
+    def read(file: Path | None, name: str) -> "torch.Tensor | None":
+        return gradients_file.read(file)[name] if file else None
+
+    for name in dict.fromkeys([*files, *others]):
+        yield name, read(files.get(name), name), read(others.get(name), name)
 
 
 def _apart(one: "torch.Tensor | None", other: "torch.Tensor | None") -> float:

@@ -7,8 +7,9 @@ from megatron_pp_ext import __version__
 from megatron_pp_ext.cli import flex, report
 from megatron_pp_ext.cli.flex import undominated
 from megatron_pp_ext.features.vocabulary.share import share
-from megatron_pp_ext.schedule import catalog, csv_file
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
+from megatron_pp_ext.schedule.formats import csv_file
 from megatron_pp_ext.schedule.names import ALIASES
 from megatron_pp_ext.schedule.simulate import simulate
 

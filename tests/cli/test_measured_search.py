@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from megatron_pp_ext.schedule import catalog, costs_file
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.formats import costs_file
 from megatron_pp_ext.schedule.simulate import simulate
 
 MODEL = (

@@ -7,8 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_pp_ext.cli import app
-from megatron_pp_ext.partition import profile_file
-from megatron_pp_ext.partition.profile import Layer, Profile
+from megatron_pp_ext.schedule.formats import profile_file
+from megatron_pp_ext.schedule.formats.profile import Layer, Profile
 from reference import vgg16
 
 GPT = Profile.chain(

@@ -11,9 +11,10 @@ from megatron_pp_ext.cli.rehearse import environment, rehearsal_flags
 from megatron_pp_ext.job.sizes import smallest_world
 from megatron_pp_ext.jobs.failure import reason
 from megatron_pp_ext.planner import described
-from megatron_pp_ext.planner.rehearsal import RankRehearsal
-from megatron_pp_ext.schedule import catalog, costs_file, csv_file
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.formats import costs_file, csv_file, rehearsal_file
+from megatron_pp_ext.schedule.formats.rehearsal_file import RankRehearsal
 from megatron_pp_ext.schedule.simulate import peak_messages
 
 EXPERTS = "--pipeline-model-parallel-size 2 --expert-model-parallel-size 4"
@@ -80,7 +81,7 @@ def stand_in(schedule, started: list[list[int]], **changed: object):
             assert variables["RANK"] == str(rank)
             file = Path(words[words.index("--rehearse-pipeline") + 1])
             csv_file.write(schedule, file.with_suffix(".csv"))
-            RankRehearsal(rank=rank, **measured).write(file)
+            rehearsal_file.write(RankRehearsal(rank=rank, **measured), file)
 
     return run_together
 

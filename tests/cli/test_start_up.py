@@ -5,7 +5,7 @@ import sys
 
 
 def test_no_heavy_imports():
-    modules = "cli", "cli.flex", "compiler.compile", "schedule.costs_file"
+    modules = "cli", "cli.flex", "compiler.compile", "schedule.formats.costs_file"
     code = "import sys, " + ", ".join(f"megatron_pp_ext.{module}" for module in modules)
     code += "; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -5,9 +5,9 @@ import pytest
 from megatron_pp_ext.cli import report
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.formats import trace_file
 from megatron_pp_ext.schedule.recorded import Measured, RankRecord, Reduction
 from megatron_pp_ext.schedule.simulate import simulate
-from megatron_pp_ext.view import trace_file
 
 
 def recorded(path, ranks=2, microbatches=3, seconds=1.0):

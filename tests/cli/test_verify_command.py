@@ -7,7 +7,7 @@ import pytest
 from typer.testing import Result
 
 from megatron_pp_ext.jobs import process
-from megatron_pp_ext.verification import run_record
+from megatron_pp_ext.schedule.formats import run_record
 
 PP2 = "--pipeline-model-parallel-size 2"
 JOB = (*f"{PP2} --num-layers 4 --hidden-dropout 0.1 --pipeline-schedule v-half".split(),)

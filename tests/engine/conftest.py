@@ -14,6 +14,6 @@ if "TRANSFORMER_ENGINE" in os.environ and "megatron.core" not in sys.modules:
 
     install(Path(os.environ["TRANSFORMER_ENGINE"]))
 
-    import megatron_pp_ext.integration
+    import megatron_pp_ext.launch
 
-    megatron_pp_ext.integration.install()
+    megatron_pp_ext.launch.install()

@@ -11,11 +11,11 @@ if not hasattr(sys.modules.get("transformer_engine_torch"), "__getattr__"):
     )
 
 from megatron_pp_ext import cpu
+from megatron_pp_ext.costs.model_parts import model_parts
+from megatron_pp_ext.costs.stage_parts import stage_parts
 from megatron_pp_ext.job import layers
-from megatron_pp_ext.job.rules.asked import Asked
-from megatron_pp_ext.planner.step.model_parts import model_parts
+from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.planner.step.programs import Prepared
-from megatron_pp_ext.planner.step.stage_parts import stage_parts
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
 from tests.support import comparison
@@ -71,7 +71,7 @@ def test_recorded_bytes_are_those_planned(case):
     """What waits for W is planned to the byte, and the peak of a rank up to what is small."""
     tensor, flags = CASES[case]
     words = f"{LARGER} {flags}"
-    job = Asked(arguments(words)).job
+    job = RequestedJob(arguments(words)).job
     parts = stage_parts(job, model_parts(job, vocabulary=VOCABULARY), layers.by_stage(job, STAGES), False)
     records = comparison.traced(STAGES * tensor, [*words.split(), "--pipeline-schedule", "zb-h1"]).records
     for record, part in zip(records, parts, strict=True):

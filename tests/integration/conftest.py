@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch.distributed as dist
 
-from megatron_pp_ext.integration import install
+from megatron_pp_ext.launch import install
 from tests.conftest import CACHE
 from tests.support import ranks  # noqa: F401  (the stand-ins for torch.cuda, before Megatron is imported)
 from tests.support.few_trials import few_trials

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_pp_ext.integration.runners import host_activations, sources
+from megatron_pp_ext.features.offload.megatron import host_activations
+from megatron_pp_ext.integration.runners import sources
 from megatron_pp_ext.runtime.activations_away import ActivationsAway
 from megatron_pp_ext.schedule.copies import Kept
 from tests.support.away import everything, half, with_away

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-import megatron_pp_ext
 from megatron_pp_ext import cpu, pretrain_gpt
 from megatron_pp_ext.integration.trainer import agreement, same_request
-from megatron_pp_ext.integration.trainer.validation import read_flags
-from megatron_pp_ext.schedule import catalog, csv_file
-from tests.support.flags import arguments
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.formats import csv_file
+from megatron_pp_ext.version import VERSION
+from tests.support.flags import arguments, requested_by
 from tests.support.ranks import run_ranks
 from tests.support.tiers import first
 from tests.support.training import TINY
@@ -48,7 +48,7 @@ def report(flags: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WORLD_SIZE", "2")
         args = arguments(f"{PP2} {flags}")
-        return json.dumps(same_request.values(args, read_flags(args)))
+        return json.dumps(same_request.values(args, requested_by(args)))
 
 
 DIFFERENT = {
@@ -138,8 +138,8 @@ def test_the_same_content_under_other_names_trains(tmp_path: Path) -> None:
 
 
 def test_another_release_of_this_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    new, version = report(V_HALF), megatron_pp_ext.__version__
-    monkeypatch.setattr(megatron_pp_ext, "__version__", "0.0.9")
+    new, version = report(V_HALF), VERSION
+    monkeypatch.setattr("megatron_pp_ext.version.VERSION", "0.0.9")
     told = agreement._judge([new, report(V_HALF)])
     assert f"megatron_pp_ext is {version} on rank 0 and 0.0.9 on rank 1" in told
 

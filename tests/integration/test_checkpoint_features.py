@@ -13,8 +13,8 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron_pp_ext.compiler.compile import compile_schedule
 from megatron_pp_ext.integration.mends import bucket_padding
 from megatron_pp_ext.integration.trainer import checkpoint_loading
-from megatron_pp_ext.schedule import csv_file
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.formats import csv_file
 from megatron_pp_ext.schedule.placement import Placement, Shape
 from tests.support import rounding
 from tests.support.ranks import RankError

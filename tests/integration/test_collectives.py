@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_pp_ext.integration.runners.collectives import CollectiveRecorder
-from megatron_pp_ext.planner.rehearsal import Collective
 from megatron_pp_ext.runtime.recorder import StepRecorder
 from megatron_pp_ext.schedule.actions import Action, Kind
+from megatron_pp_ext.schedule.formats.rehearsal_file import Collective
 from megatron_pp_ext.schedule.placement import v
 from tests.support.ranks import run_ranks
 

@@ -101,7 +101,7 @@ def mpp(package: Path, words: str) -> str:
 def test_a_flag_is_declared_once_and_read_once(own_copy: Path) -> None:
     declared, read = examples("A new flag")
     insert(own_copy / "job" / "our_flags.toml", "[--pipeline-trace]\n", declared)
-    insert(own_copy / "job" / "pipeline.py", "    is_paired = job.parallel.", read)
+    insert(own_copy / "job" / "pipeline.py", "    if job.pipeline.pipeline_schedule is None:", read)
     job = (
         "--pipeline-model-parallel-size 4 --pipeline-schedule 1f1b --global-batch-size 8 --micro-batch-size 1"
     )
@@ -114,8 +114,8 @@ def test_a_flag_is_declared_once_and_read_once(own_copy: Path) -> None:
 
 
 def test_a_refusal_is_one_row(own_copy: Path) -> None:
-    row = '["--swiglu", "the example is for plain layers", "leave it out"],\n'
-    insert(own_copy / "job" / "rules" / "schedules.toml", '    ["--use-megatron-fsdp"', row)
+    row = 'Rule("--swiglu", why="the example is for plain layers", fix="leave it out"),\n'
+    insert(own_copy / "job" / "rules" / "schedules.py", '            Rule("--use-megatron-fsdp"', row)
     job = "--pipeline-model-parallel-size 4 --global-batch-size 8 --micro-batch-size 1 --swiglu"
     said = mpp(own_copy, f"{job} --pipeline-schedule 1f1b")
     assert (

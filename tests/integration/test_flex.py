@@ -8,8 +8,10 @@ from megatron_pp_ext.compiler.limits import Budget, at_most, least_limits
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.compiler.source import Source
-from megatron_pp_ext.schedule import catalog, csv_file
+from megatron_pp_ext.features.guided.order import may_keep
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.formats import csv_file
 from megatron_pp_ext.schedule.placement import Shape, linear, v, wave
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support.comparison import assert_same_bits, assert_same_gradients, run, stock
@@ -62,9 +64,9 @@ def test_auto_takes_what_is_free_and_never_less_than_it_needs(monkeypatch: pytes
     needed = least_limits(costs, auto.placement)
     first = auto.schedule(8)
     assert auto.schedule(8, [1.0] * 4).digest == first.digest
-    assert auto.may_keep(first, costs, [1.0] * 4) == Budget(needed)
+    assert may_keep(auto, first, costs, [1.0] * 4) == Budget(needed)
     some = (1.0, 2 * needed[1], 1.0, 3 * needed[3])
-    assert auto.may_keep(first, costs, some) == Budget((needed[0], some[1], needed[2], some[3]))
+    assert may_keep(auto, first, costs, some) == Budget((needed[0], some[1], needed[2], some[3]))
     roomy = auto.schedule(8, [100 * limit for limit in needed])
     least, most = (simulate(one, costs) for one in (first, roomy))
     assert all(map(at_most, least.peak_memory, needed))
@@ -88,7 +90,7 @@ def test_a_better_schedule_keeps_no_more_on_any_rank() -> None:
     """The limit is each rank's own peak, and 0 where its stage keeps nothing."""
     costs = Costs((StageCosts(1, 1, 1, 0.0), StageCosts(1, 1, 1, 8.0)))
     family = Source(named("1f1b", 2, 4), lambda *_: costs)
-    assert family.may_keep(family.ordinary, costs, [0.0] * 2) == Budget((0.0, 8.0))
+    assert may_keep(family, family.ordinary, costs, [0.0] * 2) == Budget((0.0, 8.0))
 
 
 def test_a_file_for_another_pipeline_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

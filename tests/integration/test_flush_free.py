@@ -6,12 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_pp_ext.integration.runners import flush_free, free_memory
+from megatron_pp_ext.integration.runners import free_memory
 from megatron_pp_ext.job import updates
+from megatron_pp_ext.pipedream import flush_free
 from megatron_pp_ext.schedule.families import one_f_one_b
 from megatron_pp_ext.schedule.families.pipedream import Weights
 from megatron_pp_ext.schedule.families.round_robin import Replicas
-from megatron_pp_ext.view import trace_reading
+from megatron_pp_ext.schedule.formats import trace_reading
 from tests.support import frozen, rounding
 from tests.support.ranks import RankError
 from tests.support.tiers import first

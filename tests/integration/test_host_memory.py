@@ -10,9 +10,9 @@ import torch.distributed as dist
 import tests.support.ranks  # noqa: F401  (installs the stand-ins for torch.cuda before Megatron is imported)
 
 # isort: split
+from megatron_pp_ext.features.offload.megatron import host_activations
+from megatron_pp_ext.features.offload.megatron.host_activations import HostActivations
 from megatron_pp_ext.integration.core import host_memory
-from megatron_pp_ext.integration.runners import host_activations
-from megatron_pp_ext.integration.runners.host_activations import HostActivations
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.schedule import catalog
 from tests.support.away import half, with_away

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_pp_ext import activation
+from megatron_pp_ext import startup_file
 from tests.support.own_loop import CHUNKS, COUNTS, TIED, assert_same
 from tests.support.rounding import of_losses
 from tests.support.training import since
@@ -179,8 +179,8 @@ open({found!r}, "wb").write(pickle.dumps(run_ranks(on_rank, 2)))
 
 
 def test_the_environment_puts_a_schedule_into_a_trainer(found, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(activation.sysconfig, "get_path", lambda kind: str(tmp_path))
-    activation.activate()
+    monkeypatch.setattr(startup_file.sysconfig, "get_path", lambda kind: str(tmp_path))
+    startup_file.activate()
     file = tmp_path / "found.pickle"
     asked = {
         "MEGATRON_PP_SCHEDULE": "v-half",

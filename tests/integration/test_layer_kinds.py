@@ -19,10 +19,10 @@ from megatron.core.tensor_parallel import random
 from megatron.core.utils import get_model_config
 from megatron.training import get_args
 
+from megatron_pp_ext.costs.model_parts import model_parts
+from megatron_pp_ext.costs.stage_parts import stage_parts
 from megatron_pp_ext.job import model_config
 from megatron_pp_ext.job.typed_job import Job
-from megatron_pp_ext.planner.step.model_parts import model_parts
-from megatron_pp_ext.planner.step.stage_parts import stage_parts
 from tests.support.flags import arguments
 from tests.support.kept_bytes import kept_bytes, share_storage
 from tests.support.tiers import first

@@ -11,12 +11,11 @@ import pytest
 from megatron_pp_ext.integration import start_up
 from megatron_pp_ext.integration.runners import choose
 from megatron_pp_ext.integration.trainer.model_costs import estimate
-from megatron_pp_ext.integration.trainer.validation import read_flags
 from megatron_pp_ext.job import layers, layout_text
-from megatron_pp_ext.job.rules.asked import Asked
+from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.typed_job import Job
 from tests.support.comparison import assert_same_gradients, run, stock
-from tests.support.flags import PP4, arguments, assert_refused
+from tests.support.flags import PP4, arguments, assert_refused, requested_by
 from tests.support.tiers import first
 
 AUTO = "--pipeline-model-parallel-layout auto"
@@ -64,11 +63,11 @@ def read(flags: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list[int], s
     """Return the layout of a job on four ranks, the layers of its stages, and its start line."""
     monkeypatch.setenv("WORLD_SIZE", "4")
     args = arguments(f"{PP4} {AUTO} {flags}")
-    pipeline = read_flags(args)
+    pipeline = requested_by(args)
     assert pipeline is not None
     layout = args.pipeline_model_parallel_layout
     counts = layers.by_stage(Job.of(args), pipeline.placement.stages)
-    return layout, counts, start_up.summary(pipeline, lambda *sizes: estimate(Asked(args), *sizes))
+    return layout, counts, start_up.summary(pipeline, lambda *sizes: estimate(RequestedJob(args), *sizes))
 
 
 @pytest.mark.parametrize("layer_count", [7, 8, 61])

@@ -11,7 +11,8 @@ from megatron_pp_ext import cpu
 from megatron_pp_ext.cli import app
 from megatron_pp_ext.cli import rehearse as command
 from megatron_pp_ext.integration import releases
-from megatron_pp_ext.schedule import catalog, costs_file
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.formats import costs_file
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support import ranks, training
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_pp_ext.features.pairs.megatron.planned_stage import run_pair
 from megatron_pp_ext.integration.runners import model_stage
 from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs
-from megatron_pp_ext.integration.runners.planned_stage import run_pair
 from megatron_pp_ext.schedule.actions import Action, Kind
 
 TOKENS = (3, 5, 4)
@@ -96,7 +96,7 @@ class Half:
     def __init__(self, name: str) -> None:
         self.name = name
         self.before_forward = self.forward_half = self.backward_half = lambda *about: {}
-        self.during_backward = lambda *about, in_pair: nullcontext()
+        self.during_backward = lambda *about, in_parts: nullcontext()
         self.after_forward = lambda microbatch, activation, output, tokens: output
 
     @contextmanager

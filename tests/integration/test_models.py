@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_pp_ext.integration import releases
-from megatron_pp_ext.schedule import costs_file
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.formats import costs_file
 from megatron_pp_ext.schedule.placement import linear
 from tests.support import rounding
 from tests.support.comparison import (

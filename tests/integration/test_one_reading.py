@@ -24,8 +24,9 @@ from megatron_pp_ext.planner.search.candidate import Candidate, Recompute
 from megatron_pp_ext.planner.search.configurations import Space
 from megatron_pp_ext.planner.step.estimate import estimate_request
 from megatron_pp_ext.planner.step.model_description import asked_of
-from megatron_pp_ext.schedule import catalog, costs_file, csv_file
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.formats import costs_file, csv_file
 from megatron_pp_ext.schedule.placement import wave
 from tests.support.flags import estimated, pasted, read, read_by_commands, validated
 from tests.support.training import TINY

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_pp_ext.costs.model_parts import model_parts
 from megatron_pp_ext.costs.optimizers import moment_bytes
 from megatron_pp_ext.job.typed_job import Job
-from megatron_pp_ext.planner.step.model_parts import model_parts
 from tests.support.flags import arguments
 from tests.support.tiers import first
 from tests.support.training import train

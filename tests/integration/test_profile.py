@@ -12,11 +12,11 @@ from megatron_pp_ext.cli.profile import training_flags
 from megatron_pp_ext.cpu import streams
 from megatron_pp_ext.job.layout_text import stages_of
 from megatron_pp_ext.job.measurements import require_files
-from megatron_pp_ext.partition import profile_file
-from megatron_pp_ext.partition.layout import layout_of
-from megatron_pp_ext.partition.partitioner import partition
-from megatron_pp_ext.partition.profile import Profile
-from megatron_pp_ext.partition.recurrence import Level
+from megatron_pp_ext.pipedream.partition.layout import layout_of
+from megatron_pp_ext.pipedream.partition.partitioner import partition
+from megatron_pp_ext.pipedream.partition.recurrence import Level
+from megatron_pp_ext.schedule.formats import profile_file
+from megatron_pp_ext.schedule.formats.profile import Profile
 from tests.support.clock import TICK, Clock
 from tests.support.tiers import first
 from tests.support.training import initialize_by_layer, train

@@ -7,8 +7,8 @@ from megatron.training import yaml_arguments
 
 from megatron_pp_ext.integration.core import mirrored_chunks
 from megatron_pp_ext.integration.trainer import validation
-from megatron_pp_ext.schedule import costs_file
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.formats import costs_file
 from megatron_pp_ext.schedule.placement import linear, loop
 from tests.support.flags import PP4, assert_refused, estimated, read
 from tests.support.ranks import RankError

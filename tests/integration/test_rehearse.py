@@ -13,9 +13,8 @@ from megatron_pp_ext.cli.rehearse import environment, rehearsal_flags
 from megatron_pp_ext.integration.runners.rehearsing import _LastingBytes, _parameters
 from megatron_pp_ext.job.sizes import smallest_world
 from megatron_pp_ext.planner import described
-from megatron_pp_ext.planner.rehearsal import Collective, RankRehearsal
-from megatron_pp_ext.schedule import csv_file
-from megatron_pp_ext.view import trace_reading
+from megatron_pp_ext.schedule.formats import csv_file, rehearsal_file, trace_reading
+from megatron_pp_ext.schedule.formats.rehearsal_file import Collective, RankRehearsal
 from tests.support import ranks, training
 from tests.support.comparison import traced
 from tests.support.tiers import first
@@ -37,7 +36,7 @@ def rehearse(flags: str, folder: Path) -> dict[int, RankRehearsal]:
         training._train(rank, cpu.with_cpu_flags(argv), training.initialize_by_layer, None)
 
     ranks.run_ranks(alone, size)
-    return {rank: RankRehearsal.read(file) for rank, file in enumerate(files)}
+    return {rank: rehearsal_file.read(file) for rank, file in enumerate(files)}
 
 
 def weight_bytes(chunks: list[torch.nn.Module]) -> int:

@@ -3,8 +3,9 @@
 A case is an excerpt of the rule's text and the flags that break it.  They are read as a job reads them.
 """
 
-import operator
+import string
 from argparse import Namespace
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,11 +13,13 @@ import pytest
 
 from megatron_pp_ext.integration.trainer import validation
 from megatron_pp_ext.job import flag_table, our_flags
-from megatron_pp_ext.job.rules.all_rules import START, TABLE, refuse, refuse_config
-from megatron_pp_ext.job.rules.asked import ENGINE, Asked
-from megatron_pp_ext.job.rules.condition import holds
+from megatron_pp_ext.job.flags import Flags
+from megatron_pp_ext.job.requested_job import ENGINE, RequestedJob
+from megatron_pp_ext.job.rules import registry, start, table, unknown_costs
+from megatron_pp_ext.job.rules.all_rules import refuse, refuse_config
 from megatron_pp_ext.job.rules.rule import Refused, Rule, Rules
-from megatron_pp_ext.schedule import catalog, csv_file
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.formats import csv_file
 from megatron_pp_ext.schedule.placement import Placement, Shape
 from tests.support.flags import PP4, arguments, read
 from tests.support.training import has_flag
@@ -178,8 +181,10 @@ CASES: dict[str, dict[str, str]] = {
         "--pipeline-trace: a trace has one rank": "--pipeline-trace trace.json",
         "auto chooses stages that take equally long, and": f"{LAYOUT} auto",
     },
-    "What measurements need|": {
+    "What `--pipeline-profile-steps` needs|": {
         "there is no room under {schedule}; leave": f"{ONE} --pipeline-profile-steps 1-2",
+    },
+    "What a rehearsal needs|": {
         "start it with mpp rehearse": f"{PP2} --rehearse-pipeline x.json --pipeline-schedule v-half",
     },
     f"Beside `--profile-pipeline`|{PP2} --profile-pipeline x.json": {
@@ -242,12 +247,8 @@ FLAT = [(title, excerpt) for title, cases in CASES.items() for excerpt in cases]
 
 
 def rules_of(title: str) -> list[tuple[Rules, Rule]]:
-    return [(rules, rule) for rules in TABLE for rule in rules.rows if rules.title == title.partition("|")[0]]
-
-
-def text_of(rules: Rules, rule: Rule) -> str:
-    joined = f"does not support {rule.what}: " if rules.beside else f"{rule.what} "
-    return f"{joined}{rule.reason}; {rule.fix}{rules.or_else}"
+    name = title.partition("|")[0]
+    return [(rules, rule) for rules in table.rules() for rule in rules.rows if rules.title == name]
 
 
 @pytest.fixture
@@ -267,7 +268,7 @@ def test_refused_in_one_line(title: str, excerpt: str, monkeypatch: pytest.Monke
     for flag in flags.split():
         if flag.startswith("--") and not has_flag(flag):
             pytest.skip(f"this Megatron has no {flag}")
-    (expected,) = [rule for rules, rule in rules_of(title) if excerpt in text_of(rules, rule)]
+    (expected,) = [rule for rules, rule in rules_of(title) if excerpt in rules.template(rule)]
     # What Megatron cannot run is refused under its own schedules and under others.
     also = "--pipeline-schedule 1f1b" if base and name.startswith("In every pipeline") else ""
     for schedule in {"", also}:
@@ -278,36 +279,57 @@ def test_refused_in_one_line(title: str, excerpt: str, monkeypatch: pytest.Monke
         assert "\n" not in line and "None" not in line and ("{" in excerpt or excerpt in line)
 
 
-def test_conditions_are_about_what_there_is() -> None:
-    """A name that nothing has is None, and its rule would never hold."""
+def known_names() -> set[str]:
     flags = {row["dest"] for rows in flag_table.by_release().values() for row in rows}
-    known = flags | set(our_flags.names()) | set(dir(Asked))
-    table = (*TABLE, *START)
-    conditions = [rules.when for rules in table] + [rule.asked for rules in table for rule in rules.rows]
-    parts = {part.removeprefix("not ") for condition in conditions for part in condition.split(", ") if part}
-    names = {part.split()[0] for part in parts}
-    assert {name.split(".")[0] for name in names} <= known
+    return flags | set(our_flags.names())
+
+
+def test_flags_that_no_part_of_a_job_has_are_flags() -> None:
+    assert {field.name for field in fields(Flags)} <= known_names()
+
+
+@pytest.mark.parametrize("from_file", [True, False])
+def test_rules_ask_for_what_there_is(from_file: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that nothing has is None, and its rule would never hold, or say None."""
+    known, plain = known_names(), RequestedJob.argument
+
+    def argument(job: RequestedJob, name: str) -> object:
+        assert name in known, f"{name} is no argument of any release"
+        return plain(job, name)
+
+    monkeypatch.setattr(RequestedJob, "argument", argument)
     schedule = catalog.build("v-half", 4, 8)
-    asked = Asked(arguments(PP4), placement=schedule.placement, from_file=schedule)
-    for name in names:
-        if "." in name:
-            operator.attrgetter(name)(asked)
-            with pytest.raises(AttributeError, match="misspelled"):
-                holds(f"not {name.rpartition('.')[0]}.misspelled", asked)
+    ends = f"{PP4} --pipeline-schedule v-half --decoder-first-pipeline-num-layers 2"
+    settled = {"placement": schedule.placement, "from_file": schedule} if from_file else {}
+    job = RequestedJob(arguments(ends), {ENGINE: "2.2", "zstandard": "0"}, **settled)
+    for rules in (*table.rules(), *start.RULES, *unknown_costs.not_counted(), unknown_costs.not_compiled()):
+        rules.when(job)
+        for rule in rules.rows:
+            rule.holds(job)
+            names = {name for _, name, _, _ in string.Formatter().parse(rules.template(rule)) if name}
+            functions = {function.__name__: function for function in (*rules.words, *rule.words)}
+            for name in names - functions.keys():
+                job.argument(name)
+            assert {function.__name__ for function in rule.words} <= names
+            if from_file:
+                rules.sentence(rule, job)
 
 
-def test_an_error_within_a_property_is_told() -> None:
-    with pytest.raises(AttributeError, match="has no attribute 'startswith'"):
-        holds("has_own_layers", Asked(Namespace(spec=[1])))
+@pytest.mark.parametrize(("name", "after"), [("stock", "schedules"), ("another", "misspelled")])
+def test_topics_have_names_of_their_own_and_follow_one_that_there_is(name: str, after: str) -> None:
+    before = table.topics()
+    with pytest.raises(ValueError, match=f"rules about '{name}' after '{after}'"):
+        registry.register(registry.Topic(name, ()), after)
+    assert table.topics() == before
 
 
 def test_every_rule_has_a_case() -> None:
     excerpts = [(title.partition("|")[0], excerpt) for title, excerpt in FLAT]
     untested = [
         rule
-        for rules in TABLE
+        for rules in table.rules()
         for rule in rules.rows
-        if rules.title and not any(t == rules.title and e in text_of(rules, rule) for t, e in excerpts)
+        if rules.title and not any(t == rules.title and e in rules.template(rule) for t, e in excerpts)
     ]
     assert not untested
 
@@ -379,8 +401,8 @@ def test_releases_are_compared_as_numbers(version: str | None, is_refused: bool)
     args = arguments(f"{PP2} --pipeline-schedule zb-h1 --transformer-impl transformer_engine")
     releases = {} if version is None else {ENGINE: version}
     placement = Placement(Shape.LINEAR, 2)
-    refuse(Asked(args, releases, placement, splits=False))
-    asked = Asked(args, releases, placement, splits=True)
+    refuse(RequestedJob(args, releases, placement, splits=False))
+    asked = RequestedJob(args, releases, placement, splits=True)
     if not is_refused:
         refuse(asked)
         return

@@ -8,20 +8,19 @@ from megatron_pp_ext.integration import start_up
 from megatron_pp_ext.integration.runners import choose
 from megatron_pp_ext.integration.trainer.caveat import caveat
 from megatron_pp_ext.integration.trainer.model_costs import estimate
-from megatron_pp_ext.integration.trainer.validation import read_flags
-from megatron_pp_ext.job.rules.asked import Asked
+from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import v
-from tests.support.flags import PP4, arguments
+from tests.support.flags import PP4, arguments, requested_by
 from tests.support.training import train
 
 
 def summary(flags: str, monkeypatch: pytest.MonkeyPatch, costs=None) -> str:
     monkeypatch.setenv("WORLD_SIZE", "4")
     args = arguments(f"{PP4} {flags}")
-    pipeline = read_flags(args)
+    pipeline = requested_by(args)
     assert pipeline is not None
-    return start_up.summary(pipeline, costs or partial(estimate, Asked(args)))
+    return start_up.summary(pipeline, costs or partial(estimate, RequestedJob(args)))
 
 
 def unit(stages: int, shares_vocabulary: bool) -> Costs:
@@ -95,7 +94,7 @@ def test_what_follows_the_placement(
 def told(flags: str, iteration: int, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("WORLD_SIZE", "4")
     args = arguments(f"{PP4} {flags}")
-    pipeline = read_flags(args)
+    pipeline = requested_by(args)
     assert pipeline is not None
     args.iteration = iteration
     return caveat(pipeline, args)

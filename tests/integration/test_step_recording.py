@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_pp_ext.integration.trainer import step_recording
-from megatron_pp_ext.verification import run_record
+from megatron_pp_ext.schedule.formats import run_record
 
 
 class Optimizer:

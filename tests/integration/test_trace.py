@@ -13,8 +13,8 @@ from megatron.training import training
 from megatron_pp_ext import files
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.formats import trace_file
 from megatron_pp_ext.schedule.simulate import simulate
-from megatron_pp_ext.view import trace_file
 from tests.support.comparison import traced
 from tests.support.tiers import first
 from tests.support.training import train

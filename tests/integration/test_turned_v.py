@@ -10,7 +10,8 @@ from megatron_pp_ext.compiler.limits import at_most
 from megatron_pp_ext.integration.runners import host_activations
 from megatron_pp_ext.integration.trainer.layer_seeds import FLAG as LAYER_SEEDS
 from megatron_pp_ext.runtime.activations_away import ActivationsAway
-from megatron_pp_ext.schedule import catalog, csv_file
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.formats import csv_file
 from megatron_pp_ext.schedule.placement import LAST, v, wave
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support.comparison import (

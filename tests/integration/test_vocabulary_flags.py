@@ -7,12 +7,12 @@ import pytest
 
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.features.vocabulary import order
+from megatron_pp_ext.features.vocabulary.megatron.model_vocabulary import ModelVocabulary
 from megatron_pp_ext.integration import start_up
-from megatron_pp_ext.integration.runners.model_vocabulary import ModelVocabulary
-from megatron_pp_ext.integration.trainer.validation import _costs, read_flags
-from megatron_pp_ext.job.rules.asked import Asked
+from megatron_pp_ext.integration.trainer.validation import _costs
+from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.schedule.simulate import simulate
-from tests.support.flags import PP4, arguments, assert_refused, read
+from tests.support.flags import PP4, arguments, assert_refused, read, requested_by
 from tests.support.tiers import first
 from tests.support.training import train
 
@@ -45,18 +45,18 @@ def test_auto_shares_where_steps_are_shorter(schedule, monkeypatch):
     flags = f"{PP4} --pipeline-schedule {schedule}"
     for size, shares in ((LARGE, True), ("--padded-vocab-size 4", False)):
         args = arguments(f"{flags} --pipeline-vocabulary auto {size}")
-        pipeline = read_flags(args)
+        pipeline = requested_by(args)
         assert pipeline.placement.shares_vocabulary is shares
         lengths = []
         for value, is_shared in (("", False), (SHARED, True)):
             other = arguments(f"{flags} {value} {size}")
-            found = read_flags(other)
-            costs = _costs(Asked(other), found.request.finest.stages, is_shared)
+            found = requested_by(other)
+            costs = _costs(RequestedJob(other), found.request.finest.stages, is_shared)
             stages = costs.merged(found.placement.stages)
             lengths.append(simulate(found.source.schedule(8), stages).makespan)
         gain = 1 - lengths[1] / lengths[0]
         said = "vocabulary shared: steps are" if shares else "vocabulary not shared: that would change"
-        line = start_up.summary(pipeline, partial(_costs, Asked(args)))
+        line = start_up.summary(pipeline, partial(_costs, RequestedJob(args)))
         assert said in line and f"{abs(gain):.1%}" in line
 
 
@@ -75,7 +75,7 @@ def test_auto_trains_without_sharing_where_the_parts_have_no_room(monkeypatch):
 def test_the_line_says_that_the_vocabulary_is_shared(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     args = arguments(f"{PP4} --pipeline-schedule v-half {SHARED}")
-    line = start_up.summary(read_flags(args), partial(_costs, Asked(args)))
+    line = start_up.summary(requested_by(args), partial(_costs, RequestedJob(args)))
     assert line.endswith("; vocabulary shared by all ranks")
 
 

@@ -12,10 +12,11 @@ import pytest
 import megatron_pp_ext
 from megatron_pp_ext.integration import by_call
 from megatron_pp_ext.job import call, call_words, model_config
+from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import all_rules
-from megatron_pp_ext.job.rules.asked import Asked
-from megatron_pp_ext.schedule import catalog, csv_file
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs, VocabularyCosts
+from megatron_pp_ext.schedule.formats import csv_file
 from megatron_pp_ext.schedule.placement import FIRST, LAST, loop, v
 
 
@@ -123,7 +124,7 @@ def test_the_advised_memory_limit_can_be_given() -> None:
 
 
 def test_a_call_asks_for_the_same_as_long_as_its_contents_are_the_same(tmp_path: Path) -> None:
-    from megatron_pp_ext.schedule import costs_file
+    from megatron_pp_ext.schedule.formats import costs_file
 
     def asked(costs=None, schedule="v-half", **about):
         return by_call._asked(schedule, ranks=2, microbatches=4, costs=costs, **about)
@@ -181,7 +182,7 @@ def test_a_file_is_for_its_own_ranks_and_microbatches(tmp_path: Path) -> None:
 
 
 def test_costs_are_a_file_an_object_or_numbers(tmp_path: Path) -> None:
-    from megatron_pp_ext.schedule import costs_file
+    from megatron_pp_ext.schedule.formats import costs_file
 
     unit = Costs.unit(loop(2, 2))
     costs_file.write(unit, tmp_path / "costs.json")
@@ -200,13 +201,13 @@ def test_rules_for_flags_hold_a_model_s_config_in_its_words() -> None:
     asked = {"pipeline_schedule": "zb-h1", "pipeline_model_parallel_size": 2}
     args = model_config.arguments(config, parallel, **asked)
     assert (args.tp_comm_overlap, args.num_experts, args.use_megatron_fsdp) == (True, 8, False)
-    all_rules.refuse_model(Asked(args, splits=False))
+    all_rules.refuse_model(RequestedJob(args, splits=False))
     with pytest.raises(ValueError, match=r"^zb-h1 does not support tp_comm_overlap: the buffers"):
-        all_rules.refuse_model(Asked(args, splits=True))
+        all_rules.refuse_model(RequestedJob(args, splits=True))
     parallel.use_megatron_fsdp = True
     args = model_config.arguments(config, parallel, **asked)
     with pytest.raises(ValueError, match=r"^zb-h1 does not support use_megatron_fsdp: FSDP reduces"):
-        all_rules.refuse_model(Asked(args))
+        all_rules.refuse_model(RequestedJob(args))
 
 
 def test_a_v_has_both_ends_on_the_last_rank_unless_told_otherwise(tmp_path: Path) -> None:

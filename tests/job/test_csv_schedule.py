@@ -7,14 +7,15 @@ import pytest
 
 from megatron_pp_ext.features.vocabulary.share import share
 from megatron_pp_ext.job.csv_schedule import read_csv, require_batches
-from megatron_pp_ext.job.rules.asked import Asked
-from megatron_pp_ext.schedule import catalog, csv_file
+from megatron_pp_ext.job.requested_job import RequestedJob
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.formats import csv_file
 
 FIRST_IN_LAST_OUT = "0F0,0F1,0F2,0F3,0B0,0B3,0B2,0B1\n1F0,1F1,1F2,1F3,1B0,1B3,1B2,1B1\n"
 """Microbatch 0 comes first, as Transformer Engine needs it, and the others go back in another order."""
 
 
-def asked(**others: object) -> Asked:
+def asked(**others: object) -> RequestedJob:
     """The arguments of a job on two pipeline ranks, which ``others`` change."""
     plain = {
         "pipeline_model_parallel_size": 2,
@@ -26,7 +27,7 @@ def asked(**others: object) -> Asked:
         "micro_batch_size": 2,
         "global_batch_size": 16,
     }
-    return Asked(Namespace(**{**plain, **others}))
+    return RequestedJob(Namespace(**{**plain, **others}))
 
 
 def test_a_vocabulary_that_the_ranks_share_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 PATCHES = sorted((Path(__file__).parents[2] / "patches").glob("megatron-*.patch"))
 CHECKOUT = Path(os.environ.get("MEGATRON_LM", "/no checkout"))
-ADDED = "from megatron_pp_ext.integration import install\ninstall()\n\n"
+ADDED = "from megatron_pp_ext.launch import install\ninstall()\n\n"
 HUNK = re.compile(r"@@ -(?P<old>\d+),(?P<before>\d+) \+(?P<new>\d+),(?P<after>\d+) @@\n")
 
 needs_checkout = pytest.mark.skipif(

@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 
 from megatron_pp_ext.costs.part import Part
+from megatron_pp_ext.features.pairs.options import Pairs
 from megatron_pp_ext.planner.step.programs import Prepared, program
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
@@ -61,7 +62,7 @@ def test_an_input_gradient_keeps_what_its_forward_did_not():
 @pytest.mark.parametrize("is_paired", [False, True])
 def test_without_a_pipeline_there_is_one_microbatch_in_flight(is_paired):
     """In a pair one half keeps by layer what the other frees; both halves and the ends of a step count."""
-    order = program("interleaved", 1, 3, 1, is_paired=is_paired)
+    order = program("interleaved", 1, 3, 1, options=(Pairs(),) if is_paired else ())
     assert order.in_flight.peaks(parts(1, brief_in_whole=4.0)) == pytest.approx([10 + 4])
     assert len(order.timer.schedule.paired) == (2 if is_paired else 0)
     assert order.timer.spans(Costs((parts(1)[0].costs(),), pair=0.75))[0].end == pytest.approx(

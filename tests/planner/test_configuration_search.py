@@ -8,12 +8,13 @@ import pytest
 from megatron_pp_ext.compiler.limits import requested_budget
 from megatron_pp_ext.costs import system
 from megatron_pp_ext.costs.part import Part
+from megatron_pp_ext.features.pairs.options import Pairs
 from megatron_pp_ext.job.memory_limit import spelled
 from megatron_pp_ext.job.pipeline import for_world, vocabulary
 from megatron_pp_ext.planner.search.best_first import ALIKE, Compiles, Search
 from megatron_pp_ext.planner.search.candidate import Candidate, Recompute, settled_in, strip
 from megatron_pp_ext.planner.search.compiled import Compiler
-from megatron_pp_ext.planner.search.configurations import Space
+from megatron_pp_ext.planner.search.configurations import Space, record
 from megatron_pp_ext.planner.search.explanation import why
 from megatron_pp_ext.planner.search.lower_bounds import bounds, least_memory, least_memory_sharing
 from megatron_pp_ext.planner.search.replays import Evaluated
@@ -54,7 +55,7 @@ def estimated(candidate, where):
     is_split = catalog.abilities(candidate.schedule).splits_backward
     work = Workload(job, A100, candidate.placement, candidate.data, is_split=is_split)
     sizes = candidate.pipeline, candidate.microbatches, candidate.chunks
-    order = program(candidate.schedule, *sizes, candidate.shares_vocabulary, candidate.is_paired)
+    order = program(candidate.schedule, *sizes, candidate.shares_vocabulary, candidate.options)
     return work, estimate(work, order, candidate.schedule, candidate.microbatches)
 
 
@@ -107,7 +108,9 @@ def test_pairs_are_searched_as_everything_else():
     where = space(gpus=8, batch=16, schedules=("1f1b", "interleaved", "dualpipe-v"),
                   fixed=("context_parallel_size",), **IN_PAIRS)  # fmt: skip
     found = searched_as_exhaustively(where, 60e9, top=4)
-    assert {one.candidate.is_paired for one in found.best} == {True}
+    assert {one.candidate.options for one in found.best} == {(Pairs(),)}
+    recorded = record(found.best[0].candidate)
+    assert recorded["is_paired"] and "options" not in recorded
     rounded = rounding.relative(eps=rounding.FLOAT64)
     hidden, pipelines = set(), set()
     for candidate in everything(where):
@@ -430,7 +433,7 @@ def test_no_candidate_is_below_its_bounds_with_activations_on_the_host(batch, sh
     pipeline |= {"recompute_granularity": None, "pipeline_vocabulary": shares, "vocab_size": 32000}
     names = [name for name in catalog.NAMES if catalog.abilities(name).flushes]
     where = space(3, batch, tuple(names), tuple(pipeline), num_layers=18, **pipeline)
-    candidates = [one for one in everything(where) if one.pipeline == 3 and not one.is_paired]
+    candidates = [one for one in everything(where) if one.pipeline == 3 and not one.options]
     assert len({one.chunks for one in candidates}) > 2
     workloads = Workloads(where.job, A100)
     for one in candidates:

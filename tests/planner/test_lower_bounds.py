@@ -7,6 +7,7 @@ from random import Random
 import pytest
 
 from megatron_pp_ext.costs import system
+from megatron_pp_ext.features.pairs.options import Pairs
 from megatron_pp_ext.planner.search.candidate import Candidate, Recompute
 from megatron_pp_ext.planner.search.candidate_cuts import CandidateCuts, short_memory
 from megatron_pp_ext.planner.search.workloads import Workloads
@@ -46,7 +47,7 @@ def candidate_of(model, recompute, name, shares):
     is_paired = "overlap_moe_expert_parallel_comm" in model
     sizes = (2, 1, 4 if "num_experts" in model else 1, 3, 4, 1, 7)
     chunks = 1 if name in ("1f1b", "zb-h1", "zb-h2") else 2
-    return Candidate(*sizes, recompute, name, chunks, shares, is_paired=is_paired)
+    return Candidate(*sizes, recompute, name, chunks, shares, options=(Pairs(),) if is_paired else ())
 
 
 def random_cut(random, layers, least):
@@ -68,7 +69,7 @@ def test_no_cut_is_below_the_bounds(model, recompute, name, shares):
     mean = workloads.mean(candidate, placement)
     is_split = catalog.abilities(name).splits_backward
     least, bound = mean.memory(microbatches, 0.05), mean.bounds(microbatches)[is_split]
-    order = program(name, 3, microbatches, candidate.chunks, shares, candidate.is_paired)
+    order = program(name, 3, microbatches, candidate.chunks, shares, candidate.options)
     stages = workloads.stages(candidate, placement)
     for _ in range(8):
         cut = random_cut(random, stages.items, stages.least)
@@ -90,7 +91,7 @@ def test_the_mean_rank_is_the_mean_of_the_ranks(model, recompute, name, shares):
     ranks = workloads.work(candidate, layers=mean.work.layers).by_rank
     for what in (
         "forward_seconds", "input_gradient_seconds", "weight_gradient_seconds", "overlapped_in_whole",
-        "overlapped_in_pair", "after_forward", "parameters", "expert_parameters",
+        "overlapped_together", "after_forward", "parameters", "expert_parameters",
     ):  # fmt: skip
         expected = sum(getattr(rank, what) for rank in ranks) / len(ranks)
         assert getattr(mean.part, what) == pytest.approx(expected, rel=ROUNDED)

@@ -11,8 +11,9 @@ from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.planner import described
 from megatron_pp_ext.planner.step.estimate import Estimate, estimate_request
 from megatron_pp_ext.planner.step.workload import Workload
-from megatron_pp_ext.schedule import catalog, costs_file
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
+from megatron_pp_ext.schedule.formats import costs_file
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support import rounding
 

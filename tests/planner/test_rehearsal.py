@@ -7,10 +7,12 @@ import pytest
 
 from megatron_pp_ext.costs.system import Link, System
 from megatron_pp_ext.features.vocabulary.share import share
-from megatron_pp_ext.planner.rehearsal import Collective, RankRehearsal, chosen_ranks, put_together, stand_in
+from megatron_pp_ext.planner.rehearsal import chosen_ranks, put_together, seconds, stand_in
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import StageCosts, VocabularyCosts
+from megatron_pp_ext.schedule.formats import rehearsal_file
+from megatron_pp_ext.schedule.formats.rehearsal_file import Collective, RankRehearsal
 from megatron_pp_ext.schedule.simulate import simulate
 
 RANKS, MICROBATCHES = 4, 6
@@ -48,8 +50,8 @@ def test_a_file_keeps_it_all(tmp_path: Path) -> None:
         device_bytes=7,
         vocabulary=VocabularyCosts(2.0, 1.0, 3.0),
     )
-    one.write(tmp_path / "2.json")
-    assert RankRehearsal.read(tmp_path / "2.json") == one
+    rehearsal_file.write(one, tmp_path / "2.json")
+    assert rehearsal_file.read(tmp_path / "2.json") == one
 
 
 @pytest.mark.parametrize(
@@ -156,8 +158,8 @@ def test_a_pair_hides_the_exchanges_of_tokens() -> None:
     schedule = catalog.build("1f1b", 2, 8, paired=True)
     exchanges = [Collective(0, kind, "all_to_all", 100, 2, 1) for kind in "FFBB"]
     found = on_two(schedule, collectives=(*exchanges, Collective(0, "F", "gather", 100, 2, 1)))
-    hidden = sum(exchange.seconds(system) for exchange in exchanges)
-    gathered = found[0].collectives[-1].seconds(system)
+    hidden = sum(seconds(exchange, system) for exchange in exchanges)
+    gathered = seconds(found[0].collectives[-1], system)
     assert hidden > 0 and gathered > 0
     costs = put_together(found, schedule, system, 2).timeline.costs
     assert costs.pair == pytest.approx(1 - hidden / (3 + hidden + gathered))

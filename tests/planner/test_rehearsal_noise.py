@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from megatron_pp_ext import processor
-from megatron_pp_ext.planner.rehearsal import RankRehearsal
 from megatron_pp_ext.planner.rehearsal_noise import described, disturbance, require_quiet
 from megatron_pp_ext.processor import ProcessorTime
 from megatron_pp_ext.schedule.costs import StageCosts
+from megatron_pp_ext.schedule.formats.rehearsal_file import RankRehearsal
 
 QUIET = RankRehearsal(
     rank=1, schedule="1f1b", digest="", layers=(1, 1), stages=(StageCosts(1.0, 1.0, 1.0, 1.0),),

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from megatron_pp_ext.costs.model_parts import model_parts
 from megatron_pp_ext.planner import model_names
 from megatron_pp_ext.planner.step.model_description import describe
-from megatron_pp_ext.planner.step.model_parts import model_parts
 
 DOCUMENT = Path(__file__).parents[2] / "docs/compatibility.md"
 SPARSE = {

@@ -6,13 +6,13 @@ from megatron_pp_ext.costs import system
 from megatron_pp_ext.costs.experts import experts
 from megatron_pp_ext.costs.layer_costs import LayerCosts
 from megatron_pp_ext.costs.mlp import mlp
+from megatron_pp_ext.costs.model_parts import model_parts
 from megatron_pp_ext.costs.part import Matrices, Part
 from megatron_pp_ext.costs.self_attention import attention
+from megatron_pp_ext.costs.stage_parts import stage_parts
 from megatron_pp_ext.costs.state import Sharing, model_state
 from megatron_pp_ext.planner import model_names
 from megatron_pp_ext.planner.step.model_description import describe
-from megatron_pp_ext.planner.step.model_parts import model_parts
-from megatron_pp_ext.planner.step.stage_parts import stage_parts
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule.placement import linear
 

@@ -7,8 +7,8 @@ import pytest
 from megatron_pp_ext.costs.system import Link, System
 from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.job.sizes import fewest_ranks
-from megatron_pp_ext.partition.cost_formulas import StageLoad, paper
-from megatron_pp_ext.partition.in_flight import in_flight
+from megatron_pp_ext.pipedream.partition.cost_formulas import StageLoad, paper
+from megatron_pp_ext.pipedream.partition.in_flight import in_flight
 from megatron_pp_ext.planner.step.estimate import Estimate, estimate_request
 from megatron_pp_ext.planner.step.model_description import asked_of, describe
 from megatron_pp_ext.planner.step.unflushed import Unflushed

@@ -6,12 +6,12 @@ import pytest
 
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.costs import system
+from megatron_pp_ext.costs.model_parts import model_parts
 from megatron_pp_ext.costs.system_kernels import SystemKernelSeconds
 from megatron_pp_ext.features.vocabulary.share import share
 from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.planner.step.estimate import estimate_request
 from megatron_pp_ext.planner.step.model_description import asked_of, describe
-from megatron_pp_ext.planner.step.model_parts import model_parts
 from megatron_pp_ext.planner.step.programs import Prepared, placement_of, program
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule import catalog

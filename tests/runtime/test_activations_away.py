@@ -12,6 +12,7 @@ from megatron_pp_ext.runtime.activations_away import ActivationsAway
 from megatron_pp_ext.runtime.host_buffers import HostBuffers
 from megatron_pp_ext.runtime.recorder import StepRecorder
 from megatron_pp_ext.runtime.split import STORE
+from megatron_pp_ext.schedule.copies import label
 from tests.support.copy_engines import Threads
 from tests.support.split_linear import SplitLinear
 from tests.support.wrapped import Product, Wrapped, wrapped
@@ -268,10 +269,10 @@ def test_copies_are_recorded_with_their_times():
     away = ActivationsAway(HostBuffers(1 << 20), Threads(seconds_per_byte=1e-5), BYTES)
     with away.saving(FIRST):
         output = torch.nn.functional.gelu(rows() * 2)
-    away.send(FIRST, recorder.copying("out", FIRST))
+    away.send(FIRST, recorder.span(label("out", *FIRST)))
     away.give_up(FIRST)
-    away.bring_back(FIRST, recorder.copying("back", FIRST))
+    away.bring_back(FIRST, recorder.span(label("back", *FIRST)))
     output.sum().backward()
-    out, back = recorder.record.copies
-    assert (out[:3], back[:3]) == ((0, 0, "out"), (0, 0, "back"))
+    out, back = recorder.record.spans
+    assert (out.label, back.label) == (label("out", *FIRST), label("back", *FIRST))
     assert out.end - out.start >= 1e-5 * BYTES and back.start >= out.end

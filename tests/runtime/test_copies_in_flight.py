@@ -7,10 +7,10 @@ from itertools import pairwise
 import pytest
 import torch
 
+from megatron_pp_ext.features.offload.runtime.operations import GiveUp, ToDevice
 from megatron_pp_ext.runtime.activation_meter import Owner
 from megatron_pp_ext.runtime.activations_away import ActivationsAway
 from megatron_pp_ext.runtime.host_buffers import HostBuffers
-from megatron_pp_ext.runtime.operations.copy_work import GiveUp, ToDevice
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.schedule import catalog
 from tests.support.away import with_away

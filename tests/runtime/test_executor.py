@@ -44,7 +44,7 @@ def run_schedule(rank: int, schedule: Schedule, engines: Threads | None = None) 
     channels = plain_stages.make_channels(schedule.ranks)
     recorder = StepRecorder(p for stage in stages.values() for p in stage.module.parameters())
     with recorder.step():
-        execute(plan_rank(schedule, rank), Rank(stages, channels, recorder, away=away))
+        execute(plan_rank(schedule, rank), Rank(stages, channels, recorder, parts=[away]))
     return {
         "copies": Counter(way for way, _ in engines.log),
         "gradients": {n: [p.grad for p in s.module.parameters()] for n, s in stages.items()},
@@ -195,7 +195,7 @@ def _take_steps(rank: int, schedule: Schedule) -> None:
     pinned = set()
     for _ in range(4):
         channels = plain_stages.make_channels(2)
-        execute(plan_rank(schedule, rank), Rank({rank: stage}, channels, away=away))
+        execute(plan_rank(schedule, rank), Rank({rank: stage}, channels, parts=[away]))
         assert away.buffers.used_bytes == 0
         pinned.add(away.buffers.pinned_bytes)
     (of_all_steps,) = pinned

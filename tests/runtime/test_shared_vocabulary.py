@@ -126,7 +126,7 @@ def run_schedule(rank: int, schedule: Schedule, scale: float, frozen: tuple[str,
         kept_for_t.append(kept.exponentials.numel() + kept.hidden.numel())
 
     vocabulary.output.logits = logits  # type: ignore[method-assign]
-    execute(plan_rank(schedule, rank), Rank(stages, channels, vocabulary=vocabulary))
+    execute(plan_rank(schedule, rank), Rank(stages, channels, parts=[vocabulary]))
     return {
         "broadcasts": exchanges.broadcasts,
         "kept for T": max(kept_for_t),

@@ -12,16 +12,16 @@ from megatron_pp_ext.compiler.limits import Budget, at_most, least_limits
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import Request, evaluation, named
 from megatron_pp_ext.runtime.plan import plan_rank
-from megatron_pp_ext.schedule import catalog, csv_file
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
+from megatron_pp_ext.schedule.formats import csv_file, trace_file, trace_reading
 from megatron_pp_ext.schedule.messages import Arrival, Launch, launch_line, planned_launches
 from megatron_pp_ext.schedule.names import SHARED
 from megatron_pp_ext.schedule.placement import FIRST, LAST, Placement, Shape, linear, loop, v, wave
 from megatron_pp_ext.schedule.recorded import RecordedStep
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
-from megatron_pp_ext.view import trace_file, trace_reading
 
 FOLDED = tuple(name for name, entry in catalog.ENTRIES.items() if entry.placement(2).folds)
 PAIRED = tuple(name for name in FOLDED if catalog.ENTRIES[name].make_paired)

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 
+from megatron_pp_ext.schedule.formats import trace_reading
 from megatron_pp_ext.schedule.recorded import RecordedStep
-from megatron_pp_ext.view import trace_reading
 from tests.support import rounding, training
 
 MAIN_FAMILIES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "v-min", "v-half", "v-zb")

@@ -4,8 +4,8 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from megatron_pp_ext.partition.profile import Profile
-from megatron_pp_ext.partition.recurrence import Level
+from megatron_pp_ext.pipedream.partition.recurrence import Level
+from megatron_pp_ext.schedule.formats.profile import Profile
 
 Layers = frozenset[int]
 Stages = list[tuple[Layers, int]]

@@ -16,11 +16,12 @@ from megatron.training.argument_utils import core_transformer_config_from_args
 from megatron_pp_ext import cpu
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.integration import requested
+from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.trainer.model_costs import estimate
-from megatron_pp_ext.integration.trainer.validation import read_flags
+from megatron_pp_ext.integration.trainer.validation import pipeline_of, read_flags
 from megatron_pp_ext.job.our_flags import add_flags
 from megatron_pp_ext.job.pipeline import for_world
-from megatron_pp_ext.job.rules.asked import Asked
+from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.planner import described
 from megatron_pp_ext.planner.step.model_description import settle
 from megatron_pp_ext.schedule.costs import Costs
@@ -48,7 +49,7 @@ def read_by_megatron(words: Sequence[str]) -> Namespace:
     return args
 
 
-def read_by_commands(words: Sequence[str]) -> Asked:
+def read_by_commands(words: Sequence[str]) -> RequestedJob:
     """Return what a command reads in ``words``, without Megatron."""
     return described.read(words, None).counted()
 
@@ -56,7 +57,13 @@ def read_by_commands(words: Sequence[str]) -> Asked:
 def read(monkeypatch: pytest.MonkeyPatch, flags: str):
     """Return the pipeline that ``flags`` request on four ranks; None where they request none."""
     monkeypatch.setenv("WORLD_SIZE", "4")
-    return read_flags(arguments(flags))
+    return requested_by(arguments(flags))
+
+
+def requested_by(args: Namespace) -> Pipeline | None:
+    """Return the pipeline that ``args`` request; None where they request none."""
+    read = read_flags(args)
+    return None if read is None else pipeline_of(*read)
 
 
 def estimated(flags: str) -> Request:
@@ -137,4 +144,4 @@ def assert_refused(monkeypatch: pytest.MonkeyPatch, flags: str, message: str) ->
 
 def estimated_costs(flags: str, stages: int) -> Costs:
     """Return the costs that are estimated for the tiny GPT with ``flags``, cut into ``stages``."""
-    return estimate(Asked(arguments(flags)), stages)
+    return estimate(RequestedJob(arguments(flags)), stages)

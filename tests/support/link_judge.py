@@ -15,8 +15,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from megatron_pp_ext.partition.partitioner import Partition
-from megatron_pp_ext.partition.profile import Profile
+from megatron_pp_ext.pipedream.partition.partitioner import Partition
+from megatron_pp_ext.schedule.formats.profile import Profile
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import importlib
 import pickle
 import pkgutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,10 @@ from megatron.core.pipeline_parallel import schedules as stock_schedules  # noqa
 import megatron_pp_ext  # noqa: E402
 from megatron_pp_ext.compiler.request import named  # noqa: E402
 from megatron_pp_ext.compiler.source import Source  # noqa: E402
+from megatron_pp_ext.features.guided.options import ProfileSteps  # noqa: E402
+from megatron_pp_ext.features.offload.megatron import host_activations  # noqa: E402
 from megatron_pp_ext.integration import core, core_seams, patching, requested, runners, start_up  # noqa: E402
 from megatron_pp_ext.integration.releases import CORE_0_19, megatron_release  # noqa: E402
-from megatron_pp_ext.integration.runners import host_activations  # noqa: E402
-from megatron_pp_ext.job.measurements import ProfileSteps  # noqa: E402
 from megatron_pp_ext.runtime.activations_away import ActivationsAway  # noqa: E402
 from megatron_pp_ext.schedule.costs import Costs  # noqa: E402
 from megatron_pp_ext.schedule.placement import loop  # noqa: E402
@@ -103,9 +104,9 @@ def core_alone(rank: int) -> list[tuple[str, str]]:
         return Costs.unit(loop(2, stages // 2))
 
     found = []
-    for name, more in (("v-half", {}), ("zb-h1", {"profile_steps": ProfileSteps(2, 3)}), ("auto", {})):
-        request = named(name, 2, 4)
-        pipeline = requested.Pipeline(request, Source(request, costs), **more)
+    for name, more in (("v-half", ()), ("zb-h1", (ProfileSteps(2, 3),)), ("auto", ())):
+        request = replace(named(name, 2, 4), options=more)
+        pipeline = requested.Pipeline(request, Source(request, costs))
         line = start_up.summary(pipeline, costs)
         requested.activate(pipeline)
         found.append((line, type(stock_schedules.get_forward_backward_func()).__name__))

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_pp_ext.verification import run_record
-from megatron_pp_ext.verification.run_record import RunRecord
+from megatron_pp_ext.runtime import gradients_file
+from megatron_pp_ext.schedule.formats import run_record
+from megatron_pp_ext.schedule.formats.run_record import RunRecord
 from megatron_pp_ext.verification.tolerances import BITS, NORM, Arithmetic
 from megatron_pp_ext.verification.verdict import compare
 
@@ -83,7 +84,7 @@ def test_stock_s_own_spread_is_allowed_and_named() -> None:
 
 def written(folder: Path, gradients: dict[str, torch.Tensor], rank: int = 0) -> RunRecord:
     run_record.write(folder, rank, STOCK.losses, STOCK.norms)
-    run_record.write_gradients(folder, rank, gradients)
+    gradients_file.write(folder, rank, gradients)
     return run_record.read(folder, 3)
 
 

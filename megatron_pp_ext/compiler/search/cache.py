@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pp_ext.files import read_text, user_folder, write_whole
-from megatron_pp_ext.schedule import csv_file
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
 from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.copies import Copies
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.formats import csv_file
 from megatron_pp_ext.schedule.names import FLEX
 from megatron_pp_ext.schedule.placement import Placement
 
@@ -47,8 +47,7 @@ def key(inputs: Any) -> str:
 def spelled(placement: Placement, costs: Costs) -> list[object]:
     """Return the inputs in a form, for ``key``, that is equal exactly when they are."""
     stages = [[float(value).hex() for value in astuple(stage)] for stage in costs.stages]
-    pair = [costs.pair] if costs.pair < 1 else []
-    shared = [float(value).hex() for value in (costs.hop, costs.message, *pair)]
+    shared = [float(value).hex() for value in costs.of_all_stages]
     return [placement.shape.value, placement.ranks, placement.chunks, *shared, stages]
 
 

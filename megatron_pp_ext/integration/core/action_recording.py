@@ -1,11 +1,11 @@
-"""Reports actions, reductions and exchanges from inside Megatron to the recorder of the running step.
+"""Reports actions and reductions from inside Megatron to the recorder of the running step.
 
 The executor reports the actions of our schedules.  Stock's schedules have none, so their actions are reported
 where they call ``forward_step`` and ``backward_step``.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,9 +22,6 @@ _recorder: StepRecorder | None = None
 
 _backward_of: dict[int, Action] = {}
 """Stock's backwards, by the identity of their forward's output: it is all that ``backward_step`` gets."""
-
-_EXCHANGES = ("moe_dispatch", "moe_combine")
-"""The names of a plan's exchanges, which the direction follows."""
 
 _chunk_of: dict[int, int] = {}
 """The chunk of each group of gradient buckets, by the group's identity."""
@@ -51,19 +48,9 @@ def reporting_to(recorder: StepRecorder, model: Iterable[torch.nn.Module]) -> It
         _chunk_of.clear()
 
 
-@hook(
-    "megatron.core.pipeline_parallel.utils:ScheduleNode.stream_acquire_context",
-    "self name",
-    "--pipeline-trace of exchanges of tokens",
-)
-@contextmanager
-def record_exchange(stock: Callable[..., Any], self: Any, name: str | None = None) -> Iterator[None]:
-    """Report the exchanges of tokens in Megatron's plans of layers, each in its own stream."""
-    recorded: AbstractContextManager[None] = nullcontext()
-    if _recorder is not None and name is not None and name.startswith(_EXCHANGES):
-        recorded = _recorder.exchange(name)
-    with stock(self, name), recorded:
-        yield
+def recorder() -> StepRecorder | None:
+    """Return the recorder of the running step; None where it is not recorded."""
+    return _recorder
 
 
 _STOCK = "megatron.core.pipeline_parallel.schedules"
@@ -80,8 +67,8 @@ _OF_STOCK, _OF_REDUCTION = "--pipeline-trace of stock's schedules", "--pipeline-
 )
 def record_forward(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Report stock's forwards."""
-    recorder = _recorder_of_stock()
-    if recorder is None:
+    recording = _recorder_of_stock()
+    if recording is None:
         return stock(*args, **kwargs)
     placement = requested.require().placement
     rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -91,7 +78,7 @@ def record_forward(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     for tensor in received if isinstance(received, list) else [received]:
         if tensor is not None and config.distribute_saved_activations:
             keep_shape(tensor)
-    with recorder.during(Action(stage, Kind.F, microbatch)):
+    with recording.during(Action(stage, Kind.F, microbatch)):
         output, tokens = stock(*args, **kwargs)
     _backward_of[_key(output)] = Action(stage, Kind.B, microbatch)
     return output, tokens
@@ -102,10 +89,10 @@ def record_backward(
     stock: Callable[..., Any], input_tensor: Any, output_tensor: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Report stock's backwards."""
-    recorder = _recorder_of_stock()
-    if recorder is None:
+    recording = _recorder_of_stock()
+    if recording is None:
         return stock(input_tensor, output_tensor, *args, **kwargs)
-    with recorder.during(_backward_of.pop(_key(output_tensor))):
+    with recording.during(_backward_of.pop(_key(output_tensor))):
         return stock(input_tensor, output_tensor, *args, **kwargs)
 
 

@@ -8,15 +8,13 @@ that a schedule was asked for.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from megatron.core.utils import unwrap_model
 
-from megatron_pp_ext.around import around
-from megatron_pp_ext.integration import patching, requested
+from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.requested import Pipeline
 
@@ -49,36 +47,34 @@ class Mark:
         return _arrived, (self.name,)
 
 
-def _arrived(name: str) -> Mark:
-    """Return what a mark is in a process into which its config was copied.
-
-    Steps in this process ask ``of_model`` from now on, which refuses the config.  Nothing else is put in
-    place, so that a schedule can still be installed here.
-    """
-    # It imports this module.
-    patching.apply(import_module("megatron_pp_ext.integration.runners.choose").choose_runner.seams)
+def arrived(name: str) -> Mark:
+    """Return what a mark is in a process that its config was copied into; ``of_model`` refuses its steps."""
     _arrivals.append(name)
     return Mark(None, name)
 
 
-@around
-def check_as_one_virtual_stage(stock: Callable[[Any], None], self: Any) -> None:
-    """Let a model's config pass its checks as if its one chunk a rank were one virtual stage.
+_arrived: Callable[[str], Mark] = arrived
 
-    Megatron refuses --overlap-moe-expert-parallel-comm without virtual stages, since its own 1F1B has no
-    pairs.  The plans of layers, which pairs are run by, do not care how many chunks a rank has.  Every other
-    check of pairs stays.  Nothing changes where Megatron's own schedule runs.
+
+def arrive_by(function: Callable[[str], Mark]) -> None:
+    """Let ``function`` make the marks of copied configs: what sees to it that their steps ask ``of_model``.
+
+    The process that a config is copied into imports the function's module, and nothing else.
     """
-    pipeline = requested.pipeline()
-    is_ours = pipeline is not None and pipeline.source is not None and pipeline.placement.chunks == 1
-    if not (is_ours and self.overlap_moe_expert_parallel_comm):
-        stock(self)
-        return
-    self.virtual_pipeline_model_parallel_size = 1
-    try:
-        stock(self)
-    finally:
-        self.virtual_pipeline_model_parallel_size = None
+    global _arrived
+    _arrived = function
+
+
+Checks = Callable[[Any], None]
+"""The checks that a config makes of itself: its ``__post_init__``."""
+
+_around_checks: list[Callable[[Checks], Checks]] = []
+
+
+def register(wrap: Callable[[Checks], Checks]) -> None:
+    """Let every config that is made from now on be checked by what ``wrap`` makes of Megatron's checks."""
+    if wrap not in _around_checks:
+        _around_checks.append(wrap)
 
 
 _after_config: list[Callable[[], None]] = []
@@ -93,11 +89,13 @@ def after_config(act: Callable[[], None]) -> None:
 @hook(
     "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
     "self",
-    "pairs under schedules of one chunk a rank; the pipeline of the models of a config",
+    "the checks and the pipeline of the models of a config",
 )
-def mark_config(stock: Callable[[Any], None], config: Any) -> None:
+def mark_config(stock: Checks, config: Any) -> None:
     """Mark a config that is made while a pipeline of its own is in force, once it has passed its checks."""
-    check_as_one_virtual_stage(stock)(config)
+    for wrap in _around_checks:
+        stock = wrap(stock)
+    stock(config)
     pipeline = requested.pipeline()
     if pipeline is not None and pipeline.is_per_model:
         setattr(config, _MARK, Mark(pipeline, pipeline.name))

@@ -6,7 +6,6 @@ Other trainers have builders of their own, and all of them make each chunk by th
 
 import copy
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -99,6 +98,15 @@ def build_placed(stock: Callable[..., None], model: Any, *args: Any, **kwargs: A
     _collect(model, chunk or 0, pipeline)
 
 
+_after_last_chunk: list[Callable[[], None]] = []
+
+
+def after_last_chunk(act: Callable[[], None]) -> None:
+    """Call ``act`` after the last chunk of every rank is built, before any weights are imported into it."""
+    if act not in _after_last_chunk:
+        _after_last_chunk.append(act)
+
+
 @in_words_of_call()
 def _collect(model: torch.nn.Module, chunk: int, pipeline: Pipeline) -> None:
     """Do behind the last chunk of a rank what needs all of them; they are built in order."""
@@ -112,8 +120,8 @@ def _collect(model: torch.nn.Module, chunk: int, pipeline: Pipeline) -> None:
     if pipeline.placement.shares_vocabulary:
         deal_out(chunks)
     tie_ends(chunks)
-    # It imports this room.  Whatever built the chunks is imported by now, and imports weights into them next.
-    import_module("megatron_pp_ext.integration.frameworks").put_in_place()
+    for act in _after_last_chunk:
+        act()
 
 
 def require_sizes(pipeline: Pipeline, ranks: int, config: Any, chunk: int | None) -> None:

@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.utils import MakeViewlessTensor
+from megatron.core.utils import MakeViewlessTensor, unwrap_model
 
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core.parameter_marks import (
@@ -268,3 +268,9 @@ def _broadcast(weight: torch.Tensor | None, holder: int, chunk: Any) -> torch.Te
 
 def _tensor_ranks() -> dist.ProcessGroup:
     return parallel_state.get_tensor_model_parallel_group()
+
+
+def has_frozen_output(model: Sequence[Any]) -> bool:
+    """Return whether the chunks of ``model`` share an output layer whose weight is frozen."""
+    scorer = getattr(unwrap_model(list(model))[-1], "output_layer", None)
+    return isinstance(scorer, OutputPart) and not scorer.weight.requires_grad

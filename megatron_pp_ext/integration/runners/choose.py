@@ -8,24 +8,21 @@ from weakref import WeakKeyDictionary
 import torch
 from megatron.core import parallel_state
 
-from megatron_pp_ext.integration import requested
+from megatron_pp_ext.integration import patching, requested
 from megatron_pp_ext.integration.core import chunk_pipelines
 from megatron_pp_ext.integration.core.built_layers import require_as_placed
-from megatron_pp_ext.integration.core.host_memory import counted_host_bytes, host_bytes, usable_bytes
 from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_19
-from megatron_pp_ext.integration.runners.flush_free import FlushFreeSteps
 from megatron_pp_ext.integration.runners.flushed import FlushedSteps
-from megatron_pp_ext.integration.runners.host_activations import HostActivations
-from megatron_pp_ext.integration.runners.layer_profiler import profiling
 from megatron_pp_ext.integration.runners.losses_to_last_rank import LossesOnLastRank
 from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner, refuse_multimodule
-from megatron_pp_ext.integration.runners.profile_guided import ProfileGuide
 from megatron_pp_ext.integration.runners.rehearsing import MadeUp, MadeUpLosses, Rehearsal
-from megatron_pp_ext.integration.runners.sources import Requested
-from megatron_pp_ext.integration.runners.tracing import Tracing, recording
+from megatron_pp_ext.integration.runners.sources import Requested, guide_of
+from megatron_pp_ext.integration.runners.stock_steps import measured
+from megatron_pp_ext.integration.runners.tracing import Tracing
 from megatron_pp_ext.integration.runners.transport import ProcessGroups
 from megatron_pp_ext.integration.settled import settle
+from megatron_pp_ext.integration.step_runners import RUNNERS
 from megatron_pp_ext.job.call_words import in_words_of_call
 from megatron_pp_ext.runtime.first_rank import print_rank_0
 
@@ -48,6 +45,18 @@ def choose_runner(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Calla
         return measured(stock(*args, **kwargs))
     refuse_multimodule(*args, *kwargs.values())
     return runner(pipeline)
+
+
+def _arrived(name: str) -> chunk_pipelines.Mark:
+    """Return the mark of a config that was copied into this process; its steps come here from now on.
+
+    Nothing else is put in place, so that a schedule can still be installed.
+    """
+    patching.apply(choose_runner.seams)
+    return chunk_pipelines.arrived(name)
+
+
+chunk_pipelines.arrive_by(_arrived)
 
 
 def by_model(stock: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
@@ -104,19 +113,6 @@ def announce(pipeline: requested.Pipeline) -> None:
         print_rank_0("\n".join(filter(None, (pipeline.summary, pipeline.settings.caveat()))))
 
 
-def measured(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a stock forward-backward function so that its steps are traced and profiled as requested."""
-
-    @functools.wraps(stock)
-    def step(*, model: Any, forward_only: bool = False, **kwargs: Any) -> Any:
-        group = parallel_state.get_pipeline_model_parallel_group()
-        chunks = model if isinstance(model, list) else [model]
-        with recording(group, chunks, forward_only), profiling(group, chunks, forward_only):
-            return stock(model=model, forward_only=forward_only, **kwargs)
-
-    return step
-
-
 @functools.lru_cache(maxsize=1)
 def runner(pipeline: requested.Pipeline) -> PipelineRunner:
     """Return the runner of all steps of the one model of this process."""
@@ -125,23 +121,21 @@ def runner(pipeline: requested.Pipeline) -> PipelineRunner:
 
 def put_together(pipeline: requested.Pipeline, transport: ProcessGroups) -> PipelineRunner:
     """Return a runner of the steps of a model under ``pipeline``, put together from its parts."""
-    flushed = functools.partial(FlushedSteps, pipeline.placement, host=_host_activations(pipeline))
-    if pipeline.rehearsal is not None:
-        source, others = Requested(pipeline), MadeUp()
-        return PipelineRunner(flushed(source, others), Rehearsal(pipeline, source, others), MadeUpLosses())
+    make = RUNNERS.find(pipeline)
+    if make is not None:
+        return make(pipeline, transport)
     losses = LossesOnLastRank(pipeline.placement, transport)
-    if pipeline.updates is not None:
-        endless = FlushFreeSteps(pipeline)
-        return PipelineRunner(endless, Tracing(endless.part_of_trace), losses)
-    if pipeline.profile_steps is not None:
-        guide = ProfileGuide(pipeline)
-        return PipelineRunner(flushed(guide, transport), guide, losses)
-    return PipelineRunner(flushed(Requested(pipeline), transport), Tracing(), losses)
+    guide = guide_of(pipeline)
+    if guide is not None:
+        return PipelineRunner(FlushedSteps(pipeline, guide, transport), guide, losses)
+    return PipelineRunner(FlushedSteps(pipeline, Requested(pipeline), transport), Tracing(), losses)
 
 
-def _host_activations(pipeline: requested.Pipeline) -> HostActivations:
-    """Return what moves activations to the host; collective over the job where they are to leave."""
-    is_counted = pipeline.request.offload is not None and pipeline.rehearsal is None
-    free = counted_host_bytes() if is_counted else host_bytes()
-    kept = pipeline.source.kept_bytes if pipeline.source else ()
-    return HostActivations(usable_bytes(pipeline.settings.offload_host_bytes, free), kept)
+def _rehearsed(pipeline: requested.Pipeline, _: ProcessGroups) -> PipelineRunner:
+    """Return a runner of the steps of one rank without the others."""
+    source, others = Requested(pipeline), MadeUp()
+    steps = FlushedSteps(pipeline, source, others)
+    return PipelineRunner(steps, Rehearsal(pipeline, source, others), MadeUpLosses())
+
+
+RUNNERS.register("rehearsal", when=lambda pipeline: pipeline.rehearsal is not None, make=_rehearsed)

@@ -6,13 +6,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_pp_ext.planner.rehearsal import Collective
-from megatron_pp_ext.runtime.activation_meter import Owner
 from megatron_pp_ext.runtime.rank import Recorder
 from megatron_pp_ext.runtime.storages import plain_tensors
 from megatron_pp_ext.schedule.actions import Action
-from megatron_pp_ext.schedule.copies import Way
+from megatron_pp_ext.schedule.formats.rehearsal_file import Collective
 from megatron_pp_ext.schedule.placement import Placement
+from megatron_pp_ext.schedule.spans import Label
 
 _OPERATIONS = {
     "allreduce": "all_reduce",
@@ -49,9 +48,9 @@ class CollectiveRecorder:
         with self._recorder.during(action), nullcontext() if action.microbatch else self._watching(action):
             yield
 
-    def copying(self, way: Way, owner: Owner) -> AbstractContextManager[None]:
+    def span(self, label: Label) -> AbstractContextManager[None]:
         """See ``rank.Recorder``."""
-        return self._recorder.copying(way, owner)
+        return self._recorder.span(label)
 
     @contextmanager
     def _watching(self, action: Action) -> Iterator[None]:

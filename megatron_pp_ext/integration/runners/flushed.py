@@ -1,61 +1,46 @@
 """Steps that leave no microbatch in flight: evaluations, and training steps under a schedule that flushes."""
 
-from collections.abc import Hashable, Mapping
-from functools import partial
+from collections.abc import Hashable
+from contextlib import ExitStack
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import evaluation
+from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.runners.fine_grained_offload import FineGrainedOffload
-from megatron_pp_ext.integration.runners.host_activations import HostActivations
-from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs, model_stages
-from megatron_pp_ext.integration.runners.model_vocabulary import ModelVocabulary
-from megatron_pp_ext.integration.runners.planned_stage import planned_stages, run_pair
+from megatron_pp_ext.integration.runners.model_stage import StepInputs, model_stages
 from megatron_pp_ext.integration.runners.sources import Source
+from megatron_pp_ext.integration.runners.step_parts import Step, step_parts
 from megatron_pp_ext.integration.runners.transport import Transport
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import RankPlan, plan_rank
-from megatron_pp_ext.runtime.rank import Pairs, Rank, Recorder
+from megatron_pp_ext.runtime.rank import Rank, Recorder
 from megatron_pp_ext.schedule.actions import Schedule
-from megatron_pp_ext.schedule.placement import Placement
 
 
 class FlushedSteps:
-    """Takes a schedule for each number of microbatches, keeps it, and executes all its actions in a step.
+    """Takes a schedule for each number of microbatches, keeps it, and executes all its actions in a step."""
 
-    ``host`` moves the activations that leave.
-    """
-
-    def __init__(
-        self, placement: Placement, source: Source, transport: Transport, host: HostActivations
-    ) -> None:
-        self._placement, self._source = placement, source
-        self._transport, self._host = transport, host
+    def __init__(self, pipeline: Pipeline, source: Source, transport: Transport) -> None:
+        self._placement, self._source, self._transport = pipeline.placement, source, transport
+        self._parts = step_parts(pipeline)
         self._offload = FineGrainedOffload()
         self._plans: dict[tuple[int, bool, Hashable], RankPlan] = {}
 
     def run(self, inputs: StepInputs, recorder: Recorder) -> None:
         """See ``pipeline_runner.Steps``."""
-        plan, placement = self.plan(inputs), self._placement
-        vocabulary = None
-        if plan.shares_vocabulary:
-            vocabulary = ModelVocabulary(inputs, placement, plan, self._transport.exchanges(inputs))
-        stages: Mapping[int, ModelStage]
-        pairs: Pairs | None = None
-        if plan.has_pairs:
-            stages = planned = planned_stages(inputs, placement, plan)
-            pairs = partial(run_pair, planned) if self._transport.hides_exchanges else None
-        else:
-            make = vocabulary.make_stage if vocabulary else ModelStage
-            stages = model_stages(inputs, placement, plan, make)
-        away = self._host.before(plan)
-        self._reduce_as_replicas(inputs, plan)
-        channels = self._transport.channels(inputs)
-        with self._offload.step(self._kind(inputs), plan, inputs):
-            execute(plan, Rank(stages, channels, recorder, pairs, vocabulary, away))
-        self._host.behind(plan)
+        plan = self.plan(inputs)
+        step = Step(inputs, self._placement, plan, self._transport)
+        with ExitStack() as stack:
+            for part in self._parts:
+                stack.enter_context(part(step))
+            stages = model_stages(inputs, self._placement, plan, step.make_stage)
+            self._reduce_as_replicas(inputs, plan)
+            channels = self._transport.channels(inputs)
+            with self._offload.step(self._kind(inputs), plan, inputs):
+                execute(plan, Rank(stages, channels, recorder, step.parts))
 
     def plan(self, inputs: StepInputs) -> RankPlan:
         """Return what this rank does in the step; collective over the pipeline, and first over the job."""

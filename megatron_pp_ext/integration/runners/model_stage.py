@@ -183,12 +183,12 @@ class ModelStage:
             STORE.run(Owner(self._stage, microbatch))
 
     @contextmanager
-    def during_backward(self, kind: Kind, microbatch: int, in_pair: bool = False) -> Iterator[None]:
+    def during_backward(self, kind: Kind, microbatch: int, in_parts: bool = False) -> Iterator[None]:
         """Surround an I or a B: data parallelism counts it, and an I leaves its weight gradients.
 
-        A B in a pair computes them where the plans of its layers have a place for them.
+        A B that runs ``in_parts`` leaves them to ``STORE.run_part``, a part at a time.
         """
-        in_parts = in_pair and kind is Kind.B
+        in_parts = in_parts and kind is Kind.B
         collects = kind is Kind.I or in_parts
         kept = STORE.collecting(Owner(self._stage, microbatch), in_parts) if collects else nullcontext()
         with self._counted(kind, microbatch), kept:

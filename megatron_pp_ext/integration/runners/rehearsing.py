@@ -24,7 +24,6 @@ from megatron_pp_ext.integration.runners.collectives import CollectiveRecorder
 from megatron_pp_ext.integration.runners.message_groups import device
 from megatron_pp_ext.integration.runners.model_stage import StepInputs
 from megatron_pp_ext.integration.runners.sources import Source
-from megatron_pp_ext.planner.rehearsal import RankRehearsal
 from megatron_pp_ext.processor import ProcessorTime, load
 from megatron_pp_ext.runtime.channels import Channels
 from megatron_pp_ext.runtime.rank import Recorder
@@ -32,9 +31,10 @@ from megatron_pp_ext.runtime.recorder import StepRecorder
 from megatron_pp_ext.runtime.stand_in_channels import MadeUpChannels, MadeUpExchanges
 from megatron_pp_ext.runtime.storages import storages
 from megatron_pp_ext.runtime.vocabulary_exchanges import Exchanges
-from megatron_pp_ext.schedule import csv_file
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import VocabularyCosts
+from megatron_pp_ext.schedule.formats import csv_file, rehearsal_file
+from megatron_pp_ext.schedule.formats.rehearsal_file import RankRehearsal
 from megatron_pp_ext.schedule.recorded import (
     KindSeconds,
     RankRecord,
@@ -47,8 +47,7 @@ from megatron_pp_ext.schedule.recorded import (
 class MadeUp:
     """Stands in for the other ranks; a ``transport.Transport``."""
 
-    # Both actions of a pair are measured alone, since a rank alone has no exchanges to hide.
-    hides_exchanges = False
+    is_alone = True
 
     def __init__(self) -> None:
         self.message_bytes = 0
@@ -149,7 +148,7 @@ class Rehearsal:
         means = [kind_seconds([record], mean) for record in self._timed]
         seconds = {key: median(step[key] for step in means) for key in means[0]}
         held = _LastingBytes(inputs.model, self._optimizers.values())
-        RankRehearsal(
+        measured = RankRehearsal(
             rank=rank,
             schedule=schedule.name,
             digest=schedule.digest,
@@ -176,7 +175,8 @@ class Rehearsal:
             step_seconds=tuple(self._took),
             waited=ProcessorTime.now().waited_since(self._before),
             load=load(),
-        ).write(path)
+        )
+        rehearsal_file.write(measured, path)
 
 
 def _part_costs(first: int, seconds: KindSeconds, record: RankRecord) -> VocabularyCosts:

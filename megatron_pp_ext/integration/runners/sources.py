@@ -1,12 +1,13 @@
 """Sources of schedules: which one the next step runs."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
 from megatron_pp_ext.integration import requested
+from megatron_pp_ext.integration.core.vocabulary_parts import has_frozen_output
 from megatron_pp_ext.integration.runners.free_memory import free_bytes_by_rank
 from megatron_pp_ext.integration.runners.model_stage import StepInputs
-from megatron_pp_ext.integration.runners.model_vocabulary import has_frozen_output
+from megatron_pp_ext.integration.runners.pipeline_runner import Recording
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 
@@ -69,3 +70,24 @@ class Requested:
         """
         self._free_bytes = self._free_bytes or free_bytes_by_rank()
         return self._free_bytes
+
+
+class Guide(Source, Recording, Protocol):
+    """A source whose schedules follow from what it records of the steps before."""
+
+
+MakeGuide = Callable[[requested.Pipeline], Guide | None]
+"""Returns a feature's guide for a pipeline, or None where it has nothing to change."""
+
+_guides: list[MakeGuide] = []
+
+
+def register(make: MakeGuide) -> None:
+    """Let ``make`` be asked for every pipeline whose runner is made from now on."""
+    if make not in _guides:
+        _guides.append(make)
+
+
+def guide_of(pipeline: requested.Pipeline) -> Guide | None:
+    """Return the guide of the first feature that has one for ``pipeline``, or None."""
+    return next((guide for make in _guides if (guide := make(pipeline)) is not None), None)

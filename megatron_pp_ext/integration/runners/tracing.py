@@ -14,7 +14,7 @@ from megatron_pp_ext.integration.runners.message_groups import device
 from megatron_pp_ext.integration.runners.model_stage import StepInputs
 from megatron_pp_ext.runtime.rank import Recorder
 from megatron_pp_ext.runtime.recorder import StepRecorder, aligned, gather
-from megatron_pp_ext.view import trace_file
+from megatron_pp_ext.schedule.formats import trace_file
 
 _recorder: StepRecorder | None = None
 """The one recorder of all steps: a microbatch may begin in one step and end in the next."""

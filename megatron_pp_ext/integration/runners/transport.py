@@ -21,10 +21,10 @@ from megatron_pp_ext.runtime.vocabulary_exchanges import Exchanges
 class Transport(Protocol):
     """Connects this rank with the others of its pipeline, or stands in for them.
 
-    With ``hides_exchanges`` the two actions of a pair run together; else one after the other.
+    With ``is_alone`` there are no others, and so there is nothing for actions that run together to hide.
     """
 
-    hides_exchanges: bool
+    is_alone: bool
 
     def channels(self, inputs: StepInputs) -> Channels:
         """Return the channels of one step."""
@@ -39,7 +39,7 @@ class ProcessGroups:
     That call is collective over the whole world, at a time when no message is on its way.
     """
 
-    hides_exchanges = True
+    is_alone = False
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

@@ -43,8 +43,9 @@ def caveat(pipeline: Pipeline, args: Namespace) -> str:
 
 def _measured_by(pipeline: Pipeline) -> str | None:
     """Return the flag by which the schedule changes during the run; None where it stays as it is."""
-    if pipeline.profile_steps is not None:
-        return f"--pipeline-profile-steps {pipeline.profile_steps}"
+    for option in pipeline.request.options:
+        if option.measured_by:
+            return option.measured_by
     assert pipeline.source is not None
     name = pipeline.source.name
     return f"--pipeline-schedule {name}" if catalog.abilities(name).measures_memory else None

@@ -1,21 +1,21 @@
 """The costs of a model's stages, estimated from Megatron's arguments before anything is built.
 
 Schedules are compiled from costs.  Where --pipeline-costs gives none, they follow from the arithmetic of
-the layers (``planner.step.costs_of_stages``).
+the layers (``costs.costs_of_stages``).
 """
 
 import copy
 
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
+from megatron_pp_ext.costs.costs_of_stages import stage_costs
 from megatron_pp_ext.job import sizes
+from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import all_rules
-from megatron_pp_ext.job.rules.asked import Asked
-from megatron_pp_ext.planner.step.costs_of_stages import stage_costs
 from megatron_pp_ext.schedule.costs import Costs
 
 
-def estimate(asked: Asked, stages: int, shares_vocabulary: bool = False) -> Costs:
+def estimate(asked: RequestedJob, stages: int, shares_vocabulary: bool = False) -> Costs:
     """The costs of the model that was ``asked`` for in ``stages`` stages as Megatron cuts it; hops are free.
 
     With ``shares_vocabulary`` every rank of the pipeline has a part of the embedding and the output layer.
@@ -29,10 +29,10 @@ def estimate(asked: Asked, stages: int, shares_vocabulary: bool = False) -> Cost
     return stage_costs(job, stages, vocabulary(asked), shares_vocabulary)
 
 
-def vocabulary(asked: Asked) -> int:
+def vocabulary(asked: RequestedJob) -> int:
     """The rows of the embedding; ValueError where neither a flag nor the tokenizer gives them."""
     sizes.require_vocabulary(asked)
-    known = asked.padded_vocab_size or asked.vocab_size
+    known = asked.argument("padded_vocab_size") or asked.argument("vocab_size")  # Megatron may set them later
     try:
         return int(known or build_tokenizer(copy.copy(asked.args)).vocab_size)
     except (AssertionError, ImportError, OSError) as error:  # a tokenizer's files or its library

@@ -6,13 +6,13 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+from megatron_pp_ext.costs.costs_of_stages import message_bytes
 from megatron_pp_ext.integration.core.host_memory import host_bytes, usable_bytes
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.settings import PIPELINE, Settings
 from megatron_pp_ext.integration.trainer.caveat import caveat
+from megatron_pp_ext.integration.trainer.layout_finder import advised
 from megatron_pp_ext.job.typed_job import Job
-from megatron_pp_ext.planner.layout.advice import advised
-from megatron_pp_ext.planner.step.costs_of_stages import message_bytes
 
 
 def settings(args: Namespace, pipeline: Pipeline) -> Settings:

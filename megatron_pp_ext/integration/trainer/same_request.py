@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.training import get_args
 
-import megatron_pp_ext
+from megatron_pp_ext import version
 from megatron_pp_ext.around import bound
 from megatron_pp_ext.files import read_bytes
 from megatron_pp_ext.integration import requested
@@ -49,7 +49,7 @@ def values(args: Namespace, pipeline: requested.Pipeline | None) -> dict[str, st
     Files go by their content, since each machine may have its own copy, and files to write by whether they
     are given.
     """
-    found = {"megatron_pp_ext is": megatron_pp_ext.__version__}
+    found = {"megatron_pp_ext is": version.VERSION}
     for action in add_flags(ArgumentParser(add_help=False))._actions:
         value = getattr(args, action.dest)
         if value is None or value is False:

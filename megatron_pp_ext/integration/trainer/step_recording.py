@@ -14,7 +14,8 @@ from megatron_pp_ext.around import bound
 from megatron_pp_ext.integration.core.global_names import global_parameters
 from megatron_pp_ext.integration.patching import substitute
 from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_19
-from megatron_pp_ext.verification import run_record
+from megatron_pp_ext.runtime import gradients_file
+from megatron_pp_ext.schedule.formats import run_record
 
 _NORM = 5
 """The place of the gradient norm in what ``train_step`` returns; the losses by name come first."""
@@ -82,7 +83,7 @@ def _write_gradients(folder: Path, chunks: Sequence[Any]) -> None:
                 gradient = _joined(gradient)
             gradients[name + _part(is_expert)] = gradient.detach().cpu().clone()
     if gradients:
-        run_record.write_gradients(folder, dist.get_rank(), gradients)
+        gradients_file.write(folder, dist.get_rank(), gradients)
 
 
 def _joined(rows: torch.Tensor) -> torch.Tensor:

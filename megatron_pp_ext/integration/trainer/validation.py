@@ -21,30 +21,20 @@ from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.mends import dataset_helpers, needed_flags
 from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.start_up import show_compiling, summary
-from megatron_pp_ext.integration.trainer import model_costs
+from megatron_pp_ext.integration.step_runners import require_loaded
+from megatron_pp_ext.integration.trainer import layout_finder, model_costs
 from megatron_pp_ext.integration.trainer.agreement import refused
 from megatron_pp_ext.integration.trainer.checkpoint_loading import describe
 from megatron_pp_ext.integration.trainer.replica_samples import one_of_each
 from megatron_pp_ext.integration.trainer.run_settings import settings
-from megatron_pp_ext.job import layers, measurements, pipeline, replicas, sizes, stage_costs
+from megatron_pp_ext.job import layers, measurements, our_flags, pipeline, replicas, sizes, stage_costs
 from megatron_pp_ext.job.layers import chunks_requested
+from megatron_pp_ext.job.requested_job import ENGINE, RequestedJob
 from megatron_pp_ext.job.rules import all_rules
-from megatron_pp_ext.job.rules.asked import ENGINE, Asked
 from megatron_pp_ext.job.typed_job import Job
-from megatron_pp_ext.planner.layout import requested_layout
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement
-
-_OUR_FLAGS = (
-    "--pipeline-schedule",
-    "--pipeline-vocabulary",
-    "--pipeline-trace",
-    "--pipeline-layer-seeds",
-    "--pipeline-profile-steps",
-    "--profile-pipeline",
-    "--rehearse-pipeline",
-)
 
 
 @hook(
@@ -62,13 +52,15 @@ def translate_flags(stock: Callable[..., Any], args: Namespace, defaults: Any = 
             needed_flags.require_for_our_script(args)
         needed_flags.require_valid(args, defaults)
         show_compiling()
-        found = read_flags(args)
+        read = read_flags(args)
+        found = pipeline_of(*read) if read is not None else None
         if args.rank == 0 and not dataset_helpers.are_built():
             dataset_helpers.build()
         if found is not None:
+            require_loaded(found)
             needed_flags.require_trainable(args)
             if args.rank == 0 and found.rehearsal is None:
-                found = replace(found, summary=summary(found, functools.partial(_costs, Asked(args))))
+                found = replace(found, summary=summary(found, functools.partial(_costs, RequestedJob(args))))
     except ValueError as error:
         raise refused(error) from error
     try:
@@ -99,7 +91,7 @@ def translate_flags(stock: Callable[..., Any], args: Namespace, defaults: Any = 
 )
 def refuse_yaml(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Refuse a schedule beside --yaml-cfg, under which Megatron ignores all other flags."""
-    ours = [word for word in sys.argv if word.startswith(_OUR_FLAGS)]
+    ours = [word for word in sys.argv if word.startswith(tuple(our_flags.spelled()))]
     if ours:
         raise refused(
             f"{ours[0]} has no effect beside --yaml-cfg, under which Megatron ignores other flags; give "
@@ -116,44 +108,44 @@ def _zstandard() -> str:
         return "0"
 
 
-def read_flags(args: Namespace) -> requested.Pipeline | None:
-    """The pipeline that ``args`` request, None if they set no flag of ours; ValueError if it cannot be.
+def read_flags(args: Namespace) -> tuple[RequestedJob, str] | None:
+    """The job that ``args`` describe, and words about its layout; ValueError for what cannot be.
 
-    Sets ``args.num_virtual_stages_per_pipeline_rank``, from which Megatron derives the rest, where the
-    schedule needs chunks and the user left their number open.
+    None if ``args`` set no flag of ours.  They get the layout for which ``auto`` stood, and the name of
+    Megatron's own schedule where that is rehearsed.  ``pipeline_of`` makes the schedule.
     """
-    asked = Asked(args, {ENGINE: str(get_te_version()), "zstandard": _zstandard()})
+    asked = RequestedJob(args, {ENGINE: str(get_te_version()), "zstandard": _zstandard()})
     all_rules.refuse(asked)
-    if replicas.requested(asked.job):
-        data = sizes.data_parallel_size(asked.job, args.world_size)
-    else:  # Megatron itself refuses sizes that do not divide.
-        data = max(1, args.world_size // sizes.fewest_ranks(asked.job))
     layout = ""
-    if asked.finds_layout:
-        asked, layout = requested_layout.settle(asked, data, model_costs.vocabulary(asked))
-        args.pipeline_model_parallel_layout = asked.pipeline_model_parallel_layout
+    if asked.pipeline.finds_layout:
+        asked, layout = layout_finder.settle(asked, _data_parallel_size(asked), model_costs.vocabulary(asked))
+        args.pipeline_model_parallel_layout = asked.pipeline.pipeline_model_parallel_layout
         args.num_virtual_stages_per_pipeline_rank = None
     measurements.require_files(args.profile_pipeline, args.pipeline_trace)
     if args.pipeline_schedule is None and args.rehearse_pipeline is not None:
         args.pipeline_schedule = pipeline.stock_schedule(asked.job)
         asked = asked.changed(pipeline_schedule=args.pipeline_schedule)
-    profile_steps = measurements.profile_steps(args.pipeline_profile_steps, args.train_iters)
-    ours = (
-        args.pipeline_schedule,
-        args.pipeline_trace,
-        args.profile_pipeline,
-        args.pipeline_vocabulary,
-    )
+    ours = args.pipeline_schedule, args.pipeline_trace, args.profile_pipeline, args.pipeline_vocabulary
     if all(flag is None for flag in ours) and not layout:
         all_rules.refuse(replace(asked, chunks=chunks_requested(asked.job) or 1))
         return None
-    request = pipeline.read(asked, data)
-    if request.is_stock or args.pipeline_schedule is None:
+    return asked, layout
+
+
+def pipeline_of(asked: RequestedJob, layout: str) -> requested.Pipeline:
+    """The pipeline of what was ``asked``, with its first schedule; ValueError if it cannot be.
+
+    Sets the arguments that follow: ``num_virtual_stages_per_pipeline_rank``, from which Megatron derives the
+    rest, where the schedule needs chunks and the user left their number open.
+    """
+    args = asked.args
+    request = pipeline.read(asked, _data_parallel_size(asked))
+    if request.is_stock or not asked.pipeline.has_schedule:
         return requested.Pipeline(
             request, trace=args.pipeline_trace, profile=args.profile_pipeline, layout=layout
         )
     try:
-        if asked.pipeline_costs is not None:
+        if asked.pipeline.pipeline_costs is not None:
             _costs(asked, request.finest.stages)  # the start line would take unit costs for a wrong file
         source = Source(request, functools.partial(_costs, asked))
     except OSError as error:
@@ -170,15 +162,22 @@ def read_flags(args: Namespace) -> requested.Pipeline | None:
         request,
         source,
         trace=args.pipeline_trace,
-        profile_steps=profile_steps,
         rehearsal=args.rehearse_pipeline,
         layers=rehearsed,
         layout=layout,
     )
 
 
-def _costs(asked: Asked, stages: int, shares_vocabulary: bool = False) -> Costs:
-    if asked.pipeline_costs is None:
+def _data_parallel_size(asked: RequestedJob) -> int:
+    world_size = asked.args.world_size
+    if replicas.requested(asked.job):
+        return sizes.data_parallel_size(asked.job, world_size)
+    # Megatron itself refuses sizes that do not divide.
+    return max(1, world_size // sizes.fewest_ranks(asked.job))
+
+
+def _costs(asked: RequestedJob, stages: int, shares_vocabulary: bool = False) -> Costs:
+    if asked.pipeline.pipeline_costs is None:
         return model_costs.estimate(asked, stages, shares_vocabulary)
     return stage_costs.cut(stage_costs.read(asked.job), asked.job, stages, shares_vocabulary)
 

@@ -1,57 +1,43 @@
-"""The table of what cannot be asked together."""
+"""The questions to the table of what cannot be combined."""
 
 import re
 from typing import Any
 
 from megatron_pp_ext.job.call_words import by_call
-from megatron_pp_ext.job.rules import unknown_costs
-from megatron_pp_ext.job.rules.asked import Asked
-from megatron_pp_ext.job.rules.rule import Refused, read
+from megatron_pp_ext.job.requested_job import RequestedJob
+from megatron_pp_ext.job.rules import config as of_config
+from megatron_pp_ext.job.rules import schedules, start, stock, table, unknown_costs
+from megatron_pp_ext.job.rules.rule import Refused
 from megatron_pp_ext.job.rules.rule import refuse as refuse_by
-
-_FILES = "measuring", "stock", "schedules", "pairs_and_vocabulary", "without_flush", "activations_on_host"
-
-TOPICS = {file: read(file) for file in _FILES}
-"""The rules by the files that they are in."""
-
-TABLE = tuple(rules for topic in TOPICS.values() for rules in topic)
-"""All rules, in the order in which they are looked at."""
-
-CONFIG = read("config")
-"""The rules about settings without a flag."""
-
-START = read("start")
-"""The rules about what Megatron itself refuses when it starts, for what is planned."""
-
-_BY_TITLE = {rules.title: rules for rules in TABLE}
 
 _FLAG = re.compile(r"--([a-z0-9-]+)")
 
 
-def refuse(asked: Asked) -> None:
-    """Raise ValueError, in one line, for the first rule that ``asked`` breaks."""
-    refuse_by(asked, TABLE)
+def refuse(job: RequestedJob) -> None:
+    """Raise ValueError, in one line, for the first rule that ``job`` breaks."""
+    refuse_by(job, table.rules())
 
 
-def refuse_to_plan(asked: Asked) -> None:
+def refuse_to_plan(job: RequestedJob) -> None:
     """Raise ValueError for what the costs do not know, and for what Megatron cannot run anyhow."""
-    refuse_by(asked, (*unknown_costs.not_counted(), *START, *TOPICS["stock"]))
+    refuse_by(job, (*unknown_costs.not_counted(), *start.RULES, *stock.RULES))
 
 
-def refuse_to_predict(asked: Asked) -> None:
+def refuse_to_predict(job: RequestedJob) -> None:
     """Raise ValueError for what the costs of stages do not know, unless a file gives these costs."""
-    refuse_by(asked, (unknown_costs.not_compiled(),))
+    refuse_by(job, (unknown_costs.not_compiled(),))
 
 
-def refuse_without_pipeline(asked: Asked) -> None:
+def refuse_without_pipeline(job: RequestedJob) -> None:
     """Raise ValueError for what needs a pipeline where a model has none."""
-    refuse_by(asked, (_BY_TITLE["Without a pipeline"],))
+    refuse_by(job, (schedules.WITHOUT_PIPELINE,))
 
 
-def refuse_model(asked: Asked) -> None:
+def refuse_model(job: RequestedJob) -> None:
     """Raise ValueError for what a model that is built cannot train with, in the words of its config."""
+    about_models = [rules for topic in table.topics() if topic.is_of_models for rules in topic.rules]
     try:
-        refuse_by(asked, (*TOPICS["schedules"], *TOPICS["pairs_and_vocabulary"]))
+        refuse_by(job, about_models)
     except Refused as error:
         line = _FLAG.sub(lambda found: found[1].replace("-", "_"), by_call(str(error)))
         raise Refused(line.replace("pipeline_schedule ", ""), error.rule) from None
@@ -59,10 +45,10 @@ def refuse_model(asked: Asked) -> None:
 
 def refuse_config(config: Any) -> None:
     """Raise ValueError for the first setting of the model's ``config`` that no schedule can run with."""
-    refuse_by(Asked(config), CONFIG)
+    refuse_by(RequestedJob(config), of_config.RULES)
 
 
-def can_share_vocabulary(asked: Asked) -> bool:
-    """Whether --pipeline-vocabulary auto has a choice."""
-    title = "Beside a shared vocabulary; `auto` does not share it then"
-    return not any(rule.holds(asked) for rule in _BY_TITLE[title].rows)
+def has_choice(job: RequestedJob, flag: str) -> bool:
+    """Whether ``auto`` as the value of ``flag`` has a choice: no rule is broken that takes it away."""
+    about = (rules for rules in table.rules() if rules.auto_of == flag)
+    return not any(rule.holds(job) for rules in about for rule in rules.rows)

@@ -1,70 +1,103 @@
-"""The form of a rule about what cannot be asked together, and the one function that goes through them."""
+"""The form of a rule about what cannot be combined, and the one function that goes through rules."""
 
-import tomllib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_pp_ext.job.rules.asked import Asked
-from megatron_pp_ext.job.rules.condition import holds
+from megatron_pp_ext.job.requested_job import RequestedJob
+
+Condition = Callable[[RequestedJob], object]
+"""A question to a job; what is true of the answer counts."""
+
+Words = tuple[Callable[[RequestedJob], object], ...]
+"""Functions whose values stand in a text, each in the place of its name in braces."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One thing that cannot be: what is asked, the reason and the fix.
+    """What cannot be: a flag, why not, and how to fix it.
 
-    In all texts ``{name}`` stands for an attribute of ``Asked``.  ``asked`` tells whether it was asked, in
-    the words of ``condition``; by default, whether the flag that ``what`` begins with is set, to the value
-    behind it if ``what`` is a flag and a value.  ``releases`` are those that the rule is about, such as
+    In the texts ``{name}`` stands for the value of the argument ``name``, or for what one of the functions
+    ``words`` returns, by its name.  ``why`` and ``fix`` are those of its ``Rules`` where they are empty.
+    ``when`` says whether it was requested; by default, whether the flag is set, to the value after it if
+    ``flag`` is a flag and a value.  ``releases`` are those that the rule is about, such as
     ``transformer-engine<2.3``; without, it is about all.  Where the machine that trains is not known, a rule
     about some releases does not hold.
     """
 
-    what: str
-    reason: str
-    fix: str
-    asked: str = ""
+    flag: str = field(kw_only=False)
+    when: Condition | None = None
+    why: str = ""
+    fix: str = ""
     releases: str = ""
+    words: Words = ()
 
-    def holds(self, asked: Asked) -> bool:
-        """Whether it was asked, on such releases."""
-        if self.releases and not _is_among(self.releases, asked):
+    def holds(self, job: RequestedJob) -> bool:
+        """Whether ``job`` has what cannot be, on such releases."""
+        if self.releases and not _is_among(self.releases, job):
             return False
-        return holds(self.asked or self._by_itself, asked)
+        return bool(self.when(job)) if self.when is not None else self._is_set(job)
 
-    @property
-    def _by_itself(self) -> str:
-        """The condition that ``what`` says already."""
-        flag, *behind = self.what.split()
-        name = flag.removeprefix("--").replace("-", "_")
-        return f"{name} is {behind[0]}" if len(behind) == 1 and behind[0][0] != "{" else name
+    def _is_set(self, job: RequestedJob) -> bool:
+        flag, *others = self.flag.split()
+        has_value = len(others) == 1 and others[0][0] != "{"
+        return job.is_set(flag, others[0] if has_value else None)
 
 
-@dataclass(frozen=True, slots=True)
+def _always(job: RequestedJob) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """Rules about the same thing: ``beside`` cannot do with what they name, and only counts ``when`` it does.
+    """Rules about the same thing: ``subject`` does not support what they name, ``when`` that is true.
 
-    Without ``beside``, what a rule names is the subject of its reason.  ``title`` is for documents, and
-    ``or_else`` follows every fix.
+    Without ``subject``, what a rule names is the subject of its reason.  ``title`` is for documents.  ``why``
+    and ``fix`` are those of rules without their own, and ``or_else`` follows every fix.  Where a rule holds,
+    ``auto`` as the value of the flag ``auto_of`` does not choose what the rules are about.
     """
 
     title: str
-    when: str
     rows: tuple[Rule, ...]
-    beside: str = ""
+    when: Condition = _always
+    subject: str = ""
+    why: str = ""
+    fix: str = "leave one of the two out"
     or_else: str = ""
+    words: Words = ()
+    auto_of: str = ""
 
-    def broken(self, asked: Asked) -> Iterator[Rule]:
-        """Yield the rules that ``asked`` breaks."""
-        if holds(self.when, asked):
-            yield from (rule for rule in self.rows if rule.holds(asked))
+    def broken(self, job: RequestedJob) -> Iterator[Rule]:
+        """Yield the rules that ``job`` breaks."""
+        if self.when(job):
+            yield from (rule for rule in self.rows if rule.holds(job))
 
-    def sentence(self, rule: Rule, asked: Asked) -> str:
-        """Return the line that refuses ``asked``: what was asked, the reason and the fix."""
-        joined = f"{{beside}} does not support {rule.what}: " if self.beside else f"{rule.what} "
-        joined = joined.replace("{beside}", self.beside)
-        return f"{joined}{rule.reason}; {rule.fix}{self.or_else}".format_map(asked)
+    def why_of(self, rule: Rule) -> str:
+        """Return the reason of ``rule``, with names in the place of values."""
+        return rule.why or self.why
+
+    def fix_of(self, rule: Rule) -> str:
+        """Return how to fix what breaks ``rule``, with names in the place of values."""
+        return f"{rule.fix or self.fix}{self.or_else}"
+
+    def template(self, rule: Rule) -> str:
+        """Return the line of ``rule`` with names in the place of values."""
+        start = f"{self.subject} does not support {rule.flag}:" if self.subject else rule.flag
+        return f"{start} {self.why_of(rule)}; {self.fix_of(rule)}"
+
+    def sentence(self, rule: Rule, job: RequestedJob) -> str:
+        """Return the line that refuses ``job``: what was requested, the reason and the fix."""
+        return self.template(rule).format_map(_Values(job, (*self.words, *rule.words)))
+
+
+class _Values(dict[str, Any]):
+    """What the names in a text stand for."""
+
+    def __init__(self, job: RequestedJob, words: Words) -> None:
+        self._job, self._words = job, {function.__name__: function for function in words}
+
+    def __missing__(self, name: str) -> Any:
+        return self._words[name](self._job) if name in self._words else self._job.argument(name)
 
 
 class Refused(ValueError):
@@ -75,37 +108,17 @@ class Refused(ValueError):
         self.rule = rule
 
 
-def read(topic: str) -> tuple[Rules, ...]:
-    """Return the rules of ``topic``, which is the name of a file beside this one.
-
-    A row has the values of a ``Rule``.  Those that it leaves out or empty are ``reason`` and ``fix`` of its
-    group.  A group may have all ``rules_of`` another one, by its title.
-    """
-    content = tomllib.loads(Path(__file__).with_name(f"{topic}.toml").read_text(encoding="utf-8"))
-    found: dict[str, Rules] = {}
-    for group in content["group"]:
-        title, like = group.get("title", ""), found.get(group.get("rules_of", ""))
-        rows = like.rows if like else tuple(_row(group, *row) for row in group["rules"])
-        others = {name: group.get(name, "") for name in ("when", "beside", "or_else")}
-        found[title] = Rules(title, rows=rows, **others)
-    return tuple(found.values())
-
-
-def _row(group: dict[str, Any], what: str, reason: str = "", fix: str = "", *others: str) -> Rule:
-    return Rule(what, reason or group["reason"], fix or group.get("fix", "leave one of the two out"), *others)
-
-
-def refuse(asked: Asked, table: Iterable[Rules]) -> None:
-    """Raise ``Refused`` for the first rule of ``table`` that ``asked`` breaks."""
+def refuse(job: RequestedJob, table: Iterable[Rules]) -> None:
+    """Raise ``Refused`` for the first rule of ``table`` that ``job`` breaks."""
     for rules in table:
-        for rule in rules.broken(asked):
-            raise Refused(rules.sentence(rule, asked), rule)
+        for rule in rules.broken(job):
+            raise Refused(rules.sentence(rule, job), rule)
 
 
-def _is_among(releases: str, asked: Asked) -> bool:
+def _is_among(releases: str, job: RequestedJob) -> bool:
     # This takes longer to import than a command has; few rules are about releases.
     from packaging.requirements import Requirement
 
     wanted = Requirement(releases)
-    version = asked.releases.get(wanted.name)
+    version = job.releases.get(wanted.name)
     return version is not None and wanted.specifier.contains(version, prereleases=True)

@@ -5,11 +5,11 @@ from itertools import accumulate, pairwise
 from math import inf
 from statistics import median
 
+from megatron_pp_ext.costs.model_parts import model_parts
 from megatron_pp_ext.job import layers
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.layout.model_row import ModelRow
 from megatron_pp_ext.planner.layout.rows import LayerRow, Seconds, Shortest, seconds_of, shortest
-from megatron_pp_ext.planner.step.model_parts import model_parts
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
 

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_pp_ext.costs import system
+from megatron_pp_ext.costs.model_parts import ModelParts
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.layout.cut import Cut
 from megatron_pp_ext.planner.layout.model_stages import ModelStages
 from megatron_pp_ext.planner.layout.stage_seconds import StageSeconds
 from megatron_pp_ext.planner.step.estimate import RankMemory, memory
-from megatron_pp_ext.planner.step.model_parts import ModelParts
 from megatron_pp_ext.planner.step.programs import Prepared
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule.actions import Schedule

@@ -5,25 +5,26 @@ the flag.  No rank needs more memory for it than the fullest one does with equal
 """
 
 from megatron_pp_ext.compiler.make import make
+from megatron_pp_ext.costs.model_parts import model_parts
 from megatron_pp_ext.job import layers, pipeline
+from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import all_rules
-from megatron_pp_ext.job.rules.asked import Asked
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.layout.balance import even
 from megatron_pp_ext.planner.layout.model_row import ModelRow, without_messages, work_of
 from megatron_pp_ext.planner.layout.model_stages import ModelStages
 from megatron_pp_ext.planner.layout.rows import NOTHING, LayerRow, Row, seconds_of, shortest
 from megatron_pp_ext.planner.layout.stage_seconds import StageSeconds
-from megatron_pp_ext.planner.step.model_parts import model_parts
-from megatron_pp_ext.schedule import catalog, costs_file, csv_file
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.formats import costs_file, csv_file
 from megatron_pp_ext.schedule.names import AUTO
 from megatron_pp_ext.schedule.placement import Placement, linear, loop
 
 _FLAG = f"--pipeline-model-parallel-layout {AUTO}"
 
 
-def settle(asked: Asked, data: int, vocabulary: int) -> tuple[Asked, str]:
+def settle(asked: RequestedJob, data: int, vocabulary: int) -> tuple[RequestedJob, str]:
     """Return what was ``asked`` with a layout for ``auto``, and words about it for the start line.
 
     ``data`` is the data-parallel size and ``vocabulary`` the number of rows of the embedding.  A layer costs
@@ -67,11 +68,11 @@ def settle(asked: Asked, data: int, vocabulary: int) -> tuple[Asked, str]:
     )
 
 
-def _laid_out(asked: Asked, layout: str) -> Asked:
+def _laid_out(asked: RequestedJob, layout: str) -> RequestedJob:
     return asked.changed(pipeline_model_parallel_layout=layout, num_virtual_stages_per_pipeline_rank=None)
 
 
-def _require_choice(asked: Asked) -> None:
+def _require_choice(asked: RequestedJob) -> None:
     """Raise ValueError where ``asked`` leaves no layout to choose, or costs are not those of its layers."""
     all_rules.refuse(asked)
     all_rules.refuse_to_predict(asked)

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
+from megatron_pp_ext.costs.model_parts import ModelParts
+from megatron_pp_ext.costs.stage_parts import stage_parts
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.layout.rows import Seconds, seconds_of
-from megatron_pp_ext.planner.step.model_parts import ModelParts
-from megatron_pp_ext.planner.step.stage_parts import stage_parts
 
 FIRST, MIDDLE, LAST = range(3)
 """Where a stage is: it has the embedding, only layers, or the output layer and the loss."""

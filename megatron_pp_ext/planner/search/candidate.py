@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from megatron_pp_ext.compiler.limits import Limit
-from megatron_pp_ext.compiler.request import Request, of_sizes
+from megatron_pp_ext.compiler.request import Option, Request, of_sizes
 from megatron_pp_ext.job import memory_limit
 from megatron_pp_ext.job.flag_words import spelled
-from megatron_pp_ext.job.rules.asked import Asked
+from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.model_description import flag
 from megatron_pp_ext.planner.step.programs import placement_of
@@ -44,9 +44,9 @@ class Candidate:
     ``expert_tensor`` is the tensor-parallel size of experts, None where it is that of the other layers.
     ``layout`` is --pipeline-model-parallel-layout, None for stages as Megatron cuts them, and ``pattern``
     --hybrid-layer-pattern, None where it is the user's.  ``limit`` is the memory limit of ``flex``, for all
-    ranks or for each (``job.memory_limit``).  ``is_paired`` says whether forwards and backwards run in pairs,
-    by a flag that the user gives.  ``offload`` is the share of activations that waits on the host, None where
-    all stay on the device.
+    ranks or for each (``job.memory_limit``).  ``options`` are those of
+    features that the user asks for.  ``offload`` is the share of activations that waits on the host, None
+    where all stay on the device.
     """
 
     tensor: int
@@ -64,7 +64,7 @@ class Candidate:
     expert_tensor: int | None = None
     layout: str | None = None
     pattern: str | None = None
-    is_paired: bool = False
+    options: tuple[Option, ...] = ()
     offload: float | None = None
 
     @property
@@ -119,7 +119,7 @@ class Candidate:
             microbatches,
             self.chunks,
             shares_vocabulary=self.shares_vocabulary,
-            is_paired=self.is_paired,
+            options=self.options,
         )
 
     def described(self, job: Job) -> Job:
@@ -167,15 +167,15 @@ _OURS = dict.fromkeys(
 """The arguments that candidates set whatever the user gives; they keep the user's ``global_batch_size``."""
 
 
-def settled(asked: Asked) -> Asked:
+def settled(asked: RequestedJob) -> RequestedJob:
     """Return what was ``asked`` as candidates have it at their best, for the rules about flags.
 
     Where nobody gives the sizes of a pipeline or of experts, there are candidates that go with either.
     """
     sizes: dict[str, object] = (
-        {"pipeline_model_parallel_size": 2} if asked.pipeline_model_parallel_size == 1 else {}
+        {"pipeline_model_parallel_size": 2} if asked.parallel.pipeline_model_parallel_size == 1 else {}
     )
-    if asked.expert_tensor_parallel_size is None:
+    if not asked.parallel.expert_tensor_parallel_size:
         sizes["expert_tensor_parallel_size"] = 1
     return asked.changed(**_OURS, **sizes)
 

@@ -123,7 +123,7 @@ def _schedule(cut: Candidate, whole: Costs, costs: Costs, limit: Limit) -> Sched
     request = replace(
         named(FLEX, cut.pipeline, cut.microbatches, cut.chunks, limit),
         vocabulary=SHARED if cut.shares_vocabulary else None,
-        is_paired=costs.pair < 1,
+        options=cut.options,
         trials=TRIALS,
     )
     if cut.describes_stages:

@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
+from megatron_pp_ext.features.pairs.options import Pairs
 from megatron_pp_ext.job.layers import joined, spread
 from megatron_pp_ext.job.sizes import require_divisible
 from megatron_pp_ext.job.typed_job import Job
@@ -52,13 +54,18 @@ class Space:
                             *sizes,
                             Recompute("none"),
                             expert_tensor=own,
-                            is_paired=self.job.parallel.overlap_moe_expert_parallel_comm,
+                            options=(Pairs(),) if self._is_paired else (),
                         )
-                        if cut.is_paired and expert == 1:
+                        if self._is_paired and expert == 1:
                             continue
                         cut = self.described(cut)
                         if _is_legal(cut.described(self.job), self.gpus // pipeline):
                             yield cut
+
+    @property
+    def _is_paired(self) -> bool:
+        """Whether forwards and backwards run in pairs, as the user has to ask for."""
+        return self.job.parallel.overlap_moe_expert_parallel_comm
 
     def refined(self, cut: Candidate) -> Iterator[Candidate]:
         """Yield ``cut`` with every size of a microbatch, the smallest first."""
@@ -79,10 +86,10 @@ class Space:
         if self.job.precision.is_unfused:
             ways.append(Recompute("recompute-attention", "selective", modules=("core_attn",)))
         # In pairs, where no whole layer is recomputed, those of a few dense layers before experts count too.
-        has_mlps = not model.num_experts or (cut.is_paired and not all(model.has_experts))
-        if has_mlps and not model.add_bias_linear:  # see job/rules/stock.toml
+        has_mlps = not model.num_experts or (self._is_paired and not all(model.has_experts))
+        if has_mlps and not model.add_bias_linear:  # see job/rules/stock.py
             ways.append(Recompute("recompute-mlp", "selective", modules=("mlp",)))
-        if cut.is_paired:
+        if self._is_paired:
             return ways
         half = spread(self.job) // (cut.pipeline * chunks) // 2
         if half:
@@ -158,6 +165,13 @@ class Space:
         sizes = _divisors(count) if count else [1]
         ranks = replicas * tensor
         return [(size, each) for each in own for size in sizes if ranks % (size * (each or tensor)) == 0]
+
+
+def record(candidate: Candidate) -> dict[str, Any]:
+    """Return what ``candidate`` sets, as files of a search have it."""
+    found = asdict(candidate)
+    del found["options"]
+    return {**found, "is_paired": Pairs() in candidate.options}
 
 
 def _is_legal(job: Job, stage_ranks: int) -> bool:

@@ -29,8 +29,8 @@ from megatron_pp_ext.schedule.placement import Placement, Shape
 def bounds(work: Workload, microbatches: int) -> tuple[float, float]:
     """Return two lower bounds on a step in seconds: with whole backwards, and with split ones.
 
-    In every placement stage r is the first one of rank r.  Where actions may run in pairs, each takes its
-    part of the pair's time at least.
+    In every placement stage r is the first one of rank r.  Where actions may run together, each takes its
+    part of their time at least.
     """
     shared = work.costs.vocabulary
     scores, last = (shared.scores, shared.weight_gradient) if shared else (0.0, 0.0)
@@ -43,8 +43,8 @@ def bounds(work: Workload, microbatches: int) -> tuple[float, float]:
         head += stage.forward + hop
         tail += stage.input_gradient + stage.weight_gradient + hop
     around = max(wait.update for wait in work.waits) + work.tied_seconds
-    pair = work.costs.pair
-    return pair * whole + around, pair * split + around
+    together = work.together(work.parts)
+    return together * whole + around, together * split + around
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ class MeanRank:
         )
         if work.placement.shape is Shape.LINEAR:
             whole = max(whole, ranks * shortest / (1 - (1 - 1 / microbatches) ** ranks))
-        around, pair = work.update_seconds(self.state) + work.tied_seconds, work.pair([part])
-        return pair * whole + around, pair * split + around
+        around, together = work.update_seconds(self.state) + work.tied_seconds, work.together([part])
+        return together * whole + around, together * split + around
 
 
 def mean_rank(work: Workload, sums: ModelSums, fewest: Sequence[int]) -> MeanRank:

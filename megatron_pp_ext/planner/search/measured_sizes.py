@@ -9,7 +9,7 @@ from collections.abc import Collection
 from megatron_pp_ext.job import layers
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.model_description import flag
-from megatron_pp_ext.schedule import costs_file
+from megatron_pp_ext.schedule.formats import costs_file
 
 _SIZES = (
     "tensor_model_parallel_size",

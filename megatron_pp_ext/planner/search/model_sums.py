@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_pp_ext.costs.model_parts import ModelParts
 from megatron_pp_ext.costs.part import Part
+from megatron_pp_ext.costs.stage_parts import end_parts, kept_input, prediction_parts
 from megatron_pp_ext.job.typed_job import Job
-from megatron_pp_ext.planner.step.model_parts import ModelParts
-from megatron_pp_ext.planner.step.stage_parts import end_parts, kept_input, prediction_parts
 
 
 class LeastSeconds(NamedTuple):

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import lru_cache, partial
 
+from megatron_pp_ext.costs.model_parts import ModelParts
 from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.layout.balance import even
@@ -11,7 +12,6 @@ from megatron_pp_ext.planner.layout.stage_seconds import StageSeconds
 from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.search.lower_bounds import MeanRank, mean_rank
 from megatron_pp_ext.planner.search.model_sums import ModelSums
-from megatron_pp_ext.planner.step.model_parts import ModelParts
 from megatron_pp_ext.planner.step.programs import Prepared, short_program, whole_program
 from megatron_pp_ext.planner.step.workload import Workload, model_on
 from megatron_pp_ext.schedule import catalog
@@ -95,6 +95,6 @@ def _is_split(candidate: Candidate) -> bool:
 def order_of(candidate: Candidate, most: int | None = None) -> Prepared:
     """Return the candidate's schedule, for ``most`` microbatches at most."""
     count = min(candidate.microbatches, most or candidate.microbatches)
-    sizes = candidate.pipeline, count, candidate.chunks, candidate.shares_vocabulary, candidate.is_paired
+    sizes = candidate.pipeline, count, candidate.chunks, candidate.shares_vocabulary, candidate.options
     made = whole_program if most is None else short_program
     return made(candidate.schedule, *sizes)

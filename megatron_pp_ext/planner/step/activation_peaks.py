@@ -3,9 +3,9 @@
 They depend only on the order of the rank's own actions.  ``simulate`` computes the same for costs that only
 shrink after a forward; recomputation makes activations anew inside a backward, which is counted here.
 
-The halves of a pair take turns by layer, so that one frees what the other keeps.  Between them there is never
-more than a layer too much, which is counted as if it were the whole forward: a stage may have few layers.
-Without a pipeline it has many, and that layer does not count.
+A forward and a backward that run together take turns by layer, so that one frees what the other keeps.
+Between them there is never more than a layer too much, which is counted as if it were the whole forward: a
+stage may have few layers.  Without a pipeline it has many, and that layer does not count.
 """
 
 from collections.abc import Sequence
@@ -73,7 +73,7 @@ def _moments(program: Program, rank: int) -> Any:
         at = 4 * (stage // placement.ranks)
         if kind == F:
             now[at] += 1
-            # Without a pipeline, a forward while another microbatch is in flight is half of a pair.
+            # Without a pipeline, a forward while another microbatch is in flight runs with its backward.
             joined = int(is_whole and now[at] > 1)
             seen.add((now[0] - joined, *now[1:]))
             continue

@@ -35,12 +35,6 @@ _LONG_RUN = (
 )
 """The note of an estimate without a flush."""
 
-_UNPROVED = (
-    "a pair takes {:.2f} of its forward and backward; no published run in pairs with a pipeline was compared "
-    "with this"
-)
-"""The note of an estimate in pairs; it takes ``Costs.pair``."""
-
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
@@ -264,9 +258,8 @@ def estimate_request(job: Job, system: System, request: Request, margin: float =
         stage, least = Unflushed(work, request.updates).busiest
         each = estimated.step_seconds / microbatches
         return replace(estimated, note=_LONG_RUN.format(each, stage, least / microbatches))
-    if request.is_paired and request.ranks > 1:
-        return replace(estimated, note=_UNPROVED.format(work.costs.pair))
-    return replace(estimated, note=made.note)
+    cautions = (option.caution(request.ranks, work.costs) for option in request.options)
+    return replace(estimated, note=next(filter(None, cautions), made.note))
 
 
 def waits_around(work: Workload, spans: tuple[Span, ...]) -> float:

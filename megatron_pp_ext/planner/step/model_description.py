@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from megatron_pp_ext.job import flag_effects, flag_table, our_flags
-from megatron_pp_ext.job.rules.asked import Asked
+from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.typed_job import PLACES, Job, settled
 from megatron_pp_ext.json_input import did_you_mean, is_number
 
@@ -56,10 +56,10 @@ def describe(values: Mapping[str, Any], where: str = "the model") -> Job:
     return Job.of(args)
 
 
-def asked_of(job: Job) -> Asked:
+def asked_of(job: Job) -> RequestedJob:
     """Return what is asked where ``job`` is not described by flags: its fields, and no other argument."""
     values = {name: job.value(name) for name in PLACES}
-    return Asked(flag_table.parse([], values))
+    return RequestedJob(flag_table.parse([], values))
 
 
 def settle(args: Namespace) -> None:

@@ -2,9 +2,9 @@
 
 from dataclasses import asdict, dataclass
 
+from megatron_pp_ext.costs.model_parts import model_parts
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.job.typed_job import Job
-from megatron_pp_ext.planner.step.model_parts import model_parts
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 
 from megatron_pp_ext.compiler.make import make
-from megatron_pp_ext.compiler.request import of_sizes
+from megatron_pp_ext.compiler.request import Option, of_sizes
 from megatron_pp_ext.planner.step.activation_peaks import InFlight
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
@@ -50,16 +50,16 @@ def _prepared(
     microbatches: int,
     chunks: int,
     shares_vocabulary: bool = False,
-    is_paired: bool = False,
+    options: tuple[Option, ...] = (),
     is_repeated: bool = True,
 ) -> Prepared:
     """Return schedule ``name``, prepared; ValueError for sizes that it cannot be built for.
 
-    With ``shares_vocabulary`` all ranks, of which there are several, share the vocabulary; with ``is_paired``
-    forwards and backwards run in pairs, for schedules that have them.
+    With ``shares_vocabulary`` all ranks, of which there are several, share the vocabulary; ``options`` are
+    those of other features.
     """
     sizes = name, ranks, microbatches, chunks
-    request = of_sizes(*sizes, shares_vocabulary=shares_vocabulary, is_paired=is_paired)
+    request = of_sizes(*sizes, shares_vocabulary=shares_vocabulary, options=options)
     return Prepared(make(request, is_proved=True).schedule, is_repeated)
 
 

@@ -8,22 +8,24 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any
 
+from megatron_pp_ext.costs.model_parts import ModelParts, model_parts
 from megatron_pp_ext.costs.optimizers import update_seconds
 from megatron_pp_ext.costs.part import Part
-from megatron_pp_ext.costs.state import ModelState, Sharing, model_state
-from megatron_pp_ext.costs.system import Link, System
-from megatron_pp_ext.costs.system_kernels import SystemKernelSeconds
-from megatron_pp_ext.job import replicas, sizes, stage_costs
-from megatron_pp_ext.job.layers import by_stage
-from megatron_pp_ext.job.typed_job import Job
-from megatron_pp_ext.planner.step.model_parts import ModelParts, model_parts
-from megatron_pp_ext.planner.step.stage_parts import (
+from megatron_pp_ext.costs.stage_parts import (
     every_token,
+    message_bytes,
     shared_vocabulary,
     stage_parts,
     vocabulary_part,
 )
-from megatron_pp_ext.schedule.costs import Costs, part_of_pair
+from megatron_pp_ext.costs.state import ModelState, Sharing, model_state
+from megatron_pp_ext.costs.system import Link, System
+from megatron_pp_ext.costs.system_kernels import SystemKernelSeconds
+from megatron_pp_ext.features.pairs.costs import pair
+from megatron_pp_ext.job import replicas, sizes, stage_costs
+from megatron_pp_ext.job.layers import by_stage
+from megatron_pp_ext.job.typed_job import Job
+from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.messages import EMBEDS_AHEAD
 from megatron_pp_ext.schedule.placement import Placement
 
@@ -43,12 +45,6 @@ class Waits:
     reduction: float
     gathering: float
     update: float
-
-
-def message_bytes(job: Job, hidden_bytes: float) -> float:
-    """Return the bytes of a message: an activation of ``hidden_bytes``, in fp32 where the residuals are."""
-    is_wider = job.precision.fp32_residual_connection and job.precision.is_half
-    return 2 * hidden_bytes if is_wider else hidden_bytes
 
 
 def hop_seconds(job: Job, system: System, link: Link, size: float) -> float:
@@ -124,7 +120,7 @@ class Workload:
     def costs(self) -> Costs:
         """The costs of the stages, as a schedule takes them."""
         stages = tuple(_once(partial(Part.costs, is_split=self._is_split), self.parts))
-        costs = Costs(stages, self.hop, self.message, self.vocabulary, pair=self.pair(self.parts))
+        costs = Costs(stages, self.hop, self.message, self.vocabulary, pair=self.together(self.parts))
         if self.job.pipeline.pipeline_offload is None:
             return costs
         host = self.system.host_beside_others
@@ -136,12 +132,9 @@ class Workload:
         stages = tuple(replace(stage, copy=part.after_forward / rate) for stage, part in copied)
         return replace(costs, stages=stages)
 
-    def pair(self, parts: Sequence[Part]) -> float:
-        """Return what a pair takes, as a part of its two actions, on average over ``parts``."""
-        if not self.job.parallel.overlap_moe_expert_parallel_comm:
-            return 1.0
-        alone = sum(part.forward_seconds + part.backward_seconds for part in parts)
-        return part_of_pair(sum(part.overlapped_in_pair for part in parts), alone)
+    def together(self, parts: Sequence[Part]) -> float:
+        """Return what actions that run together take of their seconds, on average over ``parts``."""
+        return pair(self.job, parts)
 
     @property
     def vocabulary_parameters(self) -> Part:

@@ -1,27 +1,30 @@
 """The work of a stage on a microbatch."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
 import torch
 
-from megatron_pp_ext.runtime.activation_meter import Owner
 from megatron_pp_ext.runtime.operations.operation import Recorded
 from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.messages import Message
+
+Around = Callable[[Rank], AbstractContextManager[None]]
+"""Returns the context in which a rank does a piece of work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compute(Recorded):
     """An F, I, W or B: takes the tensor of ``source``, if any, and leaves that of ``target``, if any.
 
-    ``leaves`` says of an F that its activations will leave the device.
+    Features may surround a forward with contexts of theirs, ``around``.
     """
 
     source: Message | None = None
     target: Message | None = None
-    leaves: bool = False
+    around: tuple[Around, ...] = ()
 
     def perform(self, rank: Rank) -> None:
         """See ``Recorded``."""
@@ -30,7 +33,7 @@ class Compute(Recorded):
         produced: torch.Tensor | None = None
         match kind:
             case Kind.F:
-                with self.saving(rank):
+                with self.surrounded(rank):
                     produced = stage.forward(microbatch, rank.take(self.source))
             case Kind.B:
                 produced = stage.backward(microbatch, rank.take(self.source))
@@ -42,8 +45,9 @@ class Compute(Recorded):
                 raise ValueError(f"{self.action} is no work of a stage")
         rank.leave(self.target, produced)
 
-    def saving(self, rank: Rank) -> AbstractContextManager[None]:
-        """Return a context for the forward, which takes note of what it saves if that leaves."""
-        if not self.leaves:
-            return nullcontext()
-        return rank.activations_away.saving(Owner(self.action.stage, self.action.microbatch))
+    def surrounded(self, rank: Rank) -> ExitStack:
+        """Return ``around`` as one context, which is entered already."""
+        stack = ExitStack()
+        for around in self.around:
+            stack.enter_context(around(rank))
+        return stack

@@ -11,14 +11,14 @@ import pytest
 from megatron_pp_ext.compiler.bounds import lower_bound
 from megatron_pp_ext.features.offload.free_plans import with_share
 from megatron_pp_ext.features.vocabulary.share import share, share_evaluation, without_weight_gradients
-from megatron_pp_ext.schedule import catalog, costs_file, csv_file
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind, Schedule
 from megatron_pp_ext.schedule.check import InvalidSchedule, check
 from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
+from megatron_pp_ext.schedule.formats import costs_file, csv_file, trace_file, trace_reading
 from megatron_pp_ext.schedule.messages import Exchange, Exchanged, planned_launches
 from megatron_pp_ext.schedule.placement import linear, loop, v, wave
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
-from megatron_pp_ext.view import trace_file, trace_reading
 from tests.support.random_orders import random_schedule
 
 KEPT = 0.25

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_pp_ext.integration import install
+from megatron_pp_ext.launch import install
 from tests.support import training  # has to come before Megatron
 from tests.support.samples import note_samples
 
 # isort: split
 from megatron.training import arguments
 
-from megatron_pp_ext.integration.runners import host_activations
+from megatron_pp_ext.features.offload.megatron import host_activations
 from tests.hunt.faults.strike import Strike, count_calls
 
 install()

@@ -20,7 +20,7 @@ import tests.support.ranks  # noqa: F401
 import typer
 
 from benchmarks.report import publish
-from megatron_pp_ext.integration import install
+from megatron_pp_ext.launch import install
 from tests.hunt.fuzz.draw import draw
 from tests.hunt.fuzz.report import Found, sections, told
 from tests.hunt.fuzz.shrink import shrunk

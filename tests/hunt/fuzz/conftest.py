@@ -3,6 +3,6 @@
 from tests.support import ranks  # noqa: F401  (the stand-ins for torch.cuda, before Megatron is imported)
 
 # isort: split
-from megatron_pp_ext.integration import install
+from megatron_pp_ext.launch import install
 
 install()

@@ -6,10 +6,10 @@ from itertools import accumulate
 from pathlib import Path
 from random import Random
 
-from megatron_pp_ext.compiler.search.pairing import in_pairs
-from megatron_pp_ext.schedule import costs_file, csv_file
+from megatron_pp_ext.features.pairs.order import in_pairs
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.formats import costs_file, csv_file
 from megatron_pp_ext.schedule.names import AUTO, FLEX
 from megatron_pp_ext.schedule.placement import Placement, Shape
 from megatron_pp_ext.verification.reference_runs import stock_flags

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from megatron_pp_ext.verification.run_record import RunRecord
+from megatron_pp_ext.schedule.formats.run_record import RunRecord
 from megatron_pp_ext.verification.tolerances import Arithmetic
 from megatron_pp_ext.verification.verdict import LOSS, compare, relative
 from tests.hunt.fuzz.noise import SILENCE, Noise

@@ -9,8 +9,8 @@ from random import Random
 
 import pytest
 
-from megatron_pp_ext.schedule import csv_file
 from megatron_pp_ext.schedule.check import check, require_one_forward_order
+from megatron_pp_ext.schedule.formats import csv_file
 from megatron_pp_ext.schedule.placement import v
 from tests.conftest import CACHE
 from tests.hunt.fuzz import job

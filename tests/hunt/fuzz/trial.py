@@ -20,7 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_pp_ext.integration.runners import host_activations
+from megatron_pp_ext.features.offload.megatron import host_activations
 from megatron_pp_ext.verification.tolerances import Arithmetic
 from tests.hunt.fuzz import job, judge, samples, stores
 from tests.hunt.fuzz.factors import Row, is_legal

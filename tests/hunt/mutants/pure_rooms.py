@@ -23,7 +23,7 @@ from tests.hunt.mutants.copies import PACKAGE, ROOT, Copies, copies
 from tests.hunt.mutants.mutations import Mutant, count, mutants
 from tests.hunt.mutants.symbols import Place, places
 
-ROOMS = ("schedule", "compiler", "costs", "partition", "planner")
+ROOMS = ("schedule", "compiler", "costs", "pipedream/partition", "planner")
 MORE_TESTS = {
     "costs": ["tests/planner/test_stage_costs.py"],
     "planner": ["tests/cli/test_planner_commands.py"],

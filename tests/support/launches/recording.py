@@ -272,7 +272,7 @@ def record_plans(
             for number, plan in enumerate(steps):
                 if number and synchronized_between:
                     recording.add(HostWait())
-                execute(plan, Rank(kernels, channels, vocabulary=vocabulary, away=away))
+                execute(plan, Rank(kernels, channels, parts=[one for one in (vocabulary, away) if one]))
                 for ranks in reduced_between:
                     if rank in ranks:
                         recording.add(Collective(str(ranks), tuple(ranks), "gradients", is_waited_for=True))

@@ -1,0 +1,154 @@
+"""The parts of a whole model: its layers in order, and what is around them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from megatron_pp_ext.costs import attention_kinds, ends
+from megatron_pp_ext.costs.attention_kinds import Attentions
+from megatron_pp_ext.costs.experts import experts
+from megatron_pp_ext.costs.heterogeneous import block
+from megatron_pp_ext.costs.kernels import KernelSeconds
+from megatron_pp_ext.costs.layer_costs import LayerCosts
+from megatron_pp_ext.costs.mamba import mamba
+from megatron_pp_ext.costs.mlp import mlp
+from megatron_pp_ext.costs.overlap import overlapped
+from megatron_pp_ext.costs.part import Part
+from megatron_pp_ext.job.typed_job import Job
+from megatron_pp_ext.schedule.costs import Costs
+
+_KINDS = {"-": mlp, "E": experts, "M": mamba}
+"""The layers without attention whose costs are known, by their letters in --hybrid-layer-pattern."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParts:
+    """The parts of a whole model, from which any number of stages can be cut.
+
+    ``layers`` are in order, and equal ones are one object; ``other`` is what every stage has beside them.
+    ``table`` and ``output`` are the embedding's rows and the output layer with the loss, ``positions`` and
+    ``last_norm`` what the end stages have beside these, ``prediction`` one depth of multi-token prediction
+    without its output layer.  ``hidden_bytes`` are those of one activation between
+    layers, ``loss_workspace`` the temporary bytes of the loss.
+    ``deferred`` is what of the output layer --defer-embedding-wgrad-compute leaves for the end of a step, for
+    a microbatch: the product for the weight gradient, and what it reads.
+    ``stages`` are the sums of stages that were cut, by how they are recomputed and by their layers.
+    ``kinds`` tells layers apart: equal ones have the same number.
+
+    ``measured`` are the costs of stages that were measured, None where all costs are those of formulas.
+    Where their parameters are among them, the layers need no formulas, and there are none here.
+    """
+
+    layers: tuple[Part, ...]
+    other: Part
+    table: Part
+    positions: Part
+    last_norm: Part
+    output: Part
+    prediction: Part
+    hidden_bytes: float
+    loss_workspace: float
+    measured: Costs | None = None
+    deferred: Part = field(default_factory=Part)
+    stages: dict[tuple[object, ...], Part] = field(default_factory=dict, compare=False, repr=False)
+    kinds: tuple[int, ...] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kinds", tuple(map(id, self.layers)))
+
+    @property
+    def counts_weights(self) -> bool:
+        """Whether the weights of all stages were counted where they were measured."""
+        return self.measured is not None and self.measured.has_parameters
+
+    @property
+    def head(self) -> Part:
+        """The end of the model: the last norm, the output layer and the loss."""
+        return self.last_norm + self.output
+
+
+def model_parts(
+    job: Job,
+    kernels: KernelSeconds | None = None,
+    vocabulary: int | None = None,
+    measured: Costs | None = None,
+) -> ModelParts:
+    """Return the parts of ``job``'s model; ValueError for layers whose costs are not known.
+
+    Seconds are those of ``kernels``, or in proportion to operations.  ``vocabulary`` are the rows of the
+    embedding, which follow from ``job`` if it is left out.  ``measured`` are the costs of measured stages.
+    """
+    costs = LayerCosts(job, kernels)
+    rows = job.padded_vocabulary if vocabulary is None else vocabulary
+    has_own_layers = measured is None or not measured.has_parameters
+    layers = _layers(costs) if has_own_layers else []
+    output, deferred = ends.output(costs, rows), Part()
+    if job.parallel.defer_embedding_wgrad_compute:
+        seconds, read = output.weight_gradient_seconds, output.after_input_gradient
+        deferred = Part(weight_gradient_seconds=seconds, after_input_gradient=read)
+        output = replace(output, weight_gradient_seconds=0.0, overlapped_in_whole=0.0)
+    return ModelParts(
+        layers=tuple(layers),
+        other=costs.other(),
+        table=ends.table(costs, rows),
+        positions=ends.positions(costs),
+        last_norm=costs.norm(is_recomputed=False),
+        output=output,
+        prediction=_prediction(costs, layers) if job.model.mtp_num_layers else Part(),
+        hidden_bytes=costs.hidden_bytes,
+        loss_workspace=ends.loss_workspace(costs, rows),
+        measured=measured,
+        deferred=deferred,
+    )
+
+
+def _layers(costs: LayerCosts) -> list[Part]:
+    """Return the layers of the model in order; equal ones are one object."""
+    model = costs.job.model
+    if model.pattern is not None:
+        return _of_pattern(costs, model.pattern.replace("|", ""))
+    if model.blocks:
+        if len(model.blocks) != model.num_layers:
+            raise ValueError(
+                f"--num-layers is {model.num_layers}, but --heterogeneous-layers-config-path describes "
+                f"{len(model.blocks)} layers: correct one of them"
+            )
+        described = {one: block(costs, one) for one in set(model.blocks)}
+        return [described[one] for one in model.blocks]
+    attentions = Attentions(costs)
+    behind = {kind: (experts if kind else mlp)(costs) for kind in set(model.has_experts)}
+    halves = [(attentions.layer(number), behind[kind]) for number, kind in enumerate(model.has_experts, 1)]
+    left = costs.kernels.left_beside_exchange
+    made = {(id(front), id(back)): _joined(front, back, left) for front, back in halves}
+    return [made[id(front), id(back)] for front, back in halves]
+
+
+def _joined(attention: Part, mlp: Part, left: float) -> Part:
+    return attention + replace(mlp, overlapped_together=overlapped(attention, mlp, left))
+
+
+def _of_pattern(costs: LayerCosts, letters: str) -> list[Part]:
+    unknown = sorted(set(letters) - {*_KINDS, *attention_kinds.KINDS})
+    if unknown:
+        raise ValueError(
+            f"cannot estimate the layers {' '.join(unknown)} of --hybrid-layer-pattern; measure the stages "
+            'with mpp rehearse --costs FILE, which counts their "parameters" too, and give '
+            "--pipeline-costs FILE"
+        )
+    attentions = Attentions(costs)
+    parts = {letter: _KINDS[letter](costs) for letter in set(letters) & set(_KINDS)}
+    return [parts.get(letter) or attentions.layer(number, letter) for number, letter in enumerate(letters, 1)]
+
+
+def _prediction(costs: LayerCosts, layers: Sequence[Part]) -> Part:
+    """Return a depth of multi-token prediction: its layers are those of its pattern, or one as the last is.
+
+    Full recomputation keeps both of its inputs, but not where it is that of a stage's first layers
+    (``MultiTokenPredictionLayer`` in megatron.core.transformer).
+    """
+    pattern, memory = costs.job.model.predicting_pattern, costs.job.memory
+    own = _of_pattern(costs, pattern) if pattern else layers[-1:]
+    depth = sum(own, ends.prediction(costs))
+    if memory.recomputes_layers and not memory.recomputes_first:
+        # The input of the norm behind, which the head has, is not kept beside both.
+        return depth.recomputed(kept=costs.hidden_bytes)
+    return depth

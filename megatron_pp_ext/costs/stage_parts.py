@@ -1,0 +1,171 @@
+"""The stages that are cut from the parts of a model, and the vocabulary that their ranks may share."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, groupby
+
+from megatron_pp_ext.costs.model_parts import ModelParts
+from megatron_pp_ext.costs.part import Part
+from megatron_pp_ext.job import stage_costs
+from megatron_pp_ext.job.layers import predicting_stage
+from megatron_pp_ext.job.typed_job import Job
+from megatron_pp_ext.schedule.costs import StageCosts, VocabularyCosts
+
+
+def every_token(job: Job, model: ModelParts) -> float:
+    """Return the bytes of the hidden states of all tokens, which sequence parallelism divides elsewhere."""
+    return model.hidden_bytes * job.parallel.sequence_ranks
+
+
+def message_bytes(job: Job, hidden_bytes: float) -> float:
+    """Return the bytes of a message: an activation of ``hidden_bytes``, in fp32 where the residuals are."""
+    is_wider = job.precision.fp32_residual_connection and job.precision.is_half
+    return 2 * hidden_bytes if is_wider else hidden_bytes
+
+
+def vocabulary_part(job: Job, model: ModelParts) -> Part:
+    """Return a rank's part of the vocabulary that the pipeline's ranks share.
+
+    From S to T a rank keeps its exponentials, and the hidden states of all tokens twice: as they came and
+    their gradient's part.  A tied weight exists once.  Where the parameters of stages are measured, they have
+    those of this part.
+    """
+    ranks, output = job.parallel.pipeline_model_parallel_size, model.output
+    exponentials = max(0.0, output.after_input_gradient - model.hidden_bytes) / ranks
+    rows = output.parameters
+    if job.model.untie_embeddings_and_output_weights:
+        rows += model.table.parameters
+    if model.counts_weights:
+        rows = 0.0
+    return Part(
+        weight_operations=output.weight_operations / ranks,
+        forward_seconds=output.forward_seconds / ranks,
+        input_gradient_seconds=output.input_gradient_seconds / ranks,
+        weight_gradient_seconds=output.weight_gradient_seconds / ranks,
+        after_forward=exponentials + 2 * every_token(job, model),
+        parameters=rows / ranks,
+    )
+
+
+def shared_vocabulary(job: Job, model: ModelParts, hop: float = 0.0) -> VocabularyCosts:
+    """Return the costs of ``vocabulary_part``, as a schedule takes them.
+
+    An S does the part's forward and its part of the input gradient.  A ``hop`` is that of a message between
+    stages.  A part that was measured costs that, with the exchanges of a hop where they were not measured.
+    """
+    measured = model.measured.vocabulary if model.measured else None
+    if measured is not None:
+        return measured if measured.hidden else measured.exchanged_over(hop)
+    part = vocabulary_part(job, model)
+    alone = VocabularyCosts(
+        scores=part.forward_seconds + part.input_gradient_seconds,
+        weight_gradient=part.weight_gradient_seconds,
+        activation=part.after_forward,
+    )
+    return alone.exchanged_over(hop)
+
+
+def stage_parts(
+    job: Job, model: ModelParts, layers_by_stage: Sequence[int], shares_vocabulary: bool = False
+) -> list[Part]:
+    """Return the costs of each stage of ``model``, given the layers of each; equal stages are one object.
+
+    The embedding is in the first stage; the output layer and the losses are in the last, and so is
+    multi-token prediction unless a layout puts it, with its copy of the embedding, elsewhere.  With
+    ``shares_vocabulary`` the embedding's rows, the output layer and the loss are in none.
+
+    Stages that were measured have their own seconds and bytes.  If their parameters were counted, nothing
+    comes from formulas; otherwise these tell the parameters and operations.  ValueError where ``measured``
+    are no costs of such stages.
+    """
+    if model.measured is None:
+        return _by_formulas(job, model, layers_by_stage, shares_vocabulary)
+    stages = len(layers_by_stage)
+    costs = stage_costs.cut(model.measured, job, stages, shares_vocabulary)
+    if model.counts_weights:
+        parts = [_weights(job, stage) for stage in costs.stages]
+    else:
+        parts = _by_formulas(job, model, layers_by_stage, shares_vocabulary)
+    return [
+        part.measured(stage, costs.overlapped_together(stage))
+        for part, stage in zip(parts, costs.stages, strict=True)
+    ]
+
+
+def _weights(job: Job, stage: StageCosts) -> Part:
+    """Return the weights of a measured ``stage``; any product may read them in FP8."""
+    every = stage.parameters + stage.expert_parameters
+    return Part(
+        parameters=stage.parameters,
+        expert_parameters=stage.expert_parameters,
+        fp8_parameters=every if job.precision.uses_fp8 else 0.0,
+    )
+
+
+def _by_formulas(
+    job: Job, model: ModelParts, layers_by_stage: Sequence[int], shares_vocabulary: bool
+) -> list[Part]:
+    ends, memory = list(accumulate(layers_by_stage)), job.memory
+    how = memory.recompute_granularity, memory.recompute_method, memory.recompute_num_layers
+    sums = []
+    for start, end in zip([0, *ends], ends, strict=False):
+        key = *how, *model.kinds[start:end]
+        if key not in model.stages:
+            layers = _recomputed(job, model.hidden_bytes, model.layers[start:end])
+            model.stages[key] = _sum(layers) + model.other
+        sums.append(model.stages[key])
+    for first, last in end_parts(model, shares_vocabulary):
+        sums[0] += first
+        sums[-1] += last
+    predicting = predicting_stage(job, len(sums))
+    if predicting is not None:
+        predicted, losses = prediction_parts(job, model, has_embedding=predicting == 0)
+        sums[predicting] += predicted
+        sums[-1] += losses
+    return sums
+
+
+def end_parts(model: ModelParts, shares_vocabulary: bool) -> list[tuple[Part, Part]]:
+    """Return what the first and the last stage have beside their layers."""
+    ends = [(model.positions, model.last_norm)]
+    return ends if shares_vocabulary else [*ends, (model.table, model.output)]
+
+
+def prediction_parts(job: Job, model: ModelParts, has_embedding: bool) -> tuple[Part, Part]:
+    """Return what multi-token prediction adds to its stage, and to the last one.
+
+    All depths take one embedding, of which the stage gets a copy unless it ``has_embedding`` anyhow.
+    """
+    count, one = job.model.mtp_num_layers, model.prediction
+    predicted = one.repeated(count) if job.model.mtp_use_repeated_layer else one.times(count)
+    if count and not has_embedding:
+        predicted += Part(parameters=model.output.parameters)
+    return predicted, replace(model.head, parameters=0).times(count)
+
+
+def kept_input(job: Job, hidden_bytes: float) -> float:
+    """Return the bytes that a group of recomputed layers keeps, of an input of ``hidden_bytes``."""
+    ranks = job.parallel.tensor_model_parallel_size if job.memory.distribute_saved_activations else 1
+    return hidden_bytes / ranks
+
+
+def _sum(parts: Sequence[Part]) -> Part:
+    total = Part()
+    for _, run in groupby(parts, key=id):
+        same = list(run)
+        total += same[0].times(len(same))
+    return total
+
+
+def _recomputed(job: Job, hidden_bytes: float, stage: Sequence[Part]) -> Sequence[Part]:
+    """Return the layers of a stage; full recomputation puts them in groups that keep only their input."""
+    if not job.memory.recomputes_layers or not stage:
+        return stage
+    size = job.memory.recomputed_together
+    whole: Sequence[Part] = []
+    if job.memory.recomputes_first:
+        stage, whole, size = stage[:size], stage[size:], 1
+    kept = kept_input(job, hidden_bytes)
+    groups = [stage[start : start + size] for start in range(0, len(stage), size)]
+    made = {key: _sum(group).recomputed(kept) for group in groups for key in (tuple(map(id, group)),)}
+    return [*(made[tuple(map(id, group))] for group in groups), *whole]

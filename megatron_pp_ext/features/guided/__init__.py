@@ -1,0 +1,1 @@
+"""Profile-guided schedules: steps that are measured, and an order that is compiled from that."""

@@ -1,0 +1,55 @@
+"""What activations that wait on the host by a plan do not support."""
+
+from megatron_pp_ext.job.rules.rule import Rule, Rules
+from megatron_pp_ext.schedule.names import AUTO
+
+RULES = (
+    Rules(
+        title="Beside `--pipeline-offload`",
+        when=lambda job: job.pipeline.pipeline_offload is not None and job.pipeline.has_schedule,
+        subject="--pipeline-offload {pipeline_offload}",
+        rows=(
+            Rule(
+                "--pipeline-schedule {pipeline_schedule}",
+                when=lambda job: not job.pipeline.can.flushes,
+                why="without a flush no step has a plan of its own",
+                fix="choose a schedule that flushes, or leave it out",
+            ),
+            Rule("--fine-grained-activation-offloading", why="both would move the same activations"),
+            Rule("--pipeline-profile-steps", why="its measurements know nothing of copies"),
+            Rule(
+                "--pipeline-vocabulary {pipeline_vocabulary}",
+                when=lambda job: (
+                    job.pipeline.pipeline_offload == AUTO
+                    and job.pipeline.can.is_compiled
+                    and job.pipeline.pipeline_vocabulary
+                ),
+                why="the compiler does not choose copies beside parts of a vocabulary",
+                fix="give a share, such as 0.5",
+            ),
+        ),
+    ),
+    Rules(
+        title="Without `--pipeline-offload`",
+        when=lambda job: job.pipeline.pipeline_offload is None,
+        rows=(
+            Rule(
+                "--pipeline-offload-host-bytes",
+                why="is for activations that wait on the host",
+                fix="leave it out, or add --pipeline-offload auto",
+            ),
+        ),
+    ),
+    Rules(
+        title="Bytes of the host",
+        when=lambda job: job.pipeline.pipeline_offload_host_bytes is not None,
+        rows=(
+            Rule(
+                "--pipeline-offload-host-bytes {pipeline_offload_host_bytes}",
+                when=lambda job: (job.pipeline.pipeline_offload_host_bytes or 0) <= 0,
+                why="must be above 0",
+                fix="give the bytes that a rank's activations may take on the host",
+            ),
+        ),
+    ),
+)

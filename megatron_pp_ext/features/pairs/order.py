@@ -1,0 +1,113 @@
+"""Orders in pairs: those of families, and pairs for an order that has none.
+
+For the latter it is chosen which forwards run together with the backward after them.
+
+A pair is shorter than its two actions (``Costs.pair``), but it waits for the inputs of both, and what waits
+for either output waits for its end.  So more pairs are not always better.  Here every forward with a backward
+after it begins as a pair; pairs in which ranks would wait for each other are dissolved, and then those
+without which the step is shorter.  The order of actions, and with it the memory, stays as it is.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from megatron_pp_ext.compiler.make import CostsOf, Made, Make
+from megatron_pp_ext.compiler.request import Request
+from megatron_pp_ext.features.pairs.options import Pairs
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.families import one_f_one_b
+from megatron_pp_ext.schedule.names import FLEX, FORWARD_ONLY, NO_PIPELINE
+from megatron_pp_ext.schedule.placement import Placement
+from megatron_pp_ext.schedule.program import Program
+from megatron_pp_ext.schedule.simulate import Timeline, simulate
+from megatron_pp_ext.schedule.walk import Walk
+
+_ACTIONS = 200_000
+"""The most actions that are timed to find pairs to dissolve; each attempt times the whole schedule."""
+
+
+def compiled(
+    found: Timeline, origin: str, cuts: Sequence[tuple[Placement, Costs]], microbatches: int
+) -> Iterator[tuple[Timeline, str]]:
+    """Yield what was ``found`` in pairs, and the families that have pairs; see ``compile.Variants``.
+
+    Nothing where a pair takes as long as its two actions.
+    """
+    if found.costs.pair >= 1:
+        return
+    yield in_pairs(found.schedule, found.costs), f"{origin}, in pairs"
+    for name, entry in catalog.ENTRIES.items():
+        for placement, costs in cuts:
+            if entry.make_paired is None or entry.shape is not placement.shape:
+                continue
+            if not entry.accepts(placement.chunks):
+                continue
+            family = entry.build(placement.ranks, microbatches, placement.chunks, paired=True)
+            timeline = simulate(replace(family, name=FLEX), costs)
+            yield timeline, f"{name} in pairs, {placement.shape} placement"
+
+
+def paired(request: Request, costs: CostsOf, before: Make) -> Made:
+    """Return a family's order with pairs where the request has them; a pass of ``compiler.make``.
+
+    ValueError for a family that has none.  What is compiled has its pairs already, a file its own.
+    """
+    is_family = not request.is_compiled and request.from_file is None and request.schedule != FORWARD_ONLY
+    if request.option(Pairs) is None or not is_family:
+        return before(request)
+    if request.schedule == NO_PIPELINE:
+        # Megatron pairs a forward with the backward of the microbatch before also without a pipeline
+        # (``combined_1f1b_schedule_for_no_pipelining`` in megatron.core.pipeline_parallel.combined_1f1b).
+        return Made(replace(one_f_one_b.build_paired(1, request.microbatches), name=NO_PIPELINE))
+    entry = catalog.entry(catalog.abilities(request.schedule).order or request.schedule)
+    catalog.require_pairs(entry)
+    return Made(entry.build(request.ranks, request.microbatches, request.placement.chunks, paired=True))
+
+
+def counted(request: Request, costs: Costs) -> Costs:
+    """Return ``costs`` in which no pair saves anything unless the request has pairs."""
+    return costs if request.option(Pairs) else replace(costs, pair=1.0)
+
+
+def in_pairs(schedule: Schedule, costs: Costs) -> Timeline:
+    """Return ``schedule``, which has no pairs, with those that shorten it; simulated with ``costs``."""
+    best = simulate(_with(schedule, _without_circles(schedule, _adjacent(schedule))), costs)
+    attempts = _ACTIONS // max(1, sum(map(len, schedule.orders)))
+    # A late pair has less after it that its dissolution could shorten.
+    for pair in sorted(best.schedule.paired, key=lambda action: (action.microbatch, action.stage))[:attempts]:
+        fewer = simulate(_with(schedule, best.schedule.paired - {pair}), costs)
+        if fewer.makespan < best.makespan:
+            best = fewer
+    return best
+
+
+def _with(schedule: Schedule, paired: frozenset[Action]) -> Schedule:
+    return replace(schedule, paired=paired)
+
+
+def _adjacent(schedule: Schedule) -> frozenset[Action]:
+    """Return the forwards that have an I or a B of another microbatch right after them."""
+    return frozenset(
+        action
+        for order in schedule.orders
+        for action, following in pairwise(order)
+        if action.kind is Kind.F
+        and following.kind in (Kind.I, Kind.B)
+        and action.microbatch != following.microbatch
+    )
+
+
+def _without_circles(schedule: Schedule, paired: frozenset[Action]) -> frozenset[Action]:
+    """Return ``paired`` without those in which ranks wait for each other.
+
+    Where no rank can continue, all pairs dissolve that ranks stand at: without pairs the order has no circle.
+    """
+    while True:
+        walk = Walk(Program.of_orders(schedule.orders, schedule.placement, paired))
+        if walk.is_complete:
+            return paired
+        ends = walk.program.columns.bounds[1:]
+        paired -= {walk.program.actions[at] for at, end in zip(walk.at, ends, strict=True) if at < end}

@@ -1,0 +1,106 @@
+"""What forwards and backwards that run in pairs need, and what they do not support."""
+
+from megatron_pp_ext.job.requested_job import RequestedJob
+from megatron_pp_ext.job.rules.rule import Rule, Rules
+from megatron_pp_ext.schedule import catalog
+
+
+def paired_schedules(job: RequestedJob) -> str:
+    """Return the names of the schedules that can run forwards and backwards in pairs."""
+    *names, last = (one for one, entry in catalog.ENTRIES.items() if entry.make_paired)
+    return f"{', '.join(names)} or {last}"
+
+
+RULES = (
+    Rules(
+        title="What pairs need",
+        when=lambda job: job.pipeline.has_schedule,
+        rows=(
+            Rule(
+                "--overlap-moe-expert-parallel-comm",
+                when=lambda job: (
+                    job.parallel.overlap_moe_expert_parallel_comm
+                    and job.from_file is not None
+                    and not job.from_file.paired
+                ),
+                why="needs pairs, and --pipeline-schedule {pipeline_schedule} has none",
+                fix="write (3F1;3B0)OVERLAP_F_B for two actions that run together, or leave the flag out",
+            ),
+            Rule(
+                "--overlap-moe-expert-parallel-comm",
+                when=lambda job: (
+                    job.parallel.overlap_moe_expert_parallel_comm
+                    and job.pipeline.can.takes_limit
+                    and job.pipeline.pipeline_costs is None
+                ),
+                why="with --pipeline-schedule {pipeline_schedule} needs to know what a pair takes",
+                fix=(
+                    'give --pipeline-costs a file with a "pair", the part of the sum of its two actions, '
+                    "or leave the flag out"
+                ),
+            ),
+            Rule(
+                "--pipeline-schedule {pipeline_schedule}",
+                when=lambda job: (
+                    not job.parallel.overlap_moe_expert_parallel_comm
+                    and job.from_file is not None
+                    and job.from_file.paired
+                ),
+                why="has pairs (OVERLAP_F_B), which Megatron runs with --overlap-moe-expert-parallel-comm",
+                fix="add it",
+            ),
+        ),
+    ),
+    Rules(
+        title="Beside `--overlap-moe-expert-parallel-comm`",
+        when=lambda job: job.parallel.overlap_moe_expert_parallel_comm and job.pipeline.has_schedule,
+        subject="--overlap-moe-expert-parallel-comm",
+        rows=(
+            Rule(
+                "--pipeline-schedule {pipeline_schedule}",
+                when=lambda job: not job.pipeline.can.has_pairs,
+                why="its order has no pairs",
+                fix="choose {paired_schedules}, or leave the flag out",
+                words=(paired_schedules,),
+            ),
+            # These are Megatron's own conditions (TransformerConfig), which it checks only when the model is
+            # built.
+            Rule(
+                "--expert-model-parallel-size 1",
+                why="tokens then stay on their rank, and nothing is to be hidden",
+                fix="set it to 2 or more",
+            ),
+            Rule(
+                "--moe-token-dispatcher-type allgather",
+                why="it gathers the tokens of all ranks in one piece",
+                fix="choose alltoall or flex",
+            ),
+            Rule(
+                "training in full precision",
+                when=lambda job: not job.precision.is_half,
+                why="Megatron plans its layers in half precision alone",
+                fix="add --bf16 or --fp16",
+            ),
+            Rule(
+                "--recompute-granularity full",
+                why="a plan takes apart the layers that it would compute again as a whole",
+                fix="choose selective, or leave one of the two out",
+            ),
+            Rule(
+                "--recompute-modules moe",
+                why="its tokens would have to leave twice",
+                fix="choose others, such as core_attn",
+            ),
+            Rule("--moe-shared-expert-overlap", why="a plan runs shared experts beside the attention"),
+            Rule(
+                "--mtp-num-layers above 1",
+                when=lambda job: job.model.mtp_num_layers > 1,
+                why="a plan knows one prediction",
+                fix="set it to 1",
+            ),
+            # This is what schedules cannot do with pairs.
+            Rule("--pipeline-vocabulary", why="its exchanges have no place within a pair"),
+            Rule("--pipeline-profile-steps", why="it measures forwards and backwards that run alone"),
+        ),
+    ),
+)

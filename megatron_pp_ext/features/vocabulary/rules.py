@@ -1,0 +1,57 @@
+"""What a vocabulary that all ranks of a pipeline share does not support."""
+
+from megatron_pp_ext.job.rules.rule import Rule, Rules
+from megatron_pp_ext.job.rules.schedules import gathers_weights
+from megatron_pp_ext.schedule.names import SHARED
+
+RULES = (
+    Rules(
+        title="Beside a shared vocabulary, also under `auto`",
+        when=lambda job: job.pipeline.pipeline_vocabulary,
+        rows=(
+            Rule(
+                "--pipeline-vocabulary {pipeline_vocabulary}",
+                when=lambda job: not job.pipeline.has_schedule and not job.flags.rehearse_pipeline,
+                why="has no effect under Megatron's own schedules",
+                fix="add --pipeline-schedule, 1f1b for example",
+            ),
+            Rule(
+                "--pipeline-vocabulary {pipeline_vocabulary}",
+                when=lambda job: not job.pipeline.can.flushes,
+                why=(
+                    "does not support --pipeline-schedule {pipeline_schedule}: every stage updates its "
+                    "weights by itself there, and the vocabulary would belong to all of them"
+                ),
+                fix="choose a schedule that flushes, or leave the flag out",
+            ),
+            Rule(
+                "--pipeline-vocabulary {pipeline_vocabulary}",
+                when=lambda job: job.pipeline.can.file,
+                why=(
+                    "does not support --pipeline-schedule {pipeline_schedule}: the file has no place for "
+                    "the parts of the vocabulary"
+                ),
+                fix="choose a schedule by name, or leave the flag out",
+            ),
+        ),
+    ),
+    Rules(
+        title="Beside a shared vocabulary; `auto` does not share it then",
+        when=lambda job: job.pipeline.pipeline_vocabulary == SHARED,
+        subject="--pipeline-vocabulary {pipeline_vocabulary}",
+        auto_of="--pipeline-vocabulary",
+        rows=(
+            Rule("--mtp-num-layers", why="multi-token prediction has logits of its own"),
+            Rule("--init-model-with-meta-device", why="the rows are dealt out as the model is built"),
+            Rule(
+                "--tensor-parallel-num-weight-shards",
+                when=gathers_weights,
+                why="rows of the vocabulary would be cut twice",
+            ),
+            Rule(
+                "--pipeline-profile-steps",
+                why="its measurements do not tell a rank's part of the vocabulary apart",
+            ),
+        ),
+    ),
+)

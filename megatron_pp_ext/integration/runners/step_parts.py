@@ -1,0 +1,47 @@
+"""What features bring to the steps of a model under a schedule that flushes, and how they register."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+from megatron_pp_ext.integration.requested import Pipeline
+from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs
+from megatron_pp_ext.integration.runners.transport import Transport
+from megatron_pp_ext.runtime.plan import RankPlan
+from megatron_pp_ext.schedule.placement import Placement
+
+
+@dataclass(slots=True)
+class Step:
+    """A step before its stages are made.
+
+    A feature may set ``make_stage``, which takes what ``ModelStage`` takes, and add to ``parts`` what its
+    operations work with (``rank.Rank.parts``).
+    """
+
+    inputs: StepInputs
+    placement: Placement
+    plan: RankPlan
+    transport: Transport
+    make_stage: Callable[..., ModelStage] = ModelStage
+    parts: list[object] = field(default_factory=list)
+
+
+StepPart = Callable[[Step], AbstractContextManager[None]]
+"""Returns the context of a step: it changes the ``Step`` on entry, and closes what it has opened on exit."""
+
+Make = Callable[[Pipeline], StepPart]
+"""Returns what a feature brings to all steps of one runner; all ranks of the job call it at the same time."""
+
+_registered: list[Make] = []
+
+
+def register(make: Make) -> None:
+    """Let ``make`` be called for every runner that is made from now on."""
+    if make not in _registered:
+        _registered.append(make)
+
+
+def step_parts(pipeline: Pipeline) -> list[StepPart]:
+    """Return what all features bring to the steps of ``pipeline``, in the order of their registration."""
+    return [make(pipeline) for make in _registered]

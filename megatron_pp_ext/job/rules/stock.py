@@ -1,0 +1,237 @@
+"""What Megatron itself cannot run, under its own schedules as under others.
+
+It ends with a traceback when the model is built or in the first step, or does not end at all.
+"""
+
+from megatron_pp_ext.job import layers
+from megatron_pp_ext.job.requested_job import RequestedJob
+from megatron_pp_ext.job.rules.rule import Rule, Rules
+
+
+def has_own_layers(job: RequestedJob) -> bool:
+    """Whether --spec names layers that are not Megatron's."""
+    return job.flags.spec is not None and not job.flags.spec[0].startswith("megatron.core.")
+
+
+def has_indexer(job: RequestedJob) -> bool:
+    """Whether all sizes of sparse attention's indexer are given."""
+    own = job.attention
+    return bool(own.dsa_indexer_n_heads and own.dsa_indexer_head_dim and own.dsa_indexer_topk)
+
+
+def pattern(job: RequestedJob) -> str | None:
+    """Return the layers of a hybrid model."""
+    return job.model.pattern
+
+
+def spreading_flags(job: RequestedJob) -> str:
+    """Return the flags that spread layers over stages otherwise than a layout; empty without one."""
+    return " and ".join(flag for flag in layers.SPREAD if job.is_set(flag))
+
+
+def chunks(job: RequestedJob) -> int | None:
+    """Return the chunks a rank."""
+    return job.chunks
+
+
+RULES = (
+    Rules(
+        title="Under every schedule, Megatron's own too",
+        rows=(
+            # Megatron's MLP returns its bias beside its output, to be added later.  As an output of the
+            # autograd function that recomputes (CheckpointFunction in megatron.core.tensor_parallel.random),
+            # this parameter gets the function as the origin of its own gradient.  Backward then computes it
+            # again, and goes back to where it is.  Layers of experts are not recomputed by this module.
+            Rule(
+                "--recompute-modules mlp",
+                when=lambda job: (
+                    "mlp" in job.memory.recomputed and job.model.add_bias_linear and job.model.has_dense_layer
+                ),
+                why="with biases calls itself without end in Megatron's backward",
+                fix="add --disable-bias-linear, or recompute others, such as core_attn",
+            ),
+            Rule(
+                "--hybrid-layer-pattern {pattern}",
+                when=lambda job: job.model.pattern and not has_own_layers(job),
+                why="is built of Transformer Engine's layers, and Transformer Engine is not installed",
+                fix="install it, which needs a GPU, or name other layers with --spec MODULE NAME",
+                releases="transformer-engine==0",
+                words=(pattern,),
+            ),
+        ),
+    ),
+    Rules(
+        title="In every pipeline, Megatron's own too",
+        when=lambda job: job.parallel.pipeline_model_parallel_size > 1,
+        subject="Megatron in a pipeline",
+        why="it looks for the output layer on every rank of the pipeline, and only one rank has it",
+        fix="set --pipeline-model-parallel-size 1, or leave it out",
+        rows=(
+            Rule("--logits-save-dir"),
+            Rule("--logits-load-dir"),
+            # GPTModel builds the last stage with an output weight that it never uses, and its checkpoint has
+            # no place for it (tie_embeddings_and_output_weights_state_dict in language_module.py).  The
+            # format torch asks for none.
+            Rule(
+                "--save {save} of tied embeddings with multi-token prediction beside the output layer",
+                when=lambda job: (
+                    job.flags.save
+                    and job.model.mtp_num_layers
+                    and not job.model.untie_embeddings_and_output_weights
+                    and not layers.predicts_before_the_end(job.job)
+                    and job.flags.ckpt_format != "torch"
+                ),
+                why="its first checkpoint ends with an AssertionError",
+                fix=(
+                    "add --untie-embeddings-and-output-weights, give the m a stage before the L in "
+                    "--pipeline-model-parallel-layout, or leave --save out"
+                ),
+            ),
+            Rule(
+                "other flags that spread layers beside --pipeline-model-parallel-layout",
+                when=lambda job: job.pipeline.has_layout and spreading_flags(job),
+                why="the layout has all that they say",
+                fix="leave {spreading_flags} out",
+                words=(spreading_flags,),
+            ),
+            Rule(
+                "--overlap-moe-expert-parallel-comm",
+                when=lambda job: job.parallel.overlap_moe_expert_parallel_comm and job.model.pattern,
+                why="layers of a hybrid model have no plans that could be run in pairs",
+                fix="leave it out, or describe the model without --hybrid-layer-pattern",
+            ),
+        ),
+    ),
+    Rules(
+        title="Where zstandard is missing",
+        rows=(
+            Rule(
+                "--logits-save-dir",
+                why="writes by zstandard, without which the writer ends and its rank waits for it",
+                fix="pip install zstandard",
+                releases="zstandard==0",
+            ),
+            Rule(
+                "--logits-load-dir",
+                why="reads by zstandard, which is not installed",
+                fix="pip install zstandard",
+                releases="zstandard==0",
+            ),
+        ),
+    ),
+    Rules(
+        title="With several chunks a rank, under Megatron's own schedule too",
+        when=lambda job: (job.chunks or 0) > 1,
+        subject="Megatron with {chunks} chunks a rank",
+        words=(chunks,),
+        rows=(
+            Rule(
+                "--heterogeneous-layers-config-path",
+                when=lambda job: job.model.has_heterogeneous_layers,
+                why="its layers are built without knowing for which of several chunks of a rank",
+                fix=(
+                    "choose a schedule with one chunk a rank, such as 1f1b or zb-h1, and leave "
+                    "--num-virtual-stages-per-pipeline-rank out"
+                ),
+            ),
+        ),
+    ),
+    Rules(
+        title="With Megatron's local layers, the only ones that run on a CPU",
+        when=lambda job: (
+            job.precision.transformer_impl == "local" and not job.model.pattern and not has_own_layers(job)
+        ),
+        subject="--transformer-impl local",
+        fix=(
+            "train it on a GPU with --transformer-impl transformer_engine, name other layers with "
+            "--spec, or leave the flag out"
+        ),
+        rows=(
+            Rule(
+                "--experimental-attention-variant",
+                why="Megatron builds this attention of Transformer Engine's layers alone",
+            ),
+            Rule(
+                "--multi-latent-attention", why="Megatron's local attention knows no latent keys and values"
+            ),
+            Rule(
+                "--moe-latent-size",
+                why="the projections around latent experts are Transformer Engine's",
+                releases="transformer-engine==0",
+            ),
+        ),
+    ),
+    Rules(
+        title="With attention of another kind",
+        rows=(
+            Rule(
+                "--experimental-attention-variant gated_delta_net",
+                when=lambda job: (
+                    job.attention.experimental_attention_variant == "gated_delta_net"
+                    and not job.attention.linear_attention_freq
+                ),
+                why="is that of some layers, and Megatron has to know of which",
+                fix="give --linear-attention-freq",
+            ),
+            Rule(
+                "--experimental-attention-variant dsa",
+                when=lambda job: (
+                    job.attention.experimental_attention_variant == "dsa"
+                    and not job.attention.multi_latent_attention
+                ),
+                why="chooses among compressed keys alone",
+                fix="add --multi-latent-attention",
+            ),
+            Rule(
+                "--experimental-attention-variant dsa",
+                when=lambda job: (
+                    job.attention.experimental_attention_variant == "dsa" and not has_indexer(job)
+                ),
+                why="has an indexer whose sizes have no defaults",
+                fix="give --dsa-indexer-n-heads, --dsa-indexer-head-dim and --dsa-indexer-topk",
+            ),
+            Rule(
+                "--attention-output-gate",
+                when=lambda job: job.attention.attention_output_gate and job.attention.multi_latent_attention,
+                why=(
+                    "is a product with the result of ordinary attention, and Megatron's latent attention "
+                    "has none"
+                ),
+                fix="leave it or --multi-latent-attention out",
+            ),
+        ),
+    ),
+    Rules(
+        title="Beside `--pipeline-model-parallel-layout auto`",
+        when=lambda job: job.pipeline.finds_layout,
+        subject="--pipeline-model-parallel-layout auto",
+        why="it chooses the layers of every stage itself",
+        rows=(
+            Rule("--decoder-first-pipeline-num-layers", fix="leave --decoder-first-pipeline-num-layers out"),
+            Rule("--decoder-last-pipeline-num-layers", fix="leave --decoder-last-pipeline-num-layers out"),
+            Rule(
+                "--account-for-embedding-in-pipeline-split",
+                fix="leave --account-for-embedding-in-pipeline-split out",
+            ),
+            Rule(
+                "--account-for-loss-in-pipeline-split", fix="leave --account-for-loss-in-pipeline-split out"
+            ),
+            Rule(
+                "--num-layers-per-virtual-pipeline-stage",
+                fix="leave --num-layers-per-virtual-pipeline-stage out",
+            ),
+            Rule(
+                "--hybrid-layer-pattern",
+                when=lambda job: job.model.pattern,
+                why="Megatron cuts such a model at the | in it",
+                fix="put them there, and leave the layout out",
+            ),
+            Rule(
+                "--mtp-num-layers with --pipeline-costs",
+                when=lambda job: job.pipeline.pipeline_costs is not None and job.model.mtp_num_layers,
+                why="its costs cannot be told from those of the last layer",
+                fix="leave --pipeline-costs out",
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,180 @@
+"""What schedules that never flush do not support.
+
+Under pipedream and pipedream-2bw a stage updates its weights as soon as its own backwards are done.  A
+feature that needs an answer from all stages before an update would empty the pipeline every time, which these
+schedules exist to avoid.
+"""
+
+from megatron_pp_ext.job.requested_job import RequestedJob
+from megatron_pp_ext.job.rules.rule import Rule, Rules
+
+
+def has_distributed_optimizer(job: RequestedJob) -> bool:
+    """Whether --optimizer shares out whole layers to data-parallel ranks."""
+    return job.memory.optimizer.startswith("dist_")
+
+
+WAITS = Rules(
+    title="Without a flush and without `--pipeline-allow-waits`",
+    when=lambda job: (
+        not job.pipeline.can.flushes
+        and not job.pipeline.pipeline_allow_waits
+        and not job.pipeline.pipeline_replicas
+    ),
+    subject="--pipeline-schedule {pipeline_schedule}",
+    or_else=", or allow it with --pipeline-allow-waits",
+    rows=(
+        Rule(
+            "tied embeddings",
+            when=lambda job: not job.model.untie_embeddings_and_output_weights,
+            why="the first and the last stage would add up their gradients at every update",
+            fix="add --untie-embeddings-and-output-weights",
+        ),
+        Rule(
+            "--mtp-num-layers",
+            why="the first and the last stage would add up the embedding's gradients at every update",
+        ),
+        Rule("--fp16", why="its overflow check needs all stages before every update", fix="use --bf16"),
+        Rule("--calculate-per-token-loss", why="all stages would wait for the last one's count of tokens"),
+        Rule("--exit-signal-handler", why="all ranks would exchange signals after every update"),
+        Rule("--exit-duration-in-mins", why="all ranks would compare their clocks after every update"),
+        Rule(
+            "--timing-log-level",
+            when=lambda job: job.flags.timing_log_level and job.flags.barrier_with_L1_time,
+            why="its timers start with a barrier",
+            fix="add --no-barrier-with-level-1-timing",
+        ),
+    ),
+)
+
+RULES = (
+    Rules(
+        title="Without a flush",
+        when=lambda job: not job.pipeline.can.flushes,
+        subject="--pipeline-schedule {pipeline_schedule}",
+        rows=(
+            Rule(
+                "--rampup-batch-size",
+                why="the microbatches of an update cannot change while some are in flight",
+            ),
+            Rule(
+                "--step-batch-size-schedule",
+                why="the microbatches of an update cannot change while some are in flight",
+            ),
+            Rule(
+                "--iterations-to-skip",
+                why=(
+                    "stages have read differently far, so that to skip a step would part samples from "
+                    "their labels"
+                ),
+            ),
+            Rule(
+                "--result-rejected-tracker-filename",
+                why=(
+                    "stages have read differently far, so that to skip a step would part samples from "
+                    "their labels"
+                ),
+            ),
+            Rule(
+                "--overlap-param-gather",
+                why="weights that are still being gathered cannot be kept for what is in flight",
+            ),
+            Rule(
+                "--fp8-format",
+                when=lambda job: job.precision.fp8,
+                why="its weights are cast once a step, and change within",
+            ),
+            Rule(
+                "--fp4-format",
+                when=lambda job: job.flags.fp4,
+                why="its weights are cast once a step, and change within",
+            ),
+            Rule(
+                "--te-precision-config-file",
+                why="its weights are cast for microbatch 0, which comes once in a run",
+            ),
+            Rule(
+                "--moe-expert-rank-capacity-factor",
+                why="it reads a step's samples beforehand and runs the step again where they do not fit",
+            ),
+            Rule("--moe-router-enable-expert-bias", why="the bias has no versions"),
+            Rule(
+                "--fine-grained-activation-offloading",
+                why="it gives its memory back at the end of a step, when some microbatches are in flight",
+            ),
+        ),
+    ),
+    # Megatron's groups are rectangular: every stage has as many data-parallel ranks as every other.
+    # Replicated stages have groups of their own, and what needs the rectangle is refused.
+    Rules(
+        title="Beside `--pipeline-replicas`",
+        when=lambda job: job.pipeline.pipeline_replicas,
+        subject="--pipeline-replicas",
+        fix="leave it out",
+        rows=(
+            Rule(
+                "--pipeline-allow-waits",
+                why="it sums over a pipeline, and the ranks of a stage are in several of them",
+            ),
+            Rule(
+                "--log-params-norm",
+                why="it sums over a pipeline, and the ranks of a stage are in several of them",
+            ),
+            Rule(
+                "--num-experts",
+                why="the losses of routers are summed over a pipeline",
+                fix="take a model without",
+            ),
+            Rule(
+                "--context-parallel-size",
+                when=lambda job: job.parallel.context_parallel_size > 1,
+                why="a replica has tensor-parallel ranks alone",
+                fix="set it to 1",
+            ),
+            Rule(
+                "--overlap-grad-reduce",
+                why="the replicas of a stage would start a reduction at different places of the schedule",
+            ),
+            Rule(
+                "--use-distributed-optimizer",
+                why="its checkpoints, and the norm of its gradients, count as many replicas in all stages",
+            ),
+            Rule(
+                "--optimizer dist_...",
+                when=has_distributed_optimizer,
+                why="it shares out layers as if all stages had as many replicas",
+                fix="choose another one",
+            ),
+            Rule("--ddp-average-in-collective", why="gradients are summed over the replicas of a stage"),
+            Rule("--data-parallel-random-init", why="it counts as many replicas in all stages"),
+            Rule("--create-all-gather-group", why="its groups have as many replicas in all stages"),
+            Rule("--use-tp-pp-dp-mapping", why="ranks go by stage, then by replica"),
+            Rule(
+                "--dataloader-type cyclic",
+                when=lambda job: job.flags.dataloader_type and job.flags.dataloader_type != "single",
+                why="it shares out samples as if all stages had as many replicas",
+                fix="choose single",
+            ),
+            Rule(
+                "--full-validation",
+                why="it shares out samples as if all stages had as many replicas",
+                fix="set --eval-iters",
+            ),
+            Rule(
+                "--pipeline-trace", why="a trace has one rank for each stage", fix="leave one of the two out"
+            ),
+            Rule(
+                "--pipeline-model-parallel-layout auto",
+                why="auto chooses stages that take equally long, and those with replicas are to differ",
+                fix="give the layout that mpp partition prints with them",
+            ),
+        ),
+    ),
+    WAITS,
+    Rules(
+        title="",
+        when=lambda job: not job.pipeline.can.flushes and job.pipeline.pipeline_replicas,
+        subject="--pipeline-schedule {pipeline_schedule}",
+        rows=WAITS.rows,
+    ),
+)

@@ -1,0 +1,205 @@
+"""Training steps that leave microbatches in flight for the next one: PipeDream and PipeDream-2BW."""
+
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise, product
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_pp_ext.integration import requested
+from megatron_pp_ext.integration.core.data_parallel import last_actions
+from megatron_pp_ext.integration.core.replicated_ranks import ranks_of_pipeline, sum_over_replicas
+from megatron_pp_ext.integration.runners import free_memory
+from megatron_pp_ext.integration.runners.losses_to_last_rank import LossesOnLastRank
+from megatron_pp_ext.integration.runners.message_groups import Directions, message_channels, message_groups
+from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs
+from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner
+from megatron_pp_ext.integration.runners.tracing import Tracing
+from megatron_pp_ext.integration.runners.transport import ProcessGroups
+from megatron_pp_ext.integration.settings import Settings
+from megatron_pp_ext.pipedream.versions import VersionedStage, WeightVersions
+from megatron_pp_ext.runtime.executor import execute
+from megatron_pp_ext.runtime.first_rank import print_rank_0
+from megatron_pp_ext.runtime.plan import RankPlan, plan_orders
+from megatron_pp_ext.runtime.rank import Rank, Recorder
+from megatron_pp_ext.schedule.families import pipedream, round_robin
+from megatron_pp_ext.schedule.families.round_robin import Replicas
+from megatron_pp_ext.schedule.program import Orders
+from megatron_pp_ext.schedule.updates import Updates
+
+RECORDED_UPDATES = 10
+"""The number of updates in one --pipeline-trace; to write it, all stages have to wait for each other."""
+
+
+def runner(pipeline: requested.Pipeline, transport: ProcessGroups) -> PipelineRunner:
+    """Return the runner of a pipeline that never flushes; its losses are brought over ``transport``."""
+    steps = FlushFreeSteps(pipeline)
+    losses = LossesOnLastRank(pipeline.placement, transport)
+    return PipelineRunner(steps, Tracing(steps.part_of_trace), losses)
+
+
+class FlushFreeSteps:
+    """Runs a training step as one update of a pipeline that never empties.
+
+    An evaluation is a flushed step, over channels of its own: it uses the newest weights and does not touch
+    what is in flight.  Nor does a checkpoint.  Megatron counts the samples of a step as consumed when their
+    backwards are done, so what is in flight at the end is read again on resuming.
+    """
+
+    def __init__(self, pipeline: requested.Pipeline) -> None:
+        self._pipeline = pipeline
+        self._place: tuple[_Place, Directions] | None = None
+        self._running: _RunningPipeline | None = None
+
+    @property
+    def most_version_bytes(self) -> int:
+        """The peak of this rank's kept weight versions, in bytes, the newest one not counted."""
+        return self._running.most_version_bytes if self._running else 0
+
+    def part_of_trace(self) -> tuple[int, int]:
+        """Return the number of the next update in its trace, and the updates of one trace."""
+        if self._running is None:
+            return 0, RECORDED_UPDATES
+        parts = min(RECORDED_UPDATES, self._running.total)
+        return self._running.done % parts, parts
+
+    def run(self, inputs: StepInputs, recorder: Recorder) -> None:
+        """See ``pipeline_runner.Steps``."""
+        if self._place is None:
+            assert self._pipeline.updates is not None
+            place = _Place(self._pipeline.updates.replicas, inputs.group, self._pipeline.settings)
+            # The groups are for evaluations: none can be made once messages are under way.
+            self._place = place, place.message_groups()
+        place, groups = self._place
+        if inputs.forward_only:
+            plan = place.plan(round_robin.evaluation(place.replicas, inputs.microbatches))
+            channels = message_channels(place.ranks, groups, inputs)
+            execute(plan, Rank({place.stage: place.make_stage(inputs)}, channels, recorder))
+            return
+        if self._running is None:
+            self._running = _RunningPipeline(self._pipeline, place, inputs)
+        self._running.update(inputs, recorder)
+
+
+class _Place:
+    """The place of this rank among all replicas of the stages of its pipeline, whose group is ``group``."""
+
+    def __init__(self, replicas: Replicas, group: dist.ProcessGroup, settings: Settings) -> None:
+        self.replicas, self._settings = replicas, settings
+        self.ranks = ranks_of_pipeline(group)
+        self._rank = self.ranks.index(dist.get_rank())
+        self.stage = replicas.stage_of(self._rank)
+
+    def plan(self, orders: Orders, flushes: bool = True) -> RankPlan:
+        """Return what this rank does where all follow ``orders``."""
+        replicas = self.replicas
+        return plan_orders(orders, replicas.stages, replicas.rank_of, self._rank, flushes=flushes)
+
+    def make_stage(self, inputs: StepInputs) -> ModelStage:
+        """Return this rank's stage."""
+        is_last = self.stage == self.replicas.stages - 1
+        return ModelStage(inputs, self.stage, 0, vp_stage=None, is_last=is_last, last=None)
+
+    def message_groups(self) -> Directions:
+        """Make groups for messages; every rank of the world does so at the same time."""
+        stages = [self.replicas.ranks_of(stage) for stage in range(self.replicas.stages)]
+        edges = [pair for two in pairwise(stages) for pair in product(*two)]
+        return message_groups(self._settings, self.ranks, edges)
+
+
+class _RunningPipeline:
+    """The state that lasts from update to update: this rank's stage, weight versions, messages in flight."""
+
+    def __init__(self, pipeline: requested.Pipeline, place: _Place, inputs: StepInputs) -> None:
+        assert pipeline.updates is not None
+        settings = pipeline.settings
+        self.done, self.total = 0, steps_to_come(settings, inputs)
+        self._place, self._updates = place, pipeline.updates
+        about: Any = {"stage": place.stage, "replicas": place.replicas, "interval": self._updates.interval}
+        self._kept_after = partial(pipedream.versions_kept, self._updates.weights, **about)
+        (model,) = inputs.model
+        self._stage = place.make_stage(inputs)
+        self._versions = WeightVersions(model.parameters())
+        require_room(self._updates, place.stage, self._versions.bytes_of_one)
+        version_of = partial(pipedream.version, self._updates.weights, **about)
+        self._versioned = VersionedStage(self._stage, self._versions, version_of)
+        self.most_version_bytes = 0
+        self._channels = message_channels(place.ranks, place.message_groups(), inputs)
+        self._buffers = {name: (buffer, buffer._version) for name, buffer in model.named_buffers()}
+        if not place.replicas.is_straight:
+            sum_over_replicas(inputs.model)
+        if not self._updates.waits and settings.clip_grad:
+            print_rank_0(
+                f"megatron_pp_ext: --clip-grad {settings.clip_grad:g} goes by each pipeline stage's own "
+                f"gradient norm under --pipeline-schedule {pipeline.name}; the log shows the last stage's"
+            )
+
+    def update(self, inputs: StepInputs, recorder: Recorder) -> None:
+        """Run the forwards and backwards of one update, and keep the weights that are used once more."""
+        if inputs.microbatches != self._updates.interval:
+            raise RuntimeError(
+                f"this step has {inputs.microbatches} microbatches while updates every "
+                f"{self._updates.interval} are under way; keep the global batch size as it is, or choose a "
+                "schedule that flushes, such as 1f1b"
+            )
+        step = pipedream.step(self._place.replicas, self._updates.interval, self.done, self.total)
+        self.done += 1
+        is_last = self.done == self.total
+        plan, stage = self._place.plan(step, flushes=is_last), self._place.stage
+        self._stage.inputs, self._stage.last = inputs, last_actions(plan.actions)[stage]
+        execute(plan, Rank({stage: self._versioned}, self._channels, recorder))
+        self._require_constant_buffers()
+        self._versions.update_follows(self._kept_after(update=self.done) if not is_last else ())
+        self.most_version_bytes = max(self.most_version_bytes, self._versions.kept_bytes)
+
+    def _require_constant_buffers(self) -> None:
+        for name, (buffer, version) in self._buffers.items():
+            if buffer._version != version:
+                raise RuntimeError(
+                    f"the model's buffer {name} changes in a forward, and buffers have no versions: what is "
+                    "in flight would compute with another one; choose a schedule that flushes, such as 1f1b"
+                )
+
+
+def steps_to_come(settings: Settings, inputs: StepInputs) -> int:
+    """Return the updates from this one to the run's last; ValueError where nobody has said."""
+    if settings.train_steps is None:
+        raise ValueError(
+            "train_steps is not given, but a pipeline that never flushes has to know its last training step; "
+            "give the number of steps, or choose a schedule that flushes, such as 1f1b"
+        )
+    return settings.train_steps() - settings.steps_done(inputs.training_steps)
+
+
+def require_room(updates: Updates, stage: int, bytes_of_one: int) -> None:
+    """Raise ValueError, on all ranks of the job, if some device cannot hold its versions.
+
+    ``bytes_of_one`` is the size of one version of this rank's weights, those of ``stage``.
+    """
+    devices: list[tuple[int, int, int]] = [(0, 0, 0)] * dist.get_world_size()
+    dist.all_gather_object(devices, (stage, bytes_of_one, free_memory.free_bytes()))
+    replicas = updates.replicas
+
+    def lacking(interval: int) -> list[int]:
+        """Return the bytes that each rank lacks, below 0 where some would be left."""
+        copies = replace(updates, interval=interval).copies
+        return [copies(stage) * size - free for stage, size, free in devices]
+
+    lacks = lacking(updates.interval)
+    if max(lacks) <= 0:
+        return
+    stage, size, free = devices[lacks.index(max(lacks))]
+    count = updates.copies(stage)
+    every = replicas.full_round
+    candidates = range(updates.interval + every, replicas.ranks - 1 + every, every)
+    longer = next((interval for interval in candidates if max(lacking(interval)) <= 0), None)
+    raise ValueError(
+        f"updates every {updates.interval} microbatch(es) keep {count} older version(s) of {size:,} bytes of "
+        f"weights in pipeline stage {stage}, where a rank has {free:,} bytes free; "
+        + (
+            f"set --pipeline-update-interval to {longer}, and --global-batch-size with it"
+            if longer
+            else "choose a schedule that flushes, such as 1f1b, or more pipeline ranks"
+        )
+    )

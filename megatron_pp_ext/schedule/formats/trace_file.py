@@ -1,0 +1,180 @@
+"""A step as a file that opens in Perfetto (ui.perfetto.dev), recorded or simulated.
+
+The format is the JSON of Chrome's trace events.  Each rank has a track with a complete event ("X") for
+each action, and a counter ("C") of live activations beside it.  A flow ("s", "f") leads from each action to
+the one on another rank that waits for its output.  Each reduction of gradients is two events ("b", "e"),
+which may overlap anything, and so is each span without a track (``schedule.spans``).  Other spans are
+complete events on tracks of their own.  Times are in microseconds, for recorded steps on the clock of the
+first rank, from which each rank's clock may differ by its ``clock_errors``, in seconds.  A simulated step has
+a second of the trace for each 1 of its times, whose unit the file names.  ``trace_reading`` reads both kinds
+of steps.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, chain, count
+from pathlib import Path
+from typing import Any
+
+from megatron_pp_ext.files import write_whole
+from megatron_pp_ext.schedule.actions import delivers, needs
+from megatron_pp_ext.schedule.copies import WAYS, label
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.placement import Placement
+from megatron_pp_ext.schedule.recorded import SECONDS, Measured, RankRecord, RecordedStep, Units
+from megatron_pp_ext.schedule.simulate import Copied, Event, Timeline
+from megatron_pp_ext.schedule.spans import Span
+
+_INSIDE = 1e-3
+"""Microseconds by which a flow starts before its action's end: an event does not contain its own end."""
+
+REDUCTION = "reduction"
+"""The category of reductions of gradients."""
+
+type _Curve = Sequence[tuple[float, float]]
+"""The live activations of a rank: (time, amount from then on)."""
+
+
+def write(path: Path, name: str, placement: Placement, records: Sequence[RankRecord]) -> None:
+    """Write the recorded step of a pipeline, all times on one clock, replacing ``path`` in one go."""
+    start = min(record.events[0].start for record in records)
+    moved = tuple(record.moved(-start, record.clock_error) for record in records)
+    curves = [[(event.end, event.live_bytes) for event in record.events] for record in moved]
+    _write(path, RecordedStep(name, placement, moved), curves)
+
+
+def write_timeline(path: Path, timeline: Timeline, units: Units = SECONDS) -> None:
+    """Write a simulated step whose times and activations are in ``units``, replacing ``path`` in one go."""
+    schedule, start = timeline.schedule, timeline.start
+    records = tuple(
+        _simulated(timeline, events, peak)
+        for events, peak in zip(timeline.events, timeline.peak_activations, strict=True)
+    )
+    curves = [[(time - start, live) for time, live in timeline.memory(rank)] for rank in range(len(records))]
+    about = {"makespan": timeline.makespan, "digest": schedule.digest}
+    if timeline.copies:
+        records = tuple(
+            record._replace(spans=tuple(_simulated_copies(copies, start)))
+            for record, copies in zip(records, timeline.copies, strict=True)
+        )
+    _write(path, RecordedStep(schedule.name, schedule.placement, records, units), curves, about)
+
+
+def _simulated_copies(copies: Iterable[Copied], start: float) -> Iterator[Span]:
+    """Yield what a recorder would have seen of the copies of a rank in a step from ``start`` on."""
+    for copied in copies:
+        for way in WAYS:
+            begin, end = getattr(copied, way)
+            yield Span(label(way, copied.stage, copied.microbatch), begin - start, end - start)
+
+
+def _on_tracks(records: Sequence[RankRecord]) -> Iterator[dict[str, Any]]:
+    """Yield the spans that have tracks, which stand behind those of all ranks' actions."""
+    spans = (span for record in records for span in record.spans)
+    tracks = [track for track in dict.fromkeys(span.label.track for span in spans) if track]
+    for rank, record in enumerate(records):
+        for number, track in enumerate(tracks, 1):
+            here = {"pid": rank, "tid": number * len(records) + rank}
+            found = [span for span in record.spans if span.label.track == track]
+            if found:
+                yield {"name": "thread_name", "ph": "M", **here, "args": {"name": track}}
+            for (category, name, _, about), start, end in found:
+                times = {"ts": start * 1e6, "dur": (end - start) * 1e6}
+                yield {"name": name, "cat": category, "ph": "X", **here, **times, "args": dict(about)}
+
+
+def _simulated(timeline: Timeline, events: Sequence[Event], peak: float) -> RankRecord:
+    """Return what a recorder would have seen of one rank."""
+    actions, each_counts = [action for action, _, _ in events], Costs.unit(timeline.schedule.placement)
+    live_after = accumulate(map(timeline.costs.kept, actions))
+    pairs = accumulate(map(each_counts.kept, actions))
+    measured = (
+        Measured(action, begin - timeline.start, end - timeline.start, live)
+        for (action, begin, end), live in zip(events, live_after, strict=True)
+    )
+    return RankRecord(tuple(measured), peak, int(max(pairs)))
+
+
+def _write(
+    path: Path,
+    step: RecordedStep,
+    curves: Sequence[_Curve],
+    simulated: dict[str, Any] | None = None,
+) -> None:
+    """Write ``step`` with one memory curve a rank; ``simulated`` only a simulated step has."""
+    records = step.records
+    about = {
+        "schedule": step.name,
+        "shape": step.placement.shape,
+        "ranks": step.placement.ranks,
+        "chunks": step.placement.chunks,
+        "shares_vocabulary": step.placement.shares_vocabulary,
+        "ends_on_last": step.placement.ends_on_last,
+        "units": step.units,
+        "peak_bytes": [record.peak_bytes for record in records],
+        "peak_microbatches": [record.peak_microbatches for record in records],
+        "clock_errors": [record.clock_error for record in records],
+        "device_bytes": [record.device_bytes for record in records],
+    }
+    events: list[dict[str, Any]] = []
+    for rank, (record, curve) in enumerate(zip(records, curves, strict=True)):
+        here = {"pid": rank, "tid": rank}
+        events += [
+            {"name": "process_name", "ph": "M", **here, "args": {"name": f"pipeline rank {rank}"}},
+            {"name": "process_sort_index", "ph": "M", **here, "args": {"sort_index": rank}},
+            {"name": "thread_name", "ph": "M", **here, "args": {"name": "actions"}},
+        ]
+        for event in record.events:
+            times = {"ts": event.start * 1e6, "dur": (event.end - event.start) * 1e6}
+            kind = {"name": str(event.action), "cat": str(event.action.kind), "ph": "X"}
+            shown = {**event.action._asdict(), "live_bytes": event.live_bytes}
+            if event.processor_seconds is not None:
+                shown["processor_seconds"] = event.processor_seconds
+            events.append({**kind, **here, **times, "args": shown})
+        counter = {"name": f"live activations, {step.units.memory}", "ph": "C", "pid": rank}
+        events += [{**counter, "ts": time * 1e6, "args": {"live": live}} for time, live in curve]
+    events += _flows(step)
+    events += [*_beside_actions(records), *_on_tracks(records)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    other = {"pipeline": about, **({"simulated": simulated} if simulated else {})}
+    write_whole(path, json.dumps({"traceEvents": events, "otherData": other}))
+
+
+def _flows(step: RecordedStep) -> Iterator[dict[str, Any]]:
+    """Yield two events for each message, at the end of the sending action and the start of the other."""
+    sent = {
+        delivers(event.action): (rank, event)
+        for rank, record in enumerate(step.records)
+        for event in record.events
+    }
+    number = 0
+    for rank, record in enumerate(step.records):
+        for action, start, *_ in record.events:
+            for need in needs(action, step.placement):
+                sender, event = sent.get(need, (rank, None))
+                if event is None or sender == rank:
+                    continue
+                number += 1
+                flow = {"name": "message", "cat": "message", "id": number}
+                leaves = max(event.start * 1e6, event.end * 1e6 - _INSIDE)
+                yield {**flow, "ph": "s", "pid": sender, "tid": sender, "ts": leaves}
+                yield {**flow, "ph": "f", "bp": "e", "pid": rank, "tid": rank, "ts": start * 1e6}
+
+
+def _beside_actions(records: Sequence[RankRecord]) -> Iterator[dict[str, Any]]:
+    """Yield two events for each reduction of gradients and each span without a track."""
+    numbers = count()
+    for rank, record in enumerate(records):
+        reductions = (
+            (f"reduce chunk {chunk}", REDUCTION, {"chunk": chunk}, start, end)
+            for chunk, start, end in record.reductions
+        )
+        spans = (
+            (name, category, dict(about), start, end)
+            for (category, name, track, about), start, end in record.spans
+            if not track
+        )
+        for name, category, about, start, end in chain(reductions, spans):
+            event = {"name": name, "cat": category, "id": next(numbers), "pid": rank, "tid": rank}
+            yield {**event, "ph": "b", "ts": start * 1e6, "args": about}
+            yield {**event, "ph": "e", "ts": end * 1e6}

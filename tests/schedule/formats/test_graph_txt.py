@@ -1,0 +1,81 @@
+"""PipeDream's text form: VGG-16 in, graphs in, mistakes refused by line or layer."""
+
+import pytest
+
+from megatron_pp_ext.schedule.formats import graph_txt, profile_file
+from reference import vgg16
+
+FIELDS = "forward_compute_time=1.5, backward_compute_time=2.5, activation_size=8.0, parameter_size=4.0"
+
+
+def text(*lines: str) -> str:
+    return "\n".join(line.replace("FIELDS", FIELDS) for line in lines)
+
+
+def test_vgg16():
+    profile = graph_txt.read(vgg16.graph_txt())
+    assert [layer.name for layer in profile.layers] == [f"node{number}" for number in range(2, 42)]
+    assert profile.seconds == pytest.approx(0.672535)
+    assert len(profile.edges) == 40 and not profile.is_chain
+    first = profile.layers[0]
+    assert (first.forward_seconds, first.activation_bytes) == (pytest.approx(0.022307), 1644167168)
+    assert first.kept_bytes == first.activation_bytes
+
+
+def test_order_in_the_file_does_not_matter():
+    profile = graph_txt.read(text("b -- B -- FIELDS", "a -- A -- FIELDS", "\ta -- b"))
+    assert [layer.name for layer in profile.layers] == ["a", "b"]
+    assert profile.is_chain
+
+
+def test_what_is_only_data_is_left_out():
+    """The inputs, and items of a tuple that nobody takes."""
+    several = FIELDS.replace("8.0", "[8.0; 2.0; 1.0]")
+    profile = graph_txt.read(
+        text(
+            "n1 -- Input0 -- FIELDS",
+            f"n2 -- LSTM(1024, 1024) -- {several}",
+            "n3 -- __getitem__(0) -- FIELDS",
+            "n4 -- __getitem__(1) -- FIELDS",
+            "n5 -- Linear -- FIELDS -- stage_id=0",
+            "\tn1 -- n2",
+            "\tn2 -- n3",
+            "\tn2 -- n4",
+            "\tn3 -- n5",
+        )
+    )
+    assert [layer.name for layer in profile.layers] == ["n2", "n3", "n5"]
+    assert profile.layers[0].activation_bytes == 11
+
+
+A, B = "a -- A -- FIELDS", "b -- B -- FIELDS"
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], "the profile has no layers"),
+        (["a -- A"], "line 1: 'a -- A' is no layer"),
+        ([A, B, "  a -- b"], "'a -- b' is no layer: write 'node1 -- name"),
+        ([A, B], "no edges, so that none of 2 layers reads another"),
+        ([A, "\ta"], "line 2: 'a' is no edge"),
+        ([A, A], "line 2: a comes twice"),
+        ([A, "\ta -- b"], "the edge a -- b names 'b', but there is no such layer"),
+        (["a -- A -- " + FIELDS.replace("backward", "back")], "layer 'a': backward_compute_time is missing"),
+        (["a -- A -- " + FIELDS.replace("1.5", "-1.5")], "layer 'a': forward_seconds is -0.0015, but must"),
+        (["a -- A -- " + FIELDS.replace("1.5", "nan")], "layer 'a': forward_seconds is nan, but must be"),
+        (["a -- A -- " + FIELDS.replace("8.0", "inf")], "layer 'a': activation_bytes is inf, but must be"),
+        (["a -- A -- " + FIELDS.replace("1.5", "fast")], "_time is 'fast', but must be a number"),
+        (
+            [f"{name} -- A -- FIELDS" for name in "abcd"] + ["\ta -- b", "\tb -- c", "\tc -- b", "\tc -- d"],
+            "the layers b -- c -- b form a cycle",
+        ),
+        ([A, "\ta -- a"], "the layers a -- a form a cycle"),
+    ],
+)
+def test_refusals(lines, message, tmp_path):
+    file = tmp_path / "graph.txt"
+    file.write_text(text(*lines))
+    with pytest.raises(ValueError, match=r"graph\.txt: ") as error:
+        profile_file.read(file)
+    assert message in str(error.value)
