@@ -11,6 +11,7 @@ from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.compiler.limits import Budget, at_most, least_limits
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import Request, evaluation, named
+from megatron_pp_ext.features.pairs.options import paired
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
@@ -74,7 +75,7 @@ def test_the_same_schedule(
 
 @pytest.mark.parametrize("name", PAIRED)
 def test_pairs(name: str) -> None:
-    first, last = both(replace(named(name, 4, 12), is_paired=True))
+    first, last = both(paired(named(name, 4, 12)))
     assert last.schedule.paired == first.schedule.paired
     assert (last.makespan, last.peak_memory) == (first.makespan, first.peak_memory[::-1])
 
