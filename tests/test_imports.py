@@ -23,6 +23,7 @@ PURE = {
     "compiler",
     "features",
     "features.costs",
+    "features.planner",
     "costs",
     "job",
     "pipedream.partition",
@@ -58,6 +59,7 @@ BELOW: dict[str, set[str]] = {
         "integration",
         "around",
     },
+    "features.planner": {"schedule", "compiler", "features", "job", "planner"},
     "job": {"amounts", "files", "json_input", "schedule", "compiler"},
     "pipedream": {*_STEPS, "integration", "runtime"},
     "pipedream.partition": _STEPS,
@@ -114,9 +116,11 @@ REGISTERS = {
     (f"{PACKAGE}.job.rules.table", "features"),
     (f"{PACKAGE}.runtime.__init__", "features.runtime"),
     (f"{PACKAGE}.integration.core_seams", "features.megatron"),
+    (f"{PACKAGE}.planner.step.__init__", "features.planner"),
+    (f"{PACKAGE}.planner.search.__init__", "features.planner"),
 }
 """The arrows upwards: who imports the compiler gets the passes of features, which register by it, and who
-imports the runtime or the hooks gets theirs."""
+imports the runtime, the hooks, estimates or searches gets theirs."""
 
 BELOW_IN_INTEGRATION = {
     "releases": set(),
@@ -195,10 +199,13 @@ def room(module: str, depth: int = 1) -> str:
     """Return the room of ``module``, or at ``depth`` 2 the room within ``integration``.
 
     Features have a room on each level that they add to, and PipeDream's partitioner is one of its own.
+    Their options of commands are in that of commands.
     """
     parts = module.split(".")
     if depth == 1 and parts[1:3] == ["pipedream", "partition"]:
         return "pipedream.partition"
+    if depth == 1 and parts[1] == "features" and "cli" in parts[2:]:
+        return "cli"
     if depth == 1 and parts[1] == "features":
         return next(
             (f"features.{level}" for level, names in _LEVELS.items() if names & {*parts[2:]}), "features"
@@ -206,7 +213,12 @@ def room(module: str, depth: int = 1) -> str:
     return parts[depth]
 
 
-_LEVELS = {"megatron": {"megatron"}, "costs": {"costs"}, "runtime": {"runtime", "operations"}}
+_LEVELS = {
+    "megatron": {"megatron"},
+    "costs": {"costs"},
+    "runtime": {"runtime", "operations"},
+    "planner": {"planner", "estimates", "searches"},
+}
 """The levels above that of schedules on which features work, by the names of their folders and files."""
 
 

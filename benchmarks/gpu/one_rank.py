@@ -11,17 +11,17 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_pp_ext.runtime.activations_away import ActivationsAway
-from megatron_pp_ext.runtime.copy_streams import CopyStreams
+from megatron_pp_ext.features.offload.runtime.copy_streams import CopyStreams
+from megatron_pp_ext.features.offload.runtime.host_buffers import HostBuffers
+from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations
 from megatron_pp_ext.runtime.executor import execute
-from megatron_pp_ext.runtime.host_buffers import HostBuffers
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.runtime.stand_in_channels import MadeUpChannels
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
-from tests.support.away import everything, half, with_away
 from tests.support.module_stage import ModuleStage
+from tests.support.offloaded import everything, half, with_offloaded
 from tests.support.split_linear import SplitLinear
 
 RANK, RANKS, MICROBATCHES = 1, 4, 8
@@ -77,7 +77,7 @@ class OneRank:
         """The parameters of all stages."""
         return [one for stage in self._stages.values() for one in stage.module.parameters()]
 
-    def run(self, schedule: Schedule | None = None, away: ActivationsAway | None = None) -> None:
+    def run(self, schedule: Schedule | None = None, away: OffloadedActivations | None = None) -> None:
         """Run a step, of the same orders with copies if ``schedule`` has them, and wait for the device."""
         plan = plan_rank(schedule or self.schedule, RANK)
         execute(plan, Rank(self._stages, MadeUpChannels(*self._channels), parts=[away] if away else []))
@@ -167,8 +167,8 @@ def away(name: str, hidden: int, tokens: int) -> dict[str, object]:
 def _with_copies(rank: OneRank, smallest: int, found: dict[str, object]) -> dict[str, object]:
     expected: list[torch.Tensor] = []
     for what, leaves in (("none", None), ("half", half), ("all", everything)):
-        schedule = rank.schedule if leaves is None else with_away(rank.schedule, leaves)
-        moved = ActivationsAway(HostBuffers(HOST_BYTES), CopyStreams(), smallest)
+        schedule = rank.schedule if leaves is None else with_offloaded(rank.schedule, leaves)
+        moved = OffloadedActivations(HostBuffers(HOST_BYTES), CopyStreams(), smallest)
 
         def step(schedule=schedule, moved=moved) -> None:  # type: ignore[no-untyped-def]
             for parameter in rank.parameters:
@@ -184,9 +184,11 @@ def _with_copies(rank: OneRank, smallest: int, found: dict[str, object]) -> dict
         expected = expected or gradients
         if not all(map(torch.equal, gradients, expected)):
             raise RuntimeError(f"gradients differ with {what} of the activations on the host")
-        if bool(moved.sent_bytes) == (leaves is None):
-            raise RuntimeError(f"{moved.sent_bytes} bytes moved with {what} of the activations on the host")
-        found[f"{what} away: GiB moved a step"] = f"{moved.sent_bytes / (STEPS + 1) / 2**30:.2f}"
+        if bool(moved.offloaded_bytes) == (leaves is None):
+            raise RuntimeError(
+                f"{moved.offloaded_bytes} bytes moved with {what} of the activations on the host"
+            )
+        found[f"{what} away: GiB moved a step"] = f"{moved.offloaded_bytes / (STEPS + 1) / 2**30:.2f}"
     return found
 
 

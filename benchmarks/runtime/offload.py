@@ -20,11 +20,11 @@ from benchmarks.report import RESULTS, Out, Row, publish, table
 from benchmarks.runtime.machine import cores_awake, settle
 from benchmarks.runtime.stages import SleepingLayer, Times
 from benchmarks.runtime.systems import World, module_stages
-from megatron_pp_ext.features.offload.free_plans import share_away
+from megatron_pp_ext.features.offload.free_plans import share_offloaded
 from megatron_pp_ext.features.offload.longer_plans import with_whole_share
-from megatron_pp_ext.runtime.activations_away import ActivationsAway
+from megatron_pp_ext.features.offload.runtime.host_buffers import HostBuffers
+from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations
 from megatron_pp_ext.runtime.executor import execute
-from megatron_pp_ext.runtime.host_buffers import HostBuffers
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.runtime.recorder import StepRecorder
@@ -86,7 +86,7 @@ def measure(rank: int, timelines: list[Timeline], repeats: int) -> list[tuple[li
         schedule = timeline.schedule
         stages = module_stages(schedule, TIMES, SavingLayer)
         engines = Threads(timeline.costs.stages[0].copy / SAVED)
-        away = ActivationsAway(HostBuffers(float("inf")), engines, SAVED)
+        away = OffloadedActivations(HostBuffers(float("inf")), engines, SAVED)
         plan, seconds, recorder = plan_rank(schedule, rank), [], StepRecorder()
         for number in range(repeats + 1):
             dist.barrier()
@@ -113,7 +113,7 @@ def rows_of(ranks: int, repeats: int) -> list[Row]:
         rows.append(
             (
                 name,
-                f"{share_away(timeline):.0%}",
+                f"{share_offloaded(timeline):.0%}",
                 f"{part:.2f}",
                 f"{1e3 * timeline.makespan:.0f}",
                 f"{1e3 * median(steps):.0f}",

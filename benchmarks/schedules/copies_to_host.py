@@ -53,7 +53,7 @@ def shares() -> str:
                 for _, line in found
             )
             free = offload.with_share(alone.schedule, alone.costs, 1.0)
-            auto = f"{offload.share_away(free):.0%}, {max(free.peak_microbatches):.4g}"
+            auto = f"{offload.share_offloaded(free):.0%}, {max(free.peak_microbatches):.4g}"
             rows.append((name, copy, f"{max(alone.peak_microbatches):.4g}", *cells, auto))
     return table(("schedule", "copy", "peak", *(f"{share:.0%}" for share in SHARES), "auto"), rows)
 
@@ -109,8 +109,8 @@ def goals() -> str:
 def _goals() -> Iterator[Row]:
     halves = {name: planned(name, 0.5, 0.5) for name in catalog.NAMES}
     growth = max(timeline.makespan / alone.makespan - 1 for alone, timeline in halves.values())
-    least = min(halves, key=lambda name: offload.share_away(halves[name][1]))
-    away = offload.share_away(halves[least][1])
+    least = min(halves, key=lambda name: offload.share_offloaded(halves[name][1]))
+    away = offload.share_offloaded(halves[least][1])
     found = f"{away:.1%} of {least} at the least, {growth:.1%} longer"
     yield (
         "half of any family for 1% of the step, copy half of F",
@@ -119,7 +119,7 @@ def _goals() -> Iterator[Row]:
     )
     whole = {name: planned(name, 1.0, 1.0) for name in catalog.NAMES}
     grown = {name: timeline.makespan / alone.makespan - 1 for name, (alone, timeline) in whole.items()}
-    are_all = all(offload.share_away(timeline) == 1 for _, timeline in whole.values())
+    are_all = all(offload.share_offloaded(timeline) == 1 for _, timeline in whole.values())
     longer = ", ".join(f"{name} {growth:.1%}" for name, growth in grown.items() if growth > 5e-4)
     found = f"{'all' if are_all else 'not all'} of any family; longer: {longer or 'none'}"
     yield "all of any family, copy a third of F + I + W", found, verdict(are_all)

@@ -163,8 +163,8 @@ def copy_rate(device: torch.device) -> float:
 def host_link(device: torch.device) -> Link:
     """Return the link to pinned memory of the host, from the seconds of a tiny copy and of a large one.
 
-    They go both ways at once, on a stream each, as those of offloaded activations do; the rate is that of a
-    way.
+    They go both ways at once, on a stream each, as those of a training step do; the rate is that of
+    one way.
     """
     latency = _both_ways(1, device)
     return Link(HOST_BYTES / max(_both_ways(HOST_BYTES, device) - latency, 1e-9), latency)

@@ -14,11 +14,12 @@ from megatron_pp_ext.cli.report import bound_of, console, print_units, report, r
 from megatron_pp_ext.compiler.compile import TRIALS
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
+from megatron_pp_ext.features.offload.cli.options import LEGEND, Offloading, some_limits
 from megatron_pp_ext.features.pairs.options import Pairs, paired
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.formats import csv_file
-from megatron_pp_ext.schedule.names import ALIASES, AUTO, OTHERS, SHARED
+from megatron_pp_ext.schedule.names import ALIASES, OTHERS, SHARED
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.version import VERSION
 
@@ -85,7 +86,7 @@ def schedule(
     ] = False,
     *,
     times: ask.Times,
-    offload: ask.Offload,
+    offload: Offloading,
     files: ask.Files,
 ) -> None:
     """Build a schedule, simulate it and show it.
@@ -121,7 +122,6 @@ def schedule(
     request = replace(
         request,
         vocabulary=SHARED if shared_vocabulary else None,
-        offload=offload.requested,
         trials=TRIALS if trials is None else trials,
     )
 
@@ -131,14 +131,11 @@ def schedule(
         return costs
 
     with waiting(about):
-        made = make_it(request, costs_of)
+        made = make_it(offload.added_to(request), costs_of)
         timeline = simulate(made.schedule, costs.merged(made.schedule.placement.stages))
-        alone = None
-        if offload.requested not in (None, AUTO):
-            without = make(replace(request, offload=None), costs_of).schedule
-            alone = simulate(without, timeline.costs)
+        notes = [*offload.notes(request, costs_of, timeline, files)]
         bound = bound_of(timeline) if made.lower_bound is None else made.lower_bound
-        report(timeline, bound, times.units, files, alone)
+        report(timeline, bound, times.units, files, notes)
     if made.origin:
         console.print(f"found by: {made.origin}")
 
@@ -167,7 +164,7 @@ def compare(
     microbatches: ask.Microbatches = 8,
     *,
     times: ask.Times,
-    offload: ask.Offload,
+    offload: Offloading,
     pictures: ask.Pictures,
 ) -> None:
     """Compare all schedules of one or two chunks a rank: a table, and a picture of memory and step time.
@@ -195,8 +192,8 @@ def compare(
     timelines = {}
     for request in requests:
         rows = {"": request}
-        if offload.requested is not None:
-            rows[" +H"] = replace(request, offload=offload.requested)
+        if offload.is_given:
+            rows[" +H"] = offload.added_to(request)
         if times.pair_time is not None and catalog.entry(request.schedule).make_paired:
             rows[" +P"] = paired(request)
         if times.output_layer:
@@ -212,7 +209,7 @@ def compare(
     for is_shown, note in (
         (times.output_layer, "+S: all ranks share the output layer, else the last stage has it"),
         (times.pair_time is not None, "+P: forwards and backwards in pairs"),
-        (offload.requested is not None, "+H: activations wait on the host"),
+        (offload.is_given, LEGEND),
     ):
         if is_shown:
             console.print(note, style="dim")
@@ -223,10 +220,9 @@ def compare(
             for fraction, timeline in flex.some_limits(ranks, microbatches, halves, pairs).items()
         }
     copied = {}
-    if offload.requested is not None:
+    if offload.is_given:
         with waiting("planning flex with activations on the host"):
-            for fraction, timeline in flex.some_limits_with_copies(ranks, microbatches, halves).items():
-                copied[f"flex {fraction:.2f} +H"] = timeline
+            copied = some_limits(ranks, microbatches, halves)
     console.print(terminal.summary_table(frontier | copied))
     console.print("flex 0.50: compiled for half of 1f1b's activations", style="dim")
     if pictures.paths:

@@ -132,6 +132,8 @@ def with_layout(words: Sequence[str], asked: RequestedJob, gpus: int) -> tuple[l
 
 def show(estimated: "Estimate", request: Request, machine: System, gpus: int) -> None:
     """Time in a few lines, memory as a table."""
+    from megatron_pp_ext.planner.step.additions import additions
+
     tokens = estimated.tokens_per_second / gpus
     replicas = request.updates.replicas if request.updates else None
     copies = f"{request.data} data-parallel"
@@ -166,8 +168,9 @@ def show(estimated: "Estimate", request: Request, machine: System, gpus: int) ->
             for name in (*names, "total")
         },
     )
-    if estimated.host_bytes:
-        console.print(f"on the host: {max(estimated.host_bytes) / 1e9:.2f} GB of the rank with most there")
+    for addition in additions():
+        for line in addition.lines(estimated):
+            console.print(line)
     fullest = estimated.fullest
     if fullest.total > machine.memory_bytes:
         largest = max(fullest.components(), key=lambda pair: pair[1])

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 from megatron_pp_ext.compiler.compile import InfeasibleLimit, placements_of
@@ -10,10 +9,9 @@ from megatron_pp_ext.compiler.limits import LARGEST_FRACTION, kept_by_1f1b, leas
 from megatron_pp_ext.compiler.make import CostsOf, Made, make
 from megatron_pp_ext.compiler.request import Option, Request, named
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.names import AUTO, FLEX
+from megatron_pp_ext.schedule.names import FLEX
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 
-_WITH_COPIES = (1 / 4, 1 / 3, 1 / 2)
 _FRACTIONS = (1 / 3, 5 / 12, 1 / 2, 7 / 12, 2 / 3, 5 / 6, 1)
 
 
@@ -65,7 +63,7 @@ def some_limits(
     for fraction in _FRACTIONS:
         request = named(FLEX, ranks, microbatches, limit=fraction)
         try:
-            new = _timeline(replace(request, options=options), costs)
+            new = timeline(replace(request, options=options), costs)
         except InfeasibleLimit:
             continue
         last = next(reversed(found.values()), new)
@@ -73,17 +71,8 @@ def some_limits(
     return found
 
 
-def some_limits_with_copies(ranks: int, microbatches: int, costs: Costs) -> dict[float, Timeline]:
-    """The shortest steps with copies, for some fractions of 1F1B's peak with which an order keeps them."""
-    found = {}
-    for fraction in _WITH_COPIES:
-        request = named(FLEX, ranks, microbatches, limit=fraction)
-        with suppress(InfeasibleLimit):
-            found[fraction] = _timeline(replace(request, offload=AUTO, trials=0), costs)
-    return found
-
-
-def _timeline(request: Request, costs: Costs) -> Timeline:
+def timeline(request: Request, costs: Costs) -> Timeline:
+    """Return the step of ``request``, whose memory limit holds activations alone."""
     schedule = make(request, lambda stages, shares_vocabulary: costs).schedule
     return simulate(schedule, replace(costs, message=0.0).merged(schedule.placement.stages))
 

@@ -6,7 +6,6 @@ is decorated with ``takes_groups``, has all of its options.
 
 import inspect
 import math
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass, replace
 from functools import wraps
@@ -17,7 +16,6 @@ import typer
 
 from megatron_pp_ext.schedule.costs import MOST, Costs, StageCosts
 from megatron_pp_ext.schedule.formats.costs_file import read as read_costs
-from megatron_pp_ext.schedule.names import AUTO
 from megatron_pp_ext.schedule.recorded import SECONDS, Units
 
 Ranks = Annotated[int, typer.Option("-p", "--ranks", help="Pipeline-parallel size.")]
@@ -133,60 +131,6 @@ class Times:
         if (self.f, self.i, self.w) == (None, None, None):
             return Units(f"1 = a {whole}'s F, I or W of one microbatch", kept)
         return Units(f"the unit of --f, --i and --w, which are a {whole}'s", kept)
-
-
-@dataclass(frozen=True, slots=True)
-class Offload:
-    """Which activations wait on the host; ValueError where one of the two options lacks the other."""
-
-    offload: Annotated[
-        str | None,
-        typer.Option(
-            "--offload",
-            help="Let this share of the activations wait on the host, or auto: as many as cost no time, and "
-            "for flex as few as keep the limit.  A share may make steps longer.",
-            metavar="SHARE",
-        ),
-    ] = None
-    copy: Annotated[
-        float | None,
-        typer.Option(
-            help="Time in which all activations that a rank keeps of a microbatch are copied one way."
-        ),
-    ] = None
-
-    def __post_init__(self) -> None:
-        if self.copy is not None:
-            require_at_least("--copy", self.copy, 0)
-        if (self.offload is None) != (self.copy is None):
-            given, other = ("--offload", "--copy") if self.copy is None else ("--copy", "--offload")
-            raise ValueError(
-                f"{given} is given without {other}: give the share of activations that wait on the host, and "
-                "the time of a copy"
-            )
-        if self.offload not in (None, AUTO):
-            try:
-                is_share = 0 < float(self.offload) <= 1
-            except ValueError:
-                is_share = False
-            if not is_share:
-                raise ValueError(
-                    f"--offload is {self.offload}: give a share above 0 and at most 1, or {AUTO}"
-                )
-
-    @property
-    def requested(self) -> float | str | None:
-        """The share, or ``auto``; None where all activations stay on the device."""
-        return self.offload if self.offload in (None, AUTO) else float(self.offload)
-
-    def costs(self, costs: Costs, ranks: int) -> Costs:
-        """Return ``costs`` with the time of copies, by what a rank keeps on average."""
-        if self.copy is None:
-            return costs
-        kept = sum(stage.activation for stage in costs.stages) / ranks
-        # Costs whose copies take 0 are those of somebody who does not know what they take.
-        seconds = max(self.copy, sys.float_info.min)
-        return costs.copied_at(seconds / kept) if kept else costs
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Shows simulated schedules on the terminal and writes them to files."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import batched
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from rich.table import Column, Table
 from megatron_pp_ext.cli.options import Files
 from megatron_pp_ext.compiler.bounds import lower_bound
 from megatron_pp_ext.compiler.request import Request
-from megatron_pp_ext.features.offload.free_plans import share_away, without_copies
 from megatron_pp_ext.files import write_json
 from megatron_pp_ext.schedule.formats import csv_file, trace_file
 from megatron_pp_ext.schedule.recorded import Units
@@ -34,7 +33,7 @@ def folding(*names: str) -> Table:
 def bound_of(timeline: Timeline) -> float:
     """Return a bound on the makespan of all orders with this placement and no higher peak on any rank.
 
-    With copies to the host it is one on all orders, since what is on the device then bounds none.
+    Where a schedule has copies it is one on all orders, since what is on the device then bounds none.
     """
     schedule, costs = timeline.schedule, timeline.costs
     limits = timeline.peak_activations
@@ -62,7 +61,7 @@ def record(timeline: Timeline, bound: float, units: Units) -> dict[str, Any]:
         "pairs": len(schedule.paired),
         "copies": [
             {"stage": stage, "microbatch": microbatch, "back_before": str(action)}
-            for (stage, microbatch), action in sorted(schedule.copies.back.items())
+            for (stage, microbatch), action in sorted(schedule.copies.reloads.items())
         ],
         "digest": schedule.digest,
         "time_unit": units.time,
@@ -78,25 +77,12 @@ def require_size(request: Request, files: Files | None = None) -> None:
         picture.require_room(request.ranks, actions)
 
 
-def report(
-    timeline: Timeline, bound: float, units: Units, files: Files, alone: Timeline | None = None
-) -> None:
-    """Print ``timeline``, whose numbers are in ``units``, and write the requested files.
-
-    Without copies to the host it is the step ``alone``, or that of its own order.
-    """
+def report(timeline: Timeline, bound: float, units: Units, files: Files, notes: Iterable[str] = ()) -> None:
+    """Print ``timeline``, whose numbers are in ``units``, with ``notes``, and write the requested files."""
     schedule = timeline.schedule
-    if schedule.copies and files.csv is not None:
-        raise ValueError("--csv and --offload do not go together, a CSV has no copies: leave one out")
     show({schedule.name: timeline}, units, files.paths)
-    if schedule.copies:
-        alone = alone or without_copies(schedule, timeline.costs)
-        before, now = (max(one.peak_microbatches) for one in (alone, timeline))
-        console.print(
-            f"on the host: {share_away(timeline):.1%} of activations; peak memory {before:.4g} -> {now:.4g}, "
-            f"makespan {alone.makespan:.5g} -> {timeline.makespan:.5g} "
-            f"({timeline.makespan / alone.makespan - 1:+.1%})"
-        )
+    for note in notes:
+        console.print(note)
     console.print(f"messages waiting: at most {max(timeline.peak_messages)} on a rank")
     above = timeline.makespan / bound - 1
     console.print(f"lower bound {bound:.5g}: " + (f"{above:.1%} above it" if above > 5e-4 else "optimal"))

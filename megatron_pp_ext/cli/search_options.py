@@ -16,7 +16,7 @@ from megatron_pp_ext.job.pipeline import permitted, vocabulary
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.names import AUTO, FLEX
+from megatron_pp_ext.schedule.names import FLEX
 
 if TYPE_CHECKING:
     from megatron_pp_ext.cli.measure import Where
@@ -119,16 +119,13 @@ class Tried:
 
         ValueError for flags that leave nothing to search for, or contradict the options.
         """
-        from megatron_pp_ext.planner.search import measured_sizes
+        from megatron_pp_ext.planner.search import measured_sizes, variants
         from megatron_pp_ext.planner.search.best_first import Compiles
         from megatron_pp_ext.planner.search.candidate import settled_in
         from megatron_pp_ext.planner.search.configurations import Space
 
-        if asked.pipeline.pipeline_offload not in (None, AUTO):
-            raise ValueError(
-                f"--pipeline-offload is {asked.pipeline.pipeline_offload}, but a search chooses a share "
-                f"itself where memory asks for it: give {AUTO}, or ask mpp estimate"
-            )
+        for one in variants.registered():
+            one.refuse(asked)
         if asked.pipeline.pipeline_loss_rank is not None:
             raise ValueError(
                 f"--pipeline-loss-rank {asked.pipeline.pipeline_loss_rank}: a search counts ranks from the "

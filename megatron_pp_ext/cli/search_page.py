@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from html import escape
 
+from megatron_pp_ext.planner.search.variants import registered
+
 _STYLE = (
     "body{font-family:sans-serif;margin:1em auto;padding:0 1em;max-width:80em;color:#10222e}"
     "body{overflow-wrap:anywhere}"
@@ -13,14 +15,13 @@ _STYLE = (
     "pre{white-space:pre-wrap;background:#f5f7f8;padding:.8em}"
 )
 
-_LABELS = {
+_LABELS: Mapping[str, str] = {
     "tp, cp, ep, etp, pp, dp": "ranks that share tensors, context, experts, an expert, layers, and data",
     "mb": "sequences of a microbatch",
     "v-half, 1f1b, ...": "the schedule; a number behind it is that of its chunks a rank, from three on",
     "shared": "all pipeline ranks share the vocabulary",
     "recompute-...": "activations that the backward computes again: full ones, or of some modules",
     "uneven": "stages have different numbers of layers, which the command has as a layout",
-    "host...": "the percentage of activations that wait on the host",
     "MFU": "the part of the devices' peak rate that the model's own arithmetic is",
     "bubble": "the part of a pipeline's time in which ranks are idle",
     "GB a rank": "what the fullest rank needs; messages, also in GB, are a part of it",
@@ -45,9 +46,16 @@ def page(
         f"<title>{escape(title)}</title><style>{_STYLE}</style><h1>{escape(title)}</h1>{_list(about)}"
         f"<h2>The best</h2><div class=wide><table>{head}{body}</table></div>"
         f"<h2>Memory and throughput</h2><div class=wide>{picture}</div>"
-        f"<h2>What the words stand for</h2>{_list(_LABELS)}"
+        f"<h2>What the words stand for</h2>{_list(_labels())}"
         f"<h2>The commands of the best, and of the shortest steps for less memory</h2>{lines}</html>\n"
     )
+
+
+def _labels() -> dict[str, str]:
+    """Return what the words of a configuration stand for, those of features before the numbers of a table."""
+    at = list(_LABELS).index("MFU")
+    own, of_features = list(_LABELS.items()), [one.label for one in registered()]
+    return dict([*own[:at], *of_features, *own[at:]])
 
 
 def _row(tag: str, cells: Sequence[str]) -> str:

@@ -66,8 +66,6 @@ class Request:
     is_stock: bool = False
     vocabulary: str | None = None
     """--pipeline-vocabulary."""
-    offload: float | str | None = None
-    """--pipeline-offload, a share or ``auto``."""
     free: tuple[float, ...] | None = None
     """For ``auto``, the bytes that every rank has left for a step; None where a step has yet to be run."""
     ordinary: int | None = None

@@ -5,12 +5,12 @@ The placement is settled with the flags, since the model is built by it.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 
 from megatron_pp_ext.compiler.make import CostsOf, make
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.names import SHARED
 from megatron_pp_ext.schedule.placement import Placement
 
@@ -27,12 +27,18 @@ class Source:
 
     The costs that decide on them are asked for when the source is made: later Megatron completes its flags,
     and they would then ask for what the cost model does not know.  Raises what ``make`` raises for an
-    ordinary step.  ``kept_bytes`` are those that a forward of each stage keeps, where copies to the host are
-    planned in bytes.
+    ordinary step.
     """
 
     def __init__(self, request: Request, costs: CostsOf) -> None:
-        known, stages = cache(costs), request.finest.stages
+        self._known: dict[bool, Costs] = {}
+        stages = request.finest.stages
+
+        def known(stages: int, is_shared: bool) -> Costs:
+            if is_shared not in self._known:
+                self._known[is_shared] = costs(stages, is_shared)
+            return self._known[is_shared]
+
         self._first = make(request, known)
         self.request = request
         self._can = catalog.abilities(request.schedule)
@@ -44,16 +50,15 @@ class Source:
             ordinary=request.microbatches,
         )
         self._costs: CostsOf = lambda fewer, is_shared: known(stages, is_shared).merged(fewer)
-        self.kept_bytes = self._kept_bytes() if request.offload is not None else ()
         self._made: dict[tuple[object, ...], Schedule] = {(request.microbatches, None, False): self.ordinary}
 
-    def _kept_bytes(self) -> tuple[float, ...]:
-        """Return the bytes that a forward of each stage keeps; none where they are not counted in bytes."""
-        try:
-            costs = self._costs(self.placement.stages, self.placement.shares_vocabulary)
-        except ValueError:  # any model may train, also one that the estimate does not know
+    @property
+    def kept_bytes(self) -> tuple[float, ...]:
+        """The bytes that a forward of each stage keeps; none where the schedule needed no costs in bytes."""
+        costs = self._known.get(self.placement.shares_vocabulary)
+        if costs is None or not costs.has_parameters:
             return ()
-        return tuple(stage.activation for stage in costs.stages) if costs.has_parameters else ()
+        return tuple(stage.activation for stage in costs.merged(self.placement.stages).stages)
 
     @property
     def name(self) -> str:

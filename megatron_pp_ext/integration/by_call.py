@@ -101,10 +101,13 @@ def _asked(
     vocabulary: str | None = None,
     trace: str | Path | None = None,
     timeout: float | timedelta | None = None,
-    offload: float | str | None = None,
     loss_rank: str = LAST,
+    **of_features: Any,
 ) -> _Asked:
-    """Return what the arguments of ``install`` ask for; ValueError, in one line, for what cannot be read."""
+    """Return what the arguments of ``install`` ask for; ValueError, in one line, for what cannot be read.
+
+    ``of_features`` are those of ``job.options.arguments``.
+    """
     file = None
     if trace is not None:
         if not isinstance(trace, (str, Path)):
@@ -119,7 +122,7 @@ def _asked(
         )
     stages = None if given is None else len(given.stages)
     sizes = ranks, microbatches, chunks
-    request = call.requested(schedule, *sizes, memory_limit, vocabulary, offload, stages, loss_rank)
+    request = call.requested(schedule, *sizes, memory_limit, vocabulary, stages, loss_rank, **of_features)
     return _Asked(request, given, file, None if timeout is None else _patience(timeout))
 
 

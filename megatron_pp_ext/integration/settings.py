@@ -63,7 +63,5 @@ class Settings:
     """Returns the bytes of a message, for schedules that are compiled from measurements."""
     advice: Advice | None = None
     """Looks for a better layout behind the steps that were measured; None where nobody wants one."""
-    offload_host_bytes: float | None = None
-    """The bytes of the host that activations may take on each rank; None for half of what is free."""
     caveat: Callable[[], str] = lambda: ""
     """Returns what makes the run differ from one under 1F1B; said once, before the first step."""

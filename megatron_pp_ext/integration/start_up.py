@@ -1,14 +1,33 @@
-"""What a run says at its start: the schedule with its prediction."""
+"""What a run logs at its start, the schedule with its prediction, and what the machine must then have."""
 
 import functools
+from collections.abc import Callable
 
 from megatron_pp_ext import log_lines
 from megatron_pp_ext.compiler.make import CostsOf, make
+from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.simulate import simulate
+
+Check = Callable[[Request], None]
+"""Holds a request against this machine before any process group exists; ValueError for what it lacks."""
+
+_checks: list[Check] = []
+
+
+def register(check: Check) -> None:
+    """Let ``check`` see every request of flags from now on."""
+    if check not in _checks:
+        _checks.append(check)
+
+
+def require_possible(request: Request) -> None:
+    """Raise ValueError where ``request`` asks this machine for what it has not, as features know."""
+    for check in _checks:
+        check(request)
 
 
 @functools.cache

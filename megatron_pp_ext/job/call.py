@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megatron_pp_ext.compiler.request import Request, named
-from megatron_pp_ext.job import memory_limit
-from megatron_pp_ext.job import offload as offloads
+from megatron_pp_ext.job import memory_limit, options
 from megatron_pp_ext.job.csv_schedule import require_plain
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
@@ -22,14 +22,14 @@ def requested(
     chunks: int | None = None,
     limit: float | str | None = None,
     vocabulary: str | None = None,
-    offload: float | str | None = None,
     stages: int | None = None,
     loss_rank: str = LAST,
+    **of_features: Any,
 ) -> Request:
     """Return the request of a loop that updates once a step; ValueError, in one line, if it cannot be.
 
     The arguments are those of ``megatron_pp_ext.install``, and the number of ``stages`` that costs are given
-    for.
+    for; ``of_features`` are those of ``job.options.arguments``, None where they are not given.
     """
     if not isinstance(schedule, str):
         raise ValueError(f"schedule is {schedule!r}; give a name, such as 'v-half'")
@@ -49,15 +49,20 @@ def requested(
             "and a loop on megatron.core updates all of them once a step; choose a schedule that flushes, "
             "such as 1f1b or v-half, or train with Megatron's own loop and --pipeline-schedule"
         )
+    known = options.arguments()
+    for name in of_features:
+        if name not in known:
+            raise TypeError(f"install() got an unexpected keyword argument {name!r}")
+    given = [(known[name], value) for name, value in of_features.items() if value is not None]
     if can.file is not None:
         request = _from_file(schedule, can.file, ranks, microbatches, chunks, limit)
     else:
-        # Beside offload="auto" the limit is that of the copies, which any schedule has.
-        own = None if limit is None or (offload == AUTO and not can.takes_limit) else limit
+        is_of_feature = any(argument.has_limit(value) for argument, value in given)
+        own = None if limit is None or (is_of_feature and not can.takes_limit) else limit
         read = None if own is None else memory_limit.read(own, ranks, memory_limit.BY_CALL)
         request = named(schedule, ranks, microbatches, chunks, read)
-    if offload is not None:
-        request = offloads.requested(request, offload, limit, "offload", memory_limit.BY_CALL)
+    for argument, value in given:
+        request = argument.read(request, value, limit)
     request.require_few_actions()
     request = _with_loss_on(request, loss_rank)
     return replace(request, vocabulary=vocabulary)

@@ -3,17 +3,16 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
-_FLAG = re.compile(
-    r"--pipeline-(memory-limit|costs|vocabulary|trace|offload|loss-rank)(?![\w-])"
-    r"(?: (shared|auto|first|last)\b)?"
-)
-"""The flags that are arguments of a call, with a value that is a word."""
+from megatron_pp_ext.job import options
+
+_ARGUMENTS = "memory-limit", "costs", "vocabulary", "trace", "loss-rank"
 
 
 def by_call(line: str) -> str:
     """Return ``line`` with the arguments of a call for the flags that mean the same."""
-    return _FLAG.sub(_argument, line)
+    return _flags().sub(_argument, line)
 
 
 @contextmanager
@@ -26,6 +25,14 @@ def in_words_of_call() -> Iterator[None]:
         if isinstance(error, SystemExit) and isinstance(error.code, str):
             error.code = by_call(error.code)  # which is what Python prints
         raise
+
+
+@cache
+def _flags() -> re.Pattern[str]:
+    """Return what matches the flags that are arguments of a call, with a value that is a word."""
+    of_features = (name.replace("_", "-") for name in options.arguments())
+    names, words = "|".join((*_ARGUMENTS, *of_features)), "shared|auto|first|last"
+    return re.compile(rf"--pipeline-({names})(?![\w-])(?: ({words})\b)?")
 
 
 def _argument(flag: re.Match[str]) -> str:

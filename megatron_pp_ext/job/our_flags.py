@@ -26,6 +26,9 @@ def _bytes(given: str) -> float:
         raise ArgumentTypeError(str(error)) from None
 
 
+_OURS = {"beside_stock", "text_or_number"}
+"""The keys of a row that argparse does not know."""
+
 _TYPES = {"schedule": catalog.canonical, "file": Path, "int": int, "float": float, "bytes": _bytes}
 
 
@@ -41,7 +44,7 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
     others = ", ".join(f"{other.name} ({other.summary})" for other in OTHERS)
     known = {"schedules": ", ".join(catalog.NAMES), "others": others, "most": f"{LARGEST_FRACTION:g}"}
     for flag, row in _table().items():
-        about = {key: value for key, value in row.items() if key != "beside_stock"}
+        about = {key: value for key, value in row.items() if key not in _OURS}
         about["help"] = row["help"].format_map(known)
         if "type" in row:
             about["type"] = _TYPES[row["type"]]
@@ -57,6 +60,13 @@ def spelled() -> list[str]:
 def names() -> list[str]:
     """Return the names of the arguments that this package's flags set."""
     return [flag.removeprefix("--").replace("-", "_") for flag in spelled()]
+
+
+@cache
+def texts_or_numbers() -> dict[str, str]:
+    """Return what the values must be of arguments that are a text or a number, by their names."""
+    rows = zip(names(), _table().values(), strict=True)
+    return {name: row["text_or_number"] for name, row in rows if "text_or_number" in row}
 
 
 def of_schedules() -> dict[str, int]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_pp_ext.compiler.request import COMPILED_CHUNKS, Request, named
-from megatron_pp_ext.job import layers, memory_limit, offload, options, replicas, sizes, updates
+from megatron_pp_ext.job import layers, memory_limit, options, replicas, sizes, updates
 from megatron_pp_ext.job.csv_schedule import read_csv, require_batches
 from megatron_pp_ext.job.layers import chunks_requested, require_chunks
 from megatron_pp_ext.job.requested_job import RequestedJob
@@ -59,8 +59,6 @@ def read(asked: RequestedJob, data: int) -> Request:
     if request.from_file is not None:
         require_batches(job, request.from_file, data)
     request = replace(request, data=data, layers=_layers(job, request), vocabulary=vocabulary(asked))
-    if (share := job.pipeline.pipeline_offload) is not None:
-        request = offload.requested(request, share, job.pipeline.pipeline_memory_limit)
     if catalog.abilities(request.schedule).flushes:
         return request
     request = replace(request, updates=updates.read(job, microbatches))

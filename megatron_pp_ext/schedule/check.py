@@ -169,11 +169,11 @@ def _check_pairs(schedule: Schedule) -> None:
 
 
 def _check_copies(schedule: Schedule) -> None:
-    """Raise unless every copy is given up and comes back, in this order, between its F and its backward."""
+    """Raise unless what is offloaded is freed and reloaded, in this order, between its F and its backward."""
     if not schedule.copies:
         return
-    back, placement = schedule.copies.back, schedule.placement
-    for stage, microbatch in sorted(back):
+    reloads, placement = schedule.copies.reloads, schedule.placement
+    for stage, microbatch in sorted(reloads):
         if not (0 <= stage < placement.stages and 0 <= microbatch < schedule.microbatches):
             raise InvalidSchedule(
                 f"stage {stage} and microbatch {microbatch} are copied to the host, stages are "
@@ -184,7 +184,7 @@ def _check_copies(schedule: Schedule) -> None:
         seconds = {behind for action, behind in pairwise(order) if action in schedule.paired}
         for stage in placement.stages_of(rank):
             for microbatch in range(schedule.microbatches):
-                if (action := back.get((stage, microbatch))) is None:
+                if (action := reloads.get((stage, microbatch))) is None:
                     continue
                 forward, i, _, whole = (Action(stage, kind, microbatch) for kind in OF_STAGES)
                 backward = i if i in place else whole
@@ -192,8 +192,8 @@ def _check_copies(schedule: Schedule) -> None:
                     raise InvalidSchedule(
                         f"rank {rank}: {forward} is copied to the host, but has no backward: remove the copy"
                     )
-                given_up = schedule.copies.gone.get((stage, microbatch), action)
-                for what, one, last in (("comes back", action, backward), ("is given up", given_up, action)):
+                freed = schedule.copies.frees.get((stage, microbatch), action)
+                for what, one, last in (("is reloaded", action, backward), ("is freed", freed, action)):
                     if wrong := _not_between(forward, one, last, place, seconds):
                         raise InvalidSchedule(f"rank {rank}: {forward} {what} before {one}, {wrong}")
 

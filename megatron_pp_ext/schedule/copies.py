@@ -1,8 +1,8 @@
 """Activations that wait for their backward on the host (PipeOffload, arXiv 2503.01328, section 3).
 
-The activations of a stage and a microbatch are copied to the host behind their forward, and copied back in
-time for their backward.  A rank has a copy engine each way, which does one copy after the other beside its
-actions.
+The activations of a stage and a microbatch are offloaded, which is a copy to the host after their forward,
+and reloaded in time for their backward.  A rank has a copy engine each way, which does one copy after the
+other at the same time as its actions.
 """
 
 from bisect import bisect
@@ -27,74 +27,73 @@ type Kept = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Which activations leave the device, and before which action of their rank each copy back is launched.
+    """Which activations are offloaded, and before which action of their rank each of them is reloaded.
 
-    ``back`` has what is away: (stage, microbatch) -> an action of the same rank.  The copy to the host is
-    launched right behind the F of that stage and microbatch, and waits for its end.  The copy back is
-    launched in front of the action: it waits for the end of the action before that one and of the copy to the
-    host, and the first backward (I or B) waits for it.  The action stands behind the F, and it is this
-    backward at the latest.  A pair is one launch, so that the action is never the second one of a pair.
+    ``reloads`` has what is offloaded: (stage, microbatch) -> an action of the same rank.  The copy to the
+    host is launched right after the F of that stage and microbatch, and waits for its end.  The copy back is
+    launched before the action: it waits for the end of the action before that one and of the copy to the
+    host, and the first backward (I or B) waits for it.  The action comes after the F, and it is this backward
+    at the latest.  A pair is one launch, so that the action is never the second one of a pair.
 
-    ``gone`` has the action of the same rank in front of which the memory on the device is given up, behind
-    the F and at the latest where the copy back is launched; ``given_up_before`` says where that is for what
-    it leaves out.
+    ``frees`` has the action of the same rank before which the memory on the device is freed, after the F and
+    at the latest where the copy back is launched; ``freed_before`` says where that is for what it leaves out.
     """
 
-    back: "Mapping[Kept, Action]" = field(default_factory=dict, hash=False)
-    gone: "Mapping[Kept, Action]" = field(default_factory=dict, hash=False)
+    reloads: "Mapping[Kept, Action]" = field(default_factory=dict, hash=False)
+    frees: "Mapping[Kept, Action]" = field(default_factory=dict, hash=False)
 
     def __bool__(self) -> bool:
-        """Whether anything is away."""
-        return bool(self.back)
+        """Whether anything is offloaded."""
+        return bool(self.reloads)
 
     def __str__(self) -> str:
-        """All copies as text, in the same order whatever that of ``back``."""
+        """All copies as text, in the same order whatever that of ``reloads``."""
         return ",".join(
-            f"{stage}.{microbatch}-{self.gone.get((stage, microbatch), '')}@{self.back[stage, microbatch]}"
-            for stage, microbatch in sorted(self.back)
+            f"{kept[0]}.{kept[1]}-{self.frees.get(kept, '')}@{self.reloads[kept]}"
+            for kept in sorted(self.reloads)
         )
 
     def with_actions(self, change: "Callable[[Action], Action]") -> "Copies":
         """Return the same copies at the actions that ``change`` makes of those here."""
-        back, gone = (
-            {kept: change(action) for kept, action in one.items()} for one in (self.back, self.gone)
+        reloads, frees = (
+            {kept: change(action) for kept, action in one.items()} for one in (self.reloads, self.frees)
         )
-        return Copies(back, gone)
+        return Copies(reloads, frees)
 
-    def launched_before(self, order: "Iterable[Action]") -> "dict[Action, list[Kept]]":
+    def reloaded_before(self, order: "Iterable[Action]") -> "dict[Action, list[Kept]]":
         """Return the copies back of a rank with this ``order``, by the action before which they are launched.
 
         Those before one action are launched in the order of the backwards that wait for them.
         """
         found: dict[Action, list[Kept]] = {}
         for stage, kind, microbatch in order:
-            if kind in ("I", "B") and (action := self.back.get((stage, microbatch))):
+            if kind in ("I", "B") and (action := self.reloads.get((stage, microbatch))):
                 found.setdefault(action, []).append((stage, microbatch))
         return found
 
-    def given_up_before(self, launches: "Sequence[Sequence[Action]]") -> "dict[Action, list[Kept]]":
-        """Return what gives its memory on the device up, by the action of a rank before which it does.
+    def freed_before(self, launches: "Sequence[Sequence[Action]]") -> "dict[Action, list[Kept]]":
+        """Return whose memory on the device is freed, by the action of a rank before which it is.
 
         ``launches`` are the rank's actions in its order, the two of a pair together.  What is computed next
         waits for the copy to the host, so that the memory is free for it, however far the host runs ahead of
-        the device.  Where ``gone`` says nothing, the copy runs beside at least one launch; the next launch
-        behind that which takes memory, a forward or a copy back, comes after it, and so does its copy back.
+        the device.  Where ``frees`` has nothing, the copy runs during at least one launch; the next launch
+        after that which takes memory, a forward or a copy back, waits for it, and so does its copy back.
         """
         places = {action: place for place, actions in enumerate(launches) for action in actions}
-        brought = set(self.back.values())
+        reloading = set(self.reloads.values())
         takers = [
             place
             for place, actions in enumerate(launches)
-            if actions[0] in brought or any(action.kind == "F" for action in actions)
+            if actions[0] in reloading or any(action.kind == "F" for action in actions)
         ]
         found: dict[Action, list[Kept]] = {}
         for action, place in places.items():
             kept = action.stage, action.microbatch
-            if action.kind == "F" and kept in self.back:
+            if action.kind == "F" and kept in self.reloads:
                 later = takers[bisect(takers, place + 1) :][:1]
-                if kept in self.gone:
-                    later = [places[self.gone[kept]]]
-                before = min([*later, places[self.back[kept]]])
+                if kept in self.frees:
+                    later = [places[self.frees[kept]]]
+                before = min([*later, places[self.reloads[kept]]])
                 found.setdefault(launches[before][0], []).append(kept)
         return found
 

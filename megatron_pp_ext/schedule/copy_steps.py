@@ -1,9 +1,9 @@
 """Copies to the host and back as steps of a walk, on a copy engine each way for every rank.
 
-A copy is a step behind two others: the one before it on its engine, and what it waits for on its rank.  The
-rank in turn waits for a copy to the host where it gives the memory up, and for one back in front of the
-backward.  All of that was launched before it on the same rank, so that copies never make ranks wait in a
-circle: they are put into a walk that was found without them, as often as there are plans.
+A copy is a step after two others: the one before it on its engine, and what it waits for on its rank.  The
+rank in turn waits for a copy to the host where it frees the memory, and for one back before the backward.
+All of that was launched before it on the same rank, so that copies never make ranks wait in a circle: they
+are put into a walk that was found without them, as often as there are plans.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,11 +21,11 @@ def with_copies(walk: Walk, schedule: Schedule) -> Walk:
     """Return ``walk``, which is that of all of ``schedule`` without copies, with those of ``schedule``."""
     program, make, copies = walk.program, walk.program.make, schedule.copies
     actions = program.actions
-    given_up: dict[Action, list[Kept]] = {}
+    freed: dict[Action, list[Kept]] = {}
     for order in schedule.orders:
-        given_up |= copies.given_up_before(list(together(order, schedule.paired)))
-    kept, begins = _in_front(actions, copies.launched_before(actions))
-    gone, gone_begins = _in_front(actions, given_up)
+        freed |= copies.freed_before(list(together(order, schedule.paired)))
+    kept, begins = _in_front(actions, copies.reloaded_before(actions))
+    to_free, free_begins = _in_front(actions, freed)
     number = {one: at for at, one in enumerate(kept, 1)}
 
     def numbers(*kinds: Kind) -> Column:
@@ -39,7 +39,7 @@ def with_copies(walk: Walk, schedule: Schedule) -> Walk:
         program.columns,
         make.of(walk.line),
         (make.of(begins), numbers(Kind.F), numbers(Kind.I, Kind.B)),
-        (make.of(gone_begins), make.of(number[one] - 1 for one in gone)),
+        (make.of(free_begins), make.of(number[one] - 1 for one in to_free)),
         (program.no_work, program.no_work + 1 + len(program.pairs)),
         (walk.step_of, walk.steps, make.zeros(len(walk.steps.before))),
         tuple(make.zeros(program.ranks) for _ in range(3)),
@@ -67,7 +67,7 @@ def _insert(
     columns: Columns,
     line: Column,
     numbers: tuple[Column, Column, Column],
-    giving_up: tuple[Column, Column],
+    freeing: tuple[Column, Column],
     places: tuple[int, int],
     without: tuple[Column, Steps, Column],
     latest: tuple[Column, Column, Column],
@@ -78,17 +78,17 @@ def _insert(
     """Fill ``step_of``, ``steps`` and ``copied`` from what they are ``without`` copies.
 
     The copies back from ``begins[a]`` to ``begins[a + 1]`` are launched before action a; the copy to the host
-    ``outgoing[a]`` is launched behind it, and it waits for the copy back ``waiting[a]``, both counted from 1.
-    From ``gone_begins[a]`` to ``gone_begins[a + 1]`` there are the copies whose memory is given up before it.
+    ``outgoing[a]`` is launched after it, and it waits for the copy back ``waiting[a]``, both counted from 1.
+    From ``free_begins[a]`` to ``free_begins[a + 1]`` there are the copies whose memory is freed before it.
     """
     stage_of, _, _, rank_of, _, _, _, _, _ = columns
     begins, outgoing, waiting = numbers
-    gone_begins, gone = giving_up
+    free_begins, to_free = freeing
     no_work, first_place = places
     old_of, (old_before, old_sends, old_wire, old_place), moved = without
     before, sends, wire, place = steps
     on_rank, to_host, from_host = latest
-    out, given_up, launch, back = copied
+    out, freed, launch, back = copied
     filled = at = 0
     for step in range(1, len(old_before)):
         first = at
@@ -97,11 +97,11 @@ def _insert(
         own = moved[old_before[step]]
         for action in line[first:at]:
             rank = rank_of[action]
-            for entry in range(gone_begins[action], gone_begins[action + 1]):
+            for entry in range(free_begins[action], free_begins[action + 1]):
                 filled += 1
-                before[filled], sends[filled] = own, out[gone[entry]]
+                before[filled], sends[filled] = own, out[to_free[entry]]
                 wire[filled], place[filled] = OWN, no_work
-                own = on_rank[rank] = given_up[gone[entry]] = filled
+                own = on_rank[rank] = freed[to_free[entry]] = filled
             for number in range(begins[action], begins[action + 1]):
                 filled += 2
                 before[filled - 1], sends[filled - 1] = from_host[rank], on_rank[rank]

@@ -33,14 +33,14 @@ class Event(NamedTuple):
 class Copied(NamedTuple):
     """The times of the copies of a stage's activations of one microbatch to the host, and back.
 
-    The device has no memory for them from ``given_up`` until ``launched``, at which their copy back is
+    The device has no memory for them from ``freed`` until ``launched``, at which their copy back is
     launched.
     """
 
     stage: int
     microbatch: int
     out: tuple[float, float]
-    given_up: float
+    freed: float
     launched: float
     back: tuple[float, float]
 
@@ -49,7 +49,7 @@ class Copied(NamedTuple):
 class Timeline:
     """A simulated schedule: ``events[r]`` are the actions of rank r with their times, in order.
 
-    ``copies[r]`` are those of rank r in the order in which they come back, and empty where it has none.
+    ``copies[r]`` are those of rank r in the order in which they are reloaded, and empty where it has none.
 
     There are two lengths.  ``makespan`` is the time from the first start to the last end over all ranks,
     which is what a step with a synchronous optimizer takes.  ``span`` is the longest time that any one rank
@@ -176,10 +176,10 @@ class Timeline:
 
 
 def changes_by(copies: Iterable[Copied], costs: Costs) -> Iterator[tuple[float, float]]:
-    """Yield (time, activations that are kept from then on), or given up, by ``copies``."""
-    for stage, _, _, given_up, launched, _ in copies:
+    """Yield (time, activations that are kept from then on), or freed, by ``copies``."""
+    for stage, _, _, freed, launched, _ in copies:
         kept = costs.stages[stage].activation
-        yield given_up, -kept
+        yield freed, -kept
         yield launched, kept
 
 
@@ -223,7 +223,7 @@ def _copied(walk: Walk, placement: Placement, starts: Column, ends: Column) -> t
     if walk.copies is None:
         return ()
     found: list[list[Copied]] = [[] for _ in range(placement.ranks)]
-    for (stage, microbatch), out, gone, launch, back in zip(*walk.copies, strict=True):
-        copied = (starts[out], ends[out]), ends[gone], ends[launch], (starts[back], ends[back])
+    for (stage, microbatch), out, freed, launch, back in zip(*walk.copies, strict=True):
+        copied = (starts[out], ends[out]), ends[freed], ends[launch], (starts[back], ends[back])
         found[placement.rank_of(stage)].append(Copied(stage, microbatch, *copied))
     return tuple(map(tuple, found))

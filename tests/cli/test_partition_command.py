@@ -24,7 +24,7 @@ GPT = Profile.chain(
 def mpp(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "vgg16.txt").write_text(vgg16.graph_txt())
-    GPT.write(tmp_path / "gpt.json")
+    profile_file.write(GPT, tmp_path / "gpt.json")
 
     def run(line):
         return CliRunner().invoke(app, line.split())

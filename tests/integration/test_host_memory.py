@@ -1,6 +1,5 @@
-"""What activations may take of the host: cgroups, ranks that share it; and what of a plan leaves."""
+"""What a rank may take of the host: cgroups, and ranks that share it."""
 
-import logging
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,12 +9,7 @@ import torch.distributed as dist
 import tests.support.ranks  # noqa: F401  (installs the stand-ins for torch.cuda before Megatron is imported)
 
 # isort: split
-from megatron_pp_ext.features.offload.megatron import host_activations
-from megatron_pp_ext.features.offload.megatron.host_activations import HostActivations
 from megatron_pp_ext.integration.core import host_memory
-from megatron_pp_ext.runtime.plan import plan_rank
-from megatron_pp_ext.schedule import catalog
-from tests.support.away import half, with_away
 from tests.support.ranks import run_ranks
 
 GIB = 2**30
@@ -73,55 +67,3 @@ def test_ranks_that_share_a_machine_or_a_cgroup_are_counted(monkeypatch: pytest.
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     pools = [{"a": 60, "container": 20}, {"a": 60, "container": 20}, {"a": 60}, {"b": 50, "other": 90}]
     assert run_ranks(counted, 4, pools) == [10, 10, 20, 50]
-
-
-def test_more_than_the_host_has_is_refused() -> None:
-    expected = (
-        "--pipeline-offload-host-bytes is 1001, but this machine has 1000 bytes free for each of its ranks"
-    )
-    with pytest.raises(ValueError, match=expected):
-        host_memory.usable_bytes(1001, 1000)
-    assert [host_memory.usable_bytes(limit, 1000) for limit in (1000, None)] == [1000, 500]
-
-
-PLAN = plan_rank(with_away(catalog.build("gpipe", 2, 6), half), 1)
-KEPT = (7e8, 2e8)
-
-
-def test_memory_for_a_plan_is_pinned_before_its_first_step() -> None:
-    """Three of six microbatches are on the host at once."""
-    for limit, pinned in ((1e9, 6e8), (5e8, 5e8)):
-        moved = HostActivations(limit, KEPT).before(PLAN)
-        assert moved is not None and moved.buffers.pinned_bytes == pinned
-    assert HostActivations(1e9).before(PLAN).buffers.pinned_bytes == 0
-    assert HostActivations(1e9, KEPT).before(plan_rank(catalog.build("gpipe", 2, 6), 1)) is None
-
-
-@pytest.mark.parametrize(
-    ("kept", "sent", "line"),
-    [
-        (
-            KEPT,
-            54e7,
-            "0.54 GB of this rank's activations went to the host in the first step, 90% of the 0.6 GB",
-        ),
-        ((), 54e7, "0.54 GB of this rank's activations went to the host in the first step; how many are"),
-        (
-            KEPT,
-            53e7,
-            "only 88% of the 0.6 GB planned: 0.05 GB are in storages under 1048576 bytes, and others",
-        ),
-    ],
-)
-def test_what_left_in_the_first_step_is_held_against_the_plan(kept, sent, line, caplog, capsys, monkeypatch):
-    monkeypatch.setattr(host_activations, "SMALLEST", 1 << 20)
-    host = HostActivations(1e9, kept)
-    for _ in range(2):
-        moved = host.before(PLAN)
-        moved.sent_bytes += sent
-        moved.small_bytes += 5e7
-        host.behind(PLAN)
-    warned = "".join(record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
-    printed = capsys.readouterr().out
-    assert (warned + printed).count(line) == 1
-    assert bool(warned) is line.startswith("only")

@@ -155,6 +155,11 @@ def test_a_call_asks_for_the_same_as_long_as_its_contents_are_the_same(tmp_path:
     assert asked(offload=0.5) != asked() != asked(memory_limit=0.5, offload="auto")
 
 
+def test_what_no_feature_takes_is_refused() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'ofload'"):
+        by_call._asked("v-half", ranks=2, microbatches=4, ofload=0.5)
+
+
 def test_nothing_heavy_is_imported_for_a_refusal() -> None:
     program = (
         "import sys, megatron_pp_ext\n"

@@ -23,13 +23,13 @@ from megatron_pp_ext.schedule.families.round_robin import Replicas
 from megatron_pp_ext.schedule.placement import linear, v, wave
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support import slow
-from tests.support.away import with_away
 from tests.support.launches import synchronizations
 from tests.support.launches.entries import Collective, Copy, HostWait, Kernel, Transfer, Wait
 from tests.support.launches.grid import copies, everything, shared_vocabularies, without_flush
 from tests.support.launches.hardware import Setting
 from tests.support.launches.queues import circle
 from tests.support.launches.recording import plans, record, record_plans
+from tests.support.offloaded import with_offloaded
 from tests.support.tiers import first
 
 SETTINGS = [
@@ -89,14 +89,14 @@ def test_activations_that_wait_on_the_host(ranks):
             assert_finishes_strictly(plans_of_ranks, what)
             launches = record_plans(plans_of_ranks)
             ways = Counter(entry.way for rank in launches for entry in rank if isinstance(entry, Copy))
-            assert ways == {"out": len(steps[0].copies.back), "back": len(steps[0].copies.back)}
+            assert ways == {"out": len(steps[0].copies.reloads), "back": len(steps[0].copies.reloads)}
             assert not any(isinstance(entry, HostWait) for rank in launches for entry in rank)
             if microbatches == ranks:
                 assert_finishes_everywhere(launches, what)
 
 
 def test_a_backward_waits_for_its_copy_back_and_a_forward_for_memory():
-    launches, _ = record([with_away(catalog.build("gpipe", 2, 3))])
+    launches, _ = record([with_offloaded(catalog.build("gpipe", 2, 3))])
     waits = {}
     for at, entry in enumerate(launches):
         if isinstance(entry, Wait) and isinstance(launches[entry.on], Copy):

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_pp_ext.runtime.activations_away import ActivationsAway
-from megatron_pp_ext.runtime.copy_streams import Timed, Transfer
+from megatron_pp_ext.features.offload.runtime.copy_streams import Timed, Transfer
+from megatron_pp_ext.features.offload.runtime.host_buffers import Done, HostBuffers
+from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations
 from megatron_pp_ext.runtime.executor import execute
-from megatron_pp_ext.runtime.host_buffers import Done, HostBuffers
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.runtime.recorder import StepRecorder
@@ -26,9 +26,9 @@ from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, together
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support import plain_stages
-from tests.support.away import everything, half, with_away
 from tests.support.copy_engines import OnThread, Threads
 from tests.support.module_stage import ModuleStage
+from tests.support.offloaded import everything, half, with_offloaded
 from tests.support.ranks import RankError, run_ranks
 from tests.support.tiers import first
 
@@ -36,7 +36,7 @@ from tests.support.tiers import first
 def run_schedule(rank: int, schedule: Schedule, engines: Threads | None = None) -> dict:
     """Run one step and tell the gradients, the losses and the peak of this rank."""
     engines = engines or Threads()
-    away = ActivationsAway(HostBuffers(math.inf), engines, smallest=1)
+    away = OffloadedActivations(HostBuffers(math.inf), engines, smallest=1)
     last = schedule.placement.stages - 1
     stages = {
         number: plain_stages.make_stage(number, last + 1) for number in schedule.placement.stages_of(rank)
@@ -102,11 +102,11 @@ def test_gradients_are_those_of_one_process_and_the_peak_is_the_simulated_one(
     ),
 )
 def test_gradients_are_those_of_one_process_where_activations_wait_on_the_host(name, paired, leaves):
-    schedule = with_away(catalog.build(name, 3, 5, paired=paired), leaves)
+    schedule = with_offloaded(catalog.build(name, 3, 5, paired=paired), leaves)
     (results,) = plain_stages.on_ranks(run_schedule, [schedule])
     assert_equals_one_process(schedule, results)
     for rank, result in enumerate(results):
-        count = sum(schedule.placement.rank_of(stage) == rank for stage, _ in schedule.copies.back)
+        count = sum(schedule.placement.rank_of(stage) == rank for stage, _ in schedule.copies.reloads)
         assert result["copies"] == {"out": count, "back": count}
 
 
@@ -127,7 +127,7 @@ class Known(torch.nn.Module):
 @pytest.mark.parametrize("leaves", first(1, [half, everything]))
 def test_peaks_are_those_of_the_plan(name, paired, leaves, monkeypatch):
     monkeypatch.setattr(plain_stages, "make_module", lambda stage: Known())
-    schedule = with_away(catalog.build(name, 3, 7, paired=paired), leaves)
+    schedule = with_offloaded(catalog.build(name, 3, 7, paired=paired), leaves)
     (results,) = plain_stages.on_ranks(run_schedule, [schedule])
     for rank, result in enumerate(results):
         assert result["bytes"] // SAVED == most_here(schedule, rank)
@@ -136,8 +136,8 @@ def test_peaks_are_those_of_the_plan(name, paired, leaves, monkeypatch):
 def most_here(schedule: Schedule, rank: int) -> int:
     """The most stages' activations of a microbatch that the plan has on the device at one time."""
     order = list(together(schedule.orders[rank], schedule.paired))
-    given_up = schedule.copies.given_up_before(order)
-    brought_back = schedule.copies.launched_before(schedule.orders[rank])
+    given_up = schedule.copies.freed_before(order)
+    brought_back = schedule.copies.reloaded_before(schedule.orders[rank])
     here, most = 0, 0
     for actions in order:
         here += len(brought_back.get(actions[0], ())) - len(given_up.get(actions[0], ()))
@@ -169,7 +169,7 @@ def _die_in_the_middle(rank: int, schedule: Schedule) -> None:
 
 def test_a_rank_that_is_killed_in_the_middle_of_a_copy_ends_the_others() -> None:
     with pytest.raises(RankError, match="rank 1 failed"):
-        run_ranks(_killed_while_copying, 3, with_away(catalog.build("v-half", 3, 6)))
+        run_ranks(_killed_while_copying, 3, with_offloaded(catalog.build("v-half", 3, 6)))
 
 
 def _killed_while_copying(rank: int, schedule: Schedule) -> None:
@@ -185,13 +185,13 @@ def _killed_while_copying(rank: int, schedule: Schedule) -> None:
 
 
 def test_steps_use_the_same_memory_of_the_host() -> None:
-    assert run_ranks(_take_steps, 2, with_away(catalog.build("zb-h1", 2, 5))) == [None, None]
+    assert run_ranks(_take_steps, 2, with_offloaded(catalog.build("zb-h1", 2, 5))) == [None, None]
 
 
 def _take_steps(rank: int, schedule: Schedule) -> None:
     dist.init_process_group("gloo")
     stage = plain_stages.make_stage(rank, 2)
-    away = ActivationsAway(HostBuffers(math.inf), Threads(), smallest=1)
+    away = OffloadedActivations(HostBuffers(math.inf), Threads(), smallest=1)
     pinned = set()
     for _ in range(4):
         channels = plain_stages.make_channels(2)
@@ -199,7 +199,7 @@ def _take_steps(rank: int, schedule: Schedule) -> None:
         assert away.buffers.used_bytes == 0
         pinned.add(away.buffers.pinned_bytes)
     (of_all_steps,) = pinned
-    assert 0 < of_all_steps < away.sent_bytes / 4, "buffers are used again within a step, too"
+    assert 0 < of_all_steps < away.offloaded_bytes / 4, "buffers are used again within a step, too"
 
 
 class Watched:

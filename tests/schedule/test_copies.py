@@ -29,9 +29,9 @@ def test_copies_between_forward_and_backward_pass():
     [
         ({"s4m0": "0B0"}, "stage 4 and microbatch 0 are copied to the host, stages are 0..3 and"),
         ({"s0m6": "0B0"}, "stage 0 and microbatch 6 are copied to the host, stages are 0..3 and"),
-        ({"s0m1": "1B1"}, "rank 0: 0F1 comes back before 1B1, which the rank does not do"),
-        ({"s0m1": "0F1"}, "rank 0: 0F1 comes back before 0F1, which does not stand between it and 0B1"),
-        ({"s0m1": "0B2"}, "rank 0: 0F1 comes back before 0B2, which does not stand between it and 0B1"),
+        ({"s0m1": "1B1"}, "rank 0: 0F1 is reloaded before 1B1, which the rank does not do"),
+        ({"s0m1": "0F1"}, "rank 0: 0F1 is reloaded before 0F1, which does not stand between it and 0B1"),
+        ({"s0m1": "0B2"}, "rank 0: 0F1 is reloaded before 0B2, which does not stand between it and 0B1"),
     ],
 )
 def test_other_copies_are_refused(copies, message):
@@ -42,10 +42,10 @@ def test_memory_is_given_up_between_forward_and_copy_back():
     back = {(0, 1): parse("0F4")}
     check(replace(WHOLE, copies=Copies(back, {(0, 1): parse("0F3")})))
     wrong = replace(WHOLE, copies=Copies(back, {(0, 1): parse("0F5")}))
-    assert "rank 0: 0F1 is given up before 0F5, which does not stand between it and 0F4" in refusal(wrong)
+    assert "rank 0: 0F1 is freed before 0F5, which does not stand between it and 0F4" in refusal(wrong)
     launches = [(action,) for action in WHOLE.orders[0]]
-    assert Copies(back, {(0, 1): parse("0F2")}).given_up_before(launches) == {parse("0F2"): [(0, 1)]}
-    assert Copies(back).given_up_before(launches) == {parse("0F3"): [(0, 1)]}
+    assert Copies(back, {(0, 1): parse("0F2")}).freed_before(launches) == {parse("0F2"): [(0, 1)]}
+    assert Copies(back).freed_before(launches) == {parse("0F3"): [(0, 1)]}
 
 
 def test_a_copy_is_not_launched_within_a_pair():
@@ -77,5 +77,5 @@ def test_halved_backwards_keep_their_copies():
 
 def test_copies_before_one_action_are_launched_in_the_order_of_their_backwards():
     found = away(WHOLE, s0m2="0F4", s0m1="0F4", s0m3="0F5")
-    launched = found.copies.launched_before(found.orders[0])
+    launched = found.copies.reloaded_before(found.orders[0])
     assert launched == {parse("0F4"): [(0, 1), (0, 2)], parse("0F5"): [(0, 3)]}

@@ -11,6 +11,7 @@ from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.compiler.limits import Budget, at_most, least_limits
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import Request, evaluation, named
+from megatron_pp_ext.features.offload.options import Offload
 from megatron_pp_ext.features.pairs.options import paired
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.schedule import catalog
@@ -60,8 +61,8 @@ def test_the_same_schedule(
     name: str, ranks: int, microbatches: int, vocabulary: str | None, offload: float | None
 ) -> None:
     try:
-        request = named(name, ranks, microbatches)
-        first, last = both(replace(request, vocabulary=vocabulary, offload=offload))
+        request = replace(named(name, ranks, microbatches), vocabulary=vocabulary)
+        first, last = both(request if offload is None else request.with_option(Offload(offload)))
     except ValueError:  # the family has no schedule for these sizes
         return
     assert last.schedule.placement == first.schedule.placement.turned_over

@@ -4,8 +4,8 @@ import time
 from collections.abc import Hashable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from megatron_pp_ext.runtime.copy_streams import Timed, Transfer
-from megatron_pp_ext.runtime.host_buffers import Done
+from megatron_pp_ext.features.offload.runtime.copy_streams import Timed, Transfer
+from megatron_pp_ext.features.offload.runtime.host_buffers import Done
 
 
 class Threads:

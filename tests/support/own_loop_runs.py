@@ -36,9 +36,9 @@ from megatron_pp_ext.compiler.request import named  # noqa: E402
 from megatron_pp_ext.compiler.source import Source  # noqa: E402
 from megatron_pp_ext.features.guided.options import ProfileSteps  # noqa: E402
 from megatron_pp_ext.features.offload.megatron import host_activations  # noqa: E402
+from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations  # noqa: E402
 from megatron_pp_ext.integration import core, core_seams, patching, requested, runners, start_up  # noqa: E402
 from megatron_pp_ext.integration.releases import CORE_0_19, megatron_release  # noqa: E402
-from megatron_pp_ext.runtime.activations_away import ActivationsAway  # noqa: E402
 from megatron_pp_ext.schedule.costs import Costs  # noqa: E402
 from megatron_pp_ext.schedule.placement import loop  # noqa: E402
 from tests.support import own_loop  # noqa: E402
@@ -184,12 +184,12 @@ def _offloaded() -> tuple[own_loop.Record, list[int]]:
     """Train with activations on the host; return the bytes that steps have sent there, too."""
     sent: list[int] = []
 
-    class Telling(ActivationsAway):
+    class Telling(OffloadedActivations):
         def close(self) -> None:
             super().close()
-            sent.append(self.sent_bytes)
+            sent.append(self.offloaded_bytes)
 
-    host_activations.SMALLEST, host_activations.ActivationsAway = 1, Telling
+    host_activations.SMALLEST, host_activations.OffloadedActivations = 1, Telling
     with megatron_pp_ext.installed("v-half", ranks=2, microbatches=8, offload=0.5):
         return own_loop.train(own_loop.build(2), own_loop.COUNTS), sent
 

@@ -64,7 +64,7 @@ def starts(schedule, costs):
     for order in schedule.orders:
         engines = {"out": [], "back": []}
         place = {a: at for at, a in enumerate(order)}
-        away = {key: a for key, a in schedule.copies.back.items() if a in place}
+        away = {key: a for key, a in schedule.copies.reloads.items() if a in place}
         for key in sorted(away, key=lambda key: place[Action(key[0], Kind.F, key[1])]):
             engines["out"].append(("out", *key))
             bounds.append((Action(key[0], Kind.F, key[1]), ("out", *key), 0))
@@ -72,7 +72,7 @@ def starts(schedule, costs):
             engines["back"].append(("back", *key))
             bounds += [
                 (order[place[away[key]] - 1], ("back", *key), 0),
-                (("out", *key), schedule.copies.gone[key], 0),
+                (("out", *key), schedule.copies.frees[key], 0),
                 (("out", *key), ("back", *key), 0),
                 (("back", *key), backward(*key), 0),
             ]
@@ -80,7 +80,7 @@ def starts(schedule, costs):
             bounds += [
                 (("out", *other), ("back", *key), 0)
                 for other in away
-                if schedule.copies.gone[other] == away[key]
+                if schedule.copies.frees[other] == away[key]
             ]
         bounds += [(a, b, 0) for engine in engines.values() for a, b in pairwise(engine)]
 
@@ -117,10 +117,10 @@ def live(schedule, costs, start, rank, moment):
     def away(key):
         return start["out", *key] + costs.stages[key[0]].copy
 
-    for key, action in copies.back.items():
+    for key, action in copies.reloads.items():
         if action in order:
-            given_up = max(end_before(copies.gone[key]), away(key))
-            earlier = [away(other) for other, place in copies.gone.items() if place == action]
+            given_up = max(end_before(copies.frees[key]), away(key))
+            earlier = [away(other) for other, place in copies.frees.items() if place == action]
             launched = max([end_before(action), *earlier])
             kept += costs.stages[key[0]].activation * ((launched <= moment) - (given_up <= moment))
     return kept

@@ -85,8 +85,8 @@ def store(name: str, schedule: Schedule, origin: str) -> None:
     Each file appears whole or not at all, and the notes, without which nothing is read, come last.
     """
     rows, about = _files(name)
-    away, gone = schedule.copies.back, schedule.copies.gone
-    copies = [[*kept, *away[kept], *gone.get(kept, ())] for kept in sorted(away)]
+    reloads, frees = schedule.copies.reloads, schedule.copies.frees
+    copies = [[*kept, *reloads[kept], *frees.get(kept, ())] for kept in sorted(reloads)]
     notes = {"key": name, "digest": schedule.digest, "origin": origin, "copies": copies}
     try:
         rows.parent.mkdir(parents=True, exist_ok=True)
@@ -103,14 +103,14 @@ def _files(name: str) -> tuple[Path, Path]:
 
 
 def _copies(rows: list[list[Any]]) -> Copies:
-    """Return the copies of rows of stage, microbatch, and the actions at which it is back and gone."""
+    """Return the copies of rows: stage, microbatch, and the actions before which it is reloaded and freed."""
     actions = {
         (stage, of): [Action(at, Kind(kind), number) for at, kind, number in batched(rest, 3)]
         for stage, of, *rest in rows
     }
     return Copies(
-        {kept: back for kept, (back, *_) in actions.items()},
-        {kept: gone for kept, (_, *found) in actions.items() for gone in found},
+        {kept: reload for kept, (reload, *_) in actions.items()},
+        {kept: free for kept, (_, *found) in actions.items() for free in found},
     )
 
 

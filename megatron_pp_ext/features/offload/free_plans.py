@@ -1,33 +1,33 @@
-"""The choice of activations that wait on the host, and of when they return (arXiv 2503.01328, section 3).
+"""The choice of activations to offload, and of when they are reloaded (arXiv 2503.01328, section 3).
 
 The order of a schedule stays as it is, and so do its times where copies fit into the time for which
 activations wait for their backward: no plan here makes a step longer.  Each rank chooses for itself
-(``rank_copies``).  For a memory limit a rank sends away as little as keeps it.  ``longer_plans`` has what
+(``rank_copies``).  For a memory limit a rank offloads as little as keeps it.  ``longer_plans`` has what
 asks for more.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from megatron_pp_ext.features.offload.rank_copies import ROUNDING, RankCopies, Return
+from megatron_pp_ext.features.offload.rank_copies import ROUNDING, PlannedCopy, RankCopies
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.copies import Copies
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 
 
-def share_away(timeline: Timeline) -> float:
+def share_offloaded(timeline: Timeline) -> float:
     """Return the part of all activations of a step that are copied to the host."""
     amounts = [stage.activation for stage in timeline.costs.stages]
-    away = sum(amounts[stage] for stage, _ in timeline.schedule.copies.back)
-    return away / (timeline.schedule.microbatches * sum(amounts))
+    offloaded = sum(amounts[stage] for stage, _ in timeline.schedule.copies.reloads)
+    return offloaded / (timeline.schedule.microbatches * sum(amounts))
 
 
 def with_share(schedule: Schedule, costs: Costs, share: float) -> Timeline:
     """Return ``schedule`` with this ``share`` of its activations on the host, or with less, simulated.
 
-    What stays although it is asked for would make its backward wait.  Each rank sends the same share, but
-    where one has not enough that can leave, the others send more.  ValueError for a share that is not above 0
+    What stays although it is asked for would make its backward wait.  Each rank offloads the same share, but
+    where one has not enough that can be, the others offload more.  ValueError for a share that is not above 0
     and at most 1.
     """
     if not 0 < share <= 1:
@@ -42,14 +42,14 @@ def with_share(schedule: Schedule, costs: Costs, share: float) -> Timeline:
 def within(schedule: Schedule, costs: Costs, limits: Sequence[float]) -> Timeline:
     """Return ``schedule`` with as few copies as keep each rank within its limit, simulated.
 
-    A rank that no copies keep within it, as ``over`` tells, has all that can leave.  ``limits`` are in the
+    A rank that no copies keep within it, as ``over`` tells, offloads all that can be.  ``limits`` are in the
     unit of ``StageCosts.activation``, and are held against ``Timeline.peak_memory``.
     """
     alone = without_copies(schedule, costs)
     return timed(alone, least_copies(alone, limits)[0])
 
 
-def least_copies(step: Timeline, limits: Sequence[float]) -> tuple[list[list[Return]], list[int]]:
+def least_copies(step: Timeline, limits: Sequence[float]) -> tuple[list[list[PlannedCopy]], list[int]]:
     """Return as few copies as keep each rank of ``step`` within its limit, and the ranks that none keep."""
     copies, above = [], []
     for rank, room in enumerate(beside_messages(step, limits)):
@@ -88,8 +88,9 @@ def without_copies(schedule: Schedule, costs: Costs) -> Timeline:
     return simulate(replace(schedule, copies=Copies()), costs)
 
 
-def timed(step: Timeline, copies: Iterable[Iterable[Return]]) -> Timeline:
+def timed(step: Timeline, copies: Iterable[Iterable[PlannedCopy]]) -> Timeline:
     """Return ``step`` with these ``copies`` of its ranks and no others, simulated."""
     found = [one for rank in copies for one in rank]
-    gone, back = ({one.times[:2]: getattr(one, name) for one in found} for name in ("gone", "before"))
-    return simulate(replace(step.schedule, copies=Copies(back, gone)), step.costs)
+    reloads = {one.times[:2]: one.reloaded_before for one in found}
+    frees = {one.times[:2]: one.freed_before for one in found}
+    return simulate(replace(step.schedule, copies=Copies(reloads, frees)), step.costs)

@@ -4,8 +4,8 @@ What waits for less than a copy there and one back waits longer where each stage
 microbatches ahead: they wait on the host, where there is room, and mostly the step stays as long as it is.
 Where that is not enough for a share, backwards wait for copies.
 
-A limit is kept at every place of a rank's order.  Where a plan that is free exceeds it, a rank brings back
-later, gives up earlier or sends away more, and waits for what has not ended by then.
+A limit is kept at every place of a rank's order.  Where a plan that is free exceeds it, a rank reloads later,
+frees earlier or offloads more, and waits for what has not ended by then.
 """
 
 from collections import defaultdict
@@ -36,7 +36,7 @@ _ROUNDS = 4
 
 
 def with_whole_share(schedule: Schedule, costs: Costs, share: float) -> Timeline:
-    """Return the shortest step found in which this ``share`` of activations leaves, simulated.
+    """Return the shortest step found in which this ``share`` of activations is offloaded, simulated.
 
     It may have forwards ahead.  ValueError for a share that is not above 0 and at most 1.
     """
@@ -49,7 +49,7 @@ def with_whole_share(schedule: Schedule, costs: Costs, share: float) -> Timeline
             free = with_share(ahead, costs, share)
         except InvalidSchedule:  # a file may have stages that take the microbatches in different orders
             break
-        is_whole = len(free.schedule.copies.back) >= wanted
+        is_whole = len(free.schedule.copies.reloads) >= wanted
         found.append(free if is_whole else _late(ahead, costs, wanted))
         if is_whole or found[-1].makespan <= shortest:
             break
@@ -69,15 +69,15 @@ def within_limits(schedule: Schedule, costs: Costs, limits: Sequence[float]) -> 
     rooms = beside_messages(step, limits)
     found: list[Timeline] = []
     for _ in range(_ROUNDS):
-        back: dict[Kept, Action] = {}
-        gone: dict[Kept, Action] = {}
+        reloads: dict[Kept, Action] = {}
+        frees: dict[Kept, Action] = {}
         for rank, room in enumerate(rooms):
             plan = _Places(step, rank)
             if not plan.keeps(room * (1 + ROUNDING)):
                 return None
-            back |= plan.actions(plan.back)
-            gone |= plan.actions(plan.gone)
-        step = simulate(replace(step.schedule, copies=Copies(back, gone)), costs)
+            reloads |= plan.actions(plan.reloads)
+            frees |= plan.actions(plan.frees)
+        step = simulate(replace(step.schedule, copies=Copies(reloads, frees)), costs)
         found.append(step)
     return min(found, key=lambda timeline: timeline.makespan)
 
@@ -123,14 +123,14 @@ def _late(schedule: Schedule, costs: Costs, wanted: int) -> Timeline:
 
 
 class _Places:
-    """The copies of a rank by the places of its launches: where each is ``gone`` and where ``back``."""
+    """The copies of a rank by the places of its launches: ``frees`` and ``reloads``."""
 
     def __init__(self, step: Timeline, rank: int) -> None:
         self._costs, self._copies = step.costs, RankCopies(step, rank)
         self._starts = {event.action: event.start for event in step.events[rank]}
         self._waits = {wait.kept: wait for wait in self._copies.waits}
-        self.gone: dict[Kept, int] = {}
-        self.back: dict[Kept, int] = {}
+        self.frees: dict[Kept, int] = {}
+        self.reloads: dict[Kept, int] = {}
 
     def actions(self, places: dict[Kept, int]) -> dict[Kept, Action]:
         """Return the first actions at ``places``."""
@@ -141,12 +141,13 @@ class _Places:
         launches = self._copies.launches
         place_of = {action: place for place, launch in enumerate(launches) for action in launch}
         for one in self._copies.least(limit):
-            self.gone[one.times[:2]], self.back[one.times[:2]] = place_of[one.gone], place_of[one.before]
+            kept = one.times[:2]
+            self.frees[kept], self.reloads[kept] = place_of[one.freed_before], place_of[one.reloaded_before]
         here = 0.0
         for place, launch in enumerate(launches):
             amounts = [self._costs.kept(action) for action in launch]
             here += sum(amount for amount in amounts if amount > 0)
-            here += self._amount(self.back, place) - self._amount(self.gone, place)
+            here += self._amount(self.reloads, place) - self._amount(self.frees, place)
             while here > limit:
                 freed = self._makes_room(place)
                 if not freed:
@@ -157,20 +158,20 @@ class _Places:
 
     def _makes_room(self, place: int) -> float:
         """Change the copies so that the rank keeps less at ``place``, and return how much; 0 if none does."""
-        waits, gone, back = self._waits, self.gone, self.back
+        waits, frees, reloads = self._waits, self.frees, self.reloads
         # What has to wait least: a copy back for a backward that is furthest, or the first copy to the host.
-        if later := [kept for kept in back if back[kept] == place < waits[kept].latest]:
+        if later := [kept for kept in reloads if reloads[kept] == place < waits[kept].latest]:
             chosen = max(later, key=lambda kept: waits[kept].latest)
-            back[chosen] += 1
-        elif earlier := [kept for kept in gone if waits[kept].earliest <= place < gone[kept]]:
+            reloads[chosen] += 1
+        elif earlier := [kept for kept in frees if waits[kept].earliest <= place < frees[kept]]:
             chosen = min(earlier, key=lambda kept: waits[kept].earliest)
-            gone[chosen] = place
+            frees[chosen] = place
         elif more := [
-            kept for kept, wait in waits.items() if kept not in gone and wait.earliest <= place < wait.latest
+            kept for kept, wait in waits.items() if kept not in frees and wait.earliest <= place < wait.latest
         ]:
             now = self._starts[self._copies.launches[place][0]]
             chosen = max(more, key=lambda kept: self._spare(kept, now))
-            gone[chosen], back[chosen] = place, waits[chosen].latest
+            frees[chosen], reloads[chosen] = place, waits[chosen].latest
         else:
             return 0.0
         return self._costs.stages[chosen[0]].activation

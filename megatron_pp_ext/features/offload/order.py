@@ -13,6 +13,7 @@ from megatron_pp_ext.compiler.search.problem import TOLERANCE
 from megatron_pp_ext.features.offload.compiled import planned
 from megatron_pp_ext.features.offload.free_plans import with_share, within, without_copies
 from megatron_pp_ext.features.offload.longer_plans import with_whole_share, within_limits
+from megatron_pp_ext.features.offload.options import Offload
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.names import AUTO, FLEX
@@ -32,18 +33,19 @@ _WORTH_SAYING = 5e-4
 
 
 def offloaded(request: Request, costs: CostsOf, before: Make) -> Made:
-    """Let activations wait on the host, as ``request.offload`` asks.
+    """Let activations wait on the host, as the request's ``Offload`` asks.
 
     ValueError, in one line, where no copies keep the memory limit.
     """
-    if request.offload is None:
+    option = request.option(Offload)
+    if option is None:
         return before(request)
-    if request.offload == AUTO and request.is_compiled:
+    if option.share == AUTO and request.is_compiled:
         return _compiled(request, costs, before)
     made = before(request)
     known = with_copy_seconds(_known(request, costs, made.schedule))
     alone = without_copies(made.schedule, known)
-    timeline = _timeline(made.schedule, request, known)
+    timeline = _timeline(made.schedule, request, option.share, known)
     growth = timeline.makespan / alone.makespan - 1
     note = f"copies to the host make steps {growth:.1%} longer by prediction"
     notes = "; ".join(filter(None, (made.note, note if growth > _WORTH_SAYING else "")))
@@ -73,10 +75,9 @@ def _known(request: Request, costs: CostsOf, schedule: Schedule) -> Costs:
         return Costs.unit(placement)
 
 
-def _timeline(schedule: Schedule, request: Request, costs: Costs) -> Timeline:
-    if request.offload != AUTO:
-        assert request.offload is not None
-        return with_whole_share(schedule, costs, float(request.offload))
+def _timeline(schedule: Schedule, request: Request, share: float | str, costs: Costs) -> Timeline:
+    if share != AUTO:
+        return with_whole_share(schedule, costs, float(share))
     if request.limit is None:
         return with_share(schedule, costs, 1.0)
     budget = request.budget(costs)

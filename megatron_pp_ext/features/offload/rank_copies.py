@@ -1,15 +1,16 @@
 """The copies of one rank, chosen by the times of a step (arXiv 2503.01328, section 3).
 
-1. What waits longest leaves first: the stages are taken in the order of their mean wait, and of the last one
-   that is taken in part, microbatches at equal distances, so that the copies follow each other evenly.
+1. What waits longest is offloaded first: the stages are taken in the order of their mean wait, and of the
+   last one that is taken in part, microbatches at equal distances, so that the copies follow each other
+   evenly.
 2. The copies to the host run one after the other, in the order of the forwards.
-3. A copy back ends as late as neither its backward waits nor a copy behind it on the engine is put off.  It
+3. A copy back ends as late as neither its backward waits nor a copy after it on the engine is put off.  It
    is launched at the last end of an action before that, since it takes memory from there on.
-4. The memory is given up at the first start of an action behind the end of the copy, so that nothing waits.
-5. What would not be gone before its copy back is launched stays on the device: every other one of these,
+4. The memory is freed at the first start of an action after the end of the copy, so that nothing waits.
+5. What would not be freed before its copy back is launched stays on the device: every other one of these,
    until none is left.
-6. What is back already at the rank's fullest moment stays as well, as long as that lowers the peak: before a
-   long idle time a copy back is launched early.
+6. What is reloaded already at the rank's fullest moment stays as well, as long as that lowers the peak:
+   before a long idle time a copy back is launched early.
 """
 
 from bisect import bisect_left, bisect_right
@@ -46,15 +47,15 @@ class Wait(NamedTuple):
     latest: int
 
 
-class Return(NamedTuple):
-    """A copy with its times, and the actions before which the memory is given up and comes back.
+class PlannedCopy(NamedTuple):
+    """What is offloaded, with its times, and the actions before which it is freed and reloaded.
 
     ``is_useful`` says whether there is any time between the two.
     """
 
     times: Copied
-    gone: Action
-    before: Action
+    freed_before: Action
+    reloaded_before: Action
     is_useful: bool
 
 
@@ -84,7 +85,7 @@ class RankCopies:
                 seconds = timeline.costs.stages[stage].copy
                 self.waits.append(Wait((stage, microbatch), seconds, since, start, earliest, step))
 
-    def copies(self, count: int) -> list[Return]:
+    def copies(self, count: int) -> list[PlannedCopy]:
         """Return so many copies, or fewer where not all are of use, with which the rank keeps little."""
         waits = self.waits
         best = self._useful(waits, count)
@@ -102,12 +103,12 @@ class RankCopies:
                 break
         return best
 
-    def late(self, count: int) -> list[Return]:
+    def late(self, count: int) -> list[PlannedCopy]:
         """Return so many copies, also those for whose end a backward has to wait."""
         return self._placed(_chosen(self.waits, count))
 
-    def _useful(self, waits: Sequence[Wait], count: int) -> list[Return]:
-        """Return so many copies of ``waits``, or of as many as are gone before they are launched back."""
+    def _useful(self, waits: Sequence[Wait], count: int) -> list[PlannedCopy]:
+        """Return so many copies of ``waits``, or of as many as are freed before they are reloaded."""
         while True:
             found = self._placed(_chosen(waits, count))
             staying = {one.times[:2] for one in [one for one in found if not one.is_useful][::2]}
@@ -115,13 +116,13 @@ class RankCopies:
                 return found
             waits = [wait for wait in waits if wait.kept not in staying]
 
-    def least(self, limit: float) -> list[Return]:
+    def least(self, limit: float) -> list[PlannedCopy]:
         """Return as few copies as keep the rank within ``limit``, or all that are of use."""
         limit *= 1 + ROUNDING
         if self.peak([]) <= limit:
             return []
         low, high = 0, len(self.waits)
-        choose: Callable[[int], list[Return]] = partial(self._useful, self.waits)
+        choose: Callable[[int], list[PlannedCopy]] = partial(self._useful, self.waits)
         best = choose(high)
         if self.peak(best) > limit:
             choose = self.copies
@@ -137,11 +138,11 @@ class RankCopies:
                 low = middle + 1
         return best
 
-    def peak(self, copies: Iterable[Return]) -> float:
+    def peak(self, copies: Iterable[PlannedCopy]) -> float:
         """Return the most that the rank keeps at one time with ``copies``, in the unit of activations."""
         return self._peak(copies)[0]
 
-    def _peak(self, copies: Iterable[Return]) -> tuple[float, float]:
+    def _peak(self, copies: Iterable[PlannedCopy]) -> tuple[float, float]:
         """Return the most that the rank keeps at one time, and when it first does."""
         by_copies = changes_by((one.times for one in copies), self._timeline.costs)
         changes = sorted([*self._changes, *by_copies])
@@ -149,7 +150,7 @@ class RankCopies:
         peak = max(live, default=0.0)
         return peak, changes[live.index(peak)][0] if changes else self._timeline.start
 
-    def _placed(self, waits: Sequence[Wait]) -> list[Return]:
+    def _placed(self, waits: Sequence[Wait]) -> list[PlannedCopy]:
         """Return the copies of ``waits``, which are in the order of their backwards."""
         out: dict[Kept, tuple[float, float]] = {}
         free = 0.0
@@ -163,21 +164,21 @@ class RankCopies:
         returns: dict[Kept, tuple[float, float]] = {}
         for wait in reversed(waits):
             start = min(start, wait.until) - wait.seconds
-            possible = max(start, out[wait.kept][1])  # behind the copy to the host, where that is late
+            possible = max(start, out[wait.kept][1])  # after the copy to the host, where that is late
             launch = bisect_right(self._idle_from, possible + rounding) - 1
             launches[wait.kept] = min(max(launch, wait.earliest), wait.latest)
             returns[wait.kept] = start, start + wait.seconds
         launching, found = set(launches.values()), []
         for wait in waits:
-            launch, away = launches[wait.kept], out[wait.kept][1]
-            gone = bisect_left(self._starts, away - rounding)
-            if gone in launching and self._idle_from[gone] < away - rounding:
-                gone += 1  # no copy back has to wait for this one to the host
-            gone = min(gone, launch)
-            given_up = max(away, self._idle_from[gone])
-            times = Copied(*wait.kept, out[wait.kept], given_up, self._idle_from[launch], returns[wait.kept])
-            is_useful = given_up < self._idle_from[launch] - rounding
-            found.append(Return(times, self._steps[gone], self._steps[launch], is_useful))
+            launch, copied = launches[wait.kept], out[wait.kept][1]
+            place = bisect_left(self._starts, copied - rounding)
+            if place in launching and self._idle_from[place] < copied - rounding:
+                place += 1  # no copy back has to wait for this one to the host
+            place = min(place, launch)
+            freed = max(copied, self._idle_from[place])
+            times = Copied(*wait.kept, out[wait.kept], freed, self._idle_from[launch], returns[wait.kept])
+            is_useful = freed < self._idle_from[launch] - rounding
+            found.append(PlannedCopy(times, self._steps[place], self._steps[launch], is_useful))
         return found
 
 

@@ -1,4 +1,4 @@
-"""The memory of the host that a rank may take: its part of what machine and cgroups have free.
+"""The memory of the host that a rank may take: its part of what the machine and its cgroups have free.
 
 A process that takes more than its cgroup allows, such as a container's or a batch job's, is killed, however
 much the machine has.
@@ -11,9 +11,6 @@ from pathlib import Path
 
 import psutil
 import torch.distributed as dist
-
-USED = 0.5
-"""The part of the host's free memory that activations may take where nobody says how much."""
 
 CGROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -40,21 +37,6 @@ def counted_host_bytes() -> int:
     pools_of_ranks: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(pools_of_ranks, [*pools])
     return min(free // sum(pool in others for others in pools_of_ranks) for pool, free in pools.items())
-
-
-def usable_bytes(limit: float | None, free: int) -> float:
-    """Return the bytes of the host that activations of a rank may take: ``limit``, or the default for None.
-
-    ``limit`` is --pipeline-offload-host-bytes.  ValueError where it is more than the ``free`` bytes.
-    """
-    if limit is None:
-        return USED * free
-    if limit > free:
-        raise ValueError(
-            f"--pipeline-offload-host-bytes is {limit:.0f}, but this machine has {free} bytes free for each "
-            "of its ranks: lower it"
-        )
-    return limit
 
 
 def _pools() -> dict[str, int]:

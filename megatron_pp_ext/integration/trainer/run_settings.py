@@ -1,13 +1,11 @@
 """A training run's settings, from Megatron's arguments."""
 
-import os
 from argparse import Namespace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 from megatron_pp_ext.costs.costs_of_stages import message_bytes
-from megatron_pp_ext.integration.core.host_memory import host_bytes, usable_bytes
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.settings import PIPELINE, Settings
 from megatron_pp_ext.integration.trainer.caveat import caveat
@@ -19,11 +17,7 @@ def settings(args: Namespace, pipeline: Pipeline) -> Settings:
     """Return the settings of the run that ``args`` describe, with ``pipeline``.
 
     Megatron goes on changing ``args`` while it starts and trains, so what changes is read when it is needed.
-    ValueError for bytes of the host that cannot be had.
     """
-    most = args.pipeline_offload_host_bytes
-    if most is not None and "LOCAL_WORLD_SIZE" in os.environ:  # else ranks are counted once they can be
-        usable_bytes(most, host_bytes())
     communicators = args.nccl_communicator_config_path
     return Settings(
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
@@ -34,6 +28,5 @@ def settings(args: Namespace, pipeline: Pipeline) -> Settings:
         steps_done=lambda counted: int(getattr(args, "curr_iteration", 0)),
         message_bytes=lambda: message_bytes(Job.of(args)),
         advice=lambda *measured: advised(Job.of(args), args.data_parallel_size, *measured),
-        offload_host_bytes=most,
         caveat=partial(caveat, pipeline, args),
     )

@@ -20,7 +20,7 @@ from megatron_pp_ext.compiler.source import Source
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.mends import dataset_helpers, needed_flags
 from megatron_pp_ext.integration.patching import hook
-from megatron_pp_ext.integration.start_up import show_compiling, summary
+from megatron_pp_ext.integration.start_up import require_possible, show_compiling, summary
 from megatron_pp_ext.integration.step_runners import require_loaded
 from megatron_pp_ext.integration.trainer import layout_finder, model_costs
 from megatron_pp_ext.integration.trainer.agreement import refused
@@ -75,6 +75,7 @@ def translate_flags(stock: Callable[..., Any], args: Namespace, defaults: Any = 
     # Megatron saves its flags in every checkpoint; see `checkpoint_loading`.
     args.pipeline_placement = describe(found.placement) if found and found.source else None
     if found is not None:
+        require_possible(found.request)
         found = replace(
             found,
             predicting=layers.predicting_stage(Job.of(args), found.placement.stages),

@@ -20,6 +20,7 @@ from megatron_pp_ext.planner.search.configurations import Space
 from megatron_pp_ext.planner.search.lower_bounds import bounds, least_memory
 from megatron_pp_ext.planner.search.nothing_legal import reason
 from megatron_pp_ext.planner.search.replays import Evaluated, Replays
+from megatron_pp_ext.planner.search.variants import tried
 from megatron_pp_ext.planner.search.workloads import Workloads
 from megatron_pp_ext.planner.step.estimate import MARGIN, RankMemory
 from megatron_pp_ext.planner.step.programs import placement_of
@@ -107,8 +108,9 @@ class Search:
         self._limit, self._margin, self._top = limit, margin, top
         self.result = Result()
         self._workloads = Workloads(space.job, system)
-        self._may_leave = space.job.pipeline.pipeline_offload is not None
-        self._replays = Replays(self._workloads, margin, space.is_uneven, self._may_leave)
+        variants = tried(space.job)
+        self._of_largest = bool(variants)
+        self._replays = Replays(self._workloads, margin, space.is_uneven, variants)
         self._smallest: tuple[Candidate, RankMemory] | None = None
         self._shortest: dict[float, Evaluated] = {}
         self._alike: dict[Candidate, list[Evaluated]] = {}
@@ -262,10 +264,10 @@ class Search:
         microbatches = candidate.microbatches
         if self._space.is_uneven and placement.ranks > 1:
             mean = self._workloads.mean(candidate, placement)
-            least = mean.memory(microbatches, self._margin, may_leave=self._may_leave)
+            least = mean.memory(microbatches, self._margin, of_largest=self._of_largest)
             return least, partial(mean.bounds, microbatches)
         work = self._workloads.work(candidate, placement)
-        least = least_memory(work, microbatches, self._margin, self._may_leave)
+        least = least_memory(work, microbatches, self._margin, self._of_largest)
         return least, partial(bounds, work, microbatches)
 
     def _replayed(self, candidate: Candidate, limit: float) -> Evaluated | None:

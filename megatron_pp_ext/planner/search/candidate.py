@@ -1,7 +1,8 @@
 """One way to run a model on a number of GPUs, and its spelling in Megatron's flags."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any, Self
 
 from megatron_pp_ext.compiler.limits import Limit
@@ -10,6 +11,8 @@ from megatron_pp_ext.job import memory_limit
 from megatron_pp_ext.job.flag_words import spelled
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.typed_job import Job
+from megatron_pp_ext.planner.search import variants
+from megatron_pp_ext.planner.search.variants import Choice
 from megatron_pp_ext.planner.step.model_description import flag
 from megatron_pp_ext.planner.step.programs import placement_of
 from megatron_pp_ext.schedule import catalog
@@ -44,9 +47,8 @@ class Candidate:
     ``expert_tensor`` is the tensor-parallel size of experts, None where it is that of the other layers.
     ``layout`` is --pipeline-model-parallel-layout, None for stages as Megatron cuts them, and ``pattern``
     --hybrid-layer-pattern, None where it is the user's.  ``limit`` is the memory limit of ``flex``, for all
-    ranks or for each (``job.memory_limit``).  ``options`` are those of
-    features that the user asks for.  ``offload`` is the share of activations that waits on the host, None
-    where all stay on the device.
+    ranks or for each (``job.memory_limit``).  ``options`` are those of features that the user asks for.
+    ``choice`` is what a feature has chosen, None where none has.
     """
 
     tensor: int
@@ -65,7 +67,7 @@ class Candidate:
     layout: str | None = None
     pattern: str | None = None
     options: tuple[Option, ...] = ()
-    offload: float | None = None
+    choice: Choice | None = None
 
     @property
     def name(self) -> str:
@@ -83,8 +85,8 @@ class Candidate:
             words.append(self.recompute.name)
         if self.layout is not None:
             words.append("uneven")
-        if self.offload is not None:
-            words.append(f"host{self.offload:.0%}".rstrip("%"))
+        if self.choice is not None:
+            words.append(self.choice.word)
         return "-".join(words)
 
     @property
@@ -94,10 +96,10 @@ class Candidate:
 
     @property
     def apart_from_schedule(self) -> Self:
-        """The candidate without its schedule, and without the stages, limit and copies that go with it."""
+        """The candidate without its schedule, and without the stages, limit and choice that go with it."""
         recompute = Recompute(self.recompute.name)
         sizes = replace(self, schedule=NO_PIPELINE, chunks=1, limit=None, recompute=recompute)
-        return replace(sizes, layout=None, pattern=None, offload=None)
+        return replace(sizes, layout=None, pattern=None, choice=None)
 
     @property
     def describes_stages(self) -> bool:
@@ -131,6 +133,12 @@ class Candidate:
         own = () if self.pattern is None else ("hybrid_layer_pattern", "hybrid_override_pattern")
         return [*strip(model, own), *spelled(self._values())]
 
+    def record(self) -> dict[str, Any]:
+        """Return it for a JSON file."""
+        fields = asdict(self)
+        del fields["choice"], fields["options"]
+        return fields | dict.fromkeys(variants.entries()) | dict(self.choice.record if self.choice else ())
+
     def _values(self) -> dict[str, Any]:
         entry = catalog.ENTRIES.get(self.schedule)
         # Any other schedule has one number of chunks, which follows from its name, and a layout has its own.
@@ -148,7 +156,8 @@ class Candidate:
             "pipeline_schedule": self.schedule if self.pipeline > 1 else None,
             "pipeline_memory_limit": None if self.limit is None else memory_limit.spelled(self.limit),
             "pipeline_vocabulary": SHARED if self.shares_vocabulary else None,
-            "pipeline_offload": None if self.offload is None else f"{self.offload:g}",
+            **dict.fromkeys(variants.arguments()),
+            **dict(self.choice.arguments if self.choice else ()),
             "micro_batch_size": self.micro_batch,
             "global_batch_size": self.micro_batch * self.data * self.microbatches,
             "use_distributed_optimizer": True,
@@ -158,8 +167,11 @@ class Candidate:
         }
 
 
-SETTLED = tuple(Candidate(1, 1, 1, 1, 1, 1, 1, Recompute("none"))._values())
-"""The arguments that a candidate sets."""
+@cache
+def _settled() -> tuple[str, ...]:
+    """Return the arguments that a candidate sets."""
+    return tuple(Candidate(1, 1, 1, 1, 1, 1, 1, Recompute("none"))._values())
+
 
 _OURS = dict.fromkeys(
     ("sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"), True
@@ -185,7 +197,7 @@ def settled_in(words: Sequence[str]) -> frozenset[str]:
     given = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words}
     if "recompute_activations" in given:
         given.add("recompute_granularity")
-    return frozenset(given & set(SETTLED) - {*_OURS, "global_batch_size"})
+    return frozenset(given & set(_settled()) - {*_OURS, "global_batch_size"})
 
 
 def strip(words: Sequence[str], more: Sequence[str] = ()) -> list[str]:
@@ -193,7 +205,7 @@ def strip(words: Sequence[str], more: Sequence[str] = ()) -> list[str]:
 
     ``more`` are arguments that not every candidate sets.
     """
-    settled = {flag(name) for name in (*SETTLED, "recompute_activations", *more)}
+    settled = {flag(name) for name in (*_settled(), "recompute_activations", *more)}
     kept: list[str] = []
     is_dropping = False
     for word in words:

@@ -29,7 +29,7 @@ _CHUNKS = 2
 def to_compile(best: Sequence[Evaluated], space: Space, workloads: Workloads) -> list[Candidate]:
     """Return the best candidates whose layers fill two chunks a rank, to be run under ``flex``."""
     candidates = dict.fromkeys(
-        space.described(replace(one.candidate, schedule=FLEX, chunks=_CHUNKS, layout=None, offload=None))
+        space.described(replace(one.candidate, schedule=FLEX, chunks=_CHUNKS, layout=None, choice=None))
         for one in best
         if one.candidate.pipeline > 1 and one.candidate.recompute.method != "block"
         if space.fills(one.candidate.pipeline, _CHUNKS)
@@ -44,7 +44,7 @@ def _laid_out(cut: Candidate, best: Sequence[Evaluated], workloads: Workloads) -
         other = one.candidate
         if (
             other.placement == cut.placement
-            and replace(other, schedule=FLEX, layout=None, offload=None) == cut
+            and replace(other, schedule=FLEX, layout=None, choice=None) == cut
         ):
             return replace(cut, layout=other.layout)
     stages = workloads.stages(cut, cut.placement)

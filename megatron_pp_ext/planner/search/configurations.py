@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_pp_ext.features.pairs.options import Pairs
@@ -169,9 +169,7 @@ class Space:
 
 def record(candidate: Candidate) -> dict[str, Any]:
     """Return what ``candidate`` sets, as files of a search have it."""
-    found = asdict(candidate)
-    del found["options"]
-    return {**found, "is_paired": Pairs() in candidate.options}
+    return {**candidate.record(), "is_paired": Pairs() in candidate.options}
 
 
 def _is_legal(job: Job, stage_ranks: int) -> bool:

@@ -5,8 +5,9 @@ time    a rank does all its F, I and W, and all S and T of a shared vocabulary, 
         the first stage.  Only a T may still follow that gradient.
 memory  weights, gradients and optimizer state, one microbatch's activations of all of a rank's stages, as
         the backward of its first stage waits for the forward of its last, and the fewest messages.  If ranks
-        share the vocabulary, a microbatch's S falls between the two.  Where activations may leave for the
-        host, those of one stage may be there while another runs, so that only the largest stage's count.
+        share the vocabulary, a microbatch's S falls between the two.  Where a search tries variants
+        (``variants``), those of one stage may be elsewhere while another runs, so that only the largest
+        stage's count.
 """
 
 from collections import Counter
@@ -64,17 +65,18 @@ class MeanRank:
         return model_state(self.work.job, self.part, self.work.sharing)
 
     def memory(
-        self, microbatches: int, margin: float, kept: float | None = None, may_leave: bool = False
+        self, microbatches: int, margin: float, kept: float | None = None, of_largest: bool = False
     ) -> RankMemory:
         """Return what a rank needs on average: in any order, where under no cut the fullest one needs less.
 
-        ``kept`` are the bytes of activations, if more are known than what ``least_memory`` counts.
+        ``kept`` are the bytes of activations, if more are known than what ``least_memory`` counts, which
+        ``of_largest`` is about, too.
         """
         work = self.work
         if kept is None:
             # The largest stage of a rank keeps no less than the mean of its stages.
             whole = self.part.after_forward
-            kept = _least_kept(work, whole, whole / work.placement.chunks, may_leave)
+            kept = _least_kept(work, whole, whole / work.placement.chunks, of_largest)
         messages = _mean_messages(work.placement, microbatches)
         loss = work.model.loss_workspace / work.placement.ranks
         return memory_beside(work, self.state, loss, kept, messages, margin)
@@ -158,25 +160,28 @@ def _mean_messages(placement: Placement, microbatches: int) -> float:
     return fmean(least_messages(placement, rank, microbatches) for rank in range(placement.ranks))
 
 
-def least_memory(work: Workload, microbatches: int, margin: float, may_leave: bool = False) -> RankMemory:
-    """Return what the fullest rank needs in any order, also where activations ``may_leave`` for the host."""
+def least_memory(work: Workload, microbatches: int, margin: float, of_largest: bool = False) -> RankMemory:
+    """Return what the fullest rank needs in any order.
+
+    With ``of_largest`` a rank may keep the activations of its largest stage alone.
+    """
     ranks = {id(part): rank for rank, part in enumerate(work.by_rank)}
     ranks_memory = []
     for rank in {*ranks.values(), work.head_rank}:
         largest = max(work.parts[stage].after_forward for stage in work.placement.stages_of(rank))
-        activations = _least_kept(work, work.by_rank[rank].after_forward, largest, may_leave)
+        activations = _least_kept(work, work.by_rank[rank].after_forward, largest, of_largest)
         messages = least_messages(work.placement, rank, microbatches)
         ranks_memory.append(rank_memory(work, rank, activations, messages, margin))
     return max(ranks_memory, key=lambda one: one.total)
 
 
-def _least_kept(work: Workload, whole: float, largest: float, may_leave: bool) -> float:
+def _least_kept(work: Workload, whole: float, largest: float, of_largest: bool) -> float:
     """Return the bytes of activations that a rank keeps at least.
 
     Its stages keep ``whole`` bytes of a microbatch together, and the ``largest`` stage so many.
     """
     shared = work.vocabulary.activation if work.vocabulary else 0.0
-    return max(largest, shared) if may_leave else whole + shared
+    return max(largest, shared) if of_largest else whole + shared
 
 
 def least_memory_sharing(work: Workload, name: str, microbatches: int, margin: float) -> RankMemory:

@@ -15,8 +15,8 @@ from megatron_pp_ext.costs.state import ModelState
 from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.job import updates
 from megatron_pp_ext.job.typed_job import Job
+from megatron_pp_ext.planner.step.additions import additions
 from megatron_pp_ext.planner.step.error_band import Band, band
-from megatron_pp_ext.planner.step.host_copies import kept_on_device, kept_on_host
 from megatron_pp_ext.planner.step.programs import Prepared
 from megatron_pp_ext.planner.step.unflushed import Unflushed
 from megatron_pp_ext.planner.step.workload import Workload
@@ -74,7 +74,7 @@ class Estimate:
     ``utilisation`` is of the machine's peak, for model operations, which leave recomputation out; None where
     only measurements of the stages are known.  ``band`` says how far published runs were from their
     estimates, or is None where the stages cost what the file ``stages_from`` says.  ``note`` is what people
-    should know of the schedule.  ``host_bytes`` are those of each rank's activations that wait on the host.
+    should know of the schedule.  ``host_bytes`` are those of each rank's activations that are on its host.
     """
 
     step_seconds: float
@@ -133,8 +133,8 @@ def memory(
         )
     beside = work.vocabulary.activation if work.vocabulary else 0.0
     activations, schedule = order.in_flight.peaks(work.parts, beside), order.timer.schedule
-    if schedule.copies:  # of which none takes memory beside what it frees
-        activations = tuple(map(min, activations, kept_on_device(work, schedule)))
+    for addition in additions():
+        activations = addition.activations(work, schedule, activations)
     peaks = zip(activations, order.peak_messages, strict=True)
     return tuple(rank_memory(work, rank, *peak, margin) for rank, peak in enumerate(peaks))
 
@@ -252,8 +252,8 @@ def estimate_request(job: Job, system: System, request: Request, margin: float =
     made = make(request, costs_of)
     work = work_on(made.schedule.placement)
     estimated = estimate(work, Prepared(made.schedule), name, microbatches, margin)
-    if made.schedule.copies:
-        estimated = replace(estimated, host_bytes=kept_on_host(work, made.schedule))
+    for addition in additions():
+        estimated = addition.completed(estimated, work, made.schedule)
     if request.updates is not None:
         stage, least = Unflushed(work, request.updates).busiest
         each = estimated.step_seconds / microbatches

@@ -101,9 +101,8 @@ def _rule(action: Action, value: Any, args: Namespace) -> str:
     if action.dest == "pipeline_memory_limit":
         is_right = isinstance(value, str) or (is_number(value) and value > 0)
         rule = "a number above 0, or a text with one for each rank, as in 0.9-0.8"
-    elif action.dest == "pipeline_offload":
-        is_right = isinstance(value, str) or is_number(value)
-        rule = "a share above 0 and at most 1, or auto"
+    elif action.dest in (texts := our_flags.texts_or_numbers()):
+        is_right, rule = isinstance(value, str) or is_number(value), texts[action.dest]
     elif action.type is flag_table.pattern:
         is_left_out = action.dest == "moe_layer_freq" and not args.num_experts
         is_right = is_left_out or _is_none(action, value, args) or _is_frequency(value, args.num_layers)

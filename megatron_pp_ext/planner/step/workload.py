@@ -25,6 +25,7 @@ from megatron_pp_ext.features.pairs.costs import pair
 from megatron_pp_ext.job import replicas, sizes, stage_costs
 from megatron_pp_ext.job.layers import by_stage
 from megatron_pp_ext.job.typed_job import Job
+from megatron_pp_ext.planner.step.additions import additions
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.messages import EMBEDS_AHEAD
 from megatron_pp_ext.schedule.placement import Placement
@@ -121,16 +122,9 @@ class Workload:
         """The costs of the stages, as a schedule takes them."""
         stages = tuple(_once(partial(Part.costs, is_split=self._is_split), self.parts))
         costs = Costs(stages, self.hop, self.message, self.vocabulary, pair=self.together(self.parts))
-        if self.job.pipeline.pipeline_offload is None:
-            return costs
-        host = self.system.host_beside_others
-        if host is None:
-            raise ValueError(
-                f"system {self.system.name} describes no host, which --pipeline-offload needs: give it host"
-            )
-        rate, copied = host.bytes_per_second, zip(stages, self.parts, strict=True)
-        stages = tuple(replace(stage, copy=part.after_forward / rate) for stage, part in copied)
-        return replace(costs, stages=stages)
+        for addition in additions():
+            costs = addition.costs(self, costs)
+        return costs
 
     def together(self, parts: Sequence[Part]) -> float:
         """Return what actions that run together take of their seconds, on average over ``parts``."""

@@ -30,7 +30,7 @@ def least_makespan(schedule, costs):
     alone = offload.without_copies(schedule, costs)
     least = alone.makespan
     for events in alone.events:
-        away = [event for event in events if event.action[::2] in schedule.copies.back]
+        away = [event for event in events if event.action[::2] in schedule.copies.reloads]
         forwards = [event for event in away if event.action.kind is Kind.F]
         if forwards:
             stages = [costs.stages[event.action.stage] for event in forwards]
@@ -48,7 +48,7 @@ def test_half_of_any_family_leaves_for_nothing(name):
     timeline = offload.with_share(schedule, costs, 0.5)
     check(timeline.schedule)
     assert timeline.makespan == simulate(schedule, costs).makespan
-    assert offload.share_away(timeline) == 0.5
+    assert offload.share_offloaded(timeline) == 0.5
 
 
 @settings(max_examples=60, deadline=None)
@@ -60,14 +60,14 @@ def test_no_share_makes_a_step_longer_or_more_than_was_asked_for_leave(schedule,
     check(timeline.schedule)
     assert timeline.events == alone.events
     wanted = round(share * schedule.placement.stages * schedule.microbatches)
-    assert len(timeline.schedule.copies.back) <= wanted
+    assert len(timeline.schedule.copies.reloads) <= wanted
     starts = {event.action: event.start for events in timeline.events for event in events}
     for row in timeline.copies:
         for way in ("out", "back"):
             times = sorted(getattr(copied, way) for copied in row)
             assert all(end <= start for (_, end), (start, _) in pairwise(times))
         for copied in row:
-            given_up = starts[timeline.schedule.copies.gone[copied[:2]]]
+            given_up = starts[timeline.schedule.copies.frees[copied[:2]]]
             assert copied.out[1] < copied.launched and given_up >= copied.out[1] - 1e-6
 
 
@@ -91,7 +91,7 @@ def test_the_copy_engine_bounds_a_step():
     """All 16 microbatches leave in 5 each, behind the first forward; then one comes back for its B of 2."""
     schedule = catalog.build("gpipe", 2, 16)
     backwards = [action for action in schedule if action.kind is Kind.B]
-    copies = replace(schedule.copies, back={(one.stage, one.microbatch): one for one in backwards})
+    copies = replace(schedule.copies, reloads={(one.stage, one.microbatch): one for one in backwards})
     schedule = replace(schedule, copies=copies)
     costs = costs_of(schedule, 5.0)
     assert least_makespan(schedule, costs) == 2 + 16 * 5 + 5 + 2
@@ -103,7 +103,7 @@ def test_no_more_leaves_than_keeps_the_limit():
     schedule = catalog.build("1f1b", 4, 8)
     timeline = offload.within(schedule, costs_of(schedule, 0.25), [2, 2, 2, 1])
     assert timeline.peak_memory == (2, 2, 2, 1) and not offload.over(timeline, [2, 2, 2, 1])
-    away = [sum(kept[0] == stage for kept in timeline.schedule.copies.back) for stage in range(4)]
+    away = [sum(kept[0] == stage for kept in timeline.schedule.copies.reloads) for stage in range(4)]
     assert away[0] > 0 < away[1] and away[2:] == [0, 0]
 
 

@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pp_ext.features.offload.free_plans import over, share_away, with_share, within, without_copies
+from megatron_pp_ext.features.offload.free_plans import (
+    over,
+    share_offloaded,
+    with_share,
+    within,
+    without_copies,
+)
 from megatron_pp_ext.features.offload.longer_plans import forwards_ahead, with_whole_share, within_limits
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.check import check
@@ -21,7 +27,7 @@ def test_all_leave_for_a_hundredth_of_a_step(name):
     costs = costs_of(schedule, 1.0)
     timeline = with_whole_share(schedule, costs, 1.0)
     check(timeline.schedule)
-    assert share_away(timeline) == 1
+    assert share_offloaded(timeline) == 1
     assert timeline.makespan <= 1.01 * without_copies(schedule, costs).makespan
 
 
@@ -32,9 +38,9 @@ def test_a_share_leaves_whole(schedule, data):
     timeline = with_whole_share(schedule, costs, share)
     check(timeline.schedule)
     wanted = round(share * schedule.placement.stages * schedule.microbatches)
-    assert len(timeline.schedule.copies.back) == wanted
+    assert len(timeline.schedule.copies.reloads) == wanted
     free = with_share(schedule, costs, share)
-    if len(free.schedule.copies.back) == wanted:
+    if len(free.schedule.copies.reloads) == wanted:
         assert timeline == free
 
 

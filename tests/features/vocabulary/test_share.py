@@ -182,11 +182,11 @@ def test_copies_stay_where_the_weight_gradients_of_a_frozen_output_layer_were(na
     schedule = shared(name, 4, 7)
     costs = Costs.unit(schedule.placement).copied_at(0.5)
     copied = with_share(schedule, costs, 1).schedule
-    moved = copied.copies.back | copied.copies.gone
+    moved = copied.copies.reloads | copied.copies.frees
     assert any(action.kind is Kind.T for action in moved.values())
     frozen = without_weight_gradients(copied)
     check(frozen)
-    assert frozen.copies.back.keys() == copied.copies.back.keys()
+    assert frozen.copies.reloads.keys() == copied.copies.reloads.keys()
     assert simulate(frozen, costs).makespan <= simulate(copied, costs).makespan
 
 

@@ -18,12 +18,12 @@ from typing import Any
 
 from megatron.training import get_args, training
 
+from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations
 from megatron_pp_ext.files import write_whole
-from megatron_pp_ext.runtime.activations_away import ActivationsAway
 
 FUNCTIONS = {
     "step": (training, "train_step"),
-    "copy": (ActivationsAway, "send", "bring_back"),
+    "copy": (OffloadedActivations, "offload", "reload"),
     "save": (training, "save_checkpoint", "maybe_finalize_async_save"),
     "evaluation": (training, "evaluate"),
 }

@@ -11,7 +11,7 @@ from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.families import pipedream
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 from megatron_pp_ext.schedule.placement import linear, loop, v, wave
-from tests.support.away import half, with_away
+from tests.support.offloaded import half, with_offloaded
 
 Steps = tuple[Schedule, ...]
 
@@ -56,8 +56,8 @@ def without_flush(ranks: int, interval: int) -> Steps:
 def copies(ranks: int, microbatches: int) -> Iterator[Steps]:
     """Yield families and pairs with half of the activations on the host, and with all."""
     for (schedule,) in (*families(ranks, microbatches), *pairs(ranks, microbatches)):
-        yield (with_away(schedule, half),)
-        yield (with_away(schedule),)
+        yield (with_offloaded(schedule, half),)
+        yield (with_offloaded(schedule),)
 
 
 def everything(ranks: int, microbatches: int) -> Iterator[Steps]:

@@ -8,12 +8,12 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from megatron_pp_ext.runtime.activations_away import ActivationsAway
+from megatron_pp_ext.features.offload.runtime.copy_streams import Timed
+from megatron_pp_ext.features.offload.runtime.copy_streams import Transfer as Copied
+from megatron_pp_ext.features.offload.runtime.host_buffers import HostBuffers
+from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations
 from megatron_pp_ext.runtime.channels import DIMENSIONS, Channels
-from megatron_pp_ext.runtime.copy_streams import Timed
-from megatron_pp_ext.runtime.copy_streams import Transfer as Copied
 from megatron_pp_ext.runtime.executor import execute
-from megatron_pp_ext.runtime.host_buffers import HostBuffers
 from megatron_pp_ext.runtime.plan import RankPlan, plan_rank
 from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.runtime.shared_embedding import SharedEmbedding
@@ -253,7 +253,7 @@ def record_plans(
         recording = Recording(sends_look_done)
         groups: Any = [RecordingGroup(name, recording, shape) for name in ("down", "up")]
         vocabulary = RecordedVocabulary(recording, rank, plans_of_ranks)
-        away = ActivationsAway(HostBuffers(math.inf), RecordedEngines(recording), smallest=1)
+        away = OffloadedActivations(HostBuffers(math.inf), RecordedEngines(recording), smallest=1)
         with patch.multiple(
             dist,
             get_rank=lambda here=rank: here,

@@ -1,24 +1,26 @@
-"""The activations of this rank that wait on the host, with the memory that they may take there."""
+"""What offloading brings to the steps of a model: what moves activations, within the memory of the host."""
 
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from megatron_pp_ext.features.offload.runtime.operations import ToDevice, ToHost
-from megatron_pp_ext.integration.core.host_memory import counted_host_bytes, host_bytes, usable_bytes
+from megatron_pp_ext.features.offload.megatron.host_limit import usable_bytes
+from megatron_pp_ext.features.offload.options import Offload as Requested
+from megatron_pp_ext.features.offload.runtime.copy_streams import CopyStreams
+from megatron_pp_ext.features.offload.runtime.host_buffers import HostBuffers
+from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations
+from megatron_pp_ext.features.offload.runtime.operations import Offload, Reload
+from megatron_pp_ext.integration.core.host_memory import counted_host_bytes, host_bytes
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.runners.step_parts import Step, StepPart
-from megatron_pp_ext.runtime.activations_away import ActivationsAway
-from megatron_pp_ext.runtime.copy_streams import CopyStreams
 from megatron_pp_ext.runtime.first_rank import print_rank_0
-from megatron_pp_ext.runtime.host_buffers import HostBuffers
 from megatron_pp_ext.runtime.plan import RankPlan
 
 SMALLEST = 1 << 20
 """The bytes of the smallest storage that is worth a copy."""
 
 ENOUGH = 0.9
-"""The part of the planned bytes that has to leave; with less, a rank warns."""
+"""The part of the planned bytes that has to be offloaded; with less, a rank warns."""
 
 
 class HostActivations:
@@ -30,27 +32,31 @@ class HostActivations:
 
     def __init__(self, limit: float, kept_bytes: Sequence[float] = ()) -> None:
         self._limit, self._kept = limit, kept_bytes
-        self._away: ActivationsAway | None = None
+        self._offloaded: OffloadedActivations | None = None
         self._is_compared = False
 
-    def before(self, plan: RankPlan) -> ActivationsAway | None:
+    def before(self, plan: RankPlan) -> OffloadedActivations | None:
         """Return what moves the activations of ``plan``; None where it copies none.
 
         Before the first step, memory is pinned for what the plan has on the host at once.
         """
-        if not plan.has(ToHost):
+        if not plan.has(Offload):
             return None
-        if self._away is None:
-            self._away = ActivationsAway(HostBuffers(self._limit), CopyStreams(), SMALLEST)
-            self._away.buffers.reserve(self._planned(plan)[1])
-        return self._away
+        if self._offloaded is None:
+            self._offloaded = OffloadedActivations(HostBuffers(self._limit), CopyStreams(), SMALLEST)
+            self._offloaded.buffers.reserve(self._planned(plan)[1])
+        return self._offloaded
 
-    def behind(self, plan: RankPlan) -> None:
-        """Report what left in the first step that copied any, against what ``plan`` counted on."""
-        if self._is_compared or self._away is None:
+    def after(self, plan: RankPlan) -> None:
+        """Report what was copied in the first step that copied any, against what ``plan`` counted on."""
+        if self._is_compared or self._offloaded is None:
             return
         self._is_compared = True
-        planned, sent, small = self._planned(plan)[0], self._away.sent_bytes, self._away.small_bytes
+        planned, sent, small = (
+            self._planned(plan)[0],
+            self._offloaded.offloaded_bytes,
+            self._offloaded.small_bytes,
+        )
         line = f"{_gb(sent)} of this rank's activations went to the host in the first step"
         if not planned:
             print_rank_0(f"megatron_pp_ext: {line}; how many are planned is not known in bytes")
@@ -67,29 +73,30 @@ class HostActivations:
         """Return the bytes that ``plan`` sends to the host in a step, and the most that are there at once."""
         sent = there = most = 0.0
         for operation in plan.operations if self._kept else ():
-            if isinstance(operation, ToHost):
+            if isinstance(operation, Offload):
                 sent += self._kept[operation.owner.stage]
                 there += self._kept[operation.owner.stage]
                 most = max(most, there)
-            elif isinstance(operation, ToDevice):
+            elif isinstance(operation, Reload):
                 there -= self._kept[operation.owner.stage]
         return sent, most
 
 
 def offloading(pipeline: Pipeline) -> StepPart:
-    """Return what offloading brings to steps; collective over the job where activations are to leave."""
-    is_counted = pipeline.request.offload is not None and pipeline.rehearsal is None
+    """Return what offloading brings to steps; collective over the job where it is requested."""
+    option = pipeline.request.option(Requested)
+    is_counted = option is not None and pipeline.rehearsal is None
     free = counted_host_bytes() if is_counted else host_bytes()
     kept = pipeline.source.kept_bytes if pipeline.source else ()
-    host = HostActivations(usable_bytes(pipeline.settings.offload_host_bytes, free), kept)
+    host = HostActivations(usable_bytes(option.host_bytes if option else None, free), kept)
 
     @contextmanager
     def during(step: Step) -> Iterator[None]:
-        away = host.before(step.plan)
-        if away is not None:
-            step.parts.append(away)
+        offloaded = host.before(step.plan)
+        if offloaded is not None:
+            step.parts.append(offloaded)
         yield
-        host.behind(step.plan)
+        host.after(step.plan)
 
     return during
 

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
+from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations
 from megatron_pp_ext.runtime.activation_meter import Owner
-from megatron_pp_ext.runtime.activations_away import ActivationsAway
 from megatron_pp_ext.runtime.extension import Extension, RankOrder
 from megatron_pp_ext.runtime.operations.compute import Compute
 from megatron_pp_ext.runtime.operations.operation import Operation
@@ -15,56 +15,56 @@ from megatron_pp_ext.schedule.copies import label
 
 
 @dataclass(frozen=True, slots=True)
-class ToHost(Operation):
+class Offload(Operation):
     """Launch the copy to the host of what a forward has saved."""
 
     owner: Owner
 
     def run(self, rank: Rank) -> None:
         """See ``Operation``."""
-        rank.part(ActivationsAway).send(self.owner, rank.recorder.span(label("out", *self.owner)))
+        rank.part(OffloadedActivations).offload(self.owner, rank.recorder.span(label("out", *self.owner)))
 
 
 @dataclass(frozen=True, slots=True)
-class GiveUp(Operation):
-    """Give up the device's memory of what was copied; what is computed next waits for that copy."""
+class Free(Operation):
+    """Free the device's memory of what was copied; what is computed next waits for that copy."""
 
     owner: Owner
 
     def run(self, rank: Rank) -> None:
         """See ``Operation``."""
-        rank.part(ActivationsAway).give_up(self.owner)
+        rank.part(OffloadedActivations).free(self.owner)
 
 
 @dataclass(frozen=True, slots=True)
-class ToDevice(Operation):
+class Reload(Operation):
     """Launch the copy back to the device; the backward alone waits for it."""
 
     owner: Owner
 
     def run(self, rank: Rank) -> None:
         """See ``Operation``."""
-        rank.part(ActivationsAway).bring_back(self.owner, rank.recorder.span(label("back", *self.owner)))
+        rank.part(OffloadedActivations).reload(self.owner, rank.recorder.span(label("back", *self.owner)))
 
 
 @dataclass(frozen=True, slots=True)
-class AllBack(Operation):
+class EndOffloading(Operation):
     """End the step: nothing is left on the host."""
 
     def run(self, rank: Rank) -> None:
         """See ``Operation``."""
-        rank.part(ActivationsAway).close()
+        rank.part(OffloadedActivations).close()
 
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """The context of a forward whose activations leave: takes note of what it saves."""
+    """The context of a forward whose activations are offloaded: takes note of what it saves."""
 
     owner: Owner
 
     def __call__(self, rank: Rank) -> AbstractContextManager[None]:
         """Return the context."""
-        return rank.part(ActivationsAway).saving(self.owner)
+        return rank.part(OffloadedActivations).saving(self.owner)
 
 
 def copies_of(order: RankOrder) -> "CopiesOfRank | None":
@@ -79,29 +79,29 @@ class CopiesOfRank(Extension):
     """
 
     def __init__(self, order: RankOrder) -> None:
-        self._leaving = frozenset(order.copies.back)
-        self._given_up = order.copies.given_up_before(list(order.steps))
-        self._back = order.copies.launched_before(order.order)
+        self._offloaded = frozenset(order.copies.reloads)
+        self._freed = order.copies.freed_before(list(order.steps))
+        self._back = order.copies.reloaded_before(order.order)
 
     def extended(self, work: Compute) -> Compute:
-        """See ``Extension``: the forward of what leaves takes note of what it saves."""
+        """See ``Extension``: the forward of what is offloaded takes note of what it saves."""
         stage, kind, microbatch = work.action
-        if kind is not Kind.F or (stage, microbatch) not in self._leaving:
+        if kind is not Kind.F or (stage, microbatch) not in self._offloaded:
             return work
         return replace(work, around=(*work.around, Saving(Owner(stage, microbatch))))
 
     def before(self, actions: tuple[Action, ...]) -> Iterator[Operation]:
         """See ``Extension``."""
         first = actions[0]
-        yield from (GiveUp(Owner(*kept)) for kept in self._given_up.get(first, ()))
-        yield from (ToDevice(Owner(*kept)) for kept in self._back.get(first, ()))
+        yield from (Free(Owner(*kept)) for kept in self._freed.get(first, ()))
+        yield from (Reload(Owner(*kept)) for kept in self._back.get(first, ()))
 
     def after(self, works: Iterable[Compute]) -> Iterator[Operation]:
         """See ``Extension``."""
         for work in works:
-            yield from (ToHost(around.owner) for around in work.around if isinstance(around, Saving))
+            yield from (Offload(around.owner) for around in work.around if isinstance(around, Saving))
 
     def at_end(self) -> Iterator[Operation]:
         """See ``Extension``."""
         if self._back:
-            yield AllBack()
+            yield EndOffloading()

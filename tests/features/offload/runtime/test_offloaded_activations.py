@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from megatron_pp_ext.features.offload.runtime.host_buffers import HostBuffers
+from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
-from megatron_pp_ext.runtime.activations_away import ActivationsAway
-from megatron_pp_ext.runtime.host_buffers import HostBuffers
 from megatron_pp_ext.runtime.recorder import StepRecorder
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule.copies import label
@@ -22,8 +22,8 @@ BYTES = 4 * ROWS * WIDTH
 FIRST, SECOND = Owner(0, 0), Owner(0, 1)
 
 
-def away_with(limit: float = 1 << 20, smallest: int = BYTES) -> ActivationsAway:
-    return ActivationsAway(HostBuffers(limit), Threads(), smallest)
+def away_with(limit: float = 1 << 20, smallest: int = BYTES) -> OffloadedActivations:
+    return OffloadedActivations(HostBuffers(limit), Threads(), smallest)
 
 
 def layers() -> torch.nn.Sequential:
@@ -53,12 +53,12 @@ def test_gradients_are_the_same_and_memory_is_free_meanwhile():
     kept = meter.live_bytes
     # Inputs of two layers, two activation functions and the square; the first is the stage's.
     assert (kept, meter.live_microbatches) == (5 * BYTES, 1)
-    away.send(FIRST)
+    away.offload(FIRST)
     assert meter.live_bytes == kept, "the copy may be under way"
-    away.give_up(FIRST)
+    away.free(FIRST)
     assert meter.live_bytes == BYTES, "the input of the stage, which the caller holds"
-    assert away.sent_bytes == away.buffers.used_bytes == 4 * BYTES
-    away.bring_back(FIRST)
+    assert away.offloaded_bytes == away.buffers.used_bytes == 4 * BYTES
+    away.reload(FIRST)
     assert (meter.live_bytes, away.buffers.used_bytes) == (kept, 0)
     output.backward()
     assert (meter.live_bytes, meter.peak_bytes) == (0, kept)
@@ -71,9 +71,9 @@ def test_what_waits_for_its_weight_gradient_is_counted():
     meter = ActivationMeter(module.parameters())
     with meter.forward(FIRST), away.saving(FIRST):
         output = module(input).square().sum()
-    away.send(FIRST)
-    away.give_up(FIRST)
-    away.bring_back(FIRST)
+    away.offload(FIRST)
+    away.free(FIRST)
+    away.reload(FIRST)
     STORE.meter = meter
     try:
         with STORE.collecting(FIRST):
@@ -93,11 +93,11 @@ def test_the_memory_itself_is_given_up():
         alive.append(weakref.ref(middle.untyped_storage()))
         output = torch.nn.functional.gelu(middle)
         del middle
-    away.send(FIRST)
+    away.offload(FIRST)
     assert alive[0]() is not None
-    away.give_up(FIRST)
+    away.free(FIRST)
     assert alive[0]() is None
-    away.bring_back(FIRST)
+    away.reload(FIRST)
     output.sum().backward()
 
 
@@ -114,8 +114,8 @@ def test_what_somebody_else_holds_stays(save):
     away, held = away_with(), rows() * 1
     with away.saving(FIRST):
         save(held).sum()
-    away.send(FIRST)
-    assert away.sent_bytes == 0
+    away.offload(FIRST)
+    assert away.offloaded_bytes == 0
 
 
 def test_weights_stay_and_what_is_made_of_them_and_kept():
@@ -129,24 +129,24 @@ def test_weights_stay_and_what_is_made_of_them_and_kept():
     for owner in (FIRST, SECOND):
         with away.saving(owner):
             output = module(rows()).sum()
-        away.send(owner)
+        away.offload(owner)
         del output
     # The inner product; the input of the outer one needs no gradient of what is cached.
-    assert away.sent_bytes == 2 * BYTES
+    assert away.offloaded_bytes == 2 * BYTES
 
 
 def test_small_storages_and_wrapped_tensors_stay():
     away = away_with(smallest=BYTES + 1)
     with away.saving(FIRST):
         output = torch.nn.functional.gelu(rows() * 2)
-    away.send(FIRST)
-    away.bring_back(FIRST)
+    away.offload(FIRST)
+    away.reload(FIRST)
     weight = torch.nn.Parameter(wrapped(Wrapped, WIDTH, WIDTH))
     with away.saving(SECOND):
         product = Product.apply(rows(), weight)
-    away.send(SECOND)
-    assert (away.sent_bytes, away.stayed_bytes) == (0, 0)
-    away.bring_back(SECOND)
+    away.offload(SECOND)
+    assert (away.offloaded_bytes, away.stayed_bytes) == (0, 0)
+    away.reload(SECOND)
     (output.sum() + product.sum()).backward()
 
 
@@ -161,10 +161,10 @@ def test_a_storage_of_several_tensors_moves_once():
     found = {}
     whole.register_hook(lambda gradient: found.update(gradient=gradient))
     del whole, one, other
-    away.send(FIRST)
-    assert away.sent_bytes == 2 * BYTES + BYTES, "and the exponential"
-    away.give_up(FIRST)
-    away.bring_back(FIRST)
+    away.offload(FIRST)
+    assert away.offloaded_bytes == 2 * BYTES + BYTES, "and the exponential"
+    away.free(FIRST)
+    away.reload(FIRST)
     output.backward()
     assert torch.equal(found["gradient"], expected)
     assert saved.shape == (2, ROWS, WIDTH)
@@ -174,15 +174,15 @@ def test_what_has_no_room_on_the_host_stays(caplog):
     module, input, away = layers(), rows(), away_with(limit=2.5 * BYTES)
     with away.saving(FIRST):
         output = module(input).square().sum()
-    away.send(FIRST)
-    assert (away.sent_bytes, away.stayed_bytes) == (2 * BYTES, 2 * BYTES)
+    away.offload(FIRST)
+    assert (away.offloaded_bytes, away.stayed_bytes) == (2 * BYTES, 2 * BYTES)
     (record,) = caplog.records
     assert record.getMessage() == (
         "activations of 128 bytes stay on the device, for the host holds 256 of at most 320 bytes: raise "
         "--pipeline-offload-host-bytes"
     )
-    away.give_up(FIRST)
-    away.bring_back(FIRST)
+    away.free(FIRST)
+    away.reload(FIRST)
     output.backward()
     assert away.buffers.pinned_bytes == 2 * BYTES
 
@@ -195,13 +195,13 @@ def test_a_copy_to_the_host_waits_for_the_reader_of_its_buffer():
             waited.append(list(after))
             return super().to_host(transfers, waited[-1], timed)
 
-    away = ActivationsAway(HostBuffers(BYTES), Watched(), BYTES)
+    away = OffloadedActivations(HostBuffers(BYTES), Watched(), BYTES)
     for owner in (FIRST, SECOND):
         with away.saving(owner):
             output = torch.nn.functional.gelu(rows() * 2)
-        away.send(owner)
-        away.give_up(owner)
-        away.bring_back(owner)
+        away.offload(owner)
+        away.free(owner)
+        away.reload(owner)
         output.sum().backward()
     assert [len(one) for one in waited] == [0, 1]
 
@@ -217,10 +217,10 @@ def test_recomputed_layers():
             hidden = checkpoint(layer, hidden, use_reentrant=True)
         output = hidden.square().sum()
         del hidden
-    away.send(FIRST)
-    assert away.sent_bytes == 4 * BYTES
-    away.give_up(FIRST)
-    away.bring_back(FIRST)
+    away.offload(FIRST)
+    assert away.offloaded_bytes == 4 * BYTES
+    away.free(FIRST)
+    away.reload(FIRST)
     output.backward()
     assert all(map(torch.equal, gradients(module, input), gradients(expected_of, input_of)))
 
@@ -232,9 +232,9 @@ def test_emptied_storages_stay():
         emptied = rows() * 2
         output = torch.nn.functional.gelu(emptied)
     emptied.untyped_storage().resize_(0)
-    away.send(FIRST)
-    assert away.sent_bytes == 0
-    away.bring_back(FIRST)
+    away.offload(FIRST)
+    assert away.offloaded_bytes == 0
+    away.reload(FIRST)
     emptied.untyped_storage().resize_(BYTES)
     emptied.detach().fill_(0)
     output.sum().backward()
@@ -244,9 +244,9 @@ def test_a_backward_of_what_is_away_is_an_error():
     away = away_with()
     with away.saving(FIRST):
         output = torch.nn.functional.gelu(rows() * 2)
-    away.send(FIRST)
-    away.give_up(FIRST)
-    with pytest.raises(RuntimeError, match="needs activations that are on the host: bring them back"):
+    away.offload(FIRST)
+    away.free(FIRST)
+    with pytest.raises(RuntimeError, match="needs activations that are on the host: reload them"):
         output.sum().backward()
     with pytest.raises(RuntimeError, match=r"\[Owner\(stage=0, microbatch=0\)\] were left on the host"):
         away.close()
@@ -256,22 +256,22 @@ def test_what_a_backward_no_longer_needs_is_not_brought_back():
     away = away_with()
     with away.saving(FIRST):
         output = torch.nn.functional.gelu(rows() * 2)
-    away.send(FIRST)
-    away.give_up(FIRST)
+    away.offload(FIRST)
+    away.free(FIRST)
     del output
     gc.collect()
-    away.bring_back(FIRST)
+    away.reload(FIRST)
     assert away.buffers.used_bytes == 0
 
 
 def test_copies_are_recorded_with_their_times():
     recorder = StepRecorder()
-    away = ActivationsAway(HostBuffers(1 << 20), Threads(seconds_per_byte=1e-5), BYTES)
+    away = OffloadedActivations(HostBuffers(1 << 20), Threads(seconds_per_byte=1e-5), BYTES)
     with away.saving(FIRST):
         output = torch.nn.functional.gelu(rows() * 2)
-    away.send(FIRST, recorder.span(label("out", *FIRST)))
-    away.give_up(FIRST)
-    away.bring_back(FIRST, recorder.span(label("back", *FIRST)))
+    away.offload(FIRST, recorder.span(label("out", *FIRST)))
+    away.free(FIRST)
+    away.reload(FIRST, recorder.span(label("back", *FIRST)))
     output.sum().backward()
     out, back = recorder.record.spans
     assert (out.label, back.label) == (label("out", *FIRST), label("back", *FIRST))

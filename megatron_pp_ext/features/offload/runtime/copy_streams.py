@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from megatron_pp_ext.runtime.host_buffers import Done
+from megatron_pp_ext.features.offload.runtime.host_buffers import Done
 
 type Timed = AbstractContextManager[None]
 """A context in which a recorder notes the time."""

@@ -6,8 +6,8 @@ import weakref
 import pytest
 import torch
 
-from megatron_pp_ext.runtime import host_buffers
-from megatron_pp_ext.runtime.host_buffers import HostBuffers
+from megatron_pp_ext.features.offload.runtime import host_buffers
+from megatron_pp_ext.features.offload.runtime.host_buffers import HostBuffers
 
 MIB = 1 << 20
 

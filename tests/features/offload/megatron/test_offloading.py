@@ -5,11 +5,11 @@ from collections.abc import Callable
 import pytest
 
 from megatron_pp_ext.features.offload.megatron import host_activations
+from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations
 from megatron_pp_ext.integration.runners import sources
-from megatron_pp_ext.runtime.activations_away import ActivationsAway
 from megatron_pp_ext.schedule.copies import Kept
-from tests.support.away import everything, half, with_away
 from tests.support.comparison import assert_close, assert_same_bits, run, stock, traced
+from tests.support.offloaded import everything, half, with_offloaded
 from tests.support.tiers import first
 
 PP2 = "--pipeline-model-parallel-size 2"
@@ -26,27 +26,27 @@ EXPERTS = (
 )
 
 
-class Moving(ActivationsAway):
+class Moving(OffloadedActivations):
     """Counts what moves, without which a test would show nothing."""
 
     def close(self) -> None:
         super().close()
-        assert self.sent_bytes > 0, "nothing has moved"
+        assert self.offloaded_bytes > 0, "nothing has moved"
         assert self.stayed_bytes == self.buffers.used_bytes == 0
-        self.sent_bytes = 0
+        self.offloaded_bytes = 0
 
 
 def must_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the ranks that are forked from here move storages of any size, and fail where none moves."""
     monkeypatch.setattr(host_activations, "SMALLEST", 1)
-    monkeypatch.setattr(host_activations, "ActivationsAway", Moving)
+    monkeypatch.setattr(host_activations, "OffloadedActivations", Moving)
 
 
 def leave(leaves: Callable[[Kept], bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ``leaves`` say what leaves in each of their training steps, whether a plan would have it or not."""
     schedule = sources.Requested.schedule
     monkeypatch.setattr(
-        sources.Requested, "schedule", lambda self, inputs: with_away(schedule(self, inputs), leaves)
+        sources.Requested, "schedule", lambda self, inputs: with_offloaded(schedule(self, inputs), leaves)
     )
     must_move(monkeypatch)
 

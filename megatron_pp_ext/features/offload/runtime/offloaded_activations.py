@@ -1,14 +1,15 @@
 """Activations that wait for their backward on the host.
 
-Around a forward whose activations will leave, hooks see what autograd saves (``saving``).  Behind it they are
-copied to the host (``send``), give up their memory on the device once that is done (``give_up``), and come
-back into other memory in time for their backward (``bring_back``), as far as somebody still needs them.
+Around a forward whose activations will be offloaded, hooks see what autograd saves (``saving``).  After it
+they are copied to the host (``offload``), their memory on the device is freed once that is done (``free``),
+and they are reloaded into other memory in time for their backward (``reload``), as far as somebody still
+needs them.
 
-All memory of the device is taken and given up on the compute stream, which waits for each copy before the
-memory that the copy reads is given up.  So the allocator can use it again at once, however far the host runs
-ahead of the device; memory that is recorded on a second stream stays taken until the host finds that stream
-done.  For the same reason, memory that a copy writes to is held until the compute stream waits for that copy,
-though what it is for may be gone by then.
+All memory of the device is allocated and freed on the compute stream, which waits for each copy before the
+memory that the copy reads is freed.  So the allocator can use it again at once, however far the host runs
+ahead of the device; memory that is recorded on a second stream stays allocated until the host finds that
+stream done.  For the same reason, memory that a copy writes to is held until the compute stream waits for
+that copy, though what it is for may be gone by then.
 
 What moves are whole storages that nobody but autograd holds: the others would stay on the device anyway.
 Among these are weights, with all that is made of them and kept, the stage's input, and its output.
@@ -24,9 +25,9 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_pp_ext.features.offload.runtime.copy_streams import CopyEngines, Timed, Transfer
+from megatron_pp_ext.features.offload.runtime.host_buffers import Done, HostBuffer, HostBuffers
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner, watching
-from megatron_pp_ext.runtime.copy_streams import CopyEngines, Timed, Transfer
-from megatron_pp_ext.runtime.host_buffers import Done, HostBuffer, HostBuffers
 
 
 class _Counted:
@@ -71,7 +72,7 @@ class _Place(NamedTuple):
 
 
 class _Storage(NamedTuple):
-    """A storage that is away."""
+    """A storage that is offloaded."""
 
     device: torch.device
     size: int
@@ -81,21 +82,21 @@ class _Storage(NamedTuple):
 
 @dataclass(slots=True)
 class _Microbatch:
-    """What a forward has saved; ``leaving`` keeps what is copied until its memory may be given up."""
+    """What a forward has saved; ``leaving`` keeps what is copied until its memory may be freed."""
 
     meter: ActivationMeter | None
     saved: list["weakref.ref[_Saved]"] = field(default_factory=list)
-    away: list[_Storage] = field(default_factory=list)
+    offloaded: list[_Storage] = field(default_factory=list)
     leaving: list[tuple[torch.Tensor, _Counted | None]] = field(default_factory=list)
     sent: Done | None = None
 
 
-class ActivationsAway:
-    """The activations of one rank that leave its device.
+class OffloadedActivations:
+    """The offloaded activations of one rank.
 
     They wait in ``buffers``, and ``engines`` copy them.  What does not fit into the buffers stays on the
-    device, which a warning tells once, and so do storages of fewer than ``smallest`` bytes.
-    Since the beginning, ``sent_bytes`` count what was copied, ``stayed_bytes`` what did not fit, and
+    device, which is logged once as a warning, and so do storages of fewer than ``smallest`` bytes.
+    Since the beginning, ``offloaded_bytes`` count what was copied, ``stayed_bytes`` what did not fit, and
     ``small_bytes`` what was too small.
     """
 
@@ -104,7 +105,7 @@ class ActivationsAway:
         self._engines, self._smallest = engines, smallest
         self._microbatches: dict[Owner, _Microbatch] = {}
         self._arriving: list[_Arrival] = []
-        self.sent_bytes = self.stayed_bytes = self.small_bytes = 0
+        self.offloaded_bytes = self.stayed_bytes = self.small_bytes = 0
 
     @contextmanager
     def saving(self, owner: Owner) -> Iterator[None]:
@@ -121,7 +122,7 @@ class ActivationsAway:
             if meter is not None:
                 saved.counted = _Counted()
                 meter.hold(owner, tensor, saved.counted)
-            # The compute stream cannot give up memory of another one, such as that of exchanges in a pair.
+            # The compute stream cannot free memory of another one, such as that of exchanges in a pair.
             if self._engines.stream() == stream:
                 found.saved.append(weakref.ref(saved))
             return saved
@@ -129,7 +130,7 @@ class ActivationsAway:
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             yield
 
-    def send(self, owner: Owner, timed: Timed | None = None) -> None:
+    def offload(self, owner: Owner, timed: Timed | None = None) -> None:
         """Launch the copy to the host of what ``owner`` has saved and nobody else holds.
 
         ``timed`` is the context of the copy for a recorder.
@@ -151,13 +152,15 @@ class ActivationsAway:
             if buffer.last_use is not None:
                 after.append(buffer.last_use)
             transfers.append(Transfer(_bytes(storage), buffer.memory[:size]))
-            found.away.append(_Storage(storage.device, size, buffer, [_take(one, found) for one in saved]))
-            self.sent_bytes += size
+            found.offloaded.append(
+                _Storage(storage.device, size, buffer, [_take(one, found) for one in saved])
+            )
+            self.offloaded_bytes += size
         found.saved.clear()
         if transfers:
             found.sent = self._engines.to_host(transfers, after, timed or nullcontext())
 
-    def give_up(self, owner: Owner) -> None:
+    def free(self, owner: Owner) -> None:
         """Let what is computed next use the device's memory of ``owner``, once it is copied."""
         found = self._microbatches[owner]
         if found.sent is not None:
@@ -167,14 +170,14 @@ class ActivationsAway:
                 tensor.record_stream(torch.cuda.current_stream())
         found.leaving.clear()
 
-    def bring_back(self, owner: Owner, timed: Timed | None = None) -> None:
-        """Launch the copy back to the device, for which the backward will wait; ``timed`` as in ``send``."""
+    def reload(self, owner: Owner, timed: Timed | None = None) -> None:
+        """Launch the copy back to the device, for which the backward waits; ``timed`` as in ``offload``."""
         found = self._microbatches.pop(owner)
         if found.sent is None:
             return
         transfers: list[Transfer] = []
         needed: list[tuple[_Saved, _Place, torch.Tensor]] = []
-        for storage in found.away:
+        for storage in found.offloaded:
             alive = [(saved, place) for place in storage.places if (saved := place.saved()) is not None]
             if alive:
                 memory = torch.empty(storage.size, dtype=torch.uint8, device=storage.device)
@@ -183,7 +186,7 @@ class ActivationsAway:
         copy = self._engines.to_device(transfers, [found.sent], timed or nullcontext())
         arrival = _Arrival(copy, [transfer.target for transfer in transfers])
         self._arriving = [*(one for one in self._arriving if one.memory), arrival]
-        for storage in found.away:
+        for storage in found.offloaded:
             storage.buffer.last_use = copy
             self.buffers.give_back(storage.buffer)
         for saved, place, memory in needed:
@@ -222,7 +225,7 @@ _LOGGER = logging.getLogger(__name__)
 
 def _unpack(saved: _Saved) -> torch.Tensor:
     if saved.tensor is None:
-        raise RuntimeError("a backward needs activations that are on the host: bring them back before it")
+        raise RuntimeError("a backward needs activations that are on the host: reload them before it")
     if saved.arrival is not None:
         saved.arrival.wait()
     return saved.tensor

@@ -7,13 +7,13 @@ from itertools import pairwise
 import pytest
 import torch
 
-from megatron_pp_ext.features.offload.runtime.operations import GiveUp, ToDevice
+from megatron_pp_ext.features.offload.runtime.host_buffers import HostBuffers
+from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations
+from megatron_pp_ext.features.offload.runtime.operations import Free, Reload
 from megatron_pp_ext.runtime.activation_meter import Owner
-from megatron_pp_ext.runtime.activations_away import ActivationsAway
-from megatron_pp_ext.runtime.host_buffers import HostBuffers
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.schedule import catalog
-from tests.support.away import with_away
+from tests.support.offloaded import with_offloaded
 from tests.support.split_linear import SplitLinear
 
 ROWS, WIDTH = 4, 8
@@ -84,7 +84,7 @@ def engines():
 
 @pytest.fixture
 def away(engines):
-    return ActivationsAway(HostBuffers(1 << 20), engines, BYTES)
+    return OffloadedActivations(HostBuffers(1 << 20), engines, BYTES)
 
 
 def rows():
@@ -94,10 +94,10 @@ def rows():
 
 def there_and_back(away, *owners):
     for owner in owners:
-        away.send(owner)
-        away.give_up(owner)
+        away.offload(owner)
+        away.free(owner)
     for owner in owners:
-        away.bring_back(owner)
+        away.reload(owner)
 
 
 class Circle:
@@ -115,12 +115,12 @@ def test_what_dies_between_forward_and_backward(when, engines, away):
         with away.saving(FIRST):
             output = torch.nn.functional.gelu(rows() * 2)
             Circle((rows() * 3).exp().square())
-        away.send(FIRST)
-        away.give_up(FIRST)
-        assert away.sent_bytes == 2 * BYTES, "exp and square save the same"
+        away.offload(FIRST)
+        away.free(FIRST)
+        assert away.offloaded_bytes == 2 * BYTES, "exp and square save the same"
         if when == "away":
             gc.collect()
-        away.bring_back(FIRST)
+        away.reload(FIRST)
     finally:
         gc.enable()
         gc.collect()
@@ -156,17 +156,17 @@ def test_memory_on_its_way_is_free_once_a_backward_has_waited(engines, away):
 def test_the_host_s_memory_of_what_has_died_is_used_again_behind_its_copies(engines, away):
     with away.saving(FIRST):
         output = torch.nn.functional.gelu(rows() * 2)
-    away.send(FIRST)
-    away.give_up(FIRST)
+    away.offload(FIRST)
+    away.free(FIRST)
     del output
-    away.bring_back(FIRST)
+    away.reload(FIRST)
     with away.saving(SECOND):
         output = torch.nn.functional.gelu(rows() * 2)
-    away.send(SECOND)
+    away.offload(SECOND)
     assert away.buffers.pinned_bytes == BYTES
     assert engines.launched[-1].after == [engines.launched[-2]]
-    away.give_up(SECOND)
-    away.bring_back(SECOND)
+    away.free(SECOND)
+    away.reload(SECOND)
     output.sum().backward()
 
 
@@ -178,7 +178,7 @@ def test_what_another_stream_computes_stays(engines, away):
         other = torch.nn.functional.gelu(rows() * 3)
         engines.current = None
     there_and_back(away, FIRST)
-    assert away.sent_bytes == BYTES
+    assert away.offloaded_bytes == BYTES
     (output.sum() + other.sum()).backward()
 
 
@@ -220,13 +220,13 @@ def test_many_microbatches_give_the_gradients_that_they_give_without_copies(engi
         return [parameter.grad for parameter in module.parameters()]
 
     assert all(map(torch.equal, gradients(save=True), gradients(save=False)))
-    assert away.sent_bytes > away.buffers.pinned_bytes > 0 == engines.freed
+    assert away.offloaded_bytes > away.buffers.pinned_bytes > 0 == engines.freed
     away.close()
 
 
 @pytest.mark.parametrize("name", ["gpipe", "v-half"])
 def test_memory_is_given_up_before_other_memory_is_taken(name):
     """Otherwise the two would take room together."""
-    operations = plan_rank(with_away(catalog.build(name, 2, 6)), 0).operations
+    operations = plan_rank(with_offloaded(catalog.build(name, 2, 6)), 0).operations
     neighbours = set(pairwise(map(type, operations)))
-    assert (GiveUp, ToDevice) in neighbours and (ToDevice, GiveUp) not in neighbours
+    assert (Free, Reload) in neighbours and (Reload, Free) not in neighbours

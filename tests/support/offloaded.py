@@ -17,10 +17,10 @@ def everything(kept: Kept) -> bool:
     return True
 
 
-def with_away(schedule: Schedule, leaves: Callable[[Kept], bool] = everything) -> Schedule:
-    """Return ``schedule`` with the activations away that ``leaves`` names, each back one launch early.
+def with_offloaded(schedule: Schedule, leaves: Callable[[Kept], bool] = everything) -> Schedule:
+    """Return ``schedule`` with what ``leaves`` names offloaded, each reloaded one launch early.
 
-    What has its backward right behind its forward comes back in front of that.
+    What has its backward right after its forward is reloaded before that.
     """
     back: dict[Kept, Action] = {}
     for order in schedule.orders:

@@ -1,0 +1,6 @@
+"""What features add to the estimates of steps.  They register here."""
+
+from megatron_pp_ext.features.offload.planner.estimates import Offloaded
+from megatron_pp_ext.planner.step.additions import register
+
+register(Offloaded())

@@ -1,0 +1,1 @@
+"""What the commands of ``mpp`` show of the feature."""

@@ -1,0 +1,46 @@
+"""What features add to the estimates of steps, and the registry that ``workload`` and ``estimate`` read."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.costs import Costs
+
+if TYPE_CHECKING:
+    from megatron_pp_ext.planner.step.estimate import Estimate
+    from megatron_pp_ext.planner.step.workload import Workload
+
+
+class Addition:
+    """The part of a feature in estimates; this one adds nothing."""
+
+    def costs(self, work: "Workload", costs: Costs) -> Costs:
+        """Return the ``costs`` of the stages of ``work`` with what the feature's actions take."""
+        return costs
+
+    def activations(
+        self, work: "Workload", schedule: Schedule, peaks: tuple[float, ...]
+    ) -> tuple[float, ...]:
+        """Return the most bytes of activations of each rank, which are ``peaks`` without the feature."""
+        return peaks
+
+    def completed(self, estimate: "Estimate", work: "Workload", schedule: Schedule) -> "Estimate":
+        """Return the ``estimate`` of one step of ``schedule`` with what the feature knows of it."""
+        return estimate
+
+    def lines(self, estimate: "Estimate") -> Iterator[str]:
+        """Yield what people should read of the ``estimate`` after the memory of its ranks."""
+        yield from ()
+
+
+_registered: list[Addition] = []
+
+
+def register(addition: Addition) -> None:
+    """Let ``addition`` be part of every estimate from now on."""
+    _registered.append(addition)
+
+
+def additions() -> Sequence[Addition]:
+    """Return what is registered."""
+    return _registered
