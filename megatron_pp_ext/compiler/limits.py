@@ -35,6 +35,11 @@ class Budget:
     ranks: tuple[float, ...]
     holds_messages: bool = True
 
+    @property
+    def turned_over(self) -> "Budget":
+        """The same budget with the ranks counted from the other end."""
+        return replace(self, ranks=self.ranks[::-1])
+
     def counted(self, costs: Costs) -> Costs:
         """Return ``costs`` as the budget counts them: with messages of size 0 where it holds none."""
         return costs if self.holds_messages else replace(costs, message=0.0)

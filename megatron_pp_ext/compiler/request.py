@@ -101,6 +101,34 @@ class Request:
         return placement
 
     @property
+    def turned_over(self) -> "Request":
+        """The same request with the ranks counted from the other end, for all placements that fold."""
+        limit, free, file = self.limit, self.free, self.from_file
+        if isinstance(limit, tuple):
+            limit = limit[::-1]
+        elif isinstance(limit, Budget):
+            limit = limit.turned_over
+        return replace(
+            self,
+            placements=tuple(one.turned_over if one.folds else one for one in self.placements),
+            limit=limit,
+            free=None if free is None else free[::-1],
+            from_file=file.turned_over if file is not None and file.placement.folds else file,
+        )
+
+    def with_loss_on(self, rank: str) -> "Request":
+        """Return the request with the ends of every placement that folds on the ``first`` or ``last`` rank.
+
+        Limits by rank are for the same ranks as before.
+        """
+        file = self.from_file
+        if file is not None and file.placement != file.placement.with_loss_on(rank):
+            file = file.turned_over
+        return replace(
+            self, placements=tuple(one.with_loss_on(rank) for one in self.placements), from_file=file
+        )
+
+    @property
     def finest(self) -> Placement:
         """A placement with the most stages: compiling needs the costs of these."""
         return max(self.placements, key=lambda placement: placement.stages)

@@ -26,7 +26,7 @@ from megatron_pp_ext.job import call
 from megatron_pp_ext.job.call_words import in_words_of_call
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.placement import Placement, Shape
+from megatron_pp_ext.schedule.placement import LAST, Placement, Shape
 from megatron_pp_ext.schedule.simulate import simulate
 
 GivenCosts = str | Path | Costs | Sequence[float]
@@ -100,6 +100,7 @@ def _asked(
     costs: GivenCosts | None = None,
     trace: str | Path | None = None,
     timeout: float | timedelta | None = None,
+    loss_rank: str = LAST,
     **of_features: Any,
 ) -> _Asked:
     """Return what the arguments of ``install`` ask for; ValueError, in one line, for what cannot be read.
@@ -119,7 +120,8 @@ def _asked(
             "give costs, or a fraction of 1F1B's peak, such as 0.5"
         )
     stages = None if given is None else len(given.stages)
-    request = call.requested(schedule, ranks, microbatches, chunks, memory_limit, stages, **of_features)
+    sizes = ranks, microbatches, chunks
+    request = call.requested(schedule, *sizes, memory_limit, stages, loss_rank, **of_features)
     return _Asked(request, given, file, None if timeout is None else _patience(timeout))
 
 
@@ -178,6 +180,7 @@ def install(
     trace: str | Path | None = None,
     timeout: float | timedelta | None = None,
     offload: float | str | None = None,
+    loss_rank: str = LAST,
 ) -> InForce:
     """Run the models of megatron.core that are built from now on by ``schedule``, and return what will run.
 
@@ -192,6 +195,8 @@ def install(
     "auto". ``trace`` is a file for the times of each step's actions.  ``timeout`` is how long a message may
     take, a timedelta or minutes (10).  ``offload`` lets activations wait on the host: a share of them, or
     "auto" for as many as cost no time, and for as few as keep ``memory_limit`` where there is one.
+    ``loss_rank`` is the pipeline rank with both ends of the model where a schedule has them on one, as a V
+    does: "last", where other trainers look for the loss, or "first", as in the papers.
 
     The same call again, with the same contents of its files, does nothing.  Another one replaces the
     schedule, unless a model was built for it.
@@ -210,6 +215,7 @@ def install(
         trace=trace,
         timeout=timeout,
         offload=offload,
+        loss_rank=loss_rank,
     )
     if _installed is not None and asked == _installed[0]:
         return _installed[2]

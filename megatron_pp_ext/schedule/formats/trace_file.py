@@ -110,6 +110,7 @@ def _write(
         "ranks": step.placement.ranks,
         "chunks": step.placement.chunks,
         in_files("splits_head"): step.placement.splits_head,
+        "ends_on_last": step.placement.ends_on_last,
         "units": step.units,
         "peak_bytes": [record.peak_bytes for record in records],
         "peak_microbatches": [record.peak_microbatches for record in records],
