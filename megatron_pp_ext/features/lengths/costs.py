@@ -1,0 +1,200 @@
+"""What microbatches of unlike length cost: time for each token, and for each squared length of a document.
+
+A stage takes ``per_token * tokens + per_square * sum of squared document lengths`` for a microbatch, with
+factors of its own for F, I and W.  Attention alone has a part that goes by squares, and none in W.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import batched
+from typing import Self
+
+from megatron_pp_ext.features.lengths.microbatches import Microbatches
+from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
+from megatron_pp_ext.schedule.unit_costs import UnitCosts
+
+EQUAL_AT = 24_576
+"""The length of a document whose attention takes as long as all else of its forward: that of a model of
+7 billion parameters with full attention, which verl balances by."""
+
+ATTENTION_BACKWARD = 2.5
+"""The seconds of attention's backward by those of its forward: five products of matrices in place of two."""
+
+_LEAST = 1e-12
+"""The part of a stage's time that is the least for any of F, I and W, which must not take nothing."""
+
+Times = tuple[float, float, float]
+"""The seconds of F, I and W."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageRates:
+    """The costs of one stage.
+
+    Those in ``per_token`` and ``per_square`` are the seconds of F, I and W for a token and for a squared
+    token.  ``activation`` is kept for each token, ``released`` the part of it that an I gives back, and
+    ``copy`` the seconds in which it is copied to the host.
+    """
+
+    per_token: Times
+    per_square: Times
+    activation: float = 1.0
+    released: float = 0.0
+    copy: float = 0.0
+
+    def seconds(self, tokens: float, squares: float) -> Times:
+        """Return the seconds of F, I and W for a microbatch of so many tokens and this sum of squares."""
+        f, i, w = (
+            each * tokens + quadratic * squares
+            for each, quadratic in zip(self.per_token, self.per_square, strict=True)
+        )
+        return f, i, w
+
+    def costs(self, tokens: float, squares: float) -> StageCosts:
+        """Return the costs for a microbatch of so many tokens and this sum of squares."""
+        times = self.seconds(tokens, squares)
+        f, i, w = (max(seconds, _LEAST * sum(times)) for seconds in times)
+        return StageCosts(
+            f, i, w, tokens * self.activation, tokens * self.released, copy=tokens * self.copy
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LengthCosts:
+    """The costs of every stage by the lengths of documents.
+
+    ``vocabulary`` are those of a rank's part of a shared vocabulary for one token, None where it is not
+    shared.  ``hop``, ``message`` and ``pair`` are those of ``Costs`` for a microbatch of mean length: the
+    time of messages is not counted by length.
+    """
+
+    stages: tuple[StageRates, ...]
+    vocabulary: VocabularyCosts | None = None
+    hop: float = 0.0
+    message: float = 0.0
+    pair: float = 1.0
+
+    @classmethod
+    def with_attention(cls, costs: Costs, tokens: float, equal_at: float = EQUAL_AT) -> Self:
+        """Return costs of which only attention's part is added: ``costs`` are all else, for ``tokens`` tokens.
+
+        A document of ``equal_at`` tokens takes as long for attention's forward as for all else of its
+        forward, and ``ATTENTION_BACKWARD`` times as long in I.
+        """
+        if not 0 < equal_at < float("inf"):
+            raise ValueError(f"attention takes as long as all else at {equal_at:g} tokens: give more than 0")
+
+        def rates(stage: StageCosts) -> StageRates:
+            f, i, w = (
+                seconds / tokens for seconds in (stage.forward, stage.input_gradient, stage.weight_gradient)
+            )
+            return _rates(stage, tokens, (f, i, w), (f / equal_at, ATTENTION_BACKWARD * f / equal_at, 0.0))
+
+        return cls._of(costs, tokens, [rates(stage) for stage in costs.stages])
+
+    @classmethod
+    def through(cls, shorter: Costs, length: int, longer: Costs, longer_length: int) -> Self:
+        """Return the costs of stages of which one document takes ``shorter`` and ``longer``.
+
+        These are for documents of ``length`` and of ``longer_length`` tokens.  ValueError unless the latter
+        is longer.
+        """
+        if not 0 < length < longer_length:
+            raise ValueError(
+                f"costs are known for documents of {length} and {longer_length} tokens: give them for two "
+                "lengths, the shorter one first"
+            )
+
+        def rates(short: StageCosts, long: StageCosts) -> StageRates:
+            pairs = [
+                _line(getattr(short, name) / length, length, getattr(long, name) / longer_length, longer_length)
+                for name in ("forward", "input_gradient", "weight_gradient")
+            ]
+            per_token, per_square = zip(*pairs, strict=True)
+            return _rates(long, longer_length, per_token, per_square)
+
+        stages = [rates(*both) for both in zip(shorter.stages, longer.stages, strict=True)]
+        return cls._of(longer, longer_length, stages)
+
+    @classmethod
+    def _of(cls, costs: Costs, tokens: float, stages: Sequence[StageRates]) -> Self:
+        shared = costs.vocabulary
+        if shared is not None:
+            shared = replace(
+                shared,
+                scores=shared.scores / tokens,
+                weight_gradient=shared.weight_gradient / tokens,
+                activation=shared.activation / tokens,
+            )
+        return cls(tuple(stages), shared, costs.hop, costs.message, costs.pair)
+
+    @property
+    def per_token(self) -> Costs:
+        """The costs of one token without attention, of which memory is a multiple by tokens."""
+        return self._unit(1.0, 0.0)
+
+    def merged(self, stages: int) -> Self:
+        """Return the costs of the same model cut into fewer ``stages``; see ``Costs.merged``."""
+        size, left = divmod(len(self.stages), stages)
+        if left or not size:
+            raise ValueError(
+                f"costs of {len(self.stages)} stages cannot be merged into {stages}: give costs for a multiple "
+                f"of {stages} stages"
+            )
+        return replace(self, stages=tuple(map(_joined, batched(self.stages, size))))
+
+    def of(self, microbatches: Microbatches) -> UnitCosts:
+        """Return the costs of a step with these microbatches; its ``stages`` are those of the mean one."""
+        count = len(microbatches)
+        mean = sum(microbatches.tokens) / count, sum(microbatches.squares) / count
+        whole = self._unit(*mean)
+        units = tuple(map(self._unit, microbatches.tokens, microbatches.squares))
+        tokens = microbatches.tokens
+        return UnitCosts(
+            whole.stages, self.hop, self.message, whole.vocabulary, self.pair, units=units, tokens=tokens
+        )
+
+    def work(self, microbatches: Microbatches) -> list[float]:
+        """Return the seconds that all stages together work on each microbatch."""
+        rates = [stage.per_token for stage in self.stages], [stage.per_square for stage in self.stages]
+        per_token, per_square = (sum(map(sum, each)) for each in rates)
+        pairs = zip(microbatches.tokens, microbatches.squares, strict=True)
+        return [per_token * tokens + per_square * squares for tokens, squares in pairs]
+
+    def _unit(self, tokens: float, squares: float) -> Costs:
+        shared = self.vocabulary
+        if shared is not None:
+            shared = replace(
+                shared,
+                scores=tokens * shared.scores,
+                weight_gradient=tokens * shared.weight_gradient,
+                activation=tokens * shared.activation,
+            )
+        return Costs(tuple(stage.costs(tokens, squares) for stage in self.stages), vocabulary=shared)
+
+
+def _rates(stage: StageCosts, tokens: float, per_token: Times, per_square: Times) -> StageRates:
+    released = stage.released_by_input_gradient / tokens
+    return StageRates(per_token, per_square, stage.activation / tokens, released, stage.copy / tokens)
+
+
+def _joined(stages: Sequence[StageRates]) -> StageRates:
+    """Return the costs of neighbouring stages as one."""
+    def summed(times: Iterable[Times]) -> Times:
+        f, i, w = map(math.fsum, zip(*times, strict=True))
+        return f, i, w
+
+    per_token, per_square = (
+        summed(one.per_token for one in stages),
+        summed(one.per_square for one in stages),
+    )
+    kept = (math.fsum(getattr(one, name) for one in stages) for name in ("activation", "released", "copy"))
+    return StageRates(per_token, per_square, *kept)
+
+
+def _line(short: float, length: int, long: float, longer_length: int) -> tuple[float, float]:
+    """Return (seconds a token, seconds a squared token) by those a token at two lengths; none is below 0."""
+    per_square = max(0.0, (long - short) / (longer_length - length))
+    per_token = long - per_square * longer_length
+    return (per_token, per_square) if per_token >= 0 else (0.0, long / longer_length)

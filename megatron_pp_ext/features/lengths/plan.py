@@ -1,0 +1,187 @@
+"""The plan of a step: in which order its microbatches go through the schedule, and where W stand in it."""
+
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from megatron_pp_ext.compiler.compile import InfeasibleLimit
+from megatron_pp_ext.compiler.make import make
+from megatron_pp_ext.compiler.request import Request
+from megatron_pp_ext.features.lengths import orders
+from megatron_pp_ext.features.lengths.costs import LengthCosts
+from megatron_pp_ext.features.lengths.microbatches import Microbatches
+from megatron_pp_ext.features.lengths.steps import Integers, Movable, Table, table_of
+from megatron_pp_ext.features.lengths.timing import excess_of, judge, search, time_order
+from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.costs import Costs
+
+How = Literal["given", "rule", "search"]
+"""``given`` leaves the microbatches in the order of the data, ``rule`` orders them by the rule of the
+schedule's family, and ``search`` goes on from the best order that is known."""
+
+BUDGET = 0.05
+"""The seconds of one core that a plan may take by default."""
+
+STEPS_PER_SECOND = 150e6
+"""How many steps of a schedule one core times in a second, at least.
+
+The budget is turned into a number of trials by this, and not by a clock: all ranks must find the same order.
+"""
+
+_STARTS = 3
+"""How many of the orders that are known the search starts from."""
+
+_PATIENCE = (1.0, 0.75, 0.5, 0.25, 0.0)
+"""How long holes for W may be, as parts of a W (``timing.timed``)."""
+
+
+class Plan(NamedTuple):
+    """The plan of a step: microbatch ``order[k]`` of the data is microbatch k of ``schedule``.
+
+    ``seconds`` is how long the pipeline takes by simulation.
+    """
+
+    order: tuple[int, ...]
+    schedule: Schedule
+    seconds: float
+
+
+class Planner:
+    """Plans steps under one ``schedule``, which has the microbatches in the order of the data.
+
+    What does not depend on lengths is computed once.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self._fixed, self._movable = Movable(schedule, moves_weights=False), Movable(schedule)
+
+    def plan(
+        self,
+        microbatches: Microbatches,
+        costs: LengthCosts,
+        how: How = "search",
+        *,
+        budget: float = BUDGET,
+        limits: Sequence[float] | None = None,
+    ) -> Plan:
+        """Return the plan of the step with these ``microbatches``.
+
+        ``limits`` are what each rank may keep, in the unit of ``StageRates.activation``.  An order by the
+        rule that does not keep them is searched for instead; one that is given is left alone.  Equal
+        arguments give an equal plan on every machine.  Raises ValueError for another number of microbatches or stages than the schedule has, and
+        InfeasibleLimit where no order that was tried keeps the limits.
+        """
+        self._require_sizes(microbatches, costs)
+        table = table_of(costs, microbatches)
+        if how == "given" or microbatches.are_alike:
+            return self._in_order(range(len(microbatches)), table, moves_weights=how != "given")
+        work = costs.work(microbatches)
+        rule = orders.by_rule(work, self.schedule.placement)
+        if how == "rule" and not self._exceeds(limits, rule, table, costs):
+            return self._in_order(rule, table)
+        known = [rule, list(range(len(work)))]
+        known += [other(work, microbatches.tokens) for other in orders.ELSEWHERE.values()]
+        return self._in_order(self._searched(known, table, costs, budget, limits or ()), table)
+
+    def _searched(
+        self,
+        known: Sequence[orders.Order],
+        table: Table,
+        costs: LengthCosts,
+        budget: float,
+        limits: Sequence[float],
+    ) -> Integers:
+        """Return the best order that is found from the ``known`` ones."""
+        steps, memory = self._movable.steps, self._movable.memory(costs)
+        budgets, ends, done = np.array(limits, float), *_scratch(self._movable)
+
+        def length(order: orders.Order) -> float:
+            return judge(steps, table, memory, budgets, np.array(order, np.int64), ends, done)
+
+        found: list[tuple[float, Integers]] = []
+        actions = len(steps.before) + len(steps.weights.row) + len(memory.slot) * bool(limits)
+        trials = int(budget * STEPS_PER_SECOND / (_STARTS * actions))
+        for seed, start in enumerate(sorted(known, key=length)[:_STARTS], 1):
+            best = np.array(start, np.int64)
+            took = search(steps, table, memory, budgets, best, trials, np.array([seed]), ends, done)
+            found.append((took, best))
+        _, order = min(found, key=itemgetter(0))
+        if len(budgets) and (above := excess_of(memory, budgets, table.tokens, order)):
+            raise InfeasibleLimit(
+                f"of {_STARTS * trials} orders of microbatches that were tried, none keeps the memory limit: the "
+                f"fullest rank is {above:.1%} above it; raise the limit, or make the longest microbatches shorter"
+            )
+        return order
+
+    def _exceeds(
+        self, limits: Sequence[float] | None, order: orders.Order, table: Table, costs: LengthCosts
+    ) -> bool:
+        if limits is None:
+            return False
+        memory = self._movable.memory(costs)
+        return excess_of(memory, np.array(limits, float), table.tokens, np.array(order, np.int64)) > 0
+
+    def _in_order(self, order: Sequence[int] | Integers, table: Table, moves_weights: bool = True) -> Plan:
+        """Return the plan with this order, and with W where the step is shortest."""
+        numbers = np.array(order, np.int64)
+        in_order = tuple(numbers.tolist())
+        ends, done = _scratch(self._fixed)
+        fixed = time_order(self._fixed.steps, table, numbers, 1.0, ends, done)
+        if not moves_weights or not len(self._movable.steps.weights.row):
+            return Plan(in_order, self.schedule, fixed)
+        ends, done = _scratch(self._movable)
+        movable = self._movable.steps
+        lengths = [time_order(movable, table, numbers, patience, ends, done) for patience in _PATIENCE]
+        if fixed <= min(lengths):
+            return Plan(in_order, self.schedule, fixed)
+        length = time_order(movable, table, numbers, _PATIENCE[lengths.index(min(lengths))], ends, done)
+        return Plan(in_order, self._movable.with_weights_at(done), length)
+
+    def _require_sizes(self, microbatches: Microbatches, costs: LengthCosts) -> None:
+        if len(microbatches) != self.schedule.microbatches:
+            raise ValueError(
+                f"there are lengths of {len(microbatches)} microbatches, but the schedule has "
+                f"{self.schedule.microbatches}: give as many"
+            )
+        if len(costs.stages) != self.schedule.placement.stages:
+            raise ValueError(
+                f"there are costs of {len(costs.stages)} stages, but the schedule has "
+                f"{self.schedule.placement.stages}: give one for each stage"
+            )
+
+
+def plan(
+    lengths: Sequence[Sequence[int]],
+    request: Request,
+    costs: LengthCosts,
+    budget: float = BUDGET,
+    how: How = "search",
+) -> Plan:
+    """Return the order of the microbatches of a step, and its schedule.
+
+    ``lengths[i]`` are the document lengths of microbatch i in tokens, and ``costs`` those of the stages of
+    ``request.finest``.  A memory limit of the request holds in this step: as a fraction, it is one of what
+    1F1B keeps of these microbatches in the order given.  The schedule of ``request`` is made once, for a
+    compiled one with the costs of the first step, so that all ranks have to plan the same steps.  Raises what
+    ``make`` and ``Planner.plan`` raise.
+    """
+    microbatches = Microbatches.of(lengths)
+    in_step = costs.of(microbatches)
+    if request not in _planners:
+        means = Costs(in_step.stages, in_step.hop, in_step.message, in_step.vocabulary, in_step.pair)
+        _planners[request] = Planner(make(request, lambda stages, shared: means).schedule)
+    planner = _planners[request]
+    cut = costs.merged(planner.schedule.placement.stages)
+    limits = None if request.limit is None else request.budget(in_step).ranks
+    return planner.plan(microbatches, cut, how, budget=budget, limits=limits)
+
+
+_planners: dict[Request, Planner] = {}
+
+
+def _scratch(movable: Movable) -> tuple[np.ndarray, np.ndarray]:
+    count = len(movable.steps.before)
+    return np.zeros(count), np.zeros(count, np.int64)
