@@ -59,11 +59,13 @@ def kept_by_1f1b(ranks: int, microbatches: int, costs: Costs) -> float:
     """Return the activations that 1F1B keeps on the rank that keeps most.
 
     Where all ranks have the same layers that is the first one, with those of ``ranks`` microbatches, or of
-    all ``microbatches`` where these are fewer.  Where microbatches differ, they run in the order of ``costs``.
+    all ``microbatches`` where these are fewer.  Unlike ones run in the order of ``costs``.
     """
     cut = costs.merged(ranks)
     if not costs.are_alike:
-        return max(_most_in_a_row(cut, rank, min(ranks - rank, microbatches), microbatches) for rank in range(ranks))
+        return max(
+            _most_in_a_row(cut, rank, min(ranks - rank, microbatches), microbatches) for rank in range(ranks)
+        )
     stages = cut.stages
     return max(min(ranks - rank, microbatches) * stage.activation for rank, stage in enumerate(stages))
 

@@ -5,9 +5,8 @@ factors of its own for F, I and W.  Attention alone has a part that goes by squa
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import batched
 from typing import Self
 
 from megatron_pp_ext.features.lengths.microbatches import Microbatches
@@ -23,6 +22,11 @@ ATTENTION_BACKWARD = 2.5
 
 _LEAST = 1e-12
 """The part of a stage's time that is the least for any of F, I and W, which must not take nothing."""
+
+_TIMES = "forward", "input_gradient", "weight_gradient"
+
+_SINGULAR = 1e-9
+"""The part by which tokens and squares must differ from being proportional."""
 
 Times = tuple[float, float, float]
 """The seconds of F, I and W."""
@@ -43,21 +47,12 @@ class StageRates:
     released: float = 0.0
     copy: float = 0.0
 
-    def seconds(self, tokens: float, squares: float) -> Times:
-        """Return the seconds of F, I and W for a microbatch of so many tokens and this sum of squares."""
-        f, i, w = (
-            each * tokens + quadratic * squares
-            for each, quadratic in zip(self.per_token, self.per_square, strict=True)
-        )
-        return f, i, w
-
     def costs(self, tokens: float, squares: float) -> StageCosts:
         """Return the costs for a microbatch of so many tokens and this sum of squares."""
-        times = self.seconds(tokens, squares)
+        pairs = zip(self.per_token, self.per_square, strict=True)
+        times = [each * tokens + quadratic * squares for each, quadratic in pairs]
         f, i, w = (max(seconds, _LEAST * sum(times)) for seconds in times)
-        return StageCosts(
-            f, i, w, tokens * self.activation, tokens * self.released, copy=tokens * self.copy
-        )
+        return StageCosts(f, i, w, tokens * self.activation, tokens * self.released, copy=tokens * self.copy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +72,7 @@ class LengthCosts:
 
     @classmethod
     def with_attention(cls, costs: Costs, tokens: float, equal_at: float = EQUAL_AT) -> Self:
-        """Return costs of which only attention's part is added: ``costs`` are all else, for ``tokens`` tokens.
+        """Return costs to which attention's part is added: ``costs`` are all else, for ``tokens`` tokens.
 
         A document of ``equal_at`` tokens takes as long for attention's forward as for all else of its
         forward, and ``ATTENTION_BACKWARD`` times as long in I.
@@ -108,14 +103,38 @@ class LengthCosts:
 
         def rates(short: StageCosts, long: StageCosts) -> StageRates:
             pairs = [
-                _line(getattr(short, name) / length, length, getattr(long, name) / longer_length, longer_length)
-                for name in ("forward", "input_gradient", "weight_gradient")
+                _line(
+                    getattr(short, name) / length, length, getattr(long, name) / longer_length, longer_length
+                )
+                for name in _TIMES
             ]
             per_token, per_square = zip(*pairs, strict=True)
             return _rates(long, longer_length, per_token, per_square)
 
         stages = [rates(*both) for both in zip(shorter.stages, longer.stages, strict=True)]
         return cls._of(longer, longer_length, stages)
+
+    @classmethod
+    def fitted(cls, microbatches: Microbatches, measured: UnitCosts) -> Self:
+        """Return the costs that come closest to those ``measured`` for ``microbatches``, by least squares.
+
+        Where all microbatches have the same length, all is taken to go by tokens.  ValueError for another
+        number of microbatches.
+        """
+        if len(measured.units) != len(microbatches):
+            raise ValueError(
+                f"{len(measured.units)} microbatches were measured, but there are lengths of "
+                f"{len(microbatches)}: give both for the same step"
+            )
+        mean = sum(microbatches.tokens) / len(microbatches)
+
+        def rates(stage: int) -> StageRates:
+            units = [unit.stages[stage] for unit in measured.units]
+            pairs = [_nearest(microbatches, [getattr(unit, name) for unit in units]) for name in _TIMES]
+            per_token, per_square = zip(*pairs, strict=True)
+            return _rates(measured.stages[stage], mean, per_token, per_square)
+
+        return cls._of(measured, mean, [rates(stage) for stage in range(len(measured.stages))])
 
     @classmethod
     def _of(cls, costs: Costs, tokens: float, stages: Sequence[StageRates]) -> Self:
@@ -128,21 +147,6 @@ class LengthCosts:
                 activation=shared.activation / tokens,
             )
         return cls(tuple(stages), shared, costs.hop, costs.message, costs.pair)
-
-    @property
-    def per_token(self) -> Costs:
-        """The costs of one token without attention, of which memory is a multiple by tokens."""
-        return self._unit(1.0, 0.0)
-
-    def merged(self, stages: int) -> Self:
-        """Return the costs of the same model cut into fewer ``stages``; see ``Costs.merged``."""
-        size, left = divmod(len(self.stages), stages)
-        if left or not size:
-            raise ValueError(
-                f"costs of {len(self.stages)} stages cannot be merged into {stages}: give costs for a multiple "
-                f"of {stages} stages"
-            )
-        return replace(self, stages=tuple(map(_joined, batched(self.stages, size))))
 
     def of(self, microbatches: Microbatches) -> UnitCosts:
         """Return the costs of a step with these microbatches; its ``stages`` are those of the mean one."""
@@ -179,22 +183,27 @@ def _rates(stage: StageCosts, tokens: float, per_token: Times, per_square: Times
     return StageRates(per_token, per_square, stage.activation / tokens, released, stage.copy / tokens)
 
 
-def _joined(stages: Sequence[StageRates]) -> StageRates:
-    """Return the costs of neighbouring stages as one."""
-    def summed(times: Iterable[Times]) -> Times:
-        f, i, w = map(math.fsum, zip(*times, strict=True))
-        return f, i, w
-
-    per_token, per_square = (
-        summed(one.per_token for one in stages),
-        summed(one.per_square for one in stages),
-    )
-    kept = (math.fsum(getattr(one, name) for one in stages) for name in ("activation", "released", "copy"))
-    return StageRates(per_token, per_square, *kept)
-
-
 def _line(short: float, length: int, long: float, longer_length: int) -> tuple[float, float]:
     """Return (seconds a token, seconds a squared token) by those a token at two lengths; none is below 0."""
     per_square = max(0.0, (long - short) / (longer_length - length))
     per_token = long - per_square * longer_length
     return (per_token, per_square) if per_token >= 0 else (0.0, long / longer_length)
+
+
+def _nearest(microbatches: Microbatches, seconds: Sequence[float]) -> tuple[float, float]:
+    """Return (seconds a token, seconds a squared token) nearest to ``seconds``; none is below 0."""
+    tokens, squares = microbatches.tokens, microbatches.squares
+
+    def dot(one: Sequence[float], other: Sequence[float]) -> float:
+        return math.fsum(a * b for a, b in zip(one, other, strict=True))
+
+    tt, ts, ss = dot(tokens, tokens), dot(tokens, squares), dot(squares, squares)
+    ty, sy = dot(tokens, seconds), dot(squares, seconds)
+    determinant = tt * ss - ts * ts
+    if determinant > _SINGULAR * tt * ss:
+        per_token, per_square = (ty * ss - sy * ts) / determinant, (sy * tt - ty * ts) / determinant
+        if per_token >= 0 and per_square >= 0:
+            return per_token, per_square
+        if per_token < 0:
+            return 0.0, sy / ss
+    return ty / tt, 0.0

@@ -106,5 +106,7 @@ def _lines(text: str) -> list[list[int]]:
             if words:
                 found.append([int(word) for word in words])
         except ValueError:
-            raise ValueError(f"line {number} is {short(line)}, which has more than whole numbers: {_FIX}") from None
+            raise ValueError(
+                f"line {number} is {short(line)}, which has more than whole numbers: {_FIX}"
+            ) from None
     return found

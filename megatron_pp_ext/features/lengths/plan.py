@@ -1,7 +1,6 @@
 """The plan of a step: in which order its microbatches go through the schedule, and where W stand in it."""
 
 from collections.abc import Sequence
-from operator import itemgetter
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -12,10 +11,11 @@ from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.features.lengths import orders
 from megatron_pp_ext.features.lengths.costs import LengthCosts
 from megatron_pp_ext.features.lengths.microbatches import Microbatches
-from megatron_pp_ext.features.lengths.steps import Integers, Movable, Table, table_of
+from megatron_pp_ext.features.lengths.steps import Floats, Integers, Movable, Table, table_of
 from megatron_pp_ext.features.lengths.timing import excess_of, judge, search, time_order
-from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.actions import OF_STAGES, Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.unit_costs import UnitCosts
 
 How = Literal["given", "rule", "search"]
 """``given`` leaves the microbatches in the order of the data, ``rule`` orders them by the rule of the
@@ -24,7 +24,7 @@ schedule's family, and ``search`` goes on from the best order that is known."""
 BUDGET = 0.05
 """The seconds of one core that a plan may take by default."""
 
-STEPS_PER_SECOND = 150e6
+STEPS_PER_SECOND = 130e6
 """How many steps of a schedule one core times in a second, at least.
 
 The budget is turned into a number of trials by this, and not by a clock: all ranks must find the same order.
@@ -60,90 +60,93 @@ class Planner:
 
     def plan(
         self,
-        microbatches: Microbatches,
-        costs: LengthCosts,
+        costs: UnitCosts,
         how: How = "search",
         *,
         budget: float = BUDGET,
         limits: Sequence[float] | None = None,
     ) -> Plan:
-        """Return the plan of the step with these ``microbatches``.
+        """Return the plan of the step whose microbatches have ``costs``, in the order of the data.
 
-        ``limits`` are what each rank may keep, in the unit of ``StageRates.activation``.  An order by the
+        ``limits`` are what each rank may keep, in the unit of ``StageCosts.activation``.  An order by the
         rule that does not keep them is searched for instead; one that is given is left alone.  Equal
-        arguments give an equal plan on every machine.  Raises ValueError for another number of microbatches or stages than the schedule has, and
-        InfeasibleLimit where no order that was tried keeps the limits.
+        arguments give an equal plan on every machine.  Raises ValueError for another number of microbatches
+        or stages than the schedule has, and InfeasibleLimit where no order that was tried keeps the limits.
         """
-        self._require_sizes(microbatches, costs)
-        table = table_of(costs, microbatches)
-        if how == "given" or microbatches.are_alike:
-            return self._in_order(range(len(microbatches)), table, moves_weights=how != "given")
-        work = costs.work(microbatches)
+        self._require_sizes(costs)
+        table, room = table_of(costs), np.array(limits or (), float)
+        given = list(range(len(costs.units)))
+        if how == "given" or (table.seconds == table.seconds[:, :1]).all():
+            return self._in_order(given, table, moves_weights=how != "given")
+        work = table.seconds[self._work_rows].sum(axis=0).tolist()
         rule = orders.by_rule(work, self.schedule.placement)
-        if how == "rule" and not self._exceeds(limits, rule, table, costs):
+        if how == "rule" and not self._excess(rule, table, room):
             return self._in_order(rule, table)
-        known = [rule, list(range(len(work)))]
-        known += [other(work, microbatches.tokens) for other in orders.ELSEWHERE.values()]
-        return self._in_order(self._searched(known, table, costs, budget, limits or ()), table)
+        elsewhere = [other(work, costs.tokens) for other in orders.ELSEWHERE.values()]
+        known = list(map(list, dict.fromkeys(map(tuple, (rule, given, *elsewhere)))))
+        return self._in_order(self._searched(known, table, budget, room), table)
+
+    @property
+    def _work_rows(self) -> list[int]:
+        """The rows of whole forwards and whole backwards."""
+        kinds = len(OF_STAGES)
+        return [
+            kinds * stage + OF_STAGES.index(kind)
+            for stage in range(self.schedule.placement.stages)
+            for kind in (Kind.F, Kind.B)
+        ]
 
     def _searched(
-        self,
-        known: Sequence[orders.Order],
-        table: Table,
-        costs: LengthCosts,
-        budget: float,
-        limits: Sequence[float],
-    ) -> Integers:
+        self, known: Sequence[orders.Order], table: Table, budget: float, room: Floats
+    ) -> list[int]:
         """Return the best order that is found from the ``known`` ones."""
-        steps, memory = self._movable.steps, self._movable.memory(costs)
-        budgets, ends, done = np.array(limits, float), *_scratch(self._movable)
+        steps, memory = self._movable.steps, self._movable.memory
+        ends, done = _scratch(self._movable)
 
         def length(order: orders.Order) -> float:
-            return judge(steps, table, memory, budgets, np.array(order, np.int64), ends, done)
+            return judge(steps, table, memory, room, np.array(order, np.int64), ends, done)
 
-        found: list[tuple[float, Integers]] = []
-        actions = len(steps.before) + len(steps.weights.row) + len(memory.slot) * bool(limits)
+        found: list[tuple[float, list[int]]] = []
+        actions = len(steps.before) + len(steps.weights.row) + len(memory.slot) * bool(len(room))
         trials = int(budget * STEPS_PER_SECOND / (_STARTS * actions))
         for seed, start in enumerate(sorted(known, key=length)[:_STARTS], 1):
             best = np.array(start, np.int64)
-            took = search(steps, table, memory, budgets, best, trials, np.array([seed]), ends, done)
-            found.append((took, best))
-        _, order = min(found, key=itemgetter(0))
-        if len(budgets) and (above := excess_of(memory, budgets, table.tokens, order)):
+            took = search(steps, table, memory, room, best, trials, np.array([seed]), ends, done)
+            found.append((took, best.tolist()))
+        _, order = min(found)
+        if above := self._excess(order, table, room):
             raise InfeasibleLimit(
-                f"of {_STARTS * trials} orders of microbatches that were tried, none keeps the memory limit: the "
-                f"fullest rank is {above:.1%} above it; raise the limit, or make the longest microbatches shorter"
+                f"of {_STARTS * trials} orders of microbatches that were tried, none keeps the memory limit: "
+                f"the fullest rank is {above:.1%} above it; raise the limit, or let microbatches have fewer "
+                "tokens"
             )
         return order
 
-    def _exceeds(
-        self, limits: Sequence[float] | None, order: orders.Order, table: Table, costs: LengthCosts
-    ) -> bool:
-        if limits is None:
-            return False
-        memory = self._movable.memory(costs)
-        return excess_of(memory, np.array(limits, float), table.tokens, np.array(order, np.int64)) > 0
+    def _excess(self, order: orders.Order, table: Table, room: Floats) -> float:
+        """Return by which part of its limit the fullest rank is above it; 0 without limits."""
+        if not len(room):
+            return 0.0
+        return excess_of(self._movable.memory, room, table, np.array(order, np.int64))
 
-    def _in_order(self, order: Sequence[int] | Integers, table: Table, moves_weights: bool = True) -> Plan:
+    def _in_order(self, order: orders.Order, table: Table, moves_weights: bool = True) -> Plan:
         """Return the plan with this order, and with W where the step is shortest."""
         numbers = np.array(order, np.int64)
-        in_order = tuple(numbers.tolist())
         ends, done = _scratch(self._fixed)
         fixed = time_order(self._fixed.steps, table, numbers, 1.0, ends, done)
         if not moves_weights or not len(self._movable.steps.weights.row):
-            return Plan(in_order, self.schedule, fixed)
+            return Plan(tuple(order), self.schedule, fixed)
         ends, done = _scratch(self._movable)
         movable = self._movable.steps
         lengths = [time_order(movable, table, numbers, patience, ends, done) for patience in _PATIENCE]
         if fixed <= min(lengths):
-            return Plan(in_order, self.schedule, fixed)
+            return Plan(tuple(order), self.schedule, fixed)
         length = time_order(movable, table, numbers, _PATIENCE[lengths.index(min(lengths))], ends, done)
-        return Plan(in_order, self._movable.with_weights_at(done), length)
+        return Plan(tuple(order), self._movable.with_weights_at(done), length)
 
-    def _require_sizes(self, microbatches: Microbatches, costs: LengthCosts) -> None:
-        if len(microbatches) != self.schedule.microbatches:
+    def _require_sizes(self, costs: UnitCosts) -> None:
+        if len(costs.units) != self.schedule.microbatches:
             raise ValueError(
-                f"there are lengths of {len(microbatches)} microbatches, but the schedule has "
+                f"there are costs of {len(costs.units)} microbatches, but the schedule has "
                 f"{self.schedule.microbatches}: give as many"
             )
         if len(costs.stages) != self.schedule.placement.stages:
@@ -174,14 +177,14 @@ def plan(
         means = Costs(in_step.stages, in_step.hop, in_step.message, in_step.vocabulary, in_step.pair)
         _planners[request] = Planner(make(request, lambda stages, shared: means).schedule)
     planner = _planners[request]
-    cut = costs.merged(planner.schedule.placement.stages)
     limits = None if request.limit is None else request.budget(in_step).ranks
-    return planner.plan(microbatches, cut, how, budget=budget, limits=limits)
+    cut = in_step.merged(planner.schedule.placement.stages)
+    return planner.plan(cut, how, budget=budget, limits=limits)
 
 
 _planners: dict[Request, Planner] = {}
 
 
-def _scratch(movable: Movable) -> tuple[np.ndarray, np.ndarray]:
+def _scratch(movable: Movable) -> tuple[Floats, Integers]:
     count = len(movable.steps.before)
     return np.zeros(count), np.zeros(count, np.int64)

@@ -9,18 +9,18 @@ a rank would be idle.
 """
 
 from dataclasses import replace
+from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_pp_ext.features.lengths.costs import LengthCosts
-from megatron_pp_ext.features.lengths.microbatches import Microbatches
 from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind, Schedule
 from megatron_pp_ext.schedule.columns import as_list
 from megatron_pp_ext.schedule.copy_steps import with_copies
 from megatron_pp_ext.schedule.program import Program
+from megatron_pp_ext.schedule.unit_costs import UnitCosts
 from megatron_pp_ext.schedule.walk import Walk
 
 Integers = NDArray[np.int64]
@@ -63,26 +63,28 @@ class OrderSteps(NamedTuple):
 
 
 class Table(NamedTuple):
-    """The seconds of each row for each microbatch, the seconds on each wire, and what a pair takes.
+    """What work takes and keeps: a row for each kind, and a column for each microbatch.
 
-    ``tokens`` are those of each microbatch.
+    Rows are those of F, I, W and B of each stage, S, T, no work, and a copy of each stage's activations.
+    ``kept`` is above 0 for what is kept from the start on, and below 0 for what the end gives back.
+    ``delays`` are the seconds on each wire, and ``pair`` is what a pair takes (``Costs.pair``).
     """
 
     seconds: Floats
+    kept: Floats
     delays: Floats
     pair: float
-    tokens: Floats
 
 
 class Memory(NamedTuple):
     """What the actions of all ranks keep, in the order in which the schedule has them.
 
-    Rank r has those from ``bounds[r]`` to ``bounds[r + 1]``.  Each keeps its ``rate`` for every token of the
-    microbatch in its ``slot``, below 0 what it gives back.
+    Rank r has those from ``bounds[r]`` to ``bounds[r + 1]``.  Each keeps what is in its ``row`` for the
+    microbatch in its ``slot``.
     """
 
     bounds: Integers
-    rate: Floats
+    row: Integers
     slot: Integers
 
 
@@ -169,30 +171,31 @@ class Movable:
             orders.append((*placed, *weights[at:]))
         return replace(self.schedule, orders=tuple(orders))
 
-    def memory(self, costs: LengthCosts) -> Memory:
-        """Return what actions keep where stages have these ``costs``."""
-        kept = costs.per_token
+    @cached_property
+    def memory(self) -> Memory:
+        """What actions keep."""
         actions = [action for order in self.schedule.orders for action in order]
+        stages = self.schedule.placement.stages
         bounds = np.array([0, *accumulate(map(len, self.schedule.orders))])
-        rates = np.array([kept.kept(action) for action in actions], float)
-        return Memory(bounds, rates, np.array([action.microbatch for action in actions]))
+        rows = np.array([_row(action, stages) for action in actions])
+        return Memory(bounds, rows, np.array([action.microbatch for action in actions]))
 
 
-def table_of(costs: LengthCosts, microbatches: Microbatches) -> Table:
-    """Return the seconds of all kinds of work, in the rows that steps have, for ``microbatches``."""
-    tokens, squares = (np.array(each, float) for each in (microbatches.tokens, microbatches.squares))
-    rows: list[Any] = []
-    for stage in costs.stages:
-        f, i, w = (
-            each * tokens + quadratic * squares
-            for each, quadratic in zip(stage.per_token, stage.per_square, strict=True)
-        )
-        rows += [f, i, w, i + w]
+def table_of(costs: UnitCosts) -> Table:
+    """Return what all kinds of work take and keep for the microbatches of ``costs``."""
+    seconds, kept = [], []
+    for unit in costs.units:
+        shared = unit.vocabulary
+        own = (shared.scores, shared.weight_gradient) if shared else (0.0, 0.0)
+        of_stages = [stage.seconds(kind) for stage in unit.stages for kind in OF_STAGES]
+        seconds.append([*of_stages, *own, 0.0, *(stage.copy for stage in unit.stages)])
+        activation = shared.activation if shared else 0.0
+        keeping = [stage.kept(kind) for stage in unit.stages for kind in OF_STAGES]
+        kept.append([*keeping, activation, -activation, 0.0, *(0.0 for _ in unit.stages)])
     shared = costs.vocabulary
-    rows += [tokens * (shared.scores if shared else 0.0), tokens * (shared.weight_gradient if shared else 0.0)]
-    rows += [0.0 * tokens, *(stage.copy * tokens for stage in costs.stages)]
     delays = [costs.hop, shared.hidden if shared else 0.0, shared.sums if shared else 0.0, 0.0]
-    return Table(np.ascontiguousarray(rows), np.array(delays), costs.pair, tokens)
+    by_row, kept_by_row = (np.ascontiguousarray(np.array(each).T) for each in (seconds, kept))
+    return Table(by_row, kept_by_row, np.array(delays), costs.pair)
 
 
 def _row(action: Action, stages: int) -> int:

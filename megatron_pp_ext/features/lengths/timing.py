@@ -30,7 +30,7 @@ def timed(
     """
     before, sends, wire, rank, row, slot, other_row, other_slot, weights = steps
     bounds, weight_row, weight_slot, ready, due = weights
-    seconds, delays, pair, _ = table
+    seconds, _, delays, pair = table
     latest = 0.0
     finished = bounds[:-1].copy()
     ended = np.zeros(len(finished))
@@ -78,8 +78,10 @@ def drawn(state: Integers, end: int) -> int:
 
 @part_of_loop
 def changed(order: Integers, new: Integers, state: Integers) -> None:
-    """Fill ``new`` with ``order`` after two microbatches have changed places, one has moved, or a stretch of
-    the order has been reversed."""
+    """Fill ``new`` with ``order`` after a change.
+
+    Two microbatches change places, or one moves, or a stretch of the order is reversed.
+    """
     count = len(order)
     first, last, way = drawn(state, count), drawn(state, count), drawn(state, 20)
     new[:] = order
@@ -97,14 +99,14 @@ def changed(order: Integers, new: Integers, state: Integers) -> None:
 
 
 @part_of_loop
-def excess(memory: Memory, limits: Floats, tokens: Floats, order: Integers) -> float:
+def excess(memory: Memory, limits: Floats, table: Table, order: Integers) -> float:
     """Return by which part of its limit the fullest rank is above it; 0 where all keep theirs."""
-    bounds, rate, slot = memory
+    bounds, row, slot = memory
     most = 0.0
     for rank in range(len(limits)):
         live = peak = 0.0
         for action in range(bounds[rank], bounds[rank + 1]):
-            live += rate[action] * tokens[order[slot[action]]]
+            live += table.kept[row[action], order[slot[action]]]
             peak = max(peak, live)
         most = max(most, peak / limits[rank] - 1)
     return most if most > ROUNDING else 0.0
@@ -123,26 +125,36 @@ def judged(
     """Return how long a step takes with ``order``, and much longer if a rank is above its limit."""
     took = timed(steps, table, order, 1.0, ends, done)
     if len(limits):
-        took *= 1 + EXCESS * excess(memory, limits, table.tokens, order)
+        took *= 1 + EXCESS * excess(memory, limits, table, order)
     return took
 
 
 @Loop
-def time_order(steps: OrderSteps, table: Table, order: Integers, patience: float, ends: Floats, done: Integers) -> float:
+def time_order(
+    steps: OrderSteps, table: Table, order: Integers, patience: float, ends: Floats, done: Integers
+) -> float:
     """See ``timed``."""
     return timed(steps, table, order, patience, ends, done)
 
 
 @Loop
-def judge(steps: OrderSteps, table: Table, memory: Memory, limits: Floats, order: Integers, ends: Floats, done: Integers) -> float:
+def judge(
+    steps: OrderSteps,
+    table: Table,
+    memory: Memory,
+    limits: Floats,
+    order: Integers,
+    ends: Floats,
+    done: Integers,
+) -> float:
     """See ``judged``."""
     return judged(steps, table, memory, limits, order, ends, done)
 
 
 @Loop
-def excess_of(memory: Memory, limits: Floats, tokens: Floats, order: Integers) -> float:
+def excess_of(memory: Memory, limits: Floats, table: Table, order: Integers) -> float:
     """See ``excess``."""
-    return excess(memory, limits, tokens, order)
+    return excess(memory, limits, table, order)
 
 
 @Loop
