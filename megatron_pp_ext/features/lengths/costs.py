@@ -89,6 +89,23 @@ class LengthCosts:
         return cls._of(costs, tokens, [rates(stage) for stage in costs.stages])
 
     @classmethod
+    def measured(cls, costs: Costs, length: int, documents: int = 1, equal_at: float = EQUAL_AT) -> Self:
+        """Return the costs of stages that take ``costs`` for so many ``documents`` of this ``length``.
+
+        Which part of that is attention follows from ``equal_at``, as in ``with_attention``.
+        """
+        tokens, squares = documents * length, documents * length**2
+
+        def rates(stage: StageCosts) -> StageRates:
+            f = stage.forward / (tokens + squares / equal_at)
+            attention = ATTENTION_BACKWARD * f / equal_at
+            i = max(0.0, stage.input_gradient - attention * squares) / tokens
+            per_token = f, i, stage.weight_gradient / tokens
+            return _rates(stage, tokens, per_token, (f / equal_at, attention, 0.0))
+
+        return cls._of(costs, tokens, [rates(stage) for stage in costs.stages])
+
+    @classmethod
     def through(cls, shorter: Costs, length: int, longer: Costs, longer_length: int) -> Self:
         """Return the costs of stages of which one document takes ``shorter`` and ``longer``.
 

@@ -78,13 +78,25 @@ class Planner:
         given = list(range(len(costs.units)))
         if how == "given" or (table.seconds == table.seconds[:, :1]).all():
             return self._in_order(given, table, moves_weights=how != "given")
-        work = table.seconds[self._work_rows].sum(axis=0).tolist()
+        work = self._work(table)
         rule = orders.by_rule(work, self.schedule.placement)
         if how == "rule" and not self._excess(rule, table, room):
             return self._in_order(rule, table)
         elsewhere = [other(work, costs.tokens) for other in orders.ELSEWHERE.values()]
         known = list(map(list, dict.fromkeys(map(tuple, (rule, given, *elsewhere)))))
         return self._in_order(self._searched(known, table, budget, room), table)
+
+    def in_order(self, costs: UnitCosts, order: Sequence[int]) -> Plan:
+        """Return the plan with this ``order``, under the schedule as it is."""
+        self._require_sizes(costs)
+        return self._in_order(list(order), table_of(costs), moves_weights=False)
+
+    def work(self, costs: UnitCosts) -> list[float]:
+        """Return the seconds that all ranks together work on each microbatch."""
+        return self._work(table_of(costs))
+
+    def _work(self, table: Table) -> list[float]:
+        return table.seconds[self._work_rows].sum(axis=0).tolist()
 
     @property
     def _work_rows(self) -> list[int]:
