@@ -44,7 +44,7 @@ BELOW: dict[str, set[str]] = {
     "processor": set(),
     "schedule": {"files", "json_input"},
     "compiler": {"files", "schedule"},
-    "features": {"schedule", "compiler", "job"},
+    "features": {"files", "json_input", "schedule", "compiler", "job"},
     "features.runtime": {"schedule", "features", "runtime"},
     "features.megatron": {"schedule", "features", "features.runtime", "runtime", "integration", "around"},
     "job": {"amounts", "files", "json_input", "schedule", "compiler"},
