@@ -106,30 +106,24 @@ class LengthCosts:
         return cls._of(costs, tokens, [rates(stage) for stage in costs.stages])
 
     @classmethod
-    def through(cls, shorter: Costs, length: int, longer: Costs, longer_length: int) -> Self:
-        """Return the costs of stages of which one document takes ``shorter`` and ``longer``.
+    def through(cls, short: Costs, documents: int, long: Costs, length: int) -> Self:
+        """Return the costs of stages that take ``long`` for one document of ``length`` tokens.
 
-        These are for documents of ``length`` and of ``longer_length`` tokens.  ValueError unless the latter
-        is longer.
+        They take ``short`` for so many shorter ``documents`` of as many tokens in all.  ValueError for fewer
+        than 2 documents.
         """
-        if not 0 < length < longer_length:
-            raise ValueError(
-                f"costs are known for documents of {length} and {longer_length} tokens: give them for two "
-                "lengths, the shorter one first"
-            )
+        if documents < 2:
+            raise ValueError(f"costs are given for {documents} shorter documents: give them for 2 or more")
 
-        def rates(short: StageCosts, long: StageCosts) -> StageRates:
+        def rates(one: StageCosts, other: StageCosts) -> StageRates:
             pairs = [
-                _line(
-                    getattr(short, name) / length, length, getattr(long, name) / longer_length, longer_length
-                )
+                _line(getattr(one, name) / length, length / documents, getattr(other, name) / length, length)
                 for name in _TIMES
             ]
             per_token, per_square = zip(*pairs, strict=True)
-            return _rates(long, longer_length, per_token, per_square)
+            return _rates(other, length, per_token, per_square)
 
-        stages = [rates(*both) for both in zip(shorter.stages, longer.stages, strict=True)]
-        return cls._of(longer, longer_length, stages)
+        return cls._of(long, length, [rates(*both) for both in zip(short.stages, long.stages, strict=True)])
 
     @classmethod
     def fitted(cls, microbatches: Microbatches, measured: UnitCosts) -> Self:
@@ -200,7 +194,7 @@ def _rates(stage: StageCosts, tokens: float, per_token: Times, per_square: Times
     return StageRates(per_token, per_square, stage.activation / tokens, released, stage.copy / tokens)
 
 
-def _line(short: float, length: int, long: float, longer_length: int) -> tuple[float, float]:
+def _line(short: float, length: float, long: float, longer_length: float) -> tuple[float, float]:
     """Return (seconds a token, seconds a squared token) by those a token at two lengths; none is below 0."""
     per_square = max(0.0, (long - short) / (longer_length - length))
     per_token = long - per_square * longer_length
