@@ -191,7 +191,8 @@ def replay(trace: Path) -> str:
 
     def seconds(some: Sequence[Any], how: Any) -> float:
         units = [Costs(tuple(StageCosts(float(f), *[float(b) / 2] * 2) for f, b in each)) for each in some]
-        return planner.plan(UnitCosts(units[0].stages, units=tuple(units), tokens=(1,) * count), how).seconds
+        costs = UnitCosts(units[0].stages, units=tuple(units), tokens=(1,) * count)
+        return planner.plan(costs, how, budget=0.005).seconds
 
     found = defaultdict[str, list[float]](list)
     for number, forwards in kinds[0].groupby("step"):

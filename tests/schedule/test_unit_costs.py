@@ -34,7 +34,7 @@ def test_a_step_by_hand():
 
 def test_the_order_of_microbatches_counts():
     schedule, costs = catalog.build("1f1b", 2, 2), of_sizes(2, 1, 3)
-    assert simulate(schedule, costs.ordered((1, 0))).makespan == 17
+    assert simulate(schedule, costs.ordered((1, 0))).makespan == 20
     assert costs.ordered((1, 0)).tokens == (3, 1)
 
 

@@ -84,7 +84,8 @@ class Planner:
             return self._in_order(rule, table)
         elsewhere = [other(work, costs.tokens) for other in orders.ELSEWHERE.values()]
         known = list(map(list, dict.fromkeys(map(tuple, (rule, given, *elsewhere)))))
-        return self._in_order(self._searched(known, table, budget, room), table)
+        found = [*self._searched(known, table, budget, room), *known]
+        return self._in_order(min(found, key=lambda order: self._judged(order, table, room)), table)
 
     def in_order(self, costs: UnitCosts, order: Sequence[int]) -> Plan:
         """Return the plan with this ``order``, under the schedule as it is."""
@@ -110,29 +111,32 @@ class Planner:
 
     def _searched(
         self, known: Sequence[orders.Order], table: Table, budget: float, room: Floats
-    ) -> list[int]:
-        """Return the best order that is found from the ``known`` ones."""
+    ) -> list[orders.Order]:
+        """Return the best orders that are found from the ``known`` ones."""
         steps, memory = self._movable.steps, self._movable.memory
         ends, done = _scratch(self._movable)
 
         def length(order: orders.Order) -> float:
             return judge(steps, table, memory, room, np.array(order, np.int64), ends, done)
 
-        found: list[tuple[float, list[int]]] = []
+        found = list[orders.Order]()
         actions = len(steps.before) + len(steps.weights.row) + len(memory.slot) * bool(len(room))
         trials = int(budget * STEPS_PER_SECOND / (_STARTS * actions))
         for seed, start in enumerate(sorted(known, key=length)[:_STARTS], 1):
             best = np.array(start, np.int64)
-            took = search(steps, table, memory, room, best, trials, np.array([seed]), ends, done)
-            found.append((took, best.tolist()))
-        _, order = min(found)
-        if above := self._excess(order, table, room):
+            search(steps, table, memory, room, best, trials, np.array([seed]), ends, done)
+            found.append(best.tolist())
+        if above := min(self._excess(order, table, room) for order in found):
             raise InfeasibleLimit(
                 f"of {_STARTS * trials} orders of microbatches that were tried, none keeps the memory limit: "
                 f"the fullest rank is {above:.1%} above it; raise the limit, or let microbatches have fewer "
                 "tokens"
             )
-        return order
+        return found
+
+    def _judged(self, order: orders.Order, table: Table, room: Floats) -> tuple[float, float]:
+        """Return how far an order is above the limits, and how long its step takes."""
+        return self._excess(order, table, room), self._best_weights(order, table)[0]
 
     def _excess(self, order: orders.Order, table: Table, room: Floats) -> float:
         """Return by which part of its limit the fullest rank is above it; 0 without limits."""
@@ -142,18 +146,34 @@ class Planner:
 
     def _in_order(self, order: orders.Order, table: Table, moves_weights: bool = True) -> Plan:
         """Return the plan with this order, and with W where the step is shortest."""
-        numbers = np.array(order, np.int64)
-        ends, done = _scratch(self._fixed)
-        fixed = time_order(self._fixed.steps, table, numbers, 1.0, ends, done)
-        if not moves_weights or not len(self._movable.steps.weights.row):
-            return Plan(tuple(order), self.schedule, fixed)
-        ends, done = _scratch(self._movable)
-        movable = self._movable.steps
-        lengths = [time_order(movable, table, numbers, patience, ends, done) for patience in _PATIENCE]
-        if fixed <= min(lengths):
-            return Plan(tuple(order), self.schedule, fixed)
-        length = time_order(movable, table, numbers, _PATIENCE[lengths.index(min(lengths))], ends, done)
-        return Plan(tuple(order), self._movable.with_weights_at(done), length)
+        if not moves_weights:
+            return Plan(tuple(order), self.schedule, self._timed(self._fixed, order, table)[0])
+        seconds, patience = self._best_weights(order, table)
+        if patience is None:
+            return Plan(tuple(order), self.schedule, seconds)
+        seconds, done = self._timed(self._movable, order, table, patience)
+        return Plan(tuple(order), self._movable.with_weights_at(done), seconds)
+
+    def _best_weights(self, order: orders.Order, table: Table) -> tuple[float, float | None]:
+        """Return the shortest step with this order, and the patience by which W are put into it.
+
+        That is None where the schedule has them best.
+        """
+        shortest, best = self._timed(self._fixed, order, table)[0], None
+        for patience in _PATIENCE if len(self._movable.steps.weights.row) else ():
+            seconds, _ = self._timed(self._movable, order, table, patience)
+            if seconds < shortest:
+                shortest, best = seconds, patience
+        return shortest, best
+
+    @staticmethod
+    def _timed(
+        movable: Movable, order: orders.Order, table: Table, patience: float = 1.0
+    ) -> tuple[float, Integers]:
+        """Return how long a step takes, and the W that are done before each of its steps."""
+        ends, done = _scratch(movable)
+        seconds = time_order(movable.steps, table, np.array(order, np.int64), patience, ends, done)
+        return seconds, done
 
     def _require_sizes(self, costs: UnitCosts) -> None:
         if len(costs.units) != self.schedule.microbatches:
