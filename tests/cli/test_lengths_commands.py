@@ -38,7 +38,7 @@ def test_a_schedule_is_shown_in_every_order(mpp, lengths, tmp_path):
 
 
 def test_a_compiled_schedule_keeps_its_limit_in_every_planned_order(mpp, lengths):
-    words = ("schedule", "flex", "-p", 4, "--memory-limit", 1, "--trials", 100, "--lengths", lengths)
+    words = ("schedule", "flex", "-p", 4, "--memory-limit", 0.75, "--trials", 100, "--lengths", lengths)
     result = mpp(*words)
     assert result.exit_code == 0, result.output
     assert "searched" in result.output

@@ -13,8 +13,10 @@ from megatron_pp_ext.features.lengths.costs import LengthCosts
 from megatron_pp_ext.features.lengths.microbatches import Microbatches
 from megatron_pp_ext.features.lengths.steps import Floats, Integers, Movable, Table, table_of
 from megatron_pp_ext.features.lengths.timing import excess_of, judge, search, time_order
+from megatron_pp_ext.features.lengths.within import within_limits
 from megatron_pp_ext.schedule.actions import OF_STAGES, Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.timing import ScheduleTimer
 from megatron_pp_ext.schedule.unit_costs import UnitCosts
 
 How = Literal["given", "rule", "search"]
@@ -69,9 +71,10 @@ class Planner:
         """Return the plan of the step whose microbatches have ``costs``, in the order of the data.
 
         ``limits`` are what each rank may keep, in the unit of ``StageCosts.activation``.  An order by the
-        rule that does not keep them is searched for instead; one that is given is left alone.  Equal
+        rule that does not keep them is searched for instead, and where none is found, F, I and W too get
+        other orders than the schedule's.  One that is given is left alone.  Equal
         arguments give an equal plan on every machine.  Raises ValueError for another number of microbatches
-        or stages than the schedule has, and InfeasibleLimit where no order that was tried keeps the limits.
+        or stages than the schedule has, and InfeasibleLimit where no order is found that keeps the limits.
         """
         self._require_sizes(costs)
         table, room = table_of(costs), np.array(limits or (), float)
@@ -85,7 +88,10 @@ class Planner:
         elsewhere = [other(work, costs.tokens) for other in orders.ELSEWHERE.values()]
         known = list(map(list, dict.fromkeys(map(tuple, (rule, given, *elsewhere)))))
         found = [*self._searched(known, table, budget, room), *known]
-        return self._in_order(min(found, key=lambda order: self._judged(order, table, room)), table)
+        best = min(found, key=lambda order: self._judged(order, table, room))
+        if above := self._excess(best, table, room):
+            return self._listed(found, costs, room, above)
+        return self._in_order(best, table)
 
     def in_order(self, costs: UnitCosts, order: Sequence[int]) -> Plan:
         """Return the plan with this ``order``, under the schedule as it is."""
@@ -126,13 +132,23 @@ class Planner:
             best = np.array(start, np.int64)
             search(steps, table, memory, room, best, trials, np.array([seed]), ends, done)
             found.append(best.tolist())
-        if above := min(self._excess(order, table, room) for order in found):
-            raise InfeasibleLimit(
-                f"of {_STARTS * trials} orders of microbatches that were tried, none keeps the memory limit: "
-                f"the fullest rank is {above:.1%} above it; raise the limit, or let microbatches have fewer "
-                "tokens"
-            )
         return found
+
+    def _listed(self, found: Sequence[orders.Order], costs: UnitCosts, room: Floats, above: float) -> Plan:
+        """Return the shortest plan in which actions, too, have another order than in the schedule."""
+        plans = list[Plan]()
+        for order in found:
+            in_order = costs.ordered(order)
+            if (listed := within_limits(self.schedule, in_order, room.tolist())) is not None:
+                plans.append(
+                    Plan(tuple(order), listed, ScheduleTimer(listed).makespan(in_order.seconds, in_order))
+                )
+        if not plans:
+            raise InfeasibleLimit(
+                "no order of these microbatches is found that keeps the memory limit: the nearest is "
+                f"{above:.1%} above it on a rank; raise the limit, or let microbatches have fewer tokens"
+            )
+        return min(plans, key=lambda plan: plan.seconds)
 
     def _judged(self, order: orders.Order, table: Table, room: Floats) -> tuple[float, float]:
         """Return how far an order is above the limits, and how long its step takes."""
