@@ -286,16 +286,18 @@ MADE_IN = {
     "compiler.search.proposals",
     "schedule.catalog",
     "features.__init__",
+    "features.lengths.plan",
     "features.offload.order",
     "features.offload.compiled",
     "features.offload.longer_plans",
     "features.vocabulary.order",
 }
-"""The maker, the catalogue and the compiler that it asks, and the passes of features."""
+"""The maker, the catalogue and the compiler that it asks, the passes of features, and the plan of each step."""
 
 MAKES = {
     "compiler.compile": {"compile_schedule"},
     "compiler.search.pairing": {"in_pairs"},
+    "features.lengths.within": {"within_limits"},
     "features.offload.compiled": {"planned", "published_orders", "shortest_within"},
     "features.offload.free_plans": {"with_share", "within"},
     "features.offload.longer_plans": {"with_whole_share", "within_limits"},
