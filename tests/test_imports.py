@@ -292,7 +292,7 @@ MADE_IN = {
     "features.offload.longer_plans",
     "features.vocabulary.order",
 }
-"""The maker, the catalogue and the compiler that it asks, the passes of features, and the plan of each step."""
+"""The maker, the catalogue and the compiler that it asks, passes of features, and plans of each step."""
 
 MAKES = {
     "compiler.compile": {"compile_schedule"},

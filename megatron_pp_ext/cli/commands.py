@@ -83,6 +83,13 @@ def schedule(
         bool,
         typer.Option("--shared-vocabulary", help="Let all ranks share the output layer of --output-layer."),
     ] = False,
+    order: Annotated[
+        str | None,
+        typer.Option(
+            help="With --lengths, the order of microbatches that is shown and written: given, rule or search.  "
+            "[default: search]"
+        ),
+    ] = None,
     *,
     times: ask.Times,
     lengths: Lengths,
@@ -93,7 +100,7 @@ def schedule(
 
     Times are those of a whole rank, so that all schedules compare: its F, I and W of one microbatch take 1
     each, and a chunk takes its part of them.  With --lengths microbatches differ, and orders of them are
-    compared; what is shown and written has the one that is found by a search.
+    compared; what is shown and written has the one of --order.
     """
     name = catalog.canonical(name)
     count = lengths.count(microbatches)
@@ -134,8 +141,10 @@ def schedule(
     )
 
     if lengths.lengths is not None:
-        by_length.show_schedule(request, costs, times, lengths, files, make_it)
+        by_length.show_schedule(request, costs, times, lengths, files, make_it, order)
         return
+    if order is not None:
+        raise ValueError("--order is given without --lengths, the lengths of documents: give both")
 
     def costs_of(stages: int, is_shared: bool) -> Costs:
         return costs

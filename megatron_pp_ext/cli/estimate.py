@@ -213,7 +213,9 @@ def show_by_length(expected: "ByLength", others: float) -> None:
     for name, pipeline in orders.items():
         if pipeline is not None:
             gain = (expected.given + others) / (pipeline + others) - 1
-            console.print(f"  {name}: {pipeline + others:.4g} s" + (f" ({gain:+.1%})" if gain else ""))
+            console.print(
+                f"  {name}: {pipeline + others:.4g} s" + (f" ({gain:+.1%})" if abs(gain) >= 5e-4 else "")
+            )
 
 
 def show_not_counted(lines: Sequence[str]) -> None:

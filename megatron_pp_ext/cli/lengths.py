@@ -30,24 +30,33 @@ _ABOUT = (
 
 
 def show_schedule(
-    request: Request, costs: Costs, times: ask.Times, lengths: Lengths, files: ask.Files, make_it: MakeIt
+    request: Request,
+    costs: Costs,
+    times: ask.Times,
+    lengths: Lengths,
+    files: ask.Files,
+    make_it: MakeIt,
+    order: str | None,
 ) -> None:
-    """Print a schedule in the order that a search finds, and a table of all orders; write the files."""
-    from megatron_pp_ext.features.lengths.compared import SEARCH, over_work, peak_tokens
+    """Print a schedule in the requested order, and a table of all orders; write the files."""
+    from megatron_pp_ext.features.lengths.compared import GIVEN, RULE, SEARCH, over_work, peak_tokens
     from megatron_pp_ext.view import terminal
 
+    orders = {None: SEARCH, "given": GIVEN, "rule": RULE, "search": SEARCH}
+    if order not in orders:
+        raise ValueError(f"--order is {order}: give one of given, rule and search")
+    shown = orders[order]
     in_step = _in_step(costs, times, lengths)
     with waiting("planning the order of microbatches"):
         plans, steps = _steps(request, in_step, lengths, make_it)
-        searched = steps[SEARCH]
-        report(searched, bound_of(searched), _units(times), files)
+        report(steps[shown], bound_of(steps[shown]), _units(times), files)
     table = terminal.Numbers("order", ["step", "over\nwork", "bubble", "peak,\ntokens"])
     for name, step in steps.items():
         tokens = f"{peak_tokens(step):,.0f}"
         table.add_row(name, f"{step.makespan:.5g}", f"{over_work(step):.3f}", f"{step.bubble:.1%}", tokens)
     console.print(table)
     console.print(_ABOUT, style="dim")
-    console.print(f"searched: {' '.join(map(str, plans[SEARCH].order))}")
+    console.print(f"{shown}: {' '.join(map(str, plans[shown].order))}")
 
 
 def show_comparison(ranks: int, times: ask.Times, lengths: Lengths, pictures: ask.Pictures) -> None:

@@ -37,6 +37,14 @@ def test_a_schedule_is_shown_in_every_order(mpp, lengths, tmp_path):
     assert first["tokens"] == sum(STEP[order[0]])
 
 
+def test_another_order_is_shown(mpp, lengths):
+    result = mpp("schedule", "1f1b", "-p", 4, "--lengths", lengths, "--order", "given")
+    assert "given: 0 1 2 3 4 5 6 7" in result.output
+    result = mpp("schedule", "1f1b", "-p", 4, "--lengths", lengths, "--order", "best")
+    assert "--order is best: give one of given, rule and search" in result.output
+    assert "--order is given without --lengths" in mpp("schedule", "1f1b", "--order", "rule").output
+
+
 def test_a_compiled_schedule_keeps_its_limit_in_every_planned_order(mpp, lengths):
     words = ("schedule", "flex", "-p", 4, "--memory-limit", 0.75, "--trials", 100, "--lengths", lengths)
     result = mpp(*words)
