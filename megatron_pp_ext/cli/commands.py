@@ -86,7 +86,7 @@ def schedule(
     order: Annotated[
         str | None,
         typer.Option(
-            help="With --lengths, the order of microbatches that is shown and written: given, rule or search.  "
+            help="With --lengths, the order that is shown and written: given, rule or search.  "
             "[default: search]"
         ),
     ] = None,
