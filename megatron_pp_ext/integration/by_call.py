@@ -18,6 +18,8 @@ from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.compiler.limits import LARGEST_FRACTION, kept_by_1f1b, least_limits
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.compiler.source import Source
+from megatron_pp_ext.features.lengths import ordering
+from megatron_pp_ext.features.lengths.ordering import LengthsOf
 from megatron_pp_ext.files import require_writable
 from megatron_pp_ext.integration import patching, requested
 from megatron_pp_ext.integration.settings import Settings
@@ -102,6 +104,8 @@ def _asked(
     trace: str | Path | None = None,
     timeout: float | timedelta | None = None,
     offload: float | str | None = None,
+    order: str | None = None,
+    lengths: LengthsOf | None = None,
 ) -> _Asked:
     """Return what the arguments of ``install`` ask for; ValueError, in one line, for what cannot be read."""
     file = None
@@ -118,6 +122,8 @@ def _asked(
         )
     stages = None if given is None else len(given.stages)
     request = call.requested(schedule, ranks, microbatches, chunks, memory_limit, vocabulary, offload, stages)
+    if order is not None or lengths is not None:
+        request = ordering.with_order(request, order, lengths)
     return _Asked(request, given, file, None if timeout is None else _patience(timeout))
 
 
@@ -176,6 +182,8 @@ def install(
     trace: str | Path | None = None,
     timeout: float | timedelta | None = None,
     offload: float | str | None = None,
+    order: str | None = None,
+    lengths: LengthsOf | None = None,
 ) -> InForce:
     """Run the models of megatron.core that are built from now on by ``schedule``, and return what will run.
 
@@ -190,6 +198,11 @@ def install(
     "auto". ``trace`` is a file for the times of each step's actions.  ``timeout`` is how long a message may
     take, a timedelta or minutes (10).  ``offload`` lets activations wait on the host: a share of them, or
     "auto" for as many as cost no time, and for as few as keep ``memory_limit`` where there is one.
+
+    ``order`` is "rule" or "search" for training steps whose microbatches have documents of unlike length:
+    they are read ahead and run in an order planned by their lengths, and losses come back in the order of the
+    data (docs/lengths.md).  ``lengths`` is a function from what the data iterator yields to the lengths of
+    its documents in tokens, where the data does not tell them as Megatron's does.
 
     The same call again, with the same contents of its files, does nothing.  Another one replaces the
     schedule, unless a model was built for it.
@@ -208,6 +221,8 @@ def install(
         trace=trace,
         timeout=timeout,
         offload=offload,
+        order=order,
+        lengths=lengths,
     )
     if _installed is not None and asked == _installed[0]:
         return _installed[2]

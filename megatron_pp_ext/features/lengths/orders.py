@@ -4,10 +4,15 @@ An order is a list of microbatches: the one in place k is done as microbatch k o
 """
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from megatron_pp_ext.schedule.placement import Placement, Shape
 
 Order = list[int]
+
+How = Literal["given", "rule", "search"]
+"""``given`` leaves the microbatches in the order of the data, ``rule`` orders them by the rule of the
+schedule's family, and ``search`` goes on from the best order that is known."""
 
 
 def heaviest_first(costs: Sequence[float]) -> Order:

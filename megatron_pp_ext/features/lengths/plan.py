@@ -1,7 +1,7 @@
 """The plan of a step: in which order its microbatches go through the schedule, and where W stand in it."""
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.features.lengths import orders
 from megatron_pp_ext.features.lengths.costs import LengthCosts
 from megatron_pp_ext.features.lengths.microbatches import Microbatches
+from megatron_pp_ext.features.lengths.orders import How
 from megatron_pp_ext.features.lengths.steps import Floats, Integers, Movable, Table, table_of
 from megatron_pp_ext.features.lengths.timing import excess_of, judge, search, time_order
 from megatron_pp_ext.features.lengths.within import within_limits
@@ -18,10 +19,6 @@ from megatron_pp_ext.schedule.actions import OF_STAGES, Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.timing import ScheduleTimer
 from megatron_pp_ext.schedule.unit_costs import UnitCosts
-
-How = Literal["given", "rule", "search"]
-"""``given`` leaves the microbatches in the order of the data, ``rule`` orders them by the rule of the
-schedule's family, and ``search`` goes on from the best order that is known."""
 
 BUDGET = 0.05
 """The seconds of one core that a plan may take by default."""
@@ -53,12 +50,13 @@ class Plan(NamedTuple):
 class Planner:
     """Plans steps under one ``schedule``, which has the microbatches in the order of the data.
 
-    What does not depend on lengths is computed once.
+    What does not depend on lengths is computed once.  Without ``moves_weights`` W stay where they are.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, moves_weights: bool = True) -> None:
         self.schedule = schedule
-        self._fixed, self._movable = Movable(schedule, moves_weights=False), Movable(schedule)
+        self._fixed = Movable(schedule, moves_weights=False)
+        self._movable = Movable(schedule) if moves_weights else self._fixed
 
     def plan(
         self,

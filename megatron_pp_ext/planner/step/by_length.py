@@ -11,7 +11,8 @@ from megatron_pp_ext.features.lengths.balance import balance
 from megatron_pp_ext.features.lengths.costs import LengthCosts
 from megatron_pp_ext.features.lengths.drawing import drawn_step
 from megatron_pp_ext.features.lengths.microbatches import Microbatches
-from megatron_pp_ext.features.lengths.plan import How, Planner
+from megatron_pp_ext.features.lengths.orders import How
+from megatron_pp_ext.features.lengths.plan import Planner
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule.costs import Costs
