@@ -4,6 +4,7 @@ import functools
 
 from megatron_pp_ext import log_lines
 from megatron_pp_ext.compiler.make import CostsOf, make
+from megatron_pp_ext.features.lengths.ordering import Ordering
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
@@ -30,11 +31,21 @@ def summary(pipeline: Pipeline, costs_of: CostsOf) -> str:
     microbatches' activations of all stages of the rank; the bubble is the share of ranks x time in which
     ranks are idle.  Where the model cannot be estimated, every F, I and W counts as 1, which the line says.
 
-    A layout that this package chose comes last.
+    The order of microbatches and a layout that this package chose come last.
 
     ValueError where the schedule cannot be built for the step's number of microbatches.
     """
-    return "; ".join(filter(None, (_about_schedule(pipeline, costs_of), pipeline.layout)))
+    return "; ".join(
+        filter(None, (_about_schedule(pipeline, costs_of), _about_order(pipeline), pipeline.layout))
+    )
+
+
+def _about_order(pipeline: Pipeline) -> str:
+    ordering = pipeline.request.option(Ordering)
+    if ordering is None or ordering.how == "given":
+        return ""
+    how = "by the rule of the schedule" if ordering.how == "rule" else "as a search finds"
+    return f"microbatches of unlike length ordered {how}"
 
 
 def _about_schedule(pipeline: Pipeline, costs_of: CostsOf) -> str:

@@ -6,12 +6,18 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
+from megatron_pp_ext.features.lengths.costs import LengthCosts
+from megatron_pp_ext.features.lengths.microbatches import Microbatches
 from megatron_pp_ext.features.lengths.ordering import lengths_of_batch, with_order
+from megatron_pp_ext.features.lengths.plan import Planner
+from megatron_pp_ext.schedule.costs import Costs
 
 from tests.support.ranks import RankError, run_ranks  # isort: skip  (the stand-ins come before Megatron)
 
 import megatron_pp_ext
+from megatron_pp_ext.features.lengths.megatron import ordered_data
 from tests.support import own_loop
 
 COUNTS = (8, 5)
@@ -40,12 +46,6 @@ def trained(chunks: int, data: Any = None) -> own_loop.Record:
 
 def planned_orders(name: str) -> list[tuple[int, ...]]:
     """Return the order of each step, by the lengths alone."""
-    from megatron_pp_ext.compiler.make import make
-    from megatron_pp_ext.features.lengths.costs import LengthCosts
-    from megatron_pp_ext.features.lengths.microbatches import Microbatches
-    from megatron_pp_ext.features.lengths.plan import Planner
-    from megatron_pp_ext.schedule.costs import Costs
-
     data, found = own_loop.batches(LENGTHS), []
     for count in COUNTS:
         schedule = make(named(name, 2, count)).schedule
@@ -62,8 +62,9 @@ def on_rank(rank: int) -> dict[Any, Any]:
         orders = planned_orders(name)
         found["orders", name] = orders
         found["stock", name] = trained(1, orders)
-        with megatron_pp_ext.installed(name, ranks=2, microbatches=8, order="rule"):
+        with megatron_pp_ext.installed(name, ranks=2, microbatches=8, order="rule") as about:
             found["ours", name] = trained(chunks)
+        found["line", name] = str(about)
     with megatron_pp_ext.installed("1f1b", ranks=2, microbatches=8, order="rule"):
         model = own_loop.build(1)
         iterators = [own_loop.batches() for _ in model]
@@ -87,6 +88,7 @@ def found() -> list[dict[Any, Any]]:
 def test_a_planned_order_equals_stock_on_data_in_that_order(found, name):
     ours, stock = ([rank[kind, name] for rank in found] for kind in ("ours", "stock"))
     orders = found[0]["orders", name]
+    assert "microbatches of unlike length ordered by the rule of the schedule" in found[0]["line", name]
     assert all(order != tuple(range(len(order))) for order in orders)
     for order, given, in_order in zip(orders, ours[-1].losses, stock[-1].losses, strict=True):
         assert [given[number] for number in order] == in_order, "losses are in the caller's order"
@@ -97,6 +99,12 @@ def test_a_planned_order_equals_stock_on_data_in_that_order(found, name):
 
 def test_evaluations_are_left_alone(found):
     assert found[-1]["evaluated"] == found[-1]["by stock"] != []
+
+
+def test_pipelines_that_share_experts_plan_by_the_heaviest():
+    costs = LengthCosts.with_attention(Costs.per_rank(2), 1)
+    some = [((5, 5), (9,), (1,)), ((10,), (3, 3), (2,))]
+    assert ordered_data._heaviest(some, costs) == ((10,), (9,), (2,)), "one long document costs more"
 
 
 def other_lengths(rank: int) -> None:

@@ -75,6 +75,8 @@ def _agreed(own: _Documents | None, inputs: StepInputs, costs: LengthCosts) -> _
     share experts have data of their own: they plan by the heaviest microbatch in each place.  RuntimeError,
     on all ranks of the pipeline, where these have different lengths, and where none has data.
     """
+    if (tensor_ranks := getattr(inputs.groups, "tp", None)) is not None and tensor_ranks.size() > 1:
+        own = next((told for told in _gathered(own, tensor_ranks) if told is not None), None)
     told = _gathered(own, inputs.group)
     known = {documents: rank for rank, documents in reversed(list(enumerate(told))) if documents is not None}
     if not known:
