@@ -101,6 +101,13 @@ def test_evaluations_are_left_alone(found):
     assert found[-1]["evaluated"] == found[-1]["by stock"] != []
 
 
+def test_data_that_ends_within_a_step_is_named():
+    with pytest.raises(RuntimeError, match="ended after 2 of the 3 microbatches"):
+        ordered_data._read(iter([1, 2]), 3)
+    assert ordered_data._read(iter([1, 2, 3]), 2) == [1, 2]
+    assert ordered_data._read(None, 2) is None
+
+
 def test_pipelines_that_share_experts_plan_by_the_heaviest():
     costs = LengthCosts.with_attention(Costs.per_rank(2), 1)
     some = [((5, 5), (9,), (1,)), ((10,), (3, 3), (2,))]

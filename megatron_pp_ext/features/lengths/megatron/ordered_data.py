@@ -6,6 +6,7 @@ stage, and the losses are handed over in the order of the data.  Evaluations are
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch.distributed as dist
@@ -60,8 +61,19 @@ def ordered(pipeline: Pipeline) -> StepPart:
 
 
 def _read(iterator: Any, count: int) -> list[Any] | None:
-    """Return the next ``count`` microbatches, or None on a rank that is given no data."""
-    return None if iterator is None else [next(iterator) for _ in range(count)]
+    """Return the next ``count`` microbatches, or None on a rank that is given no data.
+
+    RuntimeError where the data ends before.
+    """
+    if iterator is None:
+        return None
+    batches = list(islice(iterator, count))
+    if len(batches) < count:
+        raise RuntimeError(
+            f"the data iterator ended after {len(batches)} of the {count} microbatches of this step; give it "
+            "more data, or fewer microbatches to the step"
+        )
+    return batches
 
 
 def _documents(batches: Sequence[Any], ordering: Ordering) -> _Documents:
