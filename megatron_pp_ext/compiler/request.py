@@ -37,6 +37,11 @@ class Option:
         """Until when the order stays as it is, in words; empty for ever."""
         return ""
 
+    @property
+    def about(self) -> str:
+        """Words about it for the line that is printed before the first step; empty for none."""
+        return ""
+
     def caution(self, ranks: int, costs: Costs) -> str:
         """Return what to know of an estimate for ``ranks`` ranks with these ``costs``; empty for nothing."""
         return ""

@@ -18,6 +18,7 @@ from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.compiler.limits import LARGEST_FRACTION, kept_by_1f1b, least_limits
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.compiler.source import Source
+from megatron_pp_ext.features.lengths.ordering import LengthsOf
 from megatron_pp_ext.files import require_writable
 from megatron_pp_ext.integration import patching, requested
 from megatron_pp_ext.integration.settings import Settings
@@ -181,6 +182,8 @@ def install(
     timeout: float | timedelta | None = None,
     offload: float | str | None = None,
     loss_rank: str = LAST,
+    order: str | None = None,
+    lengths: LengthsOf | None = None,
 ) -> InForce:
     """Run the models of megatron.core that are built from now on by ``schedule``, and return what will run.
 
@@ -197,6 +200,11 @@ def install(
     "auto" for as many as cost no time, and for as few as keep ``memory_limit`` where there is one.
     ``loss_rank`` is the pipeline rank with both ends of the model where a schedule has them on one, as a V
     does: "last", where other trainers look for the loss, or "first", as in the papers.
+
+    ``order`` is "rule" or "search" for training steps whose microbatches have documents of unlike length:
+    they are read ahead and run in an order planned by their lengths, and losses come back in the order of the
+    data (docs/lengths.md).  ``lengths`` is a function from what the data iterator yields to the lengths of
+    its documents in tokens, where the data does not tell them as Megatron's does.
 
     The same call again, with the same contents of its files, does nothing.  Another one replaces the
     schedule, unless a model was built for it.
@@ -216,6 +224,8 @@ def install(
         timeout=timeout,
         offload=offload,
         loss_rank=loss_rank,
+        order=order,
+        lengths=lengths,
     )
     if _installed is not None and asked == _installed[0]:
         return _installed[2]

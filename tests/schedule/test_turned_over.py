@@ -13,6 +13,7 @@ from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import Request, evaluation, named
 from megatron_pp_ext.features.offload.options import Offload
 from megatron_pp_ext.features.pairs.options import paired
+from megatron_pp_ext.features.vocabulary.names import SHARED
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
@@ -20,7 +21,6 @@ from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.costs import Costs, HeadCosts, StageCosts
 from megatron_pp_ext.schedule.formats import csv_file, trace_file, trace_reading
 from megatron_pp_ext.schedule.messages import Arrival, Launch, launch_line, planned_launches
-from megatron_pp_ext.schedule.names import SHARED
 from megatron_pp_ext.schedule.placement import FIRST, LAST, Placement, Shape, linear, loop, v, wave
 from megatron_pp_ext.schedule.recorded import RecordedStep
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
