@@ -79,8 +79,10 @@ def test_other_models(world_size: int, flags: str) -> None:
     assert [step.keys() for step in ours.logged] == [step.keys() for step in theirs.logged]
 
 
-@pytest.mark.parametrize("tied", [wide(""), UNTIED])
-@pytest.mark.parametrize("layout", ["Ett|ttt|tttm|L", wide("Ett|ttt|ttt|mL")])
+@pytest.mark.parametrize(
+    ("tied", "layout"),
+    [(UNTIED, "Ett|ttt|tttm|L"), wide((UNTIED, "Ett|ttt|ttt|mL")), wide(("", "Ett|ttt|ttt|mL"))],
+)
 def test_predictions_of_several_tokens(tied: str, layout: str) -> None:
     """With a copy of the embedding on the first rank, where Megatron's own sum would not look for it."""
     flag, model = "--pipeline-model-parallel-layout", f"{PP2} {PREDICTION} {tied}"
