@@ -89,7 +89,7 @@ BELOW: dict[str, set[str]] = {
     "text_data": {"data_split", "files"},
 }
 BELOW |= {
-    "__init__": {"schedule", "compiler", "integration", "version", "view"},
+    "__init__": {"schedule", "compiler", "features", "integration", "version", "view"},
     "cli": {*BELOW},
     "launch": {"integration", "pipedream", "planner"},
     "__main__": {"activation", "cpu", "launch", "launch_errors"},

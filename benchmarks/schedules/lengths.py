@@ -24,7 +24,7 @@ from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.features.lengths.balance import balance
 from megatron_pp_ext.features.lengths.compared import NAMES, over_work, peak_tokens, side_by_side, timeline
-from megatron_pp_ext.features.lengths.costs import EQUAL_AT, LengthCosts
+from megatron_pp_ext.features.lengths.length_costs import EQUAL_AT, LengthCosts
 from megatron_pp_ext.features.lengths.microbatches import Microbatches
 from megatron_pp_ext.features.lengths.partition import partition
 from megatron_pp_ext.features.lengths.plan import Planner

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from megatron_pp_ext.cli import options as ask
-from megatron_pp_ext.features.lengths.costs import EQUAL_AT, LengthCosts
+from megatron_pp_ext.features.lengths.length_costs import EQUAL_AT, LengthCosts
 from megatron_pp_ext.features.lengths.microbatches import Microbatches, read
 from megatron_pp_ext.schedule.costs import Costs
 

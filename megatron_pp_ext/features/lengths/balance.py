@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
-from megatron_pp_ext.features.lengths.costs import EQUAL_AT, LengthCosts
+from megatron_pp_ext.features.lengths.length_costs import EQUAL_AT, LengthCosts
 from megatron_pp_ext.features.lengths.microbatches import Microbatches
 from megatron_pp_ext.features.lengths.partition import partition
 from megatron_pp_ext.schedule.costs import Costs

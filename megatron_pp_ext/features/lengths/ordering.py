@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from megatron_pp_ext.compiler.request import Option, Request
-from megatron_pp_ext.features.lengths.costs import EQUAL_AT
+from megatron_pp_ext.features.lengths.length_costs import EQUAL_AT
 from megatron_pp_ext.features.lengths.orders import How
 from megatron_pp_ext.job import options
 

@@ -9,7 +9,7 @@ from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.features.lengths import orders
-from megatron_pp_ext.features.lengths.costs import LengthCosts
+from megatron_pp_ext.features.lengths.length_costs import LengthCosts
 from megatron_pp_ext.features.lengths.microbatches import Microbatches
 from megatron_pp_ext.features.lengths.orders import How
 from megatron_pp_ext.features.lengths.steps import Floats, Integers, Movable, Table, table_of

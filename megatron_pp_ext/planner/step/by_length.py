@@ -8,8 +8,8 @@ from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.features.lengths.balance import balance
-from megatron_pp_ext.features.lengths.costs import LengthCosts
 from megatron_pp_ext.features.lengths.drawing import drawn_step
+from megatron_pp_ext.features.lengths.length_costs import LengthCosts
 from megatron_pp_ext.features.lengths.microbatches import Microbatches
 from megatron_pp_ext.features.lengths.orders import How
 from megatron_pp_ext.features.lengths.plan import Planner

@@ -8,7 +8,7 @@ import torch
 
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
-from megatron_pp_ext.features.lengths.costs import LengthCosts
+from megatron_pp_ext.features.lengths.length_costs import LengthCosts
 from megatron_pp_ext.features.lengths.microbatches import Microbatches
 from megatron_pp_ext.features.lengths.ordering import lengths_of_batch, with_order
 from megatron_pp_ext.features.lengths.plan import Planner

@@ -12,7 +12,7 @@ from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.features.lengths.compared import peak_tokens, side_by_side, timeline
-from megatron_pp_ext.features.lengths.costs import LengthCosts
+from megatron_pp_ext.features.lengths.length_costs import LengthCosts
 from megatron_pp_ext.features.lengths.microbatches import Microbatches
 from megatron_pp_ext.features.lengths.plan import Planner, plan
 from megatron_pp_ext.schedule import catalog

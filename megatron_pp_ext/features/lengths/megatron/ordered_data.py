@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_pp_ext.features.lengths.costs import LengthCosts
+from megatron_pp_ext.features.lengths.length_costs import LengthCosts
 from megatron_pp_ext.features.lengths.microbatches import Microbatches
 from megatron_pp_ext.features.lengths.ordering import Ordering
 from megatron_pp_ext.features.lengths.plan import Planner
