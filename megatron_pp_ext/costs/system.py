@@ -77,6 +77,9 @@ class Link:
 class System:
     """One kind of GPU, its nodes of ``gpus_per_node``, and the network between them.
 
+    ``node`` is the link between the GPUs of a node, or of ``gpus_per_domain`` where switches join those of
+    several nodes, as NVLink does in a rack.
+
     ``matrix_rates`` has for each number format rows of (m, n, k, operations a second) for a product of
     m x k with k x n.  ``peak_rates`` are the data sheet's operations a second, for the utilisation; where
     there are none, the best of ``matrix_rates`` stands for them.  ``copy_bytes_per_second`` is of device
@@ -125,6 +128,7 @@ class System:
     gather: Sequence[_Collective] = ()
     all_to_all: Sequence[_Collective] = ()
     fp8_recipes: Sequence[str] | None = None
+    gpus_per_domain: _CountOrNone = 0
     sources: Mapping[_Text, _Text] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -288,11 +292,20 @@ class System:
         latency = between * self.network.latency_seconds + (steps - between) * self.node.latency_seconds
         return latency + size * steps / ranks / self.link(ranks, stride).bytes_per_second
 
+    @property
+    def domain(self) -> int:
+        """The GPUs that the links of ``node`` join."""
+        return self.gpus_per_domain or self.gpus_per_node
+
     def in_a_node(self, ranks: int, stride: int) -> int:
-        """Return how many of a group's ``ranks``, ``stride`` apart, are on one node."""
-        if (ranks - 1) * stride < self.gpus_per_node:
+        """Return how many of a group's ``ranks``, ``stride`` apart, the links of ``node`` join.
+
+        Jobs fill as few domains as they can with equally many ranks in each.
+        """
+        if (ranks - 1) * stride < self.domain:
             return ranks
-        return min(ranks, max(1, self.gpus_per_node // stride))
+        joined = min(ranks, max(1, self.domain // stride))
+        return joined if self.domain == self.gpus_per_node else ranks // math.ceil(ranks / joined)
 
     def to_json(self) -> str:
         """Return the description in the form that ``read`` reads."""
