@@ -48,16 +48,15 @@ def _routed(costs: LayerCosts, here: int) -> Part:
     ordered = 0.0 if parallel.moe_token_dispatcher_type == "flex" else sent
     ordered += sent * parallel.expert_tensor if here > 1 else 0.0
     moving = 2 * exchange + costs.kernels.copy(4 * ordered)
-    copies = here * costs.sizes.share / parallel.expert_tensor
     return replace(
         one,
         forward_seconds=one.forward_seconds + moving,
         input_gradient_seconds=one.input_gradient_seconds + moving,
         after_forward=one.after_forward + chosen * costs.sizes.routed(width),
         parameters=0.0,
-        expert_parameters=one.parameters * copies,
-        fp8_parameters=one.fp8_parameters * copies,
-        matrices=one.matrices and Matrices(0.0, 0.0, copies * one.matrices.operations, one.matrices.largest),
+        expert_parameters=one.parameters * here,
+        fp8_parameters=one.fp8_parameters * here,
+        matrices=one.matrices and Matrices(0.0, 0.0, here * one.matrices.operations, one.matrices.largest),
         exchanged_seconds=exchange,
     )
 

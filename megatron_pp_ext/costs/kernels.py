@@ -71,6 +71,10 @@ class KernelSeconds:
         """Return the seconds to gather ``size`` bytes in a tensor-parallel group, or to reduce-scatter."""
         return 0.0
 
+    def gather_for_experts(self, size: float) -> float:
+        """Return the seconds to gather ``size`` bytes among the ranks that share an expert."""
+        return 0.0
+
     def behind(self, collective: float, product: float) -> float:
         """Return what of a tensor-parallel ``collective`` its ``product`` does not hide, in seconds."""
         return collective

@@ -175,6 +175,10 @@ class SystemKernelSeconds(KernelSeconds):
         """Return the seconds of the collective, with tensor-parallel ranks next to each other."""
         return self._system.gather_seconds(size, self._tensor)
 
+    def gather_for_experts(self, size: float) -> float:
+        """Return the seconds of the collective, with the ranks of an expert next to each other."""
+        return self._system.gather_seconds(size, self._expert_tensor)
+
     def behind(self, collective: float, product: float) -> float:
         """Return the whole collective, or under --tp-comm-overlap one rank's part and what is longer.
 
