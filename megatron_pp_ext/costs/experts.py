@@ -28,8 +28,8 @@ def experts(costs: LayerCosts) -> Part:
     norm = costs.norm(is_recomputed=costs.recomputes_norms)
     kernels = MLP_KERNELS * (2 if costs.job.precision.moe_grouped_gemm else 1 + here)
     # The host waits for the number of tokens of every expert, so no launch of the router's is hidden.
-    routing = costs.kernels.launched(Part(), ROUTER_KERNELS)
-    return routing + costs.kernels.launched(norm + inside + costs.dropped(), kernels)
+    routing = costs.kernels.launched(Part(), ROUTER_KERNELS, has_routed=True)
+    return routing + costs.kernels.launched(norm + inside + costs.dropped(), kernels, has_routed=True)
 
 
 def _routed(costs: LayerCosts, here: int) -> Part:
@@ -44,10 +44,16 @@ def _routed(costs: LayerCosts, here: int) -> Part:
     sent = chosen * costs.sizes.spread(width)
     exchange = costs.kernels.shuffle(sent)
     # Tokens travel to the experts and back, and are put in order by rank and by expert before and after
-    # either way: those of several experts where all that share them have gathered theirs.
-    ordered = 0.0 if parallel.moe_token_dispatcher_type == "flex" else sent
-    ordered += sent * parallel.expert_tensor if here > 1 else 0.0
-    moving = 2 * exchange + costs.kernels.copy(4 * ordered)
+    # either way: those of several experts where all that share them have gathered theirs.  A kernel reads a
+    # token once for all of its copies that it writes, or writes the sum of those that it reads.
+    once = sent / chosen
+    ordered = sent * parallel.expert_tensor if here > 1 else 0.0
+    if parallel.moe_token_dispatcher_type == "flex":
+        came = once * costs.kernels.reached(parallel.expert_model_parallel_size)
+        ordered = (ordered + came) / 2 if ordered else 0.0
+    else:
+        ordered += (sent + once) / 2
+    moving = 2 * exchange + costs.kernels.stream(4 * ordered)
     return replace(
         one,
         forward_seconds=one.forward_seconds + moving,

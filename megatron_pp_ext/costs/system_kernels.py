@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from megatron_pp_ext.costs.kernels import KernelSeconds
 from megatron_pp_ext.costs.part import Part
-from megatron_pp_ext.costs.sent_once import sent_once_seconds
+from megatron_pp_ext.costs.sent_once import Routing, sent_once_seconds
 from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.job.typed_job import Job
 
@@ -35,6 +35,9 @@ hide them, in FP8 on an H100."""
 
 _RANDOM_WIDTH = 128
 """The width of a head for which it does: there is one number for a score, however wide heads are."""
+
+_STREAMED = 0.9
+"""The part of device memory's rate that large copies reach (benchmarks/planner/kernels_alone.py)."""
 
 _ATTENTION_TILE = 128
 """The queries that a processor works on at a time in fused attention (arXiv 2307.08691, section 3.3)."""
@@ -93,7 +96,10 @@ class SystemKernelSeconds(KernelSeconds):
         self._scales_first = precision.fp8_recipe == "tensorwise"
         self._norms_cast = precision.fp8_recipe in ("delayed", "mxfp8")
         self._sends_once = parallel.moe_token_dispatcher_type == "flex"
-        self._chosen = job.model.moe_router_topk
+        self._backend = parallel.moe_flex_dispatcher_backend
+        model = job.model
+        self._routing = Routing(model.moe_router_topk, model.moe_router_num_groups, model.moe_router_group_topk)
+        self._graphs = precision.cuda_graph_impl
 
     def product(
         self, m: float, n: float, k: float, adds: bool = False, is_output: bool = False, groups: float = 1
@@ -195,8 +201,13 @@ class SystemKernelSeconds(KernelSeconds):
         """
         ranks, stride = self._expert, self._expert_tensor
         if self._sends_once:
-            return sent_once_seconds(self._system, size / self._chosen, self._chosen, ranks, stride)
+            each = size / self._routing.chosen
+            return sent_once_seconds(self._system, each, self._routing, ranks, stride, self._backend)
         return self._system.all_to_all_seconds(size, ranks, stride)
+
+    def reached(self, ranks: int) -> float:
+        """Return to how many of ``ranks`` a token goes on average."""
+        return self._routing.reached(ranks)
 
     @property
     def left_beside_exchange(self) -> float:
@@ -220,11 +231,18 @@ class SystemKernelSeconds(KernelSeconds):
         message = self._system.link(self._context, self._tensor).seconds(size)
         return part + others * (max(part, message) + self.addition(results))
 
-    def launched(self, part: Part, kernels: float) -> Part:
+    def stream(self, size: float) -> float:
+        """Return the seconds at the rate of device memory that large copies reach."""
+        return size / (_STREAMED * self._system.copy_bytes_per_second)
+
+    def launched(self, part: Part, kernels: float, has_routed: bool = False) -> Part:
         """Return ``part``, none of whose actions is shorter than its launches.
 
-        A backward has two kernels for one of the forward: those of I, and fewer of W.
+        A backward has two kernels for one of the forward: those of I, and fewer of W.  Graphs of whole
+        iterations launch all kernels at once, others those of layers but for experts.
         """
+        if self._graphs == "full_iteration" or (self._graphs != "none" and not has_routed):
+            return part
         least = kernels * self._system.kernel_seconds
         return replace(
             part,

@@ -19,7 +19,6 @@ class Flags:
     batch_invariant_mode: bool | None = None
     check_for_nan_in_loss_and_grad: bool | None = None
     ckpt_format: str | None = None
-    cuda_graph_impl: str | None = None
     dataloader_type: str | None = None
     delay_wgrad_compute: bool | None = None
     encoder_num_layers: int | None = None
@@ -43,12 +42,9 @@ class Flags:
     microbatch_group_size_per_vp_stage: int | None = None
     moe_enable_deepep: bool | None = None
     moe_expert_rank_capacity_factor: float | None = None
-    moe_flex_dispatcher_backend: str | None = None
     moe_paged_stash: bool | None = None
     moe_router_enable_expert_bias: bool | None = None
-    moe_router_group_topk: int | None = None
     moe_router_load_balancing_type: str | list[str] | None = None
-    moe_router_num_groups: int | None = None
     moe_router_padding_for_fp8: bool | None = None
     moe_router_padding_for_quantization: bool | None = None
     moe_router_pre_softmax: bool | None = None

@@ -40,6 +40,8 @@ class Model:
     num_experts: int = 0
     moe_layer_freq: int | tuple[int, ...] = 1
     moe_router_topk: int = 2
+    moe_router_num_groups: int = 0
+    moe_router_group_topk: int = 0
     moe_ffn_hidden_size: int = 0
     moe_shared_expert_intermediate_size: int = 0
     moe_shared_expert_gate: bool = False
@@ -160,6 +162,7 @@ class Parallel:
     overlap_param_gather: bool = False
     overlap_moe_expert_parallel_comm: bool = False
     moe_token_dispatcher_type: str = "allgather"
+    moe_flex_dispatcher_backend: str = "deepep"
     scatter_gather_tensors_in_pipeline: bool = False
     async_tensor_model_parallel_allreduce: bool = True
     defer_embedding_wgrad_compute: bool = False
@@ -227,6 +230,7 @@ class Precision:
     transformer_impl: str = "transformer_engine"
     attention_backend: str = "auto"
     moe_grouped_gemm: bool = False
+    cuda_graph_impl: str = "none"
     bias_gelu_fusion: bool = True
     bias_swiglu_fusion: bool = True
     use_fused_weighted_squared_relu: bool = False
