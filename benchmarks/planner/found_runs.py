@@ -87,7 +87,7 @@ def found(folder: Path) -> Iterator[FoundRun]:
             row["step_s"],
             row.get("mpp_model"),
             row.get("flags", ()),
-            "" if row.get("flags") else str(row.get("why") or "no recipe"),
+            _why_outside(row),
         )
     for row in json.loads((folder / "others.json").read_text(encoding="utf-8")):
         yield FoundRun(
@@ -103,9 +103,27 @@ def found(folder: Path) -> Iterator[FoundRun]:
         )
 
 
+_COMPLETED = {
+    "full_iteration": ("--no-check-for-nan-in-loss-and-grad",),
+    "Llama 4": ("--moe-router-pre-softmax",),
+}
+"""Flags without which Megatron would refuse a row's, and which its recipe has."""
+
+
+def _why_outside(row: Mapping[str, Any]) -> str:
+    """Return why the flags of a row of Megatron-Bridge do not describe it, if they do not."""
+    if "LoRA" in row["task"]:
+        return "adapters are trained, and not the weights"
+    return "" if row.get("flags") else str(row.get("why") or "no recipe")
+
+
 def asked(run: FoundRun) -> RequestedJob:
     """Return what ``run`` asks for; ValueError where the planner does not know it."""
-    job = read(list(run.flags), run.model).counted()
+    words = [*run.flags]
+    for word, more in _COMPLETED.items():
+        if word in run.flags or word in (run.model or "") or word in run.name:
+            words += more
+    job = read(words, run.model).counted()
     return job.changed(micro_batch_size=job.batch.micro_batch_size or 1)
 
 

@@ -12,6 +12,11 @@ from megatron_pp_ext.costs.mlp import MLP_KERNELS, feed_forward
 from megatron_pp_ext.costs.part import Matrices, Part
 from megatron_pp_ext.costs.router import ROUTER_KERNELS, router
 
+_BIASED = 6
+"""How often the results of experts are read or written for their biases, in the forward and in the backward:
+each bias is multiplied by probabilities, added, and the parts of all experts are joined (``TEGroupedMLP`` in
+megatron.core.transformer.moe.experts)."""
+
 
 def experts(costs: LayerCosts) -> Part:
     """Return a layer of experts and its norm.
@@ -54,6 +59,8 @@ def _routed(costs: LayerCosts, here: int) -> Part:
     else:
         ordered += (sent + once) / 2
     moving = 2 * exchange + costs.kernels.stream(4 * ordered)
+    if model.add_bias_linear:
+        moving += costs.kernels.copy(_BIASED * chosen * costs.sizes.routed(width))
     return replace(
         one,
         forward_seconds=one.forward_seconds + moving,

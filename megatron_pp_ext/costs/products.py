@@ -16,7 +16,7 @@ class ActivationSizes:
         parallel = job.parallel
         self.tokens = job.model.seq_length * job.batch.micro_batch_size / parallel.context_parallel_size
         self.bytes = job.precision.weight_size
-        self.waiting = 1 / self.bytes if job.precision.uses_fp8 else 1.0
+        self.waiting = job.precision.operand_size / self.bytes
         self.share = parallel.tensor_model_parallel_size
         self.expert_share = parallel.expert_tensor
         self.hidden = job.model.hidden_size

@@ -25,14 +25,15 @@ class ModelState:
     update: Update
 
 
-def _fp8_copies(job: Job) -> int:
-    """Return the bytes that a weight in FP8 takes beside those in the forward's precision.
+def _fp8_copies(job: Job) -> float:
+    """Return the bytes that a weight in FP8 or FP4 takes beside those in the forward's precision.
 
     Transformer Engine keeps two FP8 copies of a weight from a step's first microbatch on, one of which is
     transposed (module/linear.py, as Megatron 0.17 to 0.19 call it).  With --fp8-param-gather these two are
     all there is of the weight, as many bytes as it has in half precision.
     """
-    return 0 if job.precision.fp8_param_gather else 2 * SIZES["fp8"]
+    gathers = job.precision.fp4_param_gather if job.precision.fp4 else job.precision.fp8_param_gather
+    return 0 if gathers else 2 * job.precision.operand_size
 
 
 def model_state(job: Job, part: Part, sharing: Sharing) -> ModelState:

@@ -37,8 +37,9 @@ from megatron_pp_ext.json_input import (
 
 _SHIPPED = resources.files("megatron_pp_ext.costs") / "systems"
 
-DTYPES = ("bf16", "fp32", "fp8", "fp8_block")
-"""The number formats of ``matrix_rates``; fp16 counts as bf16, and FP8 has scales of tensors or of blocks."""
+DTYPES = ("bf16", "fp32", "fp8", "fp8_block", "fp4")
+"""The number formats of ``matrix_rates``; fp16 counts as bf16, FP8 has scales of tensors or of blocks, and FP4
+is NVFP4."""
 
 _CAPABILITY = {"delayed": 8.9, "tensorwise": 8.9, "blockwise": 9.0, "mxfp8": 10.0}
 """The compute capability of NVIDIA's GPUs from which Transformer Engine has a recipe (quantization.py)."""
@@ -49,7 +50,7 @@ _LOST_AT_THE_END = 0.8
 
 type _Text = Annotated[str, printable()]
 type _Dtype = Annotated[str, one_of(*DTYPES)]
-type _Sustained = Annotated[str, one_of("clock", "copy", "network")]
+type _Sustained = Annotated[str, one_of("clock", "copy", "network", "overlap", "group")]
 type _Positive = Annotated[float, above(0)]
 type _NotNegative = Annotated[float, at_least(0)]
 type _Count = Annotated[int, at_least(1)]
@@ -205,6 +206,15 @@ class System:
             fix += f', or add "fp8_recipes" to the file, where {recipe} runs'
         raise ValueError(
             f"--fp8-recipe {recipe} is not for system {self.name}: {why}; {fix}, or another --system"
+        )
+
+    def require_fp4(self) -> None:
+        """Raise ValueError unless products run in NVFP4."""
+        if self.matrix_rates.get("fp4"):
+            return
+        raise ValueError(
+            f"--fp4-format is not for system {self.name}: Transformer Engine has it from compute capability 10.0 "
+            "on; leave --fp4-format out, or choose another --system, or add the rates of fp4 to the file"
         )
 
     @property

@@ -81,11 +81,13 @@ class SystemKernelSeconds(KernelSeconds):
         self._system = system
         precision, parallel = job.precision, job.parallel
         self._half = "bf16" if precision.is_half else "fp32"
-        self._is_fp8 = bool(precision.fp8) and precision.is_half
-        if self._is_fp8:
+        self._dtype, self._operand = precision.format, precision.operand_size
+        self._is_fp8 = self._dtype in ("fp8", "fp4")
+        if self._dtype == "fp4":
+            system.require_fp4()
+        elif self._is_fp8:
             system.require_fp8(precision.fp8_recipe)
-        of_recipe = "fp8_block" if precision.fp8_recipe == "blockwise" else "fp8"
-        self._dtype = of_recipe if self._is_fp8 else self._half
+            self._dtype = "fp8_block" if precision.fp8_recipe == "blockwise" else "fp8"
         self._bytes = precision.weight_size
         self._tensor = parallel.tensor_model_parallel_size
         self._overlaps = parallel.tp_comm_overlap and parallel.sequence_parallel
@@ -93,8 +95,9 @@ class SystemKernelSeconds(KernelSeconds):
         self._expert = parallel.expert_model_parallel_size
         self._expert_tensor = parallel.expert_tensor
         self._drops = job.model.attention_dropout > 0
-        self._scales_first = precision.fp8_recipe == "tensorwise"
-        self._norms_cast = precision.fp8_recipe in ("delayed", "mxfp8")
+        is_fp4 = self._dtype == "fp4"
+        self._scales_first = not is_fp4 and precision.fp8_recipe == "tensorwise"
+        self._norms_cast = not is_fp4 and precision.fp8_recipe in ("delayed", "mxfp8")
         self._sends_once = parallel.moe_token_dispatcher_type == "flex"
         self._backend = parallel.moe_flex_dispatcher_backend
         model = job.model
@@ -107,7 +110,7 @@ class SystemKernelSeconds(KernelSeconds):
         """Return the seconds at the shape's rate, or those of reading and writing the operands if more."""
         dtype = self._half if is_output else self._dtype
         seconds = 2 * groups * m * n * k / self._system.rate(dtype, m, n, k, groups)
-        read = (self._bytes if dtype == self._half else 1) * (m * k + k * n)
+        read = (self._bytes if is_output else self._operand) * (m * k + k * n)
         written = (8 if adds else self._bytes) * m * n
         exposed = self._system.exposed_sums * written if adds else 0.0
         behind = groups * exposed / self._system.copy_bytes_per_second
@@ -158,16 +161,16 @@ class SystemKernelSeconds(KernelSeconds):
 
         Numbers that were gathered by rows, or written so by a norm, are read again to write them by columns;
         such a norm writes a byte in the place of its own result.  It cannot where scales are of the tensor
-        itself, which take a pass over it first, or of its blocks.
+        itself, as those of NVFP4 partly are, which take a pass over it first, or of its blocks.
         """
         if not self._is_fp8:
             return 0.0
         if is_normed and self._norms_cast:
-            return self.copy((1 - self._bytes) * numbers / ranks + 2 * numbers)
+            return self.copy((self._operand - self._bytes) * numbers / ranks + 2 * self._operand * numbers)
         read = 2 * self._bytes if self._scales_first else self._bytes
         if ranks == 1:
-            return self.copy((read + 2) * numbers)
-        return self.copy((read + 1) * numbers / ranks + 2 * numbers)
+            return self.copy((read + 2 * self._operand) * numbers)
+        return self.copy((read + self._operand) * numbers / ranks + 2 * self._operand * numbers)
 
     def addition(self, numbers: float) -> float:
         """Return the seconds to read both and to write the sums."""
@@ -179,7 +182,7 @@ class SystemKernelSeconds(KernelSeconds):
 
     def gather(self, size: float) -> float:
         """Return the seconds of the collective, with tensor-parallel ranks next to each other."""
-        return self._system.gather_seconds(size, self._tensor)
+        return self._system.gather_seconds(size, self._tensor) / self._system.sustained.get("group", 1.0)
 
     def gather_for_experts(self, size: float) -> float:
         """Return the seconds of the collective, with the ranks of an expert next to each other."""

@@ -31,7 +31,6 @@ class Flags:
     fine_grained_activation_offloading: bool | None = None
     first_last_layers_bf16: bool | None = None
     fp16_lm_cross_entropy: bool | None = None
-    fp4: str | None = None
     fp8_output_proj: bool | None = None
     full_validation: bool | None = None
     fused_residual_rmsnorm: bool | None = None

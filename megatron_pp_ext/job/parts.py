@@ -223,6 +223,8 @@ class Precision:
     fp8: str | None = None
     fp8_recipe: str = "delayed"
     fp8_param_gather: bool = False
+    fp4: str | None = None
+    fp4_param_gather: bool = False
     fp32_residual_connection: bool = False
     grad_reduce_in_bf16: bool = False
     accumulate_allreduce_grads_in_fp32: bool = False
@@ -254,8 +256,23 @@ class Precision:
 
     @property
     def uses_fp8(self) -> bool:
-        """Whether the products of the layers are computed in FP8."""
-        return bool(self.fp8) and self.transformer_impl != "local"
+        """Whether the products of the layers are computed in FP8, or in FP4."""
+        return bool(self.fp8 or self.fp4) and self.transformer_impl != "local"
+
+    @property
+    def operand_size(self) -> float:
+        """The bytes of a number in an operand of the layers' products.
+
+        In NVFP4 sixteen numbers of half a byte share a scale of a byte.
+        """
+        return (0.5 + 1 / 16 if self.fp4 else 1) if self.uses_fp8 else self.weight_size
+
+    @property
+    def format(self) -> str:
+        """The format of the layers' products, as a system names it (``costs.system.DTYPES``)."""
+        if not self.is_half or not (self.fp8 or self.fp4):
+            return "bf16" if self.is_half else "fp32"
+        return "fp4" if self.fp4 else "fp8"
 
     @property
     def is_unfused(self) -> bool:
@@ -269,7 +286,9 @@ class Precision:
     def words(self) -> str:
         """The formats of weights and of products, such as ``bf16 with FP8 (delayed)``."""
         whole = "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
-        return f"{whole} with FP8 ({self.fp8_recipe})" if self.uses_fp8 else whole
+        if not self.uses_fp8:
+            return whole
+        return f"{whole} with NVFP4" if self.fp4 else f"{whole} with FP8 ({self.fp8_recipe})"
 
 
 @dataclass(frozen=True)

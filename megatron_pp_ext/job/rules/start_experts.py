@@ -52,7 +52,7 @@ def pads_routing(job: RequestedJob) -> bool:
 def can_pad_routing(job: RequestedJob) -> bool:
     """Whether there is something to pad tokens for, and a dispatcher that does."""
     is_padded = job.parallel.moe_token_dispatcher_type in ("alltoall", "flex")
-    return is_padded and bool(job.precision.fp8 or job.flags.fp4)
+    return is_padded and bool(job.precision.fp8 or job.precision.fp4)
 
 
 ROWS = (

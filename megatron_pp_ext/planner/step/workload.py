@@ -223,14 +223,18 @@ class Workload:
     def exposed(self, rank: int) -> Waits:
         """Return what ``rank`` waits where it hides what it may behind its last backward and first forward.
 
-        The last bucket of gradients, and the first of weights, cannot be hidden.
+        The last bucket of gradients, and the first of weights, cannot be hidden.  Of what is hidden a part is
+        lost, since the computation beside it has fewer processors and less of the memory.
         """
         wait, least = self.waits[rank], self.last_bucket(rank)
         reduction, gathering = wait.reduction, wait.gathering
+        lost = 1 - self.system.sustained.get("overlap", 1.0) if self.placement.ranks == 1 else 0.0
         if self.job.parallel.overlap_grad_reduce:
-            reduction = max(least * reduction, reduction - self.backward_seconds(rank))
+            shown = max(least * reduction, reduction - self.backward_seconds(rank))
+            reduction = shown + lost * (reduction - shown)
         if self.job.parallel.overlap_param_gather:
-            gathering = max(least * gathering, gathering - self.by_rank[rank].forward_seconds)
+            shown = max(least * gathering, gathering - self.by_rank[rank].forward_seconds)
+            gathering = shown + lost * (gathering - shown)
         return replace(wait, reduction=reduction, gathering=gathering)
 
     @property
