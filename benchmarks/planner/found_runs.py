@@ -1,24 +1,17 @@
-"""The planner on published steps that took no part in any fit when they were collected.
+"""Published steps that are no part of this project, with their estimates (see ``found_errors``).
 
-python -m benchmarks.planner.found_runs RUNS
-
-RUNS is a folder with ``bridge.json``, the steps of Megatron-Bridge's performance summaries, and ``others.json``,
-those of other publishers (NeMo, MLPerf, dgxc-benchmarking, Megatron-MoE-ModelZoo).  A row has ``gpu``, ``gpus``,
-the seconds of a step (``step_s`` or ``seconds``), Megatron's ``flags``, and the name of a model if the flags do
-not describe it.  The tables themselves are no part of this project.
+A folder has ``bridge.json``, the steps of Megatron-Bridge's performance summaries, and ``others.json``, those of
+other publishers (NeMo, MLPerf, dgxc-benchmarking, Megatron-MoE-ModelZoo).  A row has ``gpu``, ``gpus``, the
+seconds of a step (``step_s`` or ``seconds``), Megatron's ``flags``, and the name of a model if the flags do not
+describe it.
 """
 
 import json
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from benchmarks.report import Row, table
 from megatron_pp_ext.costs import system
 from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.job.pipeline import for_world
@@ -26,9 +19,8 @@ from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.planner.described import read
 from megatron_pp_ext.planner.step.estimate import estimate_request
 
-SMALL_HIDDEN = 2048
 _SYSTEMS = {"a100": "a100-80g"}
-_BLACKWELL = ("b200", "b300", "gb200", "gb300")
+BLACKWELL = ("b200", "b300", "gb200", "gb300")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +36,7 @@ class FoundRun:
     model: str | None
     flags: Sequence[str]
     why_outside: str
+    container: str = ""
 
     @property
     def has_experts(self) -> bool:
@@ -54,10 +47,18 @@ class FoundRun:
     def kind(self) -> str:
         """The kind of job whose error is reported."""
         if self.has_experts:
-            return f"experts {'Blackwell' if self.gpu in _BLACKWELL else self.gpu.upper()}"
+            return f"experts, {'Blackwell' if self.gpu in BLACKWELL else self.gpu.upper()}"
         if self.gpu in ("gb200", "gb300", "b300"):
-            return f"dense {self.gpu.upper()}"
-        return f"{'dense' if self.precision == 'bf16' else 'FP8'} {self.gpu.upper()}"
+            return "dense, GB200, GB300 and B300"
+        return f"{'dense' if self.precision == 'bf16' else 'FP8'}, {self.gpu.upper()}"
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether its flags are those of an older recipe, as for the last container of the summaries.
+
+        They have no graphs of whole iterations, and steps are as short as those before, which had.
+        """
+        return "26.08" in self.container
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,7 @@ def found(folder: Path) -> Iterator[FoundRun]:
             row.get("mpp_model"),
             row.get("flags", ()),
             _why_outside(row),
+            row["container"],
         )
     for row in json.loads((folder / "others.json").read_text(encoding="utf-8")):
         yield FoundRun(
@@ -138,52 +140,3 @@ def compared(run: FoundRun, machine: System | None = None) -> Compared:
     except ValueError as error:
         return Compared(run, None, str(error))
     return Compared(run, estimate.step_seconds)
-
-
-def by_kind(every: Iterable[Compared]) -> Mapping[str, Sequence[Compared]]:
-    """Return the estimated runs of each kind, in the order of the kinds' names."""
-    kinds = defaultdict(list)
-    for one in every:
-        if one.estimated is not None:
-            kinds[one.run.kind].append(one)
-    return dict(sorted(kinds.items()))
-
-
-def errors(every: Sequence[Compared]) -> tuple[str, str]:
-    """Return the mean of the absolute errors, and the mean error, in words."""
-    return (
-        f"{mean(abs(one.ratio - 1) for one in every):.1%}",
-        f"{mean(one.ratio - 1 for one in every):+.1%}",
-    )
-
-
-def main(
-    runs: Annotated[Path, typer.Argument(help="The folder with bridge.json and others.json.")],
-    each: Annotated[bool, typer.Option("--each", help="Print every run too.")] = False,
-) -> None:
-    """Print the errors of each kind, and why rows cannot be asked."""
-    every = [compared(run) for run in found(runs)]
-    known = [one for one in every if one.estimated is not None]
-    print(f"{len(known)} of {len(every)} rows can be asked\n")
-    rows: list[Row] = [(kind, len(ones), *errors(ones)) for kind, ones in by_kind(every).items()]
-    print(table(("kind", "runs", "mean absolute error", "mean error"), [*rows, ("all", len(known), *errors(known))]))
-    refused = defaultdict(int)
-    for one in every:
-        if one.estimated is None:
-            refused[one.why[:120]] += 1
-    print(table(("not asked, since", "runs"), sorted(refused.items(), key=lambda pair: -pair[1])))
-    if each:
-        print(
-            table(
-                ("kind", "publisher", "run", "GPUs", "precision", "measured", "estimated", "error"),
-                [
-                    (one.run.kind, one.run.publisher, f"{one.run.name} {one.run.gpu}", one.run.gpus, one.run.precision,
-                     f"{one.run.seconds:.3f}", f"{one.estimated:.3f}", f"{one.ratio - 1:+.1%}")
-                    for one in sorted(known, key=lambda one: (one.run.kind, one.run.name))
-                ],
-            )
-        )
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -306,6 +306,8 @@ class Memory:
     optimizer: str = "adam"
     sgd_momentum: float = 0.9
     use_distributed_optimizer: bool = False
+    use_megatron_fsdp: bool = False
+    data_parallel_sharding_strategy: str = "no_shard"
     muon_num_ns_steps: int = 5
     muon_scalar_optimizer: str = "adam"
     optimizer_cpu_offload: bool = False
@@ -318,7 +320,18 @@ class Memory:
     @property
     def shards_state(self) -> bool:
         """Whether data-parallel ranks share the optimizer's state, with Muon by whole weights."""
-        return self.use_distributed_optimizer or self.optimizer == "dist_muon"
+        is_sharded = self.use_megatron_fsdp and self.data_parallel_sharding_strategy != "no_shard"
+        return self.use_distributed_optimizer or is_sharded or self.optimizer == "dist_muon"
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether data-parallel ranks share gradients, which are reduced in each microbatch."""
+        return self.use_megatron_fsdp and self.data_parallel_sharding_strategy.startswith("optim_grads")
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether data-parallel ranks share weights, which are gathered for each forward and backward."""
+        return self.use_megatron_fsdp and self.data_parallel_sharding_strategy == "optim_grads_params"
 
     @property
     def treats_matrices_apart(self) -> bool:
