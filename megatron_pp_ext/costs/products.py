@@ -205,7 +205,9 @@ class ProductCosts:
         sizes, kernels = self._sizes, self._kernels
         is_grouped = self._is_grouped and experts is not None
         # The ranks that share an expert gather their tokens; all tensor-parallel ranks have a part of them.
-        tokens = copies * sizes.tokens * self._share(experts) / sizes.share if experts else copies * sizes.tokens
+        tokens = (
+            copies * sizes.tokens * self._share(experts) / sizes.share if experts else copies * sizes.tokens
+        )
         experts = experts or 1
         each = tokens / experts
         groups = experts if is_grouped else 1

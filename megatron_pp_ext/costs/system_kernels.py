@@ -101,7 +101,9 @@ class SystemKernelSeconds(KernelSeconds):
         self._sends_once = parallel.moe_token_dispatcher_type == "flex"
         self._backend = parallel.moe_flex_dispatcher_backend
         model = job.model
-        self._routing = Routing(model.moe_router_topk, model.moe_router_num_groups, model.moe_router_group_topk)
+        self._routing = Routing(
+            model.moe_router_topk, model.moe_router_num_groups, model.moe_router_group_topk
+        )
         self._graphs = precision.cuda_graph_impl
 
     def product(

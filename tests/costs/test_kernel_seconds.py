@@ -115,7 +115,9 @@ def test_fp4_products_run_at_its_rate_and_cost_casts() -> None:
     half, four = kernels({"matrix_rates": rates}), kernels({"matrix_rates": rates}, fp4="e2m1")
     assert four.product(4096, 4096, 4096) == pytest.approx(half.product(4096, 4096, 4096) / 4)
     assert four.cast(1e6) == pytest.approx((2 + 2 * 9 / 16) * 1e6 / 1e12)
-    with pytest.raises(ValueError, match="--fp4-format is not for system test: Transformer Engine has it from"):
+    with pytest.raises(
+        ValueError, match="--fp4-format is not for system test: Transformer Engine has it from"
+    ):
         kernels(fp4="e2m1")
 
 
