@@ -2,9 +2,9 @@
 
 python -m benchmarks.planner.found_errors RUNS --before benchmarks/planner/found_before.json
 
-RUNS is the folder of ``found_runs``; runs of ``reference.training_runs`` are compared too.  Each is estimated with
-the factors that were fitted without its publisher (``found_factors``, ``held_out``).  BEFORE has the errors of an
-earlier version, as ``--json`` writes them.
+RUNS is the folder of ``found_runs``; runs of ``reference.training_runs`` are compared too.  Each is estimated
+with the factors that were fitted without its publisher (``found_factors``, ``held_out``).  BEFORE has the
+errors of an earlier version, as ``--json`` writes them.
 """
 
 import json
@@ -45,7 +45,7 @@ def estimated(run: FoundRun) -> Compared:
 
 
 def training_runs() -> Iterator[tuple[str, float]]:
-    """Yield the kind of each run of ``reference.training_runs``, and its estimate for each second measured."""
+    """Yield the kind of each run of ``reference.training_runs``, and its estimate over its measurement."""
     for one in held_out.held_out():
         device = "Blackwell" if one.run.gpu in BLACKWELL else one.run.gpu.upper()
         kinds = {

@@ -2,16 +2,16 @@
 
 python -m benchmarks.planner.found_factors RUNS   # half an hour of a core for each family
 
-RUNS is the folder of ``found_runs``.  Runs of ``reference.training_runs`` take part, each source as a publisher of
-its own.  What is minimized is the mean error over kinds; in a kind a publisher counts by the root of its number
-of runs, since its runs are alike, and no error by more than ``_MOST``, since some recipes are not those that
-ran.  What shipped systems have is the best of all publishers.
+RUNS is the folder of ``found_runs``.  Runs of ``reference.training_runs`` take part, each source as a
+publisher of its own.  What is minimized is the mean error over kinds; in a kind a publisher counts by the
+root of its number of runs, since its runs are alike, and no error by more than ``_MOST``, since some recipes
+are not those that ran.  What shipped systems have is the best of all publishers.
 """
 
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path

@@ -80,8 +80,9 @@ class ProductCosts:
 
         Transformer Engine computes it with the norm before it, if it ``is_normed``.
         The ranks of an expert gather its tokens before it, and scatter the sums of their gradients; neither
-        is hidden.  Under sequence parallelism the input is gathered, once more behind I's product for W, and I's result
-        is scattered; without it, I's results are summed.  Either runs behind W where the backward is whole.
+        is hidden.  Under sequence parallelism the input is gathered, once more behind I's product for W, and
+        I's result is scattered; without it, I's results are summed.  Either runs behind W where the backward
+        is whole.
         """
         read = read or self._sizes.hidden
         operand = self._sizes.whole if self.gathers_in_i else self._sizes.spread

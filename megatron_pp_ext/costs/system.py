@@ -38,8 +38,8 @@ from megatron_pp_ext.json_input import (
 _SHIPPED = resources.files("megatron_pp_ext.costs") / "systems"
 
 DTYPES = ("bf16", "fp32", "fp8", "fp8_block", "fp4")
-"""The number formats of ``matrix_rates``; fp16 counts as bf16, FP8 has scales of tensors or of blocks, and FP4
-is NVFP4."""
+"""The number formats of ``matrix_rates``; fp16 counts as bf16, FP8 has scales of tensors or of blocks, and
+FP4 is NVFP4."""
 
 _CAPABILITY = {"delayed": 8.9, "tensorwise": 8.9, "blockwise": 9.0, "mxfp8": 10.0}
 """The compute capability of NVIDIA's GPUs from which Transformer Engine has a recipe (quantization.py)."""
@@ -213,8 +213,8 @@ class System:
         if self.matrix_rates.get("fp4"):
             return
         raise ValueError(
-            f"--fp4-format is not for system {self.name}: Transformer Engine has it from compute capability 10.0 "
-            "on; leave --fp4-format out, or choose another --system, or add the rates of fp4 to the file"
+            f"--fp4-format is not for system {self.name}: Transformer Engine has it from compute capability "
+            "10.0 on; leave --fp4-format out, or choose another --system, or add the rates of fp4 to the file"
         )
 
     @property

@@ -185,8 +185,9 @@ def test_what_dropout_copies():
 
 def test_what_is_copied_in_a_layer_of_experts():
     """Its own inner width twice a token and twice more where it is multiplied by probabilities, the tokens
-    put in order four times, read and written each, of which two times a token is read or written once for its
-    two experts, six more for the biases of its results, and the router's three numbers for eight experts each."""
+    put in order four times, read and written each, of which two times a token is read or written once
+    for its two experts, six more for the biases of its results, and the router's three numbers for eight
+    experts each."""
     inner, sent, routed = 2 * 2 * S * B * 384, 2 * HIDDEN, 2 * 3 * 4 * S * B * 8
     found = seconds(experts(costs("copy", **EXPERTS)))
     assert found == (

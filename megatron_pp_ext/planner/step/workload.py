@@ -133,8 +133,8 @@ class Workload:
     def _shown(self, traffic: float, computation: float, least: float = 0.0) -> float:
         """Return the seconds of data-parallel ``traffic`` that a ``computation`` beside it does not hide.
 
-        It hides none of the ``least`` part.  Of what is hidden a part is lost, since the computation has fewer
-        processors and less of the memory; in a pipeline this falls into idle time.
+        It hides none of the ``least`` part.  Of what is hidden a part is lost, since the computation has
+        fewer processors and less of the memory; in a pipeline this falls into idle time.
         """
         lost = 1 - self.system.sustained.get("overlap", 1.0) if self.placement.ranks == 1 else 0.0
         shown = max(least * traffic, traffic - computation)
