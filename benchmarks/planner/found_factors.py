@@ -45,7 +45,9 @@ TRIED: Mapping[str, Mapping[str, Sequence[float]]] = {
         "kernel_seconds": (2e-5, 2.6e-5, 3.2e-5),
     },
 }
-"""The values of each factor that are tried for the systems of a family."""
+"""The values of each factor that are tried for the systems of a family.
+
+Copies on the H100 reach half of the memory's rate or more: 0.45 with a clock of 0.91 fits as well."""
 
 type Factors = Mapping[str, float]
 

@@ -1,9 +1,9 @@
 """Published steps that are no part of this project, with their estimates (see ``found_errors``).
 
-A folder has ``bridge.json``, the steps of Megatron-Bridge's performance summaries, and ``others.json``, those
-of other publishers (NeMo, MLPerf, dgxc-benchmarking, Megatron-MoE-ModelZoo).  A row has ``gpu``, ``gpus``,
-the seconds of a step (``step_s`` or ``seconds``), Megatron's ``flags``, and the name of a model if the flags do
-not describe it.
+A folder has ``bridge.json``, the steps of Megatron-Bridge's performance summaries, and ``others.json``,
+those of other publishers (NeMo, MLPerf, dgxc-benchmarking, Megatron-MoE-ModelZoo).  A row has ``gpu``,
+``gpus``, the seconds of a step (``step_s`` or ``seconds``), Megatron's ``flags``, and the name of a model if
+the flags do not describe it.
 """
 
 import json

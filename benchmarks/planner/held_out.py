@@ -22,17 +22,14 @@ from megatron_pp_ext.costs.system import System
 from reference.training_runs import PublishedRun, runs
 
 FILE = Path(__file__).with_suffix(".json")
+LATER = FILE.with_name("found_factors.json")
+"""What ``found_factors`` fitted for devices after the A100."""
 
 _SMALL, _EVERY = "vtrain-single", 12
 """The source of all small models: its halves, by a hash of the job, are left out one at a time, since no
 other source tells how fast hosts start kernels.  One in so many of its jobs takes part in fitting."""
 
 TRIED: Mapping[str, Mapping[str, Sequence[float]]] = {
-    "h100": {
-        "clock": (0.85, 0.88, 0.91),
-        "copy": (0.5, 0.55),
-        "kernel_seconds": (1.2e-5, 2e-5),
-    },
     "a100-80g": {
         "clock": (0.81,),
         "copy": (0.55, 0.65, 0.75),
@@ -40,11 +37,8 @@ TRIED: Mapping[str, Mapping[str, Sequence[float]]] = {
         "kernel_seconds": (3.4e-5, 3.7e-5),
     },
 }
-"""The values of each factor that are tried; the H100's factors are also those of the H200.  Those of later
-devices are fitted by ``found_factors``, as are the shares of traffic of all but the A100.
-
-Copies on the H100 reach half of the memory's rate or more: 0.45 with a clock of 0.91 fits as well, but these
-steps are of fewer kinds than those of ``found_factors``.
+"""The values of each factor that are tried.  Those of later devices are fitted by ``found_factors``, on these
+runs and on others.
 
 The A100's clock is a compromise: steps here ask for less, and the weight gradients of arXiv 2401.10241, table
 9, for more."""
@@ -60,7 +54,7 @@ def with_factors(machine: System, factors: Factors) -> System:
 
 
 def device_of(run: PublishedRun) -> str:
-    """Return the device whose factors ``run``'s device has; itself where its factors are not fitted here."""
+    """Return the device whose factors ``run``'s device has."""
     return "h100" if run.gpu == "h200" else run.gpu
 
 
@@ -108,8 +102,9 @@ def keep() -> None:
 @cache
 def factors() -> Mapping[str, Mapping[str, Factors]]:
     """Return the factors that were fitted: for each device without each source, and with all, by ""."""
-    content: Mapping[str, Mapping[str, Factors]] = json.loads(FILE.read_text(encoding="utf-8"))
-    return content
+    content: dict[str, Mapping[str, Factors]] = json.loads(FILE.read_text(encoding="utf-8"))
+    later = json.loads(LATER.read_text(encoding="utf-8"))
+    return {**content, "h100": later["hopper"], "b200": later["blackwell"]}
 
 
 @cache
@@ -121,9 +116,9 @@ def held_out() -> tuple[Judged, ...]:
 def _held_out(every: Iterable[PublishedRun]) -> Iterable[Judged]:
     for run in every:
         if run.seconds:
-            known = factors().get(device_of(run))
-            machine = system.read(run.gpu)
-            yield judged(run, with_factors(machine, known.get(part_of(run), known[""])) if known else machine)
+            known = factors()[device_of(run)]
+            found = known.get(part_of(run), known[""])
+            yield judged(run, with_factors(system.read(run.gpu), found))
 
 
 def folds() -> str:
