@@ -15,7 +15,7 @@ def schedule(job: RequestedJob) -> str:
 
 def has_graphs(job: RequestedJob) -> bool:
     """Whether CUDA graphs are captured."""
-    return job.flags.cuda_graph_impl not in (None, "none")
+    return job.precision.cuda_graph_impl != "none"
 
 
 def changes_its_order(job: RequestedJob) -> bool:
