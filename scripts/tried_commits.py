@@ -5,13 +5,14 @@
 
 ``table`` reads the parameters in every place that a hook takes, without importing what it reads, and
 replaces what ``megatron_pp_ext/integration/signatures.json`` has of the named commits.  A name that is new
-there is written into its ``commits`` by hand first.  ``train`` runs two steps' worth of small training jobs
-on two CPU ranks of each checkout, under ``megatron_pp_ext.install`` and without it, and compares the bits.
+there is written into its ``commits`` by hand first.  ``train`` runs the tests of ``megatron_pp_ext.install``
+on each checkout: small models train on two CPU ranks with it and without it, to the same bits.
 """
 
 import argparse
 import ast
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pp_ext.integration import tried
+
+ROOT = Path(__file__).parents[1]
 
 Tables = dict[str, dict[str, str]]
 """The parameters by place, by the names of commits."""
@@ -141,8 +144,9 @@ def _write(sources: Mapping[str, Source]) -> None:
 
 
 def _train(checkout: str) -> bool:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.support.tried_commit", checkout]
-    return subprocess.run(command, check=False).returncode == 0
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-W", "ignore", "tests/integration/test_install.py"]
+    environment = {**os.environ, "MEGATRON_LM": str(Path(checkout).resolve())}
+    return subprocess.run(command, check=False, cwd=ROOT, env=environment).returncode == 0
 
 
 def main() -> int:

@@ -120,12 +120,11 @@ def require_known_release(by_flags: bool = False) -> None:
 
     Schedules ``by_flags`` need more of Megatron than those of ``megatron_pp_ext.install``.
     """
-    here = [row for row in releases.RELEASES if row.number == releases.megatron_release()]
-    if not here or (by_flags and not here[0].by_flags):
-        known = ", ".join(
-            "{}.{}.x".format(*row.number) for row in releases.RELEASES if row.by_flags or not by_flags
-        )
-        other = ", call megatron_pp_ext.install in place of flags" if here else ""
+    here = releases.release_here()
+    if here is None or (by_flags and not here.by_flags):
+        rows = [row for row in releases.RELEASES if row.by_flags or not by_flags]
+        known = ", ".join("{}.{}.x".format(*row.number) for row in rows)
+        other = "" if here is None else ", call megatron_pp_ext.install in place of flags"
         raise SeamError(
             f"megatron-core is {releases.own_megatron_version()}, known are {known}: install one of "
             f"these{other}, or run the script without megatron_pp_ext"

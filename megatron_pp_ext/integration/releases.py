@@ -79,22 +79,30 @@ def megatron_version() -> str:
 
 
 def own_megatron_version() -> str:
-    """Return ``megatron_version`` with the commit only where it is Megatron's own.
+    """Return ``megatron_version`` with the commit that a checkout is at, if it is one.
 
-    Megatron adds the commit of the git repository around its folder.  For an installed wheel that is the
-    repository of whatever project the virtual environment lies in.
+    Some Megatrons add a commit themselves: that of the git repository around their folder, which for an
+    installed wheel is whatever project the virtual environment lies in.
     """
-    found = megatron_version()
+    plain = megatron_version().partition("+")[0]
     try:
-        folder = importlib.import_module("megatron.core").__path__[0]
-        tracks = ["git", "-C", folder, "ls-files", "--error-unmatch", "__init__.py"]
-        is_tracked = subprocess.run(tracks, capture_output=True, check=False).returncode == 0
-    except (ImportError, AttributeError, OSError):
-        is_tracked = False
-    return found if is_tracked else found.partition("+")[0]
+        git = ["git", "-C", importlib.import_module("megatron.core").__path__[0]]
+        tracked = subprocess.run(
+            [*git, "ls-files", "--error-unmatch", "__init__.py"], capture_output=True, check=False
+        )
+        head = [*git, "rev-parse", "--short=8", "HEAD"]
+        commit = subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
+    except (ImportError, AttributeError, OSError, subprocess.CalledProcessError):
+        return plain
+    return f"{plain}+{commit}" if tracked.returncode == 0 else plain
 
 
 def megatron_release() -> Number:
     """Return the release of the Megatron that would be imported; (0, 0) if its version has no numbers."""
     found = re.match(r"(\d+)\.(\d+)", megatron_version())
     return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def release_here() -> Release | None:
+    """Return the row of the Megatron that would be imported; None for one that was never tried."""
+    return next((row for row in RELEASES if row.number == megatron_release()), None)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from megatron_pp_ext.integration import doctor, releases, trainers_tried
+from megatron_pp_ext.integration import doctor, hooks_here, releases, trainers_tried
 
 COMMAND = [sys.executable, "-c", "from megatron_pp_ext.cli import app; app()", "doctor"]
 
@@ -86,7 +86,7 @@ def test_another_megatron_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_without_megatron_it_says_what_to_install(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "megatron", None)
-    monkeypatch.setattr(doctor, "_import_seams", lambda: "install megatron-core[training]")
+    monkeypatch.setattr(hooks_here, "problem_of_import", lambda: "install megatron-core[training]")
     console = Console(file=io.StringIO(), width=120)
     doctor.examine(console, None, lambda what: nullcontext())
     shown = console.file.getvalue()
