@@ -1,4 +1,4 @@
-"""What ``mpp doctor`` reports of the hooks into the Megatron of this machine: whether they fit, and its commit."""
+"""What ``mpp doctor`` reports of this machine's Megatron: whether the hooks fit, and which commit it is."""
 
 import importlib
 from importlib.metadata import PackageNotFoundError

@@ -71,7 +71,10 @@ def places(path: str, known: Known, before: Mapping[str, Known], ordered: int | 
 
 
 def choose(
-    places: Sequence[Place], parameters_of: ParametersOf, since: releases.Number | None, release: releases.Number
+    places: Sequence[Place],
+    parameters_of: ParametersOf,
+    since: releases.Number | None,
+    release: releases.Number,
 ) -> Place | None:
     """Return the first of ``places`` that a Megatron has, or None if its ``release`` comes before ``since``.
 

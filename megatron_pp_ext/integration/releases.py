@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 Number = tuple[int, int]
-"""The first two numbers of a version of megatron-core, which it has in common with the development before it."""
+"""The first two numbers of a version of megatron-core, which the development before it has, too."""
 
 CORE_0_16: Number = (0, 16)
 CORE_0_17: Number = (0, 17)
@@ -49,7 +49,7 @@ RELEASES = (
         CORE_0_16,
         wheel=None,
         checkout=None,
-        tried="by `megatron_pp_ext.install` alone: [the commits](#commits-that-frameworks-pin)",
+        tried="by `megatron_pp_ext.install` alone, on [four commits](#commits-that-frameworks-pin)",
         by_flags=False,
     ),
     Release(CORE_0_17, wheel="0.17.1", checkout="0.17.1", tried=_ON_OLDER),
@@ -59,8 +59,8 @@ RELEASES = (
         CORE_0_20,
         wheel=None,
         checkout=None,
-        tried="[three commits](#commits-that-frameworks-pin) of August 2026; that of 22 August: its unmodified "
-        "`pretrain_gpt.py` trains and evaluates under 1F1B and ZB-H1 with stock's losses, and goes on from a "
+        tried="[three commits](#commits-that-frameworks-pin) of August 2026; the unmodified `pretrain_gpt.py` "
+        "of 22 August trains and evaluates under 1F1B and ZB-H1 with stock's losses, and goes on from a "
         "checkpoint under V-Half within 1e-6 of them",
     ),
 )

@@ -63,7 +63,7 @@ def signatures(name: str) -> Mapping[str, str]:
 
 
 def agreeing(found: Mapping[str, str | None]) -> list[Commit]:
-    """Return Megatron's commits that have what was ``found``, parameters by place, where the table has one."""
+    """Return Megatron's commits with all that was ``found``, parameters by place, which the table has."""
     return [commit for commit in commits() if commit.is_megatron and _differing(commit, found) == 0]
 
 

@@ -4,7 +4,16 @@ import json
 
 import pytest
 
-from megatron_pp_ext.integration import core_seams, frameworks, places, releases, seams, tried
+from megatron_pp_ext.integration import (
+    core_seams,
+    frameworks,
+    install,
+    patching,
+    places,
+    releases,
+    seams,
+    tried,
+)
 from scripts import tried_commits
 
 MEGATRONS = [commit for commit in tried.commits() if commit.is_megatron]
@@ -52,7 +61,9 @@ def _fits(place: places.Place, parameters: str) -> bool:
 def test_the_table_has_what_python_finds() -> None:
     """The table is read from source; the installed Megatron is one of its commits."""
     every = {place.path for seam in seams.all_seams(cpu=True) for place in seam.places}
+    patching.undo()
     found = {path: places.parameters_here(path) for path in every}
+    install(cpu=True)
     version = releases.megatron_version().partition("+")[0]
     assert version in [commit.version for commit in tried.agreeing(found)]
 

@@ -14,5 +14,5 @@ _UNUSED = {"model_type": None} if "model_type" in _WANTED else {}
 def backward_of_stock(
     activation: torch.Tensor | None, output: torch.Tensor, gradient: torch.Tensor | None, config: Any
 ) -> Any:
-    """Run the backward of ``output``; return the gradient of ``activation``, the chunk's input, if it has one."""
+    """Run the backward of ``output``; return the gradient of ``activation``, the input, if it has one."""
     return stock_schedules.backward_step(activation, output, gradient, config=config, **_UNUSED)
