@@ -59,8 +59,8 @@ RELEASES = (
         CORE_0_20,
         wheel=None,
         checkout=None,
-        tried="[three commits](#commits-that-frameworks-pin) of August 2026; the unmodified `pretrain_gpt.py` "
-        "of 22 August trains and evaluates under 1F1B and ZB-H1 with stock's losses, and goes on from a "
+        tried="[three commits](#commits-that-frameworks-pin) of August 2026; the unmodified "
+        "`pretrain_gpt.py` of 22 August trains and evaluates under 1F1B and ZB-H1 with stock's losses, and goes on from a "
         "checkpoint under V-Half within 1e-6 of them",
     ),
 )
