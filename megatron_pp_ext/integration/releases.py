@@ -60,8 +60,8 @@ RELEASES = (
         wheel=None,
         checkout=None,
         tried="[three commits](#commits-that-frameworks-pin) of August 2026; the unmodified "
-        "`pretrain_gpt.py` of 22 August trains and evaluates under 1F1B and ZB-H1 with stock's losses, and goes on from a "
-        "checkpoint under V-Half within 1e-6 of them",
+        "`pretrain_gpt.py` of 22 August trains and evaluates under 1F1B and ZB-H1 with stock's losses, and "
+        "goes on from a checkpoint under V-Half within 1e-6 of them",
     ),
 )
 """Every release on which the hooks were tried, oldest first."""
