@@ -20,6 +20,7 @@ from megatron_pp_ext.integration.core import (
     replicated_ranks,
     stage_optimizer,
 )
+from megatron_pp_ext.integration.mends import of_core
 from megatron_pp_ext.integration.patching import seams_of
 from megatron_pp_ext.integration.runners import choose
 
@@ -33,6 +34,9 @@ CORE = (
     # What is recorded for a trace, without a change to what a run does.
     *seams_of(action_recording),
 )
+
+INSTALLED = (*CORE, *of_core.SEAMS)
+"""What ``megatron_pp_ext.install`` replaces."""
 
 # Whatever builds a model is imported by then.
 chunk_pipelines.after_config(frameworks.put_in_place)
