@@ -19,6 +19,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # A worker a core: more of them repeat the runs of stock Megatron that neighbouring tests share (on two cores, four took
 # 18 minutes and two took 15).  A worker that is done takes over half of what another one has left.
 PARALLEL := -n logical --maxprocesses 4 --dist worksteal
+# The tests of what runs on Megatron, which each of its releases has to pass.
+ON_MEGATRON := tests/integration $(wildcard tests/features/*/megatron)
 # Releases of megatron-core that are tested beside the newest, each in a .venv-RELEASE of its own.
 OLDER := 0.17.1 0.18.2
 # The torch of most clusters today, with what it needs at one exact version and what .venv has not got: of CUDA's
@@ -60,7 +62,7 @@ test-all: lint
 	$(MAKE) $(OLDER:%=test-%) test-frameworks
 
 test-matrix: env $(OLDER:%=test-%)
-	$(BIN)/python -m pytest $(PARALLEL) tests/integration tests/features $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(ON_MEGATRON) $(ARGS)
 
 smoke: $(OLDER:%=smoke-%) smoke-torch-2.11 smoke-frameworks
 
@@ -77,7 +79,7 @@ smoke-frameworks: .venv-frameworks/.installed
 .venv-frameworks/.installed: tests/frameworks/requirements.txt
 
 test-%: .venv-%/.installed
-	REQUESTED=$(firstword $(anew)) .venv-$*/bin/python -m pytest $(PARALLEL) -m "" tests/integration tests/features $(ARGS)
+	REQUESTED=$(firstword $(anew)) .venv-$*/bin/python -m pytest $(PARALLEL) -m "" $(ON_MEGATRON) $(ARGS)
 
 smoke-%: .venv-%/.installed
 	REQUESTED=$(firstword $(anew)) .venv-$*/bin/python -m pytest $(PARALLEL) -m "" @tests/smoke.txt $(ARGS)

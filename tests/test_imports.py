@@ -47,7 +47,7 @@ BELOW: dict[str, set[str]] = {
     "processor": set(),
     "schedule": {"files", "json_input"},
     "compiler": {"files", "schedule"},
-    "features": {"schedule", "compiler", "job"},
+    "features": {"files", "json_input", "schedule", "compiler", "job"},
     "features.costs": {"schedule", "features", "job", "costs"},
     "features.runtime": {"schedule", "features", "runtime"},
     "features.megatron": {
@@ -89,7 +89,7 @@ BELOW: dict[str, set[str]] = {
     "text_data": {"data_split", "files"},
 }
 BELOW |= {
-    "__init__": {"schedule", "compiler", "integration", "version", "view"},
+    "__init__": {"schedule", "compiler", "features", "integration", "version", "view"},
     "cli": {*BELOW},
     "launch": {"integration", "pipedream", "planner"},
     "__main__": {"activation", "cpu", "launch", "launch_errors"},
@@ -108,7 +108,7 @@ OTHER_PRODUCTS = {
     *("view", "verification", "jobs", "cli"),
 }
 
-_SEAMS = {"releases", "patching"}
+_SEAMS = {"releases", "places", "patching"}
 
 REGISTERS = {
     (f"{PACKAGE}.compiler.__init__", "features"),
@@ -124,7 +124,9 @@ imports the runtime, the hooks, estimates or searches gets theirs."""
 
 BELOW_IN_INTEGRATION = {
     "releases": set(),
-    "patching": {"releases"},
+    "places": {"releases"},
+    "tried": set(),
+    "patching": {"releases", "places", "tried"},
     "settings": set(),
     "registry": {"requested"},
     "step_runners": {"registry", "requested"},
@@ -136,13 +138,14 @@ BELOW_IN_INTEGRATION = {
     "runners": {*_SEAMS, "settings", "requested", "step_runners", "settled", "core"},
     "frameworks": {"releases", "patching", "requested", "core"},
     "trainer": {*_SEAMS, "settings", "requested", "registry", "step_runners", "start_up", "core", "mends"},
-    "core_seams": {"patching", "core", "runners", "frameworks"},
+    "core_seams": {"patching", "core", "runners", "frameworks", "mends"},
     "trainer_seams": {"patching", "trainer"},
     "cpu_seams": _SEAMS,
     "seams": {"patching", "core_seams", "trainer_seams", "cpu_seams", "mends"},
     "trainers_tried": set(),
-    "doctor": {"releases", "trainers_tried", "patching", "seams", "mends", "frameworks"},
-    "by_call": {"settings", "requested", "start_up", "patching", "core", "core_seams", "mends"},
+    "hooks_here": {*_SEAMS, "tried", "core_seams", "seams", "mends", "frameworks"},
+    "doctor": {"releases", "trainers_tried", "hooks_here"},
+    "by_call": {"settings", "requested", "start_up", "patching", "core", "core_seams"},
     "__init__": {"patching", "seams"},
 }
 """The same for the rooms of ``integration``."""
@@ -363,16 +366,18 @@ MADE_IN = {
     "compiler.search.proposals",
     "schedule.catalog",
     "features.__init__",
+    "features.lengths.plan",
     "features.offload.order",
     "features.offload.compiled",
     "features.offload.longer_plans",
     "features.pairs.order",
     "features.vocabulary.order",
 }
-"""The maker, the catalogue and the compiler that it asks, and the passes of features."""
+"""The maker, the catalogue and the compiler that it asks, passes of features, and plans of each step."""
 
 MAKES = {
     "compiler.compile": {"compile_schedule"},
+    "features.lengths.within": {"within_limits"},
     "features.pairs.order": {"compiled", "in_pairs", "paired"},
     "features.offload.compiled": {"planned", "published_orders", "shortest_within"},
     "features.offload.free_plans": {"with_share", "within"},

@@ -128,9 +128,9 @@ def _offered(run: PublishedRun) -> float:
 def kinds() -> str:
     """Mean absolute errors of a step's seconds, with eight in ten of the steps; `one constant` is a baseline.
 
-    A run is held out where the factors of its device were fitted without all runs that its publisher made in
-    the same year.  The
-    baseline is one rate of operations for each device and kind, the median of its jobs.
+    A run is held out where the factors of its device were fitted without its source, and on the A100 without
+    all runs that its publisher made in the same year.  The baseline is one rate of operations for each
+    device and kind, the median of its jobs.
     """
     every, held = timed(all_judged()), by_kind(held_out.held_out())
     plain, bands = baseline(every), validation(held_out.held_out())
@@ -167,7 +167,7 @@ def kinds() -> str:
 
 
 def sources() -> str:
-    """The errors by source, each judged with factors that were fitted without its publisher's runs."""
+    """The errors by source, each judged with the factors of runs that were held out."""
     rows: list[Row] = [
         (kind, source, len(ones), f"{error(ones):.1%}", f"{mean(one.ratio for one in ones) - 1:+.1%}")
         for kind, found in by_kind(held_out.held_out()).items()

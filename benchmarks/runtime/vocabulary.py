@@ -70,10 +70,8 @@ def schedule_of(name: str, how: str) -> Schedule:
 def predicted(name: str, how: str, layers: tuple[int, ...], output: float) -> float:
     """Return the simulated step over that of perfectly shared work without a bubble; messages are free."""
     schedule = schedule_of(name, how)
-    if how == SHARED:
-        of_stages = costs(layers, 0.0).with_shared_output_layer(output, RANKS)
-    else:
-        of_stages = costs(layers, output)
+    is_shared = how == SHARED
+    of_stages = costs(layers, 0.0).with_split_head(output, RANKS) if is_shared else costs(layers, output)
     return simulate(schedule, of_stages).makespan / (3 * MICROBATCHES * (LAYERS + output) / RANKS)
 
 

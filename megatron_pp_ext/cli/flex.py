@@ -73,7 +73,7 @@ def some_limits(
 
 def timeline(request: Request, costs: Costs) -> Timeline:
     """Return the step of ``request``, whose memory limit holds activations alone."""
-    schedule = make(request, lambda stages, shares_vocabulary: costs).schedule
+    schedule = make(request, lambda stages, splits_head: costs).schedule
     return simulate(schedule, replace(costs, message=0.0).merged(schedule.placement.stages))
 
 

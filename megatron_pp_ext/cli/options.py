@@ -96,10 +96,10 @@ class Times:
             if value > MOST:
                 raise ValueError(f"--{flag} is {value:g}, but must be at most {MOST:g}: lower it")
 
-    def costs(self, ranks: int, chunks: int, shares_vocabulary: bool = False) -> Costs:
+    def costs(self, ranks: int, chunks: int, splits_head: bool = False) -> Costs:
         """Return the costs of a pipeline in which each of ``ranks`` ranks has ``chunks`` chunks.
 
-        With ``shares_vocabulary`` the output layer is divided among the ranks.  ValueError if its time is not
+        With ``splits_head`` the output layer is divided among the ranks.  ValueError if its time is not
         given then.
         """
         pair = 1.0 if self.pair_time is None else self.pair_time
@@ -113,14 +113,14 @@ class Times:
         else:
             costs = Costs.per_rank(ranks, chunks, forward=f, input_gradient=i, weight_gradient=w, hop=hop)
         costs = replace(costs, pair=pair)
-        if not shares_vocabulary:
+        if not splits_head:
             return costs.with_output_layer(output)
         if not output:
             raise ValueError(
-                "the ranks share the vocabulary, but the output layer takes no time: give --output-layer, "
+                "the ranks share the output layer, but it takes no time: give --output-layer, "
                 "the time of its forward in the unit of --f"
             )
-        return costs.with_shared_output_layer(output, ranks)
+        return costs.with_split_head(output, ranks)
 
     @property
     def units(self) -> Units:

@@ -24,6 +24,7 @@ from megatron_pp_ext.jobs.process import run_together
 from megatron_pp_ext.planner import rehearsal_noise
 from megatron_pp_ext.planner.rehearsal import Rehearsal, chosen_ranks, put_together
 from megatron_pp_ext.planner.search import launch_lines
+from megatron_pp_ext.schedule.file_names import as_written
 from megatron_pp_ext.schedule.formats import costs_file, csv_file, rehearsal_file
 from megatron_pp_ext.schedule.formats.rehearsal_file import RankRehearsal
 
@@ -177,7 +178,7 @@ def numbers(rehearsal: Rehearsal, measured: Mapping[int, RankRehearsal]) -> dict
         "ranks": [{**asdict(rank), "total": rank.total} for rank in rehearsal.ranks],
         "device_bytes": {rank: one.device_bytes for rank, one in measured.items()},
         "disturbed": rehearsal_noise.disturbance(measured.values()),
-        "costs": asdict(timeline.costs),
+        "costs": as_written(timeline.costs),
     }
 
 

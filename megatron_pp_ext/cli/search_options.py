@@ -11,8 +11,9 @@ from megatron_pp_ext import amounts
 from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli.estimate import Margin, SystemName
 from megatron_pp_ext.cli.model import Flags, GlobalBatchSize, Model, PrintFlags, SeqLength, described
+from megatron_pp_ext.job import options
 from megatron_pp_ext.job.layers import stages_flag
-from megatron_pp_ext.job.pipeline import is_permitted, permitted, permitted_as_stock, vocabulary
+from megatron_pp_ext.job.pipeline import is_permitted, permitted, permitted_as_stock
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.schedule import catalog
@@ -134,6 +135,12 @@ class Tried:
 
         for one in variants.registered():
             one.refuse(asked)
+        if asked.pipeline.pipeline_loss_rank is not None:
+            raise ValueError(
+                f"--pipeline-loss-rank {asked.pipeline.pipeline_loss_rank}: a search counts ranks from the "
+                "one with both ends of a V, and steps are the same either way: leave it out, and add it to "
+                "the command that you start, with a --pipeline-memory-limit by rank in reverse"
+            )
         names, compiles, stock = self._schedules(asked)
         flag, is_measured = stages_flag(asked.job), asked.pipeline.pipeline_costs is not None
         if flag is not None and not is_measured:
@@ -147,9 +154,11 @@ class Tried:
         fixed |= measured_sizes.KEPT if is_measured else frozenset()
         if compiles is Compiles.ONLY:
             fixed |= {"pipeline_schedule"}  # one rank alone has no order to compile
-        if "pipeline_model_parallel_size" in fixed and asked.pipeline.pipeline_vocabulary is not None:
+        of_features = options.permitted(asked)
+        needs_pipeline = any(asked.job.value(name) is not None for name in of_features)
+        if "pipeline_model_parallel_size" in fixed and needs_pipeline:
             all_rules.refuse_without_pipeline(asked)
-        job = asked.job.changed(pipeline_vocabulary=vocabulary(asked))
+        job = asked.job.changed(**of_features)
         samples = asked.batch.sizes[0]
         space = Space(
             job,

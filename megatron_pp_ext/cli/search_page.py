@@ -19,7 +19,7 @@ _LABELS: Mapping[str, str] = {
     "tp, cp, ep, etp, pp, dp": "ranks that share tensors, context, experts, an expert, layers, and data",
     "mb": "sequences of a microbatch",
     "v-half, 1f1b, ...": "the schedule; a number behind it is that of its chunks a rank, from three on",
-    "shared": "all pipeline ranks share the vocabulary",
+    "shared": "all pipeline ranks share the embedding and the output layer",
     "recompute-...": "activations that the backward computes again: full ones, or of some modules",
     "uneven": "stages have different numbers of layers, which the command has as a layout",
     "MFU": "the part of the devices' peak rate that the model's own arithmetic is",

@@ -15,14 +15,16 @@ turns   A microbatch that is on its way behind a stage keeps what the rank has o
         turn; where the limit is a multiple of what each keeps, until all W before them have run.
 
 The arguments hold for any order, with split or whole backwards; a whole backward keeps activations longer.
-A vocabulary that the ranks share adds to the path and to the work.
+A head that is split over the ranks adds to the path and to the work.
 """
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.placement import Placement
+from megatron_pp_ext.schedule.unit_costs import UnitCosts
 
 
 def lower_bound(
@@ -31,13 +33,16 @@ def lower_bound(
     """Return a makespan below which no schedule with this placement can be, in the units of ``costs``.
 
     ``costs`` are for the stages of ``placement``; ``limits`` are one amount of activations for each rank.
-    With ``paired`` the schedule may have pairs.
+    With ``paired`` the schedule may have pairs.  Where microbatches have costs of their own, only the
+    arguments of path and work are used.
     """
+    if not costs.are_alike:
+        return _of_units(placement, costs, paired)
     if paired:
         costs = costs.at_their_shortest
     route = _Route(placement, costs)
     bounds = [route.path]
-    shared = costs.vocabulary if placement.shares_vocabulary else None
+    shared = costs.head if placement.splits_head else None
     part = shared.scores + shared.weight_gradient if shared else 0.0
     for rank, limit in enumerate(limits):
         stages = placement.stages_of(rank)
@@ -48,6 +53,24 @@ def lower_bound(
         bounds.append(_window(route, stages, own, microbatches, limit))
         bounds.append(head + _memory(route, stages, own, microbatches, limit))
         bounds += _turns(route, stages, own, microbatches, limit)
+    return max(bounds)
+
+
+def _of_units(placement: Placement, costs: Costs, paired: bool) -> float:
+    """Return the bound for the microbatches of ``costs``, whose first one may be any of them."""
+    assert isinstance(costs, UnitCosts)
+    units = [replace(unit, hop=costs.hop, pair=costs.pair) for unit in costs.units]
+    if paired:
+        units = [unit.at_their_shortest for unit in units]
+    routes = [_Route(placement, unit) for unit in units]
+    bounds = [route.path for route in routes]
+    for rank in range(placement.ranks):
+        stages = placement.stages_of(rank)
+        own = [unit.stages[stage] for unit in units for stage in stages]
+        shared = [unit.head for unit in units if unit.head and placement.splits_head]
+        work = math.fsum(cost.forward + cost.input_gradient + cost.weight_gradient for cost in own)
+        work += math.fsum(part.scores + part.weight_gradient for part in shared)
+        bounds.append(min(route.starts[stages[0]] for route in routes) + work)
     return max(bounds)
 
 
@@ -69,8 +92,8 @@ class _Route:
         self.ends: list[float] = []
         now = 0.0
         for station, time in enumerate(seconds):
-            if station == placement.stages and placement.shares_vocabulary and costs.vocabulary:
-                now += costs.vocabulary.hidden + costs.vocabulary.scores + costs.vocabulary.sums
+            if station == placement.stages and placement.splits_head and costs.head:
+                now += costs.head.hidden + costs.head.scores + costs.head.sums
             if station and homes[station] != homes[station - 1]:
                 now += costs.hop
             self.starts.append(now)

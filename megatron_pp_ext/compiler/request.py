@@ -9,7 +9,7 @@ from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.entry import require_pipeline
-from megatron_pp_ext.schedule.names import FLEX, FORWARD_ONLY, NO_PIPELINE, SHARED
+from megatron_pp_ext.schedule.names import FLEX, FORWARD_ONLY, NO_PIPELINE
 from megatron_pp_ext.schedule.placement import Placement, Shape, linear, v
 from megatron_pp_ext.schedule.updates import Updates
 
@@ -35,6 +35,11 @@ class Option:
     @property
     def until(self) -> str:
         """Until when the order stays as it is, in words; empty for ever."""
+        return ""
+
+    @property
+    def about(self) -> str:
+        """Words about it for the line that is printed before the first step; empty for none."""
         return ""
 
     def caution(self, ranks: int, costs: Costs) -> str:
@@ -64,16 +69,14 @@ class Request:
     updates: Updates | None = None
     from_file: Schedule | None = None
     is_stock: bool = False
-    vocabulary: str | None = None
-    """--pipeline-vocabulary."""
+    splits_head: bool | None = False
+    """Whether every rank is to do a part of the head (``Placement.splits_head``); costs decide under None."""
     free: tuple[float, ...] | None = None
     """For ``auto``, the bytes that every rank has left for a step; None where a step has yet to be run."""
     ordinary: int | None = None
     """The microbatches of an ordinary step, which a fraction as limit is about; None where this is one."""
     trials: int = TRIALS
     """The orders that the compiler may try."""
-    output_is_frozen: bool = False
-    """Whether the output layer has no gradient of its weight."""
     options: tuple[Option, ...] = ()
     """What features are requested with, an object of a class of its own for each (``option``)."""
 
@@ -103,6 +106,34 @@ class Request:
         return placement
 
     @property
+    def turned_over(self) -> "Request":
+        """The same request with the ranks counted from the other end, for all placements that fold."""
+        limit, free, file = self.limit, self.free, self.from_file
+        if isinstance(limit, tuple):
+            limit = limit[::-1]
+        elif isinstance(limit, Budget):
+            limit = limit.turned_over
+        return replace(
+            self,
+            placements=tuple(one.turned_over if one.folds else one for one in self.placements),
+            limit=limit,
+            free=None if free is None else free[::-1],
+            from_file=file.turned_over if file is not None and file.placement.folds else file,
+        )
+
+    def with_loss_on(self, rank: str) -> "Request":
+        """Return the request with the ends of every placement that folds on the ``first`` or ``last`` rank.
+
+        Limits by rank are for the same ranks as before.
+        """
+        file = self.from_file
+        if file is not None and file.placement != file.placement.with_loss_on(rank):
+            file = file.turned_over
+        return replace(
+            self, placements=tuple(one.with_loss_on(rank) for one in self.placements), from_file=file
+        )
+
+    @property
     def finest(self) -> Placement:
         """A placement with the most stages: compiling needs the costs of these."""
         return max(self.placements, key=lambda placement: placement.stages)
@@ -111,11 +142,6 @@ class Request:
     def is_compiled(self) -> bool:
         """Whether the compiler searches for the order."""
         return catalog.abilities(self.schedule).is_compiled
-
-    @property
-    def shares_vocabulary(self) -> bool:
-        """Whether all ranks are to share the vocabulary; false where that is still to be chosen."""
-        return self.vocabulary == SHARED
 
     def require_few_actions(self) -> int:
         """Return the number of actions; ValueError, before anything is built, for too many to simulate."""
@@ -181,9 +207,9 @@ def named(
 
 def evaluation(placement: Placement, microbatches: int) -> Request:
     """Return the request for the forwards of an evaluation with this placement, whichever schedule trains."""
-    alone = replace(placement, shares_vocabulary=False)
-    shared = SHARED if placement.shares_vocabulary else None
-    return Request(FORWARD_ONLY, (alone,), microbatches, splits_backward=False, vocabulary=shared)
+    alone = replace(placement, splits_head=False)
+    splits_head = placement.splits_head
+    return Request(FORWARD_ONLY, (alone,), microbatches, splits_backward=False, splits_head=splits_head)
 
 
 def of_sizes(
@@ -192,7 +218,7 @@ def of_sizes(
     microbatches: int,
     chunks: int,
     *,
-    shares_vocabulary: bool = False,
+    splits_head: bool = False,
     options: tuple[Option, ...] = (),
 ) -> Request:
     """Return the request for schedule ``name`` where all sizes are known, as in a search; also for one rank.
@@ -202,4 +228,4 @@ def of_sizes(
     if ranks == 1:
         return Request(NO_PIPELINE, (linear(1),), microbatches, False, options=options)
     request = named(name, ranks, microbatches, chunks)
-    return replace(request, vocabulary=SHARED if shares_vocabulary else None, options=options)
+    return replace(request, splits_head=splits_head, options=options)

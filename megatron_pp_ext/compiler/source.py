@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_pp_ext.compiler.make import CostsOf, make
-from megatron_pp_ext.compiler.request import Request
+from megatron_pp_ext.compiler.request import Option, Request
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.names import SHARED
 from megatron_pp_ext.schedule.placement import Placement
 
 _FEWER = 8
@@ -42,20 +41,20 @@ class Source:
         self._first = make(request, known)
         self.request = request
         self._can = catalog.abilities(request.schedule)
-        # A compiler may have chosen among placements, and auto whether the ranks share the vocabulary.
+        # A compiler may have chosen among placements, and a feature whether the head is split.
         self.settled = replace(
             request,
-            placements=(replace(self.placement, shares_vocabulary=False),),
-            vocabulary=SHARED if self.placement.shares_vocabulary else None,
+            placements=(replace(self.placement, splits_head=False),),
+            splits_head=self.placement.splits_head,
             ordinary=request.microbatches,
         )
         self._costs: CostsOf = lambda fewer, is_shared: known(stages, is_shared).merged(fewer)
-        self._made: dict[tuple[object, ...], Schedule] = {(request.microbatches, None, False): self.ordinary}
+        self._made: dict[tuple[object, ...], Schedule] = {(request.microbatches, None, ()): self.ordinary}
 
     @property
     def kept_bytes(self) -> tuple[float, ...]:
         """The bytes that a forward of each stage keeps; none where the schedule needed no costs in bytes."""
-        costs = self._known.get(self.placement.shares_vocabulary)
+        costs = self._known.get(self.placement.splits_head)
         if costs is None or not costs.has_parameters:
             return ()
         return tuple(stage.activation for stage in costs.merged(self.placement.stages).stages)
@@ -78,29 +77,31 @@ class Source:
     @property
     def note(self) -> str:
         """What people should know of the ordinary schedule; empty for nothing."""
-        return self._first.note
+        return self._first.note or self._first.about
 
     def schedule(
-        self, microbatches: int, free: Sequence[float] | None = None, output_is_frozen: bool = False
+        self, microbatches: int, free: Sequence[float] | None = None, options: tuple[Option, ...] = ()
     ) -> Schedule:
         """Return the schedule of a step with so many ``microbatches``.
 
         ``free`` are the bytes that each rank has left for a step, of which ``auto`` takes what it can use;
-        None in the first training step, before whose end the optimizer has not allocated its state.  One that
+        None in the first training step, before whose end the optimizer has not allocated its state.
+        ``options`` are those that only the built model decides (``Request.with_option``).  A schedule that
         never flushes shows only its order and the microbatches in flight.
         """
         if not self._can.flushes:
             microbatches = max(microbatches, self.placement.ranks)
         kept = None if free is None else tuple(free)
-        key = microbatches, kept, output_is_frozen
+        key = microbatches, kept, options
         if key not in self._made:
             trials = self.request.trials
             request = replace(
                 self.settled,
                 microbatches=microbatches,
                 free=kept,
-                output_is_frozen=output_is_frozen,
                 trials=trials if microbatches == self.request.microbatches else trials // _FEWER,
             )
+            for option in options:
+                request = request.with_option(option)
             self._made[key] = make(request, self._costs).schedule
         return self._made[key]

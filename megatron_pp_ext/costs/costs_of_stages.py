@@ -12,18 +12,18 @@ from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule.costs import Costs
 
 
-def stage_costs(job: Job, stages: int, rows: int, shares_vocabulary: bool = False) -> Costs:
+def stage_costs(job: Job, stages: int, rows: int, splits_head: bool = False) -> Costs:
     """Return the costs of ``stages`` stages, cut as Megatron will cut them; hops are free.
 
-    The embedding has ``rows`` rows.  With ``shares_vocabulary`` every rank of the pipeline has a part of it
+    The embedding has ``rows`` rows.  With ``splits_head`` every rank of the pipeline has a part of it
     and of the output layer.
 
     ValueError where ``job`` does not determine them.
     """
     model = model_parts(job, vocabulary=rows)
-    parts = stage_parts.stage_parts(job, model, layers.by_stage(job, stages), shares_vocabulary)
-    shared = stage_parts.shared_vocabulary(job, model) if shares_vocabulary else None
-    return Costs(tuple(part.costs() for part in parts), message=message_bytes(job), vocabulary=shared)
+    parts = stage_parts.stage_parts(job, model, layers.by_stage(job, stages), splits_head)
+    shared = stage_parts.head_costs(job, model) if splits_head else None
+    return Costs(tuple(part.costs() for part in parts), message=message_bytes(job), head=shared)
 
 
 def message_bytes(job: Job) -> float:

@@ -1,4 +1,4 @@
-"""The stages that are cut from the parts of a model, and the vocabulary that their ranks may share."""
+"""The stages that are cut from the parts of a model, and the head that may be split over their ranks."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,7 +9,7 @@ from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.job import stage_costs
 from megatron_pp_ext.job.layers import predicting_stage
 from megatron_pp_ext.job.typed_job import Job
-from megatron_pp_ext.schedule.costs import StageCosts, VocabularyCosts
+from megatron_pp_ext.schedule.costs import HeadCosts, StageCosts
 
 
 def every_token(job: Job, model: ModelParts) -> float:
@@ -23,8 +23,8 @@ def message_bytes(job: Job, hidden_bytes: float) -> float:
     return 2 * hidden_bytes if is_wider else hidden_bytes
 
 
-def vocabulary_part(job: Job, model: ModelParts) -> Part:
-    """Return a rank's part of the vocabulary that the pipeline's ranks share.
+def head_part(job: Job, model: ModelParts) -> Part:
+    """Return a rank's part of a head that is split over the pipeline's ranks, and with it of the embedding.
 
     From S to T a rank keeps its exponentials, and the hidden states of all tokens twice: as they came and
     their gradient's part.  A tied weight exists once.  Where the parameters of stages are measured, they have
@@ -47,17 +47,17 @@ def vocabulary_part(job: Job, model: ModelParts) -> Part:
     )
 
 
-def shared_vocabulary(job: Job, model: ModelParts, hop: float = 0.0) -> VocabularyCosts:
-    """Return the costs of ``vocabulary_part``, as a schedule takes them.
+def head_costs(job: Job, model: ModelParts, hop: float = 0.0) -> HeadCosts:
+    """Return the costs of ``head_part``, as a schedule takes them.
 
     An S does the part's forward and its part of the input gradient.  A ``hop`` is that of a message between
     stages.  A part that was measured costs that, with the exchanges of a hop where they were not measured.
     """
-    measured = model.measured.vocabulary if model.measured else None
+    measured = model.measured.head if model.measured else None
     if measured is not None:
         return measured if measured.hidden else measured.exchanged_over(hop)
-    part = vocabulary_part(job, model)
-    alone = VocabularyCosts(
+    part = head_part(job, model)
+    alone = HeadCosts(
         scores=part.forward_seconds + part.input_gradient_seconds,
         weight_gradient=part.weight_gradient_seconds,
         activation=part.after_forward,
@@ -66,26 +66,26 @@ def shared_vocabulary(job: Job, model: ModelParts, hop: float = 0.0) -> Vocabula
 
 
 def stage_parts(
-    job: Job, model: ModelParts, layers_by_stage: Sequence[int], shares_vocabulary: bool = False
+    job: Job, model: ModelParts, layers_by_stage: Sequence[int], splits_head: bool = False
 ) -> list[Part]:
     """Return the costs of each stage of ``model``, given the layers of each; equal stages are one object.
 
     The embedding is in the first stage; the output layer and the losses are in the last, and so is
     multi-token prediction unless a layout puts it, with its copy of the embedding, elsewhere.  With
-    ``shares_vocabulary`` the embedding's rows, the output layer and the loss are in none.
+    ``splits_head`` the embedding's rows, the output layer and the loss are in none.
 
     Stages that were measured have their own seconds and bytes.  If their parameters were counted, nothing
     comes from formulas; otherwise these tell the parameters and operations.  ValueError where ``measured``
     are no costs of such stages.
     """
     if model.measured is None:
-        return _by_formulas(job, model, layers_by_stage, shares_vocabulary)
+        return _by_formulas(job, model, layers_by_stage, splits_head)
     stages = len(layers_by_stage)
-    costs = stage_costs.cut(model.measured, job, stages, shares_vocabulary)
+    costs = stage_costs.cut(model.measured, job, stages, splits_head)
     if model.counts_weights:
         parts = [_weights(job, stage) for stage in costs.stages]
     else:
-        parts = _by_formulas(job, model, layers_by_stage, shares_vocabulary)
+        parts = _by_formulas(job, model, layers_by_stage, splits_head)
     return [
         part.measured(stage, costs.overlapped_together(stage))
         for part, stage in zip(parts, costs.stages, strict=True)
@@ -103,7 +103,7 @@ def _weights(job: Job, stage: StageCosts) -> Part:
 
 
 def _by_formulas(
-    job: Job, model: ModelParts, layers_by_stage: Sequence[int], shares_vocabulary: bool
+    job: Job, model: ModelParts, layers_by_stage: Sequence[int], splits_head: bool
 ) -> list[Part]:
     ends, memory = list(accumulate(layers_by_stage)), job.memory
     how = memory.recompute_granularity, memory.recompute_method, memory.recompute_num_layers
@@ -114,7 +114,7 @@ def _by_formulas(
             layers = _recomputed(job, model.hidden_bytes, model.layers[start:end])
             model.stages[key] = _sum(layers) + model.other
         sums.append(model.stages[key])
-    for first, last in end_parts(model, shares_vocabulary):
+    for first, last in end_parts(model, splits_head):
         sums[0] += first
         sums[-1] += last
     predicting = predicting_stage(job, len(sums))
@@ -125,10 +125,10 @@ def _by_formulas(
     return sums
 
 
-def end_parts(model: ModelParts, shares_vocabulary: bool) -> list[tuple[Part, Part]]:
+def end_parts(model: ModelParts, splits_head: bool) -> list[tuple[Part, Part]]:
     """Return what the first and the last stage have beside their layers."""
     ends = [(model.positions, model.last_norm)]
-    return ends if shares_vocabulary else [*ends, (model.table, model.output)]
+    return ends if splits_head else [*ends, (model.table, model.output)]
 
 
 def prediction_parts(job: Job, model: ModelParts, has_embedding: bool) -> tuple[Part, Part]:

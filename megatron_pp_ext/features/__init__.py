@@ -4,10 +4,12 @@ from pathlib import Path
 
 from megatron_pp_ext.compiler import compile, make
 from megatron_pp_ext.features.guided import options as guided_options
+from megatron_pp_ext.features.lengths import ordering
 from megatron_pp_ext.features.offload import options as offload_options
 from megatron_pp_ext.features.offload.order import offloaded
 from megatron_pp_ext.features.pairs import options as pairs_options
 from megatron_pp_ext.features.pairs.order import compiled, counted, paired
+from megatron_pp_ext.features.vocabulary import options as vocabulary_options
 from megatron_pp_ext.features.vocabulary.order import shared, without_frozen_weight
 from megatron_pp_ext.job import options, our_flags
 
@@ -15,6 +17,8 @@ for one in (paired, shared, offloaded, without_frozen_weight):
     make.register(one)
 make.register_costs(counted)
 compile.register(compiled)
+vocabulary_options.register()
+ordering.register()
 offload_options.register()
 for read in (pairs_options.read, guided_options.read):
     options.register(read)

@@ -18,6 +18,7 @@ from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.compiler.limits import LARGEST_FRACTION, kept_by_1f1b, least_limits
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.compiler.source import Source
+from megatron_pp_ext.features.lengths.ordering import LengthsOf
 from megatron_pp_ext.files import require_writable
 from megatron_pp_ext.integration import patching, requested
 from megatron_pp_ext.integration.settings import Settings
@@ -26,7 +27,7 @@ from megatron_pp_ext.job import call
 from megatron_pp_ext.job.call_words import in_words_of_call
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.placement import Placement, Shape
+from megatron_pp_ext.schedule.placement import LAST, Placement, Shape
 from megatron_pp_ext.schedule.simulate import simulate
 
 GivenCosts = str | Path | Costs | Sequence[float]
@@ -83,7 +84,7 @@ class _Asked:
             request, source, settings, trace=self.trace, is_per_model=True, costs=self.costs
         )
         line = f"megatron_pp_ext: {summary(pipeline, costs_of)}"
-        costs = costs_of(request.finest.stages, pipeline.placement.shares_vocabulary)
+        costs = costs_of(request.finest.stages, pipeline.placement.splits_head)
         timeline = simulate(source.ordinary, costs.merged(source.placement.stages))
         peak, bubble = max(timeline.peak_microbatches), timeline.bubble
         found = InForce(source.name, source.placement, request.microbatches, peak, bubble, line)
@@ -98,9 +99,9 @@ def _asked(
     chunks: int | None = None,
     memory_limit: float | str | None = None,
     costs: GivenCosts | None = None,
-    vocabulary: str | None = None,
     trace: str | Path | None = None,
     timeout: float | timedelta | None = None,
+    loss_rank: str = LAST,
     **of_features: Any,
 ) -> _Asked:
     """Return what the arguments of ``install`` ask for; ValueError, in one line, for what cannot be read.
@@ -120,9 +121,8 @@ def _asked(
             "give costs, or a fraction of 1F1B's peak, such as 0.5"
         )
     stages = None if given is None else len(given.stages)
-    request = call.requested(
-        schedule, ranks, microbatches, chunks, memory_limit, vocabulary, stages, **of_features
-    )
+    sizes = ranks, microbatches, chunks
+    request = call.requested(schedule, *sizes, memory_limit, stages, loss_rank, **of_features)
     return _Asked(request, given, file, None if timeout is None else _patience(timeout))
 
 
@@ -133,19 +133,19 @@ def _least_fraction(request: Request, costs: Costs) -> float:
     return math.ceil(1000 * least / whole) / 1000
 
 
-def _costs(given: Costs | None, ranks: int, stages: int, shares_vocabulary: bool) -> Costs:
+def _costs(given: Costs | None, ranks: int, stages: int, splits_head: bool) -> Costs:
     """Return the costs of ``stages`` stages, those ``given`` or unit costs."""
     if given is None:
-        loop = Placement(Shape.LOOP, ranks, stages // ranks, shares_vocabulary)
+        loop = Placement(Shape.LOOP, ranks, stages // ranks, splits_head)
         return Costs.unit(loop)
     if len(given.stages) != stages:
         raise ValueError(
             f"costs are given for {len(given.stages)} stages, but there are {stages} (ranks x chunks); give "
             "one for each"
         )
-    if shares_vocabulary and given.vocabulary is None:
+    if splits_head and given.head is None:
         raise ValueError(
-            "the costs have none of a part of a shared vocabulary; give them a vocabulary, or leave one out"
+            "the costs have none of a rank's part of the head; give them a head, or leave one of both out"
         )
     return given
 
@@ -181,6 +181,9 @@ def install(
     trace: str | Path | None = None,
     timeout: float | timedelta | None = None,
     offload: float | str | None = None,
+    loss_rank: str = LAST,
+    order: str | None = None,
+    lengths: LengthsOf | None = None,
 ) -> InForce:
     """Run the models of megatron.core that are built from now on by ``schedule``, and return what will run.
 
@@ -195,6 +198,13 @@ def install(
     "auto". ``trace`` is a file for the times of each step's actions.  ``timeout`` is how long a message may
     take, a timedelta or minutes (10).  ``offload`` lets activations wait on the host: a share of them, or
     "auto" for as many as cost no time, and for as few as keep ``memory_limit`` where there is one.
+    ``loss_rank`` is the pipeline rank with both ends of the model where a schedule has them on one, as a V
+    does: "last", where other trainers look for the loss, or "first", as in the papers.
+
+    ``order`` is "rule" or "search" for training steps whose microbatches have documents of unlike length:
+    they are read ahead and run in an order planned by their lengths, and losses come back in the order of the
+    data (docs/lengths.md).  ``lengths`` is a function from what the data iterator yields to the lengths of
+    its documents in tokens, where the data does not tell them as Megatron's does.
 
     The same call again, with the same contents of its files, does nothing.  Another one replaces the
     schedule, unless a model was built for it.
@@ -213,6 +223,9 @@ def install(
         trace=trace,
         timeout=timeout,
         offload=offload,
+        loss_rank=loss_rank,
+        order=order,
+        lengths=lengths,
     )
     if _installed is not None and asked == _installed[0]:
         return _installed[2]
@@ -273,10 +286,9 @@ def _patch() -> None:
         # This comes first: a Megatron that is too old or too new may not have what the seams import.
         patching.require_known_release()
         from megatron_pp_ext.integration import core_seams
-        from megatron_pp_ext.integration.mends import of_core
 
         _kept = patching.applied()
-        patching.apply((*core_seams.CORE, *of_core.SEAMS))
+        patching.apply(core_seams.INSTALLED)
     except patching.SeamError as error:
         _kept = None
         raise ValueError(f"megatron_pp_ext: {error}") from error

@@ -20,6 +20,7 @@ from megatron_pp_ext.integration.core import (
     replicated_ranks,
     stage_optimizer,
 )
+from megatron_pp_ext.integration.mends import of_core
 from megatron_pp_ext.integration.patching import seams_of
 from megatron_pp_ext.integration.runners import choose
 
@@ -34,5 +35,9 @@ CORE = (
     *seams_of(action_recording),
 )
 
+INSTALLED = (*CORE, *of_core.SEAMS)
+"""What ``megatron_pp_ext.install`` replaces."""
+
 # Whatever builds a model is imported by then.
+chunk_pipelines.after_config(frameworks.put_in_place)
 placed_models.after_last_chunk(frameworks.put_in_place)

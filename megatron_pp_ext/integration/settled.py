@@ -37,7 +37,7 @@ def settle(pipeline: Pipeline, model: Sequence[torch.nn.Module], sequence: int, 
     known: Any = {
         "pipeline_schedule": request.schedule,
         "pipeline_model_parallel_size": pipeline.placement.ranks,
-        "pipeline_vocabulary": request.vocabulary,
+        **options.as_flags(request),
         "pipeline_memory_limit": request.limit,
         "pipeline_costs": pipeline.costs,
         "pipeline_trace": pipeline.trace,
@@ -68,13 +68,13 @@ def settle(pipeline: Pipeline, model: Sequence[torch.nn.Module], sequence: int, 
     if request.options == pipeline.request.options and not needs_costs:
         return pipeline
 
-    def costs_of(stages: int, shares_vocabulary: bool) -> Costs:
+    def costs_of(stages: int, splits_head: bool) -> Costs:
         if pipeline.costs is not None:
             return pipeline.costs
         all_rules.refuse_to_predict(asked)
-        return stage_costs(asked.job, stages, asked.job.padded_vocabulary, shares_vocabulary)
+        return stage_costs(asked.job, stages, asked.job.padded_vocabulary, splits_head)
 
-    placed = replace(pipeline.placement, shares_vocabulary=False)
+    placed = replace(pipeline.placement, splits_head=False)
     request = replace(request, placements=(placed,))
     return replace(pipeline, request=request, source=Source(request, costs_of))
 

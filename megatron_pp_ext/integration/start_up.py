@@ -49,11 +49,20 @@ def summary(pipeline: Pipeline, costs_of: CostsOf) -> str:
     microbatches' activations of all stages of the rank; the bubble is the share of ranks x time in which
     ranks are idle.  Where the model cannot be estimated, every F, I and W counts as 1, which the line says.
 
-    A layout that this package chose comes last.
+    The order of microbatches and a layout that this package chose come last.
 
     ValueError where the schedule cannot be built for the step's number of microbatches.
     """
-    return "; ".join(filter(None, (_about_schedule(pipeline, costs_of), pipeline.layout)))
+    return "; ".join(
+        filter(
+            None,
+            (
+                _about_schedule(pipeline, costs_of),
+                *(option.about for option in pipeline.request.options),
+                pipeline.layout,
+            ),
+        )
+    )
 
 
 def _about_schedule(pipeline: Pipeline, costs_of: CostsOf) -> str:
@@ -83,14 +92,12 @@ def _about_schedule(pipeline: Pipeline, costs_of: CostsOf) -> str:
         until = " in the first step, then as much memory and as small a bubble as the devices allow"
     return (
         f"{shape}, m = {request.microbatches}, peak {peak} microbatch{'es' * (peak != '1')}, "
-        f"predicted bubble {timeline.bubble:.1%}{at}{until}{_about_vocabulary(pipeline)}"
+        f"predicted bubble {timeline.bubble:.1%}{at}{until}{_note(pipeline)}"
     )
 
 
-def _about_vocabulary(pipeline: Pipeline) -> str:
-    if pipeline.source is not None and pipeline.source.note:
-        return f"; {pipeline.source.note}"
-    return "; vocabulary shared by all ranks" if pipeline.placement.shares_vocabulary else ""
+def _note(pipeline: Pipeline) -> str:
+    return f"; {pipeline.source.note}" if pipeline.source is not None and pipeline.source.note else ""
 
 
 def _schedule(pipeline: Pipeline) -> Schedule:
@@ -104,7 +111,7 @@ def _costs(pipeline: Pipeline, costs_of: CostsOf) -> tuple[Costs, str]:
     """Return the costs of the stages, and words that say so where they are not those of the model."""
     request = pipeline.request
     try:
-        costs = costs_of(request.finest.stages, pipeline.placement.shares_vocabulary)
+        costs = costs_of(request.finest.stages, pipeline.placement.splits_head)
         return costs.merged(pipeline.placement.stages), ""
     except ValueError:  # any model may train, also one that the estimate does not know
         return Costs.unit(pipeline.placement), " at unit costs"

@@ -14,7 +14,7 @@ def read_csv(path: Path, asked: RequestedJob) -> Schedule:
     """Read a schedule that ``mpp schedule --csv``, a person or torch.distributed.pipelining wrote.
 
     Raises ValueError if the file is not a valid schedule for as many ranks as were ``asked`` for, if these
-    share the vocabulary, if its stages take the microbatches forward in different orders, or if the layers
+    split the head, if its stages take the microbatches forward in different orders, or if the layers
     cannot follow its order (``require_first_first``, ``require_backwards_in_order``).
     """
     schedule, ranks = csv_file.read(path), asked.job.parallel.pipeline_model_parallel_size
@@ -29,11 +29,11 @@ def read_csv(path: Path, asked: RequestedJob) -> Schedule:
 
 
 def require_plain(schedule: Schedule, path: Path) -> None:
-    """Raise ValueError where the ranks of ``path`` share the vocabulary, or forwards have several orders."""
-    if schedule.placement.shares_vocabulary:
+    """Raise ValueError where the ranks of ``path`` split the head, or forwards have several orders."""
+    if schedule.placement.splits_head:
         raise ValueError(
-            f"the ranks of {path} share the vocabulary, which mpp simulates but training cannot do; write "
-            "the schedule without --shared-vocabulary"
+            f"the ranks of {path} split the head, which mpp simulates but training by a file cannot do; "
+            "write the schedule with the head in the last stage, without S and T"
         )
     require_one_forward_order(schedule)
 

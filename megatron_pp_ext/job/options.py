@@ -14,6 +14,13 @@ ValueError, in one line, if that cannot be.
 """
 
 
+Permitted = Callable[[RequestedJob], Mapping[str, Any]]
+"""Returns the flags of a feature, by the names of their arguments, as the other flags permit them."""
+
+Flags = Callable[[Request], Mapping[str, Any]]
+"""Returns the flags that would request the same of a feature, by the names of their arguments."""
+
+
 @dataclass(frozen=True, slots=True)
 class Argument:
     """An argument of ``megatron_pp_ext.install`` that is a feature's, and has a flag of the same name.
@@ -29,6 +36,8 @@ class Argument:
 
 
 _registered: list[Read] = []
+_permitted: list[Permitted] = []
+_flags: list[Flags] = []
 _arguments: dict[str, Argument] = {}
 
 
@@ -36,6 +45,18 @@ def register(read: Read) -> None:
     """Let ``read`` see the flags of every schedule that is requested from now on."""
     if read not in _registered:
         _registered.append(read)
+
+
+def register_permitted(permitted: Permitted) -> None:
+    """Let a search, which chooses what flags leave open, ask for what is ``permitted``."""
+    if permitted not in _permitted:
+        _permitted.append(permitted)
+
+
+def register_flags(flags: Flags) -> None:
+    """Let ``flags`` tell those that would request the same, for candidates and for calls without flags."""
+    if flags not in _flags:
+        _flags.append(flags)
 
 
 def register_argument(argument: Argument) -> None:
@@ -53,3 +74,13 @@ def read(asked: RequestedJob, request: Request) -> Request:
     for one in _registered:
         request = one(asked, request)
     return request
+
+
+def permitted(asked: RequestedJob) -> dict[str, Any]:
+    """Return the flags of features as the other flags permit them, by the names of their arguments."""
+    return {name: value for one in _permitted for name, value in one(asked).items()}
+
+
+def as_flags(request: Request) -> dict[str, Any]:
+    """Return the flags of features that would request the same, by the names of their arguments."""
+    return {name: value for one in _flags for name, value in one(request).items()}

@@ -52,14 +52,14 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
     return parser
 
 
-def spelled() -> list[str]:
-    """Return this package's flags, as they are given."""
-    return [*_table()]
+def flags() -> list[str]:
+    """Return this package's flags."""
+    return list(_table())
 
 
 def names() -> list[str]:
     """Return the names of the arguments that this package's flags set."""
-    return [flag.removeprefix("--").replace("-", "_") for flag in spelled()]
+    return [flag.removeprefix("--").replace("-", "_") for flag in flags()]
 
 
 @cache

@@ -15,7 +15,7 @@ from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.names import AUTO, NO_PIPELINE
+from megatron_pp_ext.schedule.names import NO_PIPELINE
 from megatron_pp_ext.schedule.placement import linear, wave
 
 
@@ -42,6 +42,8 @@ def read(asked: RequestedJob, data: int) -> Request:
         all_rules.refuse(replace(asked, chunks=chunks))
         return options.read(asked, replace(stock, data=data, is_stock=True))
     request = _read_schedule(asked, chunks, microbatches)
+    if (loss := job.pipeline.pipeline_loss_rank) is not None:
+        request = request.with_loss_on(loss)
     # flex chooses among the placements that have a place for a prediction, if any has.
     suited = tuple(one for one in request.placements if layers.can_predict(job, one))
     request = options.read(asked, replace(request, placements=suited or request.placements))
@@ -56,7 +58,7 @@ def read(asked: RequestedJob, data: int) -> Request:
     )
     if request.from_file is not None:
         require_batches(job, request.from_file, data)
-    request = replace(request, data=data, layers=_layers(job, request), vocabulary=vocabulary(asked))
+    request = replace(request, data=data, layers=_layers(job, request))
     if catalog.abilities(request.schedule).flushes:
         return request
     request = replace(request, updates=updates.read(job, microbatches))
@@ -64,12 +66,6 @@ def read(asked: RequestedJob, data: int) -> Request:
     if replicated:
         replicas.require_turns(asked, replicated, microbatches)
     return request
-
-
-def vocabulary(asked: RequestedJob) -> str | None:
-    """The value of --pipeline-vocabulary, but None where other flags leave ``AUTO`` no choice."""
-    value = asked.job.pipeline.pipeline_vocabulary
-    return None if value == AUTO and not all_rules.has_choice(asked, "--pipeline-vocabulary") else value
 
 
 def permitted(asked: RequestedJob, names: Sequence[str]) -> list[str]:
@@ -183,7 +179,7 @@ def _read_compiled(asked: RequestedJob, name: str, chunks: int | None, microbatc
         fixed = tuple(
             placement
             for placement in request.placements
-            if placement.chunks == chunks and not (has_ends and placement.is_mirrored(1))
+            if placement.chunks == chunks and not (has_ends and placement.turns_round)
         )
         request = replace(request, placements=fixed)
     return request

@@ -5,6 +5,7 @@ from megatron_pp_ext.job.flag_effects import flag
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.json_input import naming
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.file_names import in_files
 from megatron_pp_ext.schedule.formats import costs_file
 
 _SIZES = (
@@ -41,18 +42,18 @@ def read(job: Job) -> Costs:
     return costs
 
 
-def cut(costs: Costs, job: Job, stages: int, shares_vocabulary: bool = False) -> Costs:
+def cut(costs: Costs, job: Job, stages: int, splits_head: bool = False) -> Costs:
     """Return the costs of ``stages`` stages of ``job`` from ``costs``, those in the file of --pipeline-costs.
 
     It has an object for each stage, or for each of several stages that are joined in one.  Where a layout
     says which layers a stage has, it may have one for each layer, the ends with embedding and loss.
-    ValueError for any other number, and where ranks share a vocabulary whose parts it does not have.
+    ValueError for any other number, and where ranks split a head whose parts it does not have.
     """
     described, pipeline = layers.layout(job), job.pipeline
-    if shares_vocabulary and costs.vocabulary is None:
+    if splits_head and costs.head is None:
         raise ValueError(
-            f"--pipeline-vocabulary {pipeline.pipeline_vocabulary}: {pipeline.pipeline_costs} has no costs "
-            'of a part of the vocabulary; add a "vocabulary", or leave --pipeline-costs out'
+            f"--pipeline-costs {pipeline.pipeline_costs} has no costs of a rank's part of the head; add a "
+            f'"{in_files("head")}", or leave it out'
         )
     if described is not None and len(described) == stages and len(costs.stages) == job.model.layers != stages:
         return costs.joined(layers.by_stage(job, stages))

@@ -16,7 +16,7 @@ from statistics import mean, median
 
 from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
-from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
+from megatron_pp_ext.schedule.costs import Costs, HeadCosts, StageCosts
 from megatron_pp_ext.schedule.formats.rehearsal_file import Collective, RankRehearsal
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from megatron_pp_ext.schedule.timing import ScheduleTimer
@@ -136,9 +136,9 @@ def put_together(
         _waits(measured[source[placement.rank_of(stage)]], system, placement.chunk_of(stage), "all_to_all")
         for stage in range(placement.stages)
     )
-    vocabulary = _vocabulary(measured.values(), system, hop)
+    head = _head(measured.values(), system, hop)
     alone = sum(stage.forward + stage.seconds(Kind.B) for stage in stages)
-    costs = Costs(stages, hop, message, vocabulary)
+    costs = Costs(stages, hop, message, head)
     timeline = simulate(schedule, costs.hiding(hidden, alone) if schedule.paired else costs)
     waiting = timeline.peak_messages
     ranks = tuple(
@@ -197,14 +197,12 @@ def _stage(measured: RankRehearsal, chunk: int, system: System | None) -> StageC
     )
 
 
-def _vocabulary(
-    measured: Iterable[RankRehearsal], system: System | None, hop: float
-) -> VocabularyCosts | None:
-    """Return the mean costs of the ranks' parts of a shared vocabulary, of which all but one are equal."""
-    parts = [(one, one.vocabulary) for one in measured if one.vocabulary is not None]
+def _head(measured: Iterable[RankRehearsal], system: System | None, hop: float) -> HeadCosts | None:
+    """Return the mean costs of the ranks' parts of a split head, of which all but one are equal."""
+    parts = [(one, one.head) for one in measured if one.head is not None]
     if not parts:
         return None
-    alone = VocabularyCosts(
+    alone = HeadCosts(
         scores=mean(part.scores + _waits(one, system, 0, Kind.S) for one, part in parts),
         weight_gradient=mean(part.weight_gradient for _, part in parts),
         activation=mean(part.activation for _, part in parts),

@@ -130,9 +130,15 @@ def direction_groups(
 
 
 def collective_group(
-    ranks: list[int], timeout: timedelta | None = None, *, options: GroupOptions = GroupOptions()
+    ranks: list[int],
+    feature: str,
+    timeout: timedelta | None = None,
+    *,
+    options: GroupOptions = GroupOptions(),
 ) -> dist.ProcessGroup:
     """Make a group for collectives among the global ``ranks``, this one included, in a stream of its own.
+
+    Debuggers and logs of torch call it by the ``feature`` that it is for.
 
     Every rank of the world calls this, with its own ranks, as often as all others, and no message may be on
     its way.  On return the communicator is there.  Raises what ``direction_groups`` raises.
@@ -145,7 +151,7 @@ def collective_group(
             members,
             timeout=timeout,
             pg_options=_nccl_options(options, timeout, lazy=False) if name in _NCCL else None,
-            group_desc="PIPELINE_VOCABULARY",
+            group_desc=f"PIPELINE_{feature.upper()}",
         )
         for members in _all_pipelines(mine)
     }

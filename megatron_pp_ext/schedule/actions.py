@@ -3,7 +3,7 @@
 A schedule is the order of actions of every rank.  An action is one letter of work on one microbatch
 by one stage.  The letters F, I, W and B are those of torch.distributed.pipelining, so that this project,
 torch and torchtitan can exchange schedules as files (``formats.csv_file``).  S and T are this project's own:
-where the ranks share the vocabulary (``vocabulary``), every rank does a part of the output layer.
+where the head is split over the ranks (``Placement.splits_head``), every rank does a part of it.
 """
 
 import hashlib
@@ -41,7 +41,8 @@ OF_STAGES = (Kind.F, Kind.I, Kind.W, Kind.B)
 class Action(NamedTuple):
     """Work of one ``kind`` by ``stage`` on ``microbatch``; ``3F0`` is stage 3, forward, microbatch 0.
 
-    S and T have the number of their rank in place of a stage's, which is that of the rank's first stage.
+    S and T have the number of their rank's first stage, which is the rank's own number unless the placement
+    has its ends on the last rank.
     """
 
     stage: int
@@ -102,6 +103,14 @@ class Schedule:
         return replace(self, orders=tuple(map(tuple, orders)), copies=copies)
 
     @property
+    def turned_over(self) -> Self:
+        """The same schedule with the ranks counted from the other end; ValueError unless the placement folds.
+
+        Stages keep their numbers, and so do S and T, which have that of their rank's first stage.
+        """
+        return replace(self, placement=self.placement.turned_over, orders=self.orders[::-1])
+
+    @property
     def digest(self) -> str:
         """A hash of all but name and microbatches: equal on two ranks when they run the same schedule."""
         text = "\n".join(",".join(map(str, order)) for order in self.orders)
@@ -110,7 +119,8 @@ class Schedule:
         if self.copies:
             text += f"\ncopies {self.copies}"
         where = self.placement
-        shape = f"{where.shape}/{where.ranks}/{where.chunks}" + "/shared" * where.shares_vocabulary
+        shape = f"{where.shape}/{where.ranks}/{where.chunks}" + "/shared" * where.splits_head
+        shape += "/ends on last" * where.ends_on_last
         return hashlib.sha256(f"{shape}\n{text}".encode()).hexdigest()
 
     def __iter__(self) -> Iterator[Action]:
@@ -139,8 +149,8 @@ def needs(action: Action, placement: Placement) -> tuple[Action, ...]:
     own_forward = Action(stage, Kind.F, microbatch)
     if stage < last:
         return own_forward, Action(stage + 1, Kind.I, microbatch)
-    if placement.shares_vocabulary:
-        return own_forward, *(Action(rank, Kind.S, microbatch) for rank in range(placement.ranks))
+    if placement.splits_head:
+        return own_forward, *(Action(first, Kind.S, microbatch) for first in range(placement.ranks))
     return (own_forward,)
 
 

@@ -1,7 +1,7 @@
 """Check that a schedule is valid; errors name the rank, the action, and what it waits for.
 
 A schedule is valid when every stage does every microbatch once, on the rank that holds the stage, when
-every rank does its part of a shared vocabulary, and when all ranks, each working strictly in its order, reach
+every rank does its part of a split head, and when all ranks, each working strictly in its order, reach
 their end.  The last condition cannot be checked on any rank alone: it is proved here by letting all ranks
 run without a clock.
 """
@@ -32,8 +32,8 @@ def check(schedule: Schedule) -> None:
     _check_stages(schedule, is_evaluation)
     _check_pairs(schedule)
     _check_copies(schedule)
-    if schedule.placement.shares_vocabulary:
-        _check_vocabulary(schedule)
+    if schedule.placement.splits_head:
+        _check_head(schedule)
     walked(schedule)
 
 
@@ -81,9 +81,9 @@ def _check_actions(schedule: Schedule) -> None:
     for rank, order in enumerate(schedule.orders):
         for action in order:
             is_of_stage = action.kind in OF_STAGES
-            if not is_of_stage and not placement.shares_vocabulary:
+            if not is_of_stage and not placement.splits_head:
                 raise InvalidSchedule(
-                    f"rank {rank}: {action} is a part of the vocabulary, which the placement does not share: "
+                    f"rank {rank}: {action} is a part of the head, which the placement does not split: "
                     "remove it"
                 )
             count, what = (placement.stages, "stages") if is_of_stage else (placement.ranks, "ranks")
@@ -107,17 +107,17 @@ def _check_actions(schedule: Schedule) -> None:
             seen.add(action)
 
 
-def _check_vocabulary(schedule: Schedule) -> None:
-    """Raise unless every rank does its part of a shared vocabulary for every microbatch.
+def _check_head(schedule: Schedule) -> None:
+    """Raise unless every rank does its part of a split head for every microbatch.
 
     No rank has a T in an evaluation, nor where the output layer is frozen.
     """
     kinds = [Kind.S, *([Kind.T] if any(action.kind is Kind.T for action in schedule) else [])]
     for rank, order in enumerate(schedule.orders):
-        present = set(order)
+        present, first = set(order), schedule.placement.stage_of(rank, 0)
         for microbatch in range(schedule.microbatches):
             for kind in kinds:
-                if (action := Action(rank, kind, microbatch)) not in present:
+                if (action := Action(first, kind, microbatch)) not in present:
                     raise InvalidSchedule(f"rank {rank}: {action} is missing: add it")
 
 
@@ -148,10 +148,9 @@ def _check_pairs(schedule: Schedule) -> None:
     """Raise unless every pair is a forward with a backward right behind it."""
     if not schedule.paired:
         return
-    if schedule.placement.shares_vocabulary:
+    if schedule.placement.splits_head:
         raise InvalidSchedule(
-            f"schedule {schedule.name!r} has pairs, and its ranks share the vocabulary: leave one of the two "
-            "out"
+            f"schedule {schedule.name!r} has pairs, and its ranks split the head: leave one of the two out"
         )
     left = set(schedule.paired)
     for rank, order in enumerate(schedule.orders):

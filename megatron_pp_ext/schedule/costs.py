@@ -12,6 +12,7 @@ from typing import ClassVar, Self
 
 from megatron_pp_ext.json_input import STRICT
 from megatron_pp_ext.schedule.actions import Action, Kind
+from megatron_pp_ext.schedule.file_names import in_files
 from megatron_pp_ext.schedule.placement import Placement
 
 MOST = 1e100
@@ -83,8 +84,8 @@ class StageCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class VocabularyCosts:
-    """The costs of one rank's part of a shared vocabulary for one microbatch.
+class HeadCosts:
+    """The costs of one rank's part of a head that is split over the ranks, for one microbatch.
 
     ``scores`` are the seconds of an S and ``weight_gradient`` those of a T.  From the start of an S to the
     end of its T the rank keeps ``activation``.  ``hidden`` is the time from the end of the last stage's
@@ -121,8 +122,8 @@ class Costs:
 
     ``stages[s]`` are those of stage s in model order; ``hop`` is the seconds between the end of
     an action and the arrival of its output on another rank (0 between stages of one rank).  ``message``
-    is the size of a message's buffer, in the unit of ``StageCosts.activation``.  ``vocabulary`` are the costs
-    of the part that each rank has of a shared vocabulary, which ``stages`` then leave out.
+    is the size of a message's buffer, in the unit of ``StageCosts.activation``.  ``head`` are the costs of
+    the part that each rank has of a split head (``Placement.splits_head``), which ``stages`` then leave out.
 
     ``pair`` is what a pair takes (``Schedule.paired``) as a part of the sum of its actions: 1 where neither
     hides anything of the other, and 1/2 where one of two equal actions is free.
@@ -131,12 +132,12 @@ class Costs:
     nobody says.
     """
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__: ClassVar = {**STRICT, "alias_generator": in_files}
 
     stages: tuple[StageCosts, ...]
     hop: float = 0.0
     message: float = 0.0
-    vocabulary: VocabularyCosts | None = None
+    head: HeadCosts | None = None
     pair: float = 1.0
     sizes: Mapping[str, int] = field(default_factory=dict, compare=False)
 
@@ -156,12 +157,17 @@ class Costs:
         """Whether the weights of every stage were counted."""
         return all(stage.parameters or stage.expert_parameters for stage in self.stages)
 
+    @property
+    def are_alike(self) -> bool:
+        """Whether an action takes equally long for every microbatch; ``unit_costs.UnitCosts`` has others."""
+        return True
+
     def seconds(self, action: Action) -> float:
         """Return how long ``action`` keeps its rank busy; ValueError for S and T without their costs."""
         if action.kind is Kind.S:
-            return self._shared(action).scores
+            return self._head(action).scores
         if action.kind is Kind.T:
-            return self._shared(action).weight_gradient
+            return self._head(action).weight_gradient
         return self.stages[action.stage].seconds(action.kind)
 
     def of_pair(self, forward: float, backward: float) -> float:
@@ -201,26 +207,26 @@ class Costs:
     def kept(self, action: Action) -> float:
         """Return the activations that ``action`` keeps from its start; below 0, what its end gives back."""
         if action.kind is Kind.S:
-            return self._shared(action).activation
+            return self._head(action).activation
         if action.kind is Kind.T:
-            return -self._shared(action).activation
+            return -self._head(action).activation
         return self.stages[action.stage].kept(action.kind)
 
-    def _shared(self, action: Action) -> VocabularyCosts:
-        if self.vocabulary is None:
+    def _head(self, action: Action) -> HeadCosts:
+        if self.head is None:
             raise ValueError(
-                f"{action} is work on a shared vocabulary, for which no costs are given: set Costs.vocabulary"
+                f"{action} is work on a split head, for which no costs are given: set Costs.head"
             )
-        return self.vocabulary
+        return self.head
 
     @classmethod
     def unit(cls, placement: Placement) -> Self:
         """Return the papers' unit costs: F, I and W take 1, a hop takes 0, a chunk's activations count 1.
 
-        Where ranks share a vocabulary, its output layer takes 1 as well, of which each rank has its part.
+        A split head takes 1 as well, of which each rank has its part.
         """
         costs = cls.uniform(placement, forward=1.0, input_gradient=1.0, weight_gradient=1.0)
-        return costs.with_shared_output_layer(1.0, placement.ranks) if placement.shares_vocabulary else costs
+        return costs.with_split_head(1.0, placement.ranks) if placement.splits_head else costs
 
     @classmethod
     def uniform(
@@ -261,13 +267,13 @@ class Costs:
         last = replace(last, **{name: getattr(last, name) + seconds for name in _TIMES})
         return replace(self, stages=(*others, last))
 
-    def with_shared_output_layer(self, seconds: float, ranks: int) -> Self:
-        """Return the costs with an output layer that ``ranks`` share; its F, I and W take ``seconds`` each.
+    def with_split_head(self, seconds: float, ranks: int) -> Self:
+        """Return the costs with a head that is split over ``ranks``; its F, I and W take ``seconds`` each.
 
         An S does a rank's part of F and I, and a T that of W.
         """
         part = seconds / ranks
-        return replace(self, vocabulary=VocabularyCosts(2 * part, part).exchanged_over(self.hop))
+        return replace(self, head=HeadCosts(2 * part, part).exchanged_over(self.hop))
 
     def copied_at(self, seconds: float) -> Self:
         """Return the costs with copies to the host that take ``seconds`` for each 1 of activations."""

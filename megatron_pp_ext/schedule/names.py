@@ -20,9 +20,6 @@ FLEX = "flex"
 AUTO = "auto"
 """``FLEX`` within the memory that the devices have free, which only training can measure."""
 
-SHARED = "shared"
-"""The vocabulary of which every rank has an equal part (``features.vocabulary``)."""
-
 CSV_PREFIX = "csv:"
 """The prefix of a schedule that is read from a file; the path follows it."""
 

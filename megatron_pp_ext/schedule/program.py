@@ -26,7 +26,7 @@ _DELIVERED = {Kind.F: 0, Kind.I: 1, Kind.S: 2}
 WIRES = HOP, HIDDEN, SUMS, OWN = range(4)
 """The wires over which an output comes.
 
-They lead from stage to stage, from the last stage to a rank's part of a shared vocabulary, from all of these
+They lead from stage to stage, from the last stage to a rank's part of a split head, from all of these
 to the backward of the last stage, and there from the one of the same rank.
 """
 
@@ -86,7 +86,7 @@ class Program:
         numbers = set(as_list(microbatch)) or {0}
         first, microbatches = min(numbers), 1 + max(numbers) - min(numbers)
         made = make.repeated([self.count], [len(_DELIVERED) * placement.stages * microbatches])
-        most = 2 * self.count + placement.shares_vocabulary * placement.ranks * microbatches
+        most = 2 * self.count + placement.splits_head * placement.ranks * microbatches
         found = make.zeros(self.count + 1), make.zeros(most), make.zeros(most)
         place = make.zeros(self.count)
         self.columns = Columns(stage, kind, microbatch, rank, place, bounds, *found)

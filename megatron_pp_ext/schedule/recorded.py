@@ -7,7 +7,7 @@ from statistics import median
 from typing import NamedTuple, Self
 
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
-from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
+from megatron_pp_ext.schedule.costs import Costs, HeadCosts, StageCosts
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.simulate import Event, Timeline
 from megatron_pp_ext.schedule.spans import Span
@@ -113,7 +113,7 @@ class RecordedStep:
             Schedule(self.name, self.placement, microbatches, orders, self.paired),
             Costs(
                 tuple(stage_costs(stage, seconds) for stage in range(self.placement.stages)),
-                vocabulary=vocabulary_costs(self.records) if self.placement.shares_vocabulary else None,
+                head=head_costs(self.records) if self.placement.splits_head else None,
             ),
             tuple(
                 tuple(Event(e.action, e.start - start, e.end - start) for e in record.events)
@@ -156,8 +156,8 @@ def stage_costs(
     )
 
 
-def vocabulary_costs(records: Sequence[RankRecord]) -> VocabularyCosts:
-    """Return the costs of a rank's part of a shared vocabulary, from those of all ranks.
+def head_costs(records: Sequence[RankRecord]) -> HeadCosts:
+    """Return the costs of a rank's part of a split head, from those of all ranks.
 
     Seconds are medians, and the bytes those that an S adds.  Its exchanges are not measured apart.  Where no
     rank has a T, as in an evaluation, a T counts as an S, and nothing is kept for it.
@@ -174,8 +174,8 @@ def vocabulary_costs(records: Sequence[RankRecord]) -> VocabularyCosts:
             before = event.live_bytes
     scores = median(seconds[Kind.S])
     if not seconds[Kind.T]:
-        return VocabularyCosts(scores, scores)
-    return VocabularyCosts(scores, median(seconds[Kind.T]), max(0.0, median(growths)))
+        return HeadCosts(scores, scores)
+    return HeadCosts(scores, median(seconds[Kind.T]), max(0.0, median(growths)))
 
 
 def _kept_bytes(record: RankRecord, stage: int) -> tuple[float, float]:

@@ -5,7 +5,7 @@ from statistics import median
 
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.idle_time import message_seconds
-from megatron_pp_ext.schedule.recorded import RecordedStep, kind_seconds, stage_costs, vocabulary_costs
+from megatron_pp_ext.schedule.recorded import RecordedStep, head_costs, kind_seconds, stage_costs
 
 _SHORTEST = 1e-9
 """The shortest duration in seconds; costs must be above zero and clocks resolve no less."""
@@ -31,5 +31,5 @@ def measured_costs(steps: Sequence[RecordedStep]) -> Costs:
             for stage in range(placement.stages)
         ),
         max(0.0, median(hops)) if hops else 0.0,
-        vocabulary=vocabulary_costs(first.records) if placement.shares_vocabulary else None,
+        head=head_costs(first.records) if placement.splits_head else None,
     )

@@ -1,8 +1,8 @@
 """Times a schedule with costs, as often as there are costs: spans, the critical path, the makespan.
 
 A rank works strictly in its order.  An action starts as soon as the action before it on its rank has ended
-and what it needs from other ranks has arrived: at most one message, or what the ranks exchange about a shared
-vocabulary.  A pair starts as soon as this holds for both of its actions.
+and what it needs from other ranks has arrived: at most one message, or what the ranks exchange about a split
+head.  A pair starts as soon as this holds for both of its actions.
 """
 
 from collections import Counter
@@ -56,6 +56,8 @@ class ScheduleTimer:
 
     def times(self, costs: Costs) -> tuple[Column, Column]:
         """The starts and the ends of all steps by their numbers; at 0, which is no step, both are 0."""
+        if not costs.are_alike:
+            return self._times_of_each(costs.seconds, costs)
         return self.walk.times(self._durations(costs), _delays(costs))
 
     def critical_path(self, costs: Costs) -> CriticalPath:
@@ -70,23 +72,29 @@ class ScheduleTimer:
 
         ``costs`` has the times of messages, and says how long a pair takes.
         """
+        return max(as_list(self._times_of_each(seconds, costs)[1]))
+
+    def _times_of_each(self, seconds: Callable[[Action], float], costs: Costs) -> tuple[Column, Column]:
         alone = list(map(seconds, self.walk.program.actions))
         copies = [stage.copy for stage in costs.stages]
-        _, ends = self.walk.times_of_each(alone, _delays(costs), costs.of_pair, copies)
-        return max(as_list(ends))
+        return self.walk.times_of_each(alone, _delays(costs), costs.of_pair, copies)
 
     def spans(self, costs: Costs) -> tuple[Span, ...]:
         """Every rank's span; starts and ends are those of ``simulate(schedule, costs)`` to the last digit."""
-        seconds = self._durations(costs)
-        starts, ends = self.walk.times(seconds, _delays(costs))
+        starts, ends = self.times(costs)
         return tuple(
-            Span(
-                float(starts[own[0]]),
-                float(ends[own[-1]]),
-                sum(count * seconds[place] for place, count in work.items()),
-            )
-            for own, work in zip(self.steps, self._work, strict=True)
+            Span(float(starts[own[0]]), float(ends[own[-1]]), busy)
+            for own, busy in zip(self.steps, self._busy(costs, starts, ends), strict=True)
         )
+
+    def _busy(self, costs: Costs, starts: Column, ends: Column) -> list[float]:
+        """The working time of each rank."""
+        if not costs.are_alike:
+            return [
+                sum(float(ends[step] - starts[step]) for step in dict.fromkeys(own)) for own in self.steps
+            ]
+        seconds = self._durations(costs)
+        return [sum(count * seconds[place] for place, count in work.items()) for work in self._work]
 
     @cached_property
     def _work(self) -> list[Counter[int]]:
@@ -95,8 +103,8 @@ class ScheduleTimer:
         return [Counter(map(places.__getitem__, dict.fromkeys(own))) for own in self.steps]
 
     def _durations(self, costs: Costs) -> list[float]:
-        """The seconds of each stage's kinds of action, of the shared vocabulary, of pairs and of copies."""
-        shared = costs.vocabulary
+        """The seconds of each stage's kinds of action, of the split head, of pairs and of copies."""
+        shared = costs.head
         own = (shared.scores, shared.weight_gradient) if shared else (0.0, 0.0)
         each = {id(stage): [stage.seconds(kind) for kind in OF_STAGES] for stage in costs.stages}
         alone = [*(took for stage in costs.stages for took in each[id(stage)]), *own, 0.0]
@@ -107,5 +115,5 @@ class ScheduleTimer:
 
 def _delays(costs: Costs) -> tuple[float, ...]:
     """The seconds that an output is on each wire."""
-    shared = costs.vocabulary
+    shared = costs.head
     return costs.hop, shared.hidden if shared else 0.0, shared.sums if shared else 0.0, 0.0

@@ -7,6 +7,7 @@ so most numbers have to agree to the last bit.  Each exception below is a sum th
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_pp_ext.job.other_sums import OtherSums, other_sums
 from megatron_pp_ext.jobs.command import last, whole_number
 from megatron_pp_ext.schedule.formats.run_record import RunRecord
 
@@ -65,9 +66,9 @@ class Arithmetic:
     """What of a job's flags decides about its last bits.
 
     ``clip`` is the norm from which gradients are clipped, 0 for never; ``replicas`` is the number of ranks
-    over which each gradient is summed.  ``shares_vocabulary`` says whether all ranks may share it.  ``apart``
-    is how often a microbatch adds to the gradient of the vocabulary's weight after its first time, where
-    stock sums all of that first.
+    over which each gradient is summed.  ``sums`` is what a feature does to these sums.  ``apart`` is how
+    often a microbatch adds to the gradient of the output weight after its first time, where stock sums all
+    of that first.
     """
 
     precision: str = "fp32"
@@ -75,7 +76,7 @@ class Arithmetic:
     experts: bool = False
     apart: int = 0
     replicas: int = 1
-    shares_vocabulary: bool = False
+    sums: OtherSums | None = None
 
     @classmethod
     def of_flags(cls, words: Sequence[str], ranks: int) -> "Arithmetic":
@@ -88,7 +89,7 @@ class Arithmetic:
             "--num-experts" in words,
             _apart(words),
             max(1, ranks // parallel),
-            "--pipeline-vocabulary" in words,
+            other_sums(frozenset(words)),
         )
 
     def losses(self, stock: RunRecord, step: int) -> Tolerance:
@@ -122,9 +123,8 @@ class Arithmetic:
         if self.apart and name.startswith(("output_layer.", "embedding.word_embeddings.")):
             # Stock's sum of a microbatch is in the lower precision, and gradients may be kept in it.
             return Tolerance(self.apart * (1e-5 if self.precision == "fp32" else 2e-2), _APART)
-        if self.shares_vocabulary:
-            # The parts of the hidden state's gradient are rounded before they are summed.
-            return Tolerance(1e-5 if self.precision == "fp32" else 1e-1, _SHARED)
+        if self.sums is not None:
+            return Tolerance(self.sums.fp32 if self.precision == "fp32" else self.sums.lower, self.sums.why)
         if self.replicas > 2:
             return Tolerance(1e-5 if self.precision == "fp32" else 2e-2, _REPLICAS)
         return BITS
@@ -133,12 +133,12 @@ class Arithmetic:
         """Return why a sum in another order rounds gradients of the first step otherwise; "" if none does."""
         if self.apart:
             return _APART
-        if self.shares_vocabulary:
-            return _SHARED
+        if self.sums is not None:
+            return self.sums.why
         return _REPLICAS if self.replicas > 2 else ""
 
     def _reasons(self, stock: RunRecord, step: int) -> list[str]:
-        reasons = [_SHARED] if self.shares_vocabulary else []
+        reasons = [] if self.sums is None else [self.sums.why]
         if step == 0:
             return reasons
         if any(norm is not None and 0 < self.clip < norm for norm in stock.norms[:step]):
@@ -152,7 +152,6 @@ class Arithmetic:
 
 _CLIPPED = "updates were clipped by a norm, which is summed rank by rank"
 _APART = "a microbatch adds to the vocabulary's weight in several places, of which stock takes the sum first"
-_SHARED = "each rank sums over its part of a shared vocabulary"
 _REPLICAS = "more than two replicas are summed in an order that goes by a gradient's place in its buffer"
 
 

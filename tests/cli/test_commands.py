@@ -8,7 +8,7 @@ from megatron_pp_ext.cli import flex, report
 from megatron_pp_ext.cli.flex import undominated
 from megatron_pp_ext.features.vocabulary.share import share
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
+from megatron_pp_ext.schedule.costs import Costs, HeadCosts, StageCosts
 from megatron_pp_ext.schedule.formats import csv_file
 from megatron_pp_ext.schedule.names import ALIASES
 from megatron_pp_ext.schedule.simulate import simulate
@@ -62,8 +62,8 @@ def test_a_vocabulary_that_all_ranks_share(mpp, tmp_path):
         assert result.exit_code == 0, result.output
         numbers[name] = json.loads((tmp_path / f"{name}.json").read_text())["makespan"]
     schedule = share(lambda count: catalog.build("zb-h1", 3, count), 5)
-    vocabulary = VocabularyCosts(1.0, 0.5, hidden=0.25, sums=0.5)
-    costs = Costs((StageCosts(1, 1, 1),) * 3, 0.25, vocabulary=vocabulary)
+    vocabulary = HeadCosts(1.0, 0.5, hidden=0.25, sums=0.5)
+    costs = Costs((StageCosts(1, 1, 1),) * 3, 0.25, head=vocabulary)
     assert numbers["shared"] == pytest.approx(simulate(schedule, costs).makespan)
     assert numbers["shared"] < numbers["last"]
     last = Costs((StageCosts(1, 1, 1),) * 2 + (StageCosts(2.5, 2.5, 2.5),), 0.25)

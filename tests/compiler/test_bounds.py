@@ -10,7 +10,7 @@ import pytest
 from megatron_pp_ext.compiler.bounds import _last_start, lower_bound
 from megatron_pp_ext.features.vocabulary.share import share
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
+from megatron_pp_ext.schedule.costs import Costs, HeadCosts, StageCosts
 from megatron_pp_ext.schedule.placement import Placement, linear, loop, v
 from megatron_pp_ext.schedule.simulate import simulate
 
@@ -150,13 +150,13 @@ def test_limits_of_single_ranks_count():
 def test_a_shared_vocabulary_adds_to_the_path_and_to_the_work(name):
     schedule = share(lambda count: catalog.build(name, 3, count), 7)
     stages = (StageCosts(1, 1, 1),) * schedule.placement.stages
-    costs = Costs(stages, 0.25, vocabulary=VocabularyCosts(2, 1, hidden=3, sums=5))
+    costs = Costs(stages, 0.25, head=HeadCosts(2, 1, hidden=3, sums=5))
     timeline = simulate(schedule, costs)
     bound = lower_bound(schedule.placement, 7, costs, timeline.peak_activations)
     work = max(sum(costs.seconds(action) for action in order) for order in schedule.orders)
     assert work <= bound <= timeline.makespan
-    alone = lower_bound(replace(schedule.placement, shares_vocabulary=False), 7, costs, (100.0,) * 3)
+    alone = lower_bound(replace(schedule.placement, splits_head=False), 7, costs, (100.0,) * 3)
     one = lower_bound(schedule.placement, 1, costs, (100.0,) * 3)
-    one_alone = lower_bound(replace(schedule.placement, shares_vocabulary=False), 1, costs, (100.0,) * 3)
+    one_alone = lower_bound(replace(schedule.placement, splits_head=False), 1, costs, (100.0,) * 3)
     assert bound > alone
     assert one == pytest.approx(one_alone + 2 + 3 + 5)

@@ -54,7 +54,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def compiled(microbatches: int = 4) -> Schedule:
     request = Request("flex", (v(2),), microbatches, True, limit=Budget((2.0, 2.0)))
-    return make(request, lambda stages, shares_vocabulary: COSTS).schedule
+    return make(request, lambda stages, splits_head: COSTS).schedule
 
 
 @pytest.fixture

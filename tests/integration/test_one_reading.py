@@ -93,7 +93,7 @@ def test_a_limit_compiles_to_one_schedule(
     costs_file.write(COSTS, tmp_path / "costs.json")
     flags = f"{FLEX} {limit} --global-batch-size {batch} --pipeline-costs {tmp_path}/costs.json"
     trained = read(monkeypatch, flags).source.schedule(batch)
-    planned = make(estimated(flags), lambda stages, shares_vocabulary: COSTS).schedule
+    planned = make(estimated(flags), lambda stages, splits_head: COSTS).schedule
     words = f"schedule flex -p 4 -m {batch} --memory-limit {limit} --costs {tmp_path}/costs.json"
     shown = CliRunner().invoke(app, [*words.split(), "--json", str(tmp_path / "found.json")])
     assert shown.exit_code == 0, shown.output

@@ -92,6 +92,8 @@ CASES: dict[str, dict[str, str]] = {
         "--pipeline-replicas {": "--pipeline-replicas 1-1-1-1",
         "--pipeline-memory-limit {": "--pipeline-schedule 1f1b --pipeline-memory-limit 0.5",
         "--pipeline-costs {": "--pipeline-schedule pipedream --pipeline-costs x.json",
+        "--pipeline-loss-rank {": "--pipeline-loss-rank last",
+        "--pipeline-loss-rank first": "--pipeline-schedule 1f1b --pipeline-loss-rank first",
         "needs --pipeline-memory-limit; give a fraction": "--pipeline-schedule flex",
         "dynamic loss scale of --fp16 skips": "--pipeline-schedule auto --fp16",
     },
@@ -387,7 +389,7 @@ def test_whole_lines(flags: str, line: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_can_be_is_not_refused(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And does not share a vocabulary where ``auto`` has no choice."""
     pipeline = read(monkeypatch, flags)
-    assert pipeline is None or not pipeline.placement.shares_vocabulary
+    assert pipeline is None or not pipeline.placement.splits_head
 
 
 @pytest.mark.parametrize(

@@ -250,7 +250,7 @@ def test_auto_asks_for_free_memory_from_the_second_step_on(monkeypatch: pytest.M
     group = SimpleNamespace(rank=lambda: 0)
     monkeypatch.setattr(source, "make", make)
     pipeline = requested.Pipeline(named("auto", 2, 4), source.Source(named("auto", 2, 4), Costs.unit))
-    monkeypatch.setattr(sources, "has_frozen_output", lambda model: False)
+    monkeypatch.setattr(sources, "model_options", lambda model: ())
     steps = choose.runner(pipeline).steps
 
     def plan(microbatches: int, forward_only: bool = False, training_steps: int = 0):

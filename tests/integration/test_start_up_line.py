@@ -23,15 +23,15 @@ def summary(flags: str, monkeypatch: pytest.MonkeyPatch, costs=None) -> str:
     return start_up.summary(pipeline, costs or partial(estimate, RequestedJob(args)))
 
 
-def unit(stages: int, shares_vocabulary: bool) -> Costs:
+def unit(stages: int, splits_head: bool) -> Costs:
     return Costs.unit(v(stages // 2))
 
 
-def unknown(stages: int, shares_vocabulary: bool) -> Costs:
+def unknown(stages: int, splits_head: bool) -> Costs:
     raise ValueError("a layer that nobody has modelled")
 
 
-def faulty(stages: int, shares_vocabulary: bool) -> Costs:
+def faulty(stages: int, splits_head: bool) -> Costs:
     raise KeyError("a fault of the estimate")
 
 

@@ -33,7 +33,7 @@ def asked(**others: object) -> RequestedJob:
 def test_a_vocabulary_that_the_ranks_share_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "shared.csv"
     csv_file.write(share(lambda count: catalog.build("v-half", 2, count), 4), file)
-    with pytest.raises(ValueError, match=r"shared\.csv share the vocabulary.*without --shared-vocabulary"):
+    with pytest.raises(ValueError, match=r"shared\.csv split the head.*with the head in the last stage"):
         read_csv(file, asked())
 
 

@@ -10,7 +10,7 @@ from megatron_pp_ext.compiler.request import Request, named
 from megatron_pp_ext.compiler.source import Source
 from megatron_pp_ext.job import memory_limit
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
-from megatron_pp_ext.schedule.names import AUTO, FLEX, SHARED
+from megatron_pp_ext.schedule.names import AUTO, FLEX
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 
 RANKS, MICROBATCHES = 3, 6
@@ -68,7 +68,7 @@ def flex(limit: float | tuple[float, ...]) -> Request:
 
 
 def alone(limit: float | tuple[float, ...]) -> Timeline:
-    schedule = make(flex(limit), lambda stages, shares_vocabulary: COSTS).schedule
+    schedule = make(flex(limit), lambda stages, splits_head: COSTS).schedule
     return simulate(schedule, COSTS.merged(schedule.placement.stages))
 
 
@@ -83,7 +83,7 @@ def test_each_rank_keeps_its_own_limit(limits: tuple[float, ...]) -> None:
 
 
 def sharing(request: Request) -> Request:
-    return replace(request, vocabulary=SHARED, trials=12)
+    return replace(request, splits_head=True, trials=12)
 
 
 def beside_vocabulary(limit: float | tuple[float, ...], shared: Costs) -> Timeline:
@@ -93,7 +93,7 @@ def beside_vocabulary(limit: float | tuple[float, ...], shared: Costs) -> Timeli
 
 def test_each_rank_keeps_its_own_limit_beside_a_shared_vocabulary() -> None:
     """More memory on some of the ranks makes no step longer."""
-    shared = COSTS.with_shared_output_layer(12.0, RANKS)
+    shared = COSTS.with_split_head(12.0, RANKS)
     limits = (30.0, 50.0, 50.0)
     found = beside_vocabulary(limits, shared)
     assert keeps(found, limits)
@@ -103,7 +103,7 @@ def test_each_rank_keeps_its_own_limit_beside_a_shared_vocabulary() -> None:
 @pytest.mark.parametrize(("free", "is_shorter"), [((30.0, 50.0, 50.0), True), ((50.0, 50.0, 30.0), False)])
 def test_auto_shares_a_vocabulary_within_what_each_rank_has_free(free, is_shorter):
     """In the second case the compiler finds no shorter order for the memory that some ranks have more."""
-    shared = COSTS.with_shared_output_layer(12.0, RANKS)
+    shared = COSTS.with_split_head(12.0, RANKS)
     auto = sharing(named(AUTO, RANKS, MICROBATCHES))
     source = Source(auto, lambda stages, is_shared: shared if is_shared else COSTS)
     least = (30.0,) * RANKS

@@ -9,8 +9,9 @@ from megatron_pp_ext.compiler.limits import requested_budget
 from megatron_pp_ext.costs import system
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.features.pairs.options import Pairs
+from megatron_pp_ext.job import options
 from megatron_pp_ext.job.memory_limit import spelled
-from megatron_pp_ext.job.pipeline import for_world, vocabulary
+from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.planner.search.best_first import Search
 from megatron_pp_ext.planner.search.candidate import Candidate, Recompute, settled_in, strip
 from megatron_pp_ext.planner.search.compiled import Compiler
@@ -36,7 +37,7 @@ FEW = ("1f1b", "zb-h1", "interleaved", "v-half", "v-zb")
 
 def space(gpus=4, batch=8, schedules=FEW, fixed=(), **changed):
     job = describe({**MODEL, **changed})
-    job = job.changed(pipeline_vocabulary=vocabulary(asked_of(job)))
+    job = job.changed(**options.permitted(asked_of(job)))
     return Space(job, gpus, 8, batch, schedules, fixed)
 
 
@@ -46,7 +47,7 @@ def everything(where):
             for recompute in where.recomputes(cut, chunks):
                 for sized in where.refined(replace(cut, chunks=chunks, recompute=recompute)):
                     for name, shares in product(names, where.sharing(cut)):
-                        yield replace(sized, schedule=name, shares_vocabulary=shares)
+                        yield replace(sized, schedule=name, splits_head=shares)
 
 
 def estimated(candidate, where):
@@ -54,7 +55,7 @@ def estimated(candidate, where):
     is_split = catalog.abilities(candidate.schedule).splits_backward
     work = Workload(job, A100, candidate.placement, candidate.data, is_split=is_split)
     sizes = candidate.pipeline, candidate.microbatches, candidate.chunks
-    order = program(candidate.schedule, *sizes, candidate.shares_vocabulary, candidate.options)
+    order = program(candidate.schedule, *sizes, candidate.splits_head, candidate.options)
     return work, estimate(work, order, candidate.schedule, candidate.microbatches)
 
 
@@ -314,12 +315,12 @@ def test_the_best_of_both_ways_to_hold_a_vocabulary(limit):
         fixed=("context_parallel_size",), pipeline_vocabulary="auto", vocab_size=128000, hidden_size=2048
     )
     found = searched_as_exhaustively(where, limit, top=6)
-    assert len({one.candidate.shares_vocabulary for one in found.best}) == 2
+    assert len({one.candidate.splits_head for one in found.best}) == 2
     for one in found.best:
         assert ("--pipeline-vocabulary shared" in " ".join(one.candidate.flags())) is (
-            one.candidate.shares_vocabulary
+            one.candidate.splits_head
         )
-        assert one.candidate.name.endswith("-shared") is one.candidate.shares_vocabulary
+        assert one.candidate.name.endswith("-shared") is one.candidate.splits_head
 
 
 @pytest.mark.parametrize("name", catalog.NAMES)
@@ -330,7 +331,7 @@ def test_no_candidate_that_shares_is_below_its_bounds(name, batch):
     pipeline = {"pipeline_model_parallel_size": 4, "pipeline_vocabulary": "shared", "vocab_size": 256000}
     where = space(gpus=4, batch=batch, schedules=(name,), fixed=tuple(pipeline), num_layers=16, **pipeline)
     for candidate in everything(where):
-        assert candidate.shares_vocabulary
+        assert candidate.splits_head
         work, found = estimated(candidate, where)
         bound = bounds(work, candidate.microbatches)[catalog.abilities(name).splits_backward]
         assert found.step_seconds >= bound * (1 - rounded)
@@ -356,15 +357,15 @@ def test_a_single_rank_shares_nothing():
         list(everything(space(schedules=("1f1b",), pipeline_vocabulary=which)))
         for which in ("auto", "shared", None)
     )
-    assert {(one.pipeline > 1, one.shares_vocabulary) for one in both} == {
+    assert {(one.pipeline > 1, one.splits_head) for one in both} == {
         (False, False),
         (True, False),
         (True, True),
     }
-    assert all(one.shares_vocabulary and one.pipeline > 1 for one in only)
-    assert not any(one.shares_vocabulary for one in without)
+    assert all(one.splits_head and one.pipeline > 1 for one in only)
+    assert not any(one.splits_head for one in without)
     deep = everything(space(schedules=("1f1b",), pipeline_vocabulary="auto", mtp_num_layers=1))
-    assert not any(one.shares_vocabulary for one in deep)
+    assert not any(one.splits_head for one in deep)
 
 
 def test_flex_shares_within_the_memory(short_searches):
@@ -374,7 +375,7 @@ def test_flex_shares_within_the_memory(short_searches):
         Search(where, A100, 60e9, compiles=which).run() for which in (Compiles.NEVER, Compiles.ONLY)
     )
     (best, *_) = compiled.best
-    assert (best.candidate.schedule, best.candidate.shares_vocabulary) == ("flex", True)
+    assert (best.candidate.schedule, best.candidate.splits_head) == ("flex", True)
     assert best.estimate.fullest.total <= 60e9
     assert best.estimate.step_seconds <= of_family.best[0].estimate.step_seconds
     flags = " ".join(best.candidate.flags())

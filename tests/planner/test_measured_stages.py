@@ -12,7 +12,7 @@ from megatron_pp_ext.planner import described
 from megatron_pp_ext.planner.step.estimate import Estimate, estimate_request
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
+from megatron_pp_ext.schedule.costs import Costs, HeadCosts, StageCosts
 from megatron_pp_ext.schedule.formats import costs_file
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support import rounding
@@ -134,12 +134,12 @@ def test_pairs_take_what_the_file_says(tmp_path: Path) -> None:
 def test_ranks_share_a_vocabulary_as_it_was_measured(tmp_path: Path) -> None:
     """Its part is on every rank, and its weights are among those of the stages."""
     flags = f"{DENSE} --pipeline-schedule 1f1b --pipeline-vocabulary shared"
-    part = VocabularyCosts(scores=1.0, weight_gradient=0.5, activation=1e4)
-    found = estimated(flags, replace(MEASURED, vocabulary=part), tmp_path, batch=8)
+    part = HeadCosts(scores=1.0, weight_gradient=0.5, activation=1e4)
+    found = estimated(flags, replace(MEASURED, head=part), tmp_path, batch=8)
     alone = estimated(f"{DENSE} --pipeline-schedule 1f1b", MEASURED, tmp_path, batch=8)
     assert found.pipeline_seconds > alone.pipeline_seconds
     assert [rank.weights for rank in found.ranks] == [2 * 1600, 2 * 3000]
-    with pytest.raises(ValueError, match=r"costs.json has no costs of a part of the vocabulary; add a"):
+    with pytest.raises(ValueError, match=r"costs.json has no costs of a rank's part of the head; add a"):
         estimated(flags, MEASURED, tmp_path)
 
 

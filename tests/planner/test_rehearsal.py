@@ -10,7 +10,7 @@ from megatron_pp_ext.features.vocabulary.share import share
 from megatron_pp_ext.planner.rehearsal import chosen_ranks, put_together, seconds, stand_in
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
-from megatron_pp_ext.schedule.costs import StageCosts, VocabularyCosts
+from megatron_pp_ext.schedule.costs import HeadCosts, StageCosts
 from megatron_pp_ext.schedule.formats import rehearsal_file
 from megatron_pp_ext.schedule.formats.rehearsal_file import Collective, RankRehearsal
 from megatron_pp_ext.schedule.simulate import simulate
@@ -48,7 +48,7 @@ def test_a_file_keeps_it_all(tmp_path: Path) -> None:
         measured(2),
         collectives=(Collective(0, "F", "gather", 8, 2, 1),),
         device_bytes=7,
-        vocabulary=VocabularyCosts(2.0, 1.0, 3.0),
+        head=HeadCosts(2.0, 1.0, 3.0),
     )
     rehearsal_file.write(one, tmp_path / "2.json")
     assert rehearsal_file.read(tmp_path / "2.json") == one
@@ -176,7 +176,7 @@ def test_a_shared_vocabulary_is_simulated_with_the_ranks_parts() -> None:
         rank: replace(
             measured(rank),
             digest=schedule.digest,
-            vocabulary=VocabularyCosts(rank + 1, 2.0, 5.0),
+            head=HeadCosts(rank + 1, 2.0, 5.0),
             collectives=gathered,
             ratios=(tuple(1.0 + (action.kind is Kind.S) for action in schedule.orders[rank]),),
         )
@@ -184,9 +184,9 @@ def test_a_shared_vocabulary_is_simulated_with_the_ranks_parts() -> None:
     }
     rehearsal = put_together(found, schedule, SYSTEM, 8)
     hop = 0.5 + 1000 / 1000
-    expected = VocabularyCosts(2.5 + 0.125, 2.0, 5.0, hidden=hop, sums=2 * hop)
-    assert rehearsal.timeline.costs.vocabulary == expected
-    slow = replace(rehearsal.timeline.costs, vocabulary=replace(expected, scores=2 * expected.scores))
+    expected = HeadCosts(2.5 + 0.125, 2.0, 5.0, hidden=hop, sums=2 * hop)
+    assert rehearsal.timeline.costs.head == expected
+    slow = replace(rehearsal.timeline.costs, head=replace(expected, scores=2 * expected.scores))
     assert rehearsal.pipeline_seconds == pytest.approx(simulate(schedule, slow).makespan)
 
 

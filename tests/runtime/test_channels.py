@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_pp_ext.runtime.channels import LARGE, Channels, direction_groups
-from megatron_pp_ext.runtime.stand_in_channels import MadeUpChannels, MadeUpExchanges
+from megatron_pp_ext.runtime.stand_in_channels import MadeUpChannels
 from megatron_pp_ext.schedule.actions import Action, Kind
 from megatron_pp_ext.schedule.messages import SENDS_AHEAD, Message, outgoing_message
 from tests.support.ranks import run_ranks
@@ -251,28 +251,3 @@ def made_up(rank: int) -> tuple[int, bool]:
 def test_made_up_messages_take_the_memory_of_real_ones() -> None:
     """A rehearsal measures memory: what is received is a tensor of its own, as it would be in a real run."""
     assert run_ranks(made_up, 1) == [(3, True)]
-
-
-def made_up_exchanges(rank: int) -> None:
-    dist.init_process_group("gloo")
-    world = dist.group.WORLD
-    assert world is not None
-    exchanges = MadeUpExchanges(world, world, rows=50)
-    tokens, numbers = torch.full((400,), -1), torch.full(SHAPE, torch.nan)
-    for home in (0, 1):
-        exchanges.broadcast(tokens, home).wait()
-        exchanges.broadcast(numbers, home).wait()
-        # What rank 0 broadcasts itself is as it was.
-        assert bool((tokens == -1).all()) is bool(numbers.isnan().all()) is (home == 0)
-    assert 0 <= tokens.min() < 5 < 45 < tokens.max() < 50
-    assert numbers.any() and numbers.isfinite().all()
-    whole, gathering = exchanges.gather(NUMBERS)
-    gathering.wait()
-    assert torch.equal(whole, NUMBERS[None])
-    mine = NUMBERS.clone()
-    exchanges.reduce(mine, 1).wait()
-    assert torch.equal(mine, NUMBERS)
-
-
-def test_made_up_exchanges_are_numbers_to_compute_with() -> None:
-    run_ranks(made_up_exchanges, 1)

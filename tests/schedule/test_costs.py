@@ -3,7 +3,7 @@ import math
 import pytest
 
 from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind
-from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
+from megatron_pp_ext.schedule.costs import Costs, HeadCosts, StageCosts
 
 
 def test_a_whole_backward_takes_both_halves_and_releases_everything():
@@ -41,21 +41,21 @@ def test_an_output_layer_is_the_last_stages_or_all_ranks():
     plain = Costs((StageCosts(1.0, 2.0, 3.0, 4.0, 0.5),) * 4, hop=0.125, message=7.0)
     last = StageCosts(1.75, 2.75, 3.75, 4.0, 0.5)
     assert plain.with_output_layer(0.75) == Costs((*plain.stages[:3], last), 0.125, 7.0)
-    shared = plain.with_shared_output_layer(0.75, 3)
-    assert shared == Costs(plain.stages, 0.125, 7.0, VocabularyCosts(0.5, 0.25, 0.0, 0.125, 0.25))
-    assert shared.merged(2).vocabulary == shared.vocabulary
+    shared = plain.with_split_head(0.75, 3)
+    assert shared == Costs(plain.stages, 0.125, 7.0, HeadCosts(0.5, 0.25, 0.0, 0.125, 0.25))
+    assert shared.merged(2).head == shared.head
 
 
 @pytest.mark.parametrize("field", ["scores", "weight_gradient"])
 def test_work_on_a_vocabulary_takes_time(field):
-    with pytest.raises(ValueError, match=rf"VocabularyCosts\.{field} is 0, but must be .* above 0"):
-        VocabularyCosts(**{"scores": 1, "weight_gradient": 1, field: 0})
+    with pytest.raises(ValueError, match=rf"HeadCosts\.{field} is 0, but must be .* above 0"):
+        HeadCosts(**{"scores": 1, "weight_gradient": 1, field: 0})
 
 
 def test_work_on_a_vocabulary_is_a_ranks():
     costs = Costs((StageCosts(1, 1, 1),) * 2)
     for kind in (Kind.S, Kind.T):
-        with pytest.raises(ValueError, match=r"for which no costs are given: set Costs\.vocabulary"):
+        with pytest.raises(ValueError, match=r"for which no costs are given: set Costs\.head"):
             costs.seconds(Action(0, kind, 0))
         with pytest.raises(ValueError, match="is no work of a stage"):
             costs.stages[0].seconds(kind)

@@ -13,7 +13,7 @@ from megatron_pp_ext.schedule.buffers import most_buffers
 from megatron_pp_ext.schedule.check import InvalidSchedule
 from megatron_pp_ext.schedule.columns import as_list
 from megatron_pp_ext.schedule.copies import Copies
-from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
+from megatron_pp_ext.schedule.costs import Costs, HeadCosts, StageCosts
 from megatron_pp_ext.schedule.placement import linear
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.schedule.timing import ScheduleTimer
@@ -23,10 +23,8 @@ def costs_of(schedule, random):
     """Random costs, with equal stages among them, so that actions end at the same time."""
     different = [StageCosts(*(random.uniform(1, 3) for _ in range(3)), copy=0.6) for _ in range(2)]
     stages = tuple(random.choice(different) for _ in range(schedule.placement.stages))
-    shared = (
-        VocabularyCosts(0.5, 0.25, hidden=0.1, sums=0.2) if schedule.placement.shares_vocabulary else None
-    )
-    return Costs(stages, hop=random.choice([0.0, 0.3]), vocabulary=shared, pair=random.uniform(0.5, 1))
+    shared = HeadCosts(0.5, 0.25, hidden=0.1, sums=0.2) if schedule.placement.splits_head else None
+    return Costs(stages, hop=random.choice([0.0, 0.3]), head=shared, pair=random.uniform(0.5, 1))
 
 
 def with_copies(schedule):

@@ -60,7 +60,7 @@ def gradients_by_name(chunks: list[torch.nn.Module]) -> dict[tuple[str, int | Ro
     rank, size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
     found: dict[tuple[str, int | Rows], torch.Tensor] = {}
     for name, parameter in training.global_parameters(chunks):
-        rows = getattr(parameter, "vocabulary_rows", None)
+        rows = getattr(parameter, "rows_of_whole", None)
         if not parameter.requires_grad:
             assert parameter.grad is None and not hasattr(parameter, "main_grad"), name
             continue

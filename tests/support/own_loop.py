@@ -5,6 +5,7 @@ Weights and batches depend on names and numbers alone, so that runs on any place
 
 import hashlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -74,11 +75,22 @@ def gpt(config: TransformerConfig, **given: Any) -> GPTModel:
 
 def predicting(config: TransformerConfig, **given: Any) -> GPTModel:
     """The same with multi-token prediction, in the stage where the config's layout has it."""
+    _make_classes_of_engine()
     layer = get_gpt_layer_local_spec()
     prediction = get_gpt_mtp_block_spec(
         config, layer, use_transformer_engine=False, vp_stage=given["vp_stage"]
     )
     return GPTModel(config, layer, mtp_block_spec=prediction, position_embedding_type="rope", **given)
+
+
+def _make_classes_of_engine() -> None:
+    """Put a class where Megatron 0.20 has none without Transformer Engine, and asks what is one of it."""
+    with suppress(ImportError):
+        from megatron.core.tensor_parallel import inference_layers
+
+        for name, value in vars(inference_layers).items():
+            if name.endswith("ColumnParallelLinear") and not isinstance(value, type):
+                setattr(inference_layers, name, type(name, (), {}))
 
 
 def hybrid(config: TransformerConfig, **given: Any) -> Any:
@@ -123,7 +135,7 @@ def build(
     for name, parameter in global_parameters(model):
         seed = int(hashlib.sha256(name.encode()).hexdigest()[:8], 16)
         # A part of a shared vocabulary has its rows of the whole weight.
-        first, rows = getattr(parameter, "vocabulary_rows", (0, len(parameter)))
+        first, rows = getattr(parameter, "rows_of_whole", (0, len(parameter)))
         drawn = torch.randn(rows, *parameter.shape[1:], generator=torch.Generator().manual_seed(seed))
         parameter.data.copy_(drawn[first : first + len(parameter)] * 0.1)
     settings = DistributedDataParallelConfig(
@@ -163,12 +175,11 @@ def run_step(model: list[Any], iterators: list[Any], count: int, **about: Any) -
     """Run ``count`` microbatches, and return what megatron.core returns on this rank."""
     run = schedules.get_forward_backward_func()
     return run(
-        forward_step_func=forward_step,
         data_iterator=iterators if len(model) > 1 else iterators[0],
         model=model if len(model) > 1 else model[0],
         num_microbatches=count,
         micro_batch_size=1,
-        **{"seq_length": LENGTH, "forward_only": False, **about},
+        **{"forward_step_func": forward_step, "seq_length": LENGTH, "forward_only": False, **about},
     )
 
 

@@ -247,7 +247,7 @@ def initialize_by_layer(chunks: list[torch.nn.Module]) -> None:
 def _full(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
     """Numbers for the whole tensor, of which ``parameter`` may be one tensor-parallel part."""
     shape = list(parameter.shape)
-    if rows := _vocabulary_rows(parameter):
+    if rows := _rows_of_whole(parameter):
         shape[0] = rows[1]
     elif _is_cut(parameter):
         shape[parameter.partition_dim] *= mpu.get_tensor_model_parallel_world_size()
@@ -264,7 +264,7 @@ def normal(name: str, shape: Sequence[int]) -> torch.Tensor:
 
 def _shard(full: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
     """Cut out the part of this rank. With a stride s, a part is s pieces, as Megatron deals them out."""
-    if rows := _vocabulary_rows(parameter):
+    if rows := _rows_of_whole(parameter):
         return full[rows[0] : rows[0] + len(parameter)]
     if not _is_cut(parameter):
         return full
@@ -273,9 +273,9 @@ def _shard(full: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
     return torch.cat(pieces[rank::size], dim=parameter.partition_dim)
 
 
-def _vocabulary_rows(parameter: torch.nn.Parameter) -> tuple[int, int] | None:
+def _rows_of_whole(parameter: torch.nn.Parameter) -> tuple[int, int] | None:
     """The first row and the number of all rows, where all pipeline ranks share the vocabulary."""
-    return getattr(parameter, "vocabulary_rows", None)
+    return getattr(parameter, "rows_of_whole", None)
 
 
 def _is_cut(parameter: torch.nn.Parameter) -> bool:

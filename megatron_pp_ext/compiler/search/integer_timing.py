@@ -26,8 +26,8 @@ def time_orders(problem: Problem, orders: Orders) -> TimedOrders | None:
         return None
     by_kind = np.array(problem.duration).reshape(4, -1)
     by_kind[1] = by_kind[1, ::-1].copy()  # a microbatch visits the I from the last stage on
-    no_vocabulary = 0, 0, 0
-    durations, delays = [*by_kind.T.ravel(), *no_vocabulary], (max(problem.delay), *no_vocabulary)
+    no_head = 0, 0, 0
+    durations, delays = [*by_kind.T.ravel(), *no_head], (max(problem.delay), *no_head)
     starts, ends = walk.times(durations, delays, kind=int)
     of_actions = starts[walk.step_of[:-1]]
     return TimedOrders(np.split(of_actions, walk.program.columns.bounds[1:-1]), int(ends.max()))

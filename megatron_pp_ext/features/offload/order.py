@@ -70,7 +70,7 @@ def _known(request: Request, costs: CostsOf, schedule: Schedule) -> Costs:
     """Return the costs of the stages of ``schedule``; those of units for a model that has no estimate."""
     placement = schedule.placement
     try:
-        return costs(request.finest.stages, placement.shares_vocabulary).merged(placement.stages)
+        return costs(request.finest.stages, placement.splits_head).merged(placement.stages)
     except ValueError:
         return Costs.unit(placement)
 
@@ -86,9 +86,10 @@ def _timeline(schedule: Schedule, request: Request, share: float | str, costs: C
         return timeline
     peaks = within(schedule, budget.counted(costs), budget.ranks).peak_memory
     rank = max(range(request.ranks), key=lambda rank: peaks[rank] - budget.ranks[rank])
-    raise ValueError(
-        f"memory limit: rank {rank} may keep {budget.ranks[rank]:.4g}, but keeps {peaks[rank]:.4g} "
-        f"under {schedule.name} with all on the host that comes back in time; raise it, or choose flex"
+    raise InfeasibleLimit(
+        f"memory limit: rank {{rank}} may keep {budget.ranks[rank]:.4g}, but keeps {peaks[rank]:.4g} "
+        f"under {schedule.name} with all on the host that comes back in time; raise it, or choose flex",
+        rank,
     )
 
 
@@ -98,7 +99,7 @@ def _compiled(request: Request, costs: CostsOf, before: Make) -> Made:
     What is compiled without copies stays if nothing is shorter.  Where a published family keeps the limit
     with them, fewer trials search for it, and none where its lower bound is above that family's step.
     """
-    known = with_copy_seconds(costs(request.finest.stages, request.shares_vocabulary))
+    known = with_copy_seconds(costs(request.finest.stages, bool(request.splits_head)))
     budget = request.budget(known)
     counted = budget.counted(known)
     found = planned(request.placements, request.microbatches, counted, budget.ranks)

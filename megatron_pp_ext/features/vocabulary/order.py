@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.compiler.limits import Budget, least_limits
 from megatron_pp_ext.compiler.make import CostsOf, Made, Make
-from megatron_pp_ext.compiler.request import Request
+from megatron_pp_ext.compiler.request import Option, Request
 from megatron_pp_ext.features.vocabulary.share import share, share_evaluation, without_weight_gradients
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.names import AUTO, FORWARD_ONLY, SHARED
+from megatron_pp_ext.schedule.names import FORWARD_ONLY
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 
@@ -20,14 +20,19 @@ _WORTH_SHARING = 0.01
 """The part of a step that sharing the vocabulary has to save before ``auto`` chooses it."""
 
 _ATTEMPTS = 8
-"""The budgets tried for what the stages of a compiled schedule keep beside the parts of the vocabulary."""
+"""The budgets tried for what the stages keep, so that the parts of the vocabulary fit in the limit too."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenOutput(Option):
+    """An option of a request: the weight of the output layer is frozen, and has no gradient."""
 
 
 def shared(request: Request, costs: CostsOf, before: Make) -> Made:
     """Share the vocabulary where it is requested, or under ``auto`` where that makes the step shorter."""
-    if request.vocabulary == SHARED:
-        return Made(_shared(request, costs, before))
-    if request.vocabulary == AUTO:
+    if request.splits_head:
+        return Made(_shared(request, costs, before), about="vocabulary shared by all ranks")
+    if request.splits_head is None:
         return _shorter_of_both(request, costs, before)
     return before(request)
 
@@ -35,7 +40,7 @@ def shared(request: Request, costs: CostsOf, before: Make) -> Made:
 def without_frozen_weight(request: Request, costs: CostsOf, before: Make) -> Made:
     """Leave out the weight gradients of an output layer that is frozen."""
     made = before(request)
-    if not request.output_is_frozen:
+    if request.option(FrozenOutput) is None:
         return made
     return replace(made, schedule=without_weight_gradients(made.schedule))
 
@@ -49,9 +54,9 @@ def _shared(request: Request, costs: CostsOf, before: Make) -> Schedule:
 
 
 def _shorter_of_both(request: Request, costs: CostsOf, before: Make) -> Made:
-    alone = before(replace(request, vocabulary=None))
+    alone = before(replace(request, splits_head=False))
     try:
-        schedules = alone.schedule, _shared(replace(request, vocabulary=SHARED), costs, before)
+        schedules = alone.schedule, _shared(replace(request, splits_head=True), costs, before)
     except InfeasibleLimit:
         return replace(alone, note="vocabulary not shared: the memory limit has no room for its parts")
     separate, shared = (
@@ -141,9 +146,10 @@ class _Compiler:
         if needed <= limit:
             return least
         raise InfeasibleLimit(
-            f"a memory limit of {limit:.6g} on rank {rank} has no room for the parts of a shared vocabulary, "
-            f"with which the order that keeps least keeps {needed:.6g} there; raise --pipeline-memory-limit, "
-            "or leave --pipeline-vocabulary out"
+            f"a memory limit of {limit:.6g} on rank {{rank}} has no room for the parts of a shared "
+            f"vocabulary, with which the order that keeps least keeps {needed:.6g} there; raise "
+            "--pipeline-memory-limit, or leave --pipeline-vocabulary out",
+            rank,
         )
 
     def least(self, placement: Placement) -> Schedule:

@@ -1,8 +1,8 @@
 """What a vocabulary that all ranks of a pipeline share does not support."""
 
+from megatron_pp_ext.features.vocabulary.names import SHARED
 from megatron_pp_ext.job.rules.rule import Rule, Rules
 from megatron_pp_ext.job.rules.schedules import gathers_weights
-from megatron_pp_ext.schedule.names import SHARED
 
 RULES = (
     Rules(

@@ -56,7 +56,7 @@ def share(build: Callable[[int], Schedule], microbatches: int) -> Schedule:
     one microbatch more than without.  Raises InvalidSchedule where the ranks wait for each other.
     """
     schedule = build(microbatches)
-    placement = replace(schedule.placement, shares_vocabulary=True)
+    placement = replace(schedule.placement, splits_head=True)
     candidates = [
         run for orders in _put_off(schedule, build) if (run := _run(orders, placement, microbatches))
     ]
@@ -69,7 +69,7 @@ def share(build: Callable[[int], Schedule], microbatches: int) -> Schedule:
 
 def share_evaluation(schedule: Schedule) -> Schedule:
     """Return ``schedule``, of forwards alone, with S for every microbatch."""
-    placement = replace(schedule.placement, shares_vocabulary=True)
+    placement = replace(schedule.placement, splits_head=True)
     run = _run(schedule.orders, placement, schedule.microbatches)
     if run is None:
         raise InvalidSchedule("the ranks wait for each other: let schedule.check name the actions")
@@ -79,16 +79,16 @@ def share_evaluation(schedule: Schedule) -> Schedule:
 def without_weight_gradients(schedule: Schedule) -> Schedule:
     """Return ``schedule`` for an output layer whose weight is frozen: without T, for which nothing waits.
 
-    A copy that was launched before a T, or gave its memory up there, does so before the action behind it.
+    A copy that was launched before a T, or freed its memory there, does so before the action after it.
     """
     orders = (tuple(action for action in order if action.kind is not Kind.T) for order in schedule.orders)
-    behind: dict[Action, Action] = {}
+    following: dict[Action, Action] = {}
     for order in schedule.orders:
         left = order[-1]
         for action in reversed(order):
             left = left if action.kind is Kind.T else action
-            behind[action] = left
-    return replace(schedule, orders=tuple(orders), copies=schedule.copies.with_actions(behind.__getitem__))
+            following[action] = left
+    return replace(schedule, orders=tuple(orders), copies=schedule.copies.with_actions(following.__getitem__))
 
 
 def _put_off(schedule: Schedule, build: Callable[[int], Schedule]) -> Iterator[list[Order]]:
@@ -143,7 +143,7 @@ def _run(orders: Sequence[Order], placement: Placement, microbatches: int) -> "_
 class _Paper:
     """The ranks at work; ``moments`` are the times, each with a rank, at which one may go on.
 
-    An action tells who waits for it.  The needs of a ``Program``, turned round, would take twice as long.
+    An action names who waits for it.  The needs of a ``Program``, turned round, would take twice as long.
     """
 
     def __init__(self, orders: Sequence[Order], placement: Placement) -> None:
@@ -158,9 +158,9 @@ class _Paper:
         # From when on an action has what comes from elsewhere.  What it needs of its own stage is done before
         # it, as in any order that is valid.
         self._since: dict[Action, int] = {}
-        self._scored: Counter[int] = Counter()
+        self._with_logits: Counter[int] = Counter()
         # The S and the T that each rank still has to do, oldest first, and since when it can.
-        self._scores: list[deque[tuple[int, Action]]] = [deque() for _ in orders]
+        self._logits: list[deque[tuple[int, Action]]] = [deque() for _ in orders]
         self._gradients: list[deque[tuple[int, Action]]] = [deque() for _ in orders]
 
     @property
@@ -188,14 +188,14 @@ class _Paper:
             self.done[rank].append(action)
             self._now[rank] = end = moment + WORK[action.kind]
             heapq.heappush(self.moments, (end, rank))
-            self._tell(action, rank, end)
+            self._release(action, rank, end)
 
     def _choice(self, moment: int, rank: int) -> Action | None:
-        scores, gradients, order = self._scores[rank], self._gradients[rank], self._orders[rank]
+        logits, gradients, order = self._logits[rank], self._gradients[rank], self._orders[rank]
         is_full = self._kept[rank] == _MOST
-        if scores and scores[0][0] <= moment and not is_full:
+        if logits and logits[0][0] <= moment and not is_full:
             self._kept[rank] += self.has_backwards
-            return scores.popleft()[1]
+            return logits.popleft()[1]
         due = 1 if is_full else _DUE
         if len(gradients) >= due and gradients[due - 1][0] <= moment:
             return self._oldest_gradient(rank)
@@ -216,20 +216,20 @@ class _Paper:
         since = self._since.get(delivers(action))
         return since is not None and since <= moment
 
-    def _tell(self, action: Action, rank: int, end: int) -> None:
+    def _release(self, action: Action, rank: int, end: int) -> None:
         """Note whom ``action``, which ``rank`` ends at ``end``, lets go on."""
         stage, kind, microbatch = action
         last = len(self._home) - 1
         if kind is Kind.S:
-            self._scored[microbatch] += 1
-            if self._scored[microbatch] == len(self._orders):
+            self._with_logits[microbatch] += 1
+            if self._with_logits[microbatch] == len(self._orders):
                 self._lets(Action(last, Kind.I, microbatch), end + SUMS)
         elif kind is Kind.F and stage < last:
             self._lets(Action(stage + 1, Kind.F, microbatch), end, rank)
         elif kind in (Kind.I, Kind.B) and stage > 0:
             self._lets(Action(stage - 1, Kind.I, microbatch), end, rank)
         if stage == last and kind in (Kind.F, Kind.I, Kind.B):
-            part, queues = (Kind.S, self._scores) if kind is Kind.F else (Kind.T, self._gradients)
+            part, queues = (Kind.S, self._logits) if kind is Kind.F else (Kind.T, self._gradients)
             for other, queue in enumerate(queues):
                 since = end + (HIDDEN if other != rank else 0)
                 queue.append((since, Action(other, part, microbatch)))

@@ -168,7 +168,7 @@ class DataParallel:
         self._reduce = None if force_all_reduce else _each(config.grad_sync_func, model)
         self._gather = None if forward_only else _each(config.param_sync_func, model)
         self._uncounted = [ExitStack() for _ in model]
-        # Behind the last of these a chunk's gradients are complete: its last W, and its part of a vocabulary.
+        # Behind the last of these a chunk's gradients are complete: its last W, and its part of a split head.
         self._unfinished = [1 for _ in model]
         self._waiting: list[int] | None = None
         self._is_forced = force_all_reduce
@@ -193,7 +193,7 @@ class DataParallel:
             self._reduce = [chunk.start_grad_sync for chunk in chunks]
 
     def expect_part(self, chunk: int) -> None:
-        """Wait with the reduction of ``chunk`` for ``part``, which ends its part of a shared vocabulary."""
+        """Wait with the reduction of ``chunk`` for ``part``, which ends its part of a split head."""
         self._unfinished[chunk] += 1
 
     @contextmanager

@@ -1,7 +1,7 @@
 """One weight of which several ranks have copies or parts is trained on all of them, or on none.
 
-With tied embeddings both ends of a model have a copy, and those that predict several tokens have more; under
-a shared vocabulary every rank has a part.  Where some of them are frozen, stock waits for ever for gradients.
+With tied embeddings both ends of a model have a copy, and those that predict several tokens have more; a
+feature may give every rank a part.  Where some of them are frozen, stock waits for ever for gradients.
 """
 
 from collections.abc import Sequence
@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
-from megatron_pp_ext.integration.core.global_names import has_tied_output
+from megatron_pp_ext.integration.core.global_names import EMBEDDING, OUTPUT, has_tied_output
 from megatron_pp_ext.integration.core.parameter_marks import half_frozen
-from megatron_pp_ext.integration.core.vocabulary_parts import EMBEDDING, OUTPUT
 
 
 def require_alike(model: Sequence[torch.nn.Module]) -> None:

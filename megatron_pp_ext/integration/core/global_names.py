@@ -8,7 +8,9 @@ from megatron.core import mpu
 from megatron.core.utils import unwrap_model
 
 from megatron_pp_ext.integration.core.built_layers import numbers_of_layers
-from megatron_pp_ext.integration.core.vocabulary_parts import VocabularyPart
+
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+"""The names of the two weights that are copies of each other under tied embeddings."""
 
 
 def global_parameters(chunks: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Parameter]]:
@@ -23,8 +25,8 @@ def global_parameters(chunks: Sequence[torch.nn.Module]) -> list[tuple[str, torc
             layer = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
             if layer is not None:
                 name = f"decoder.layers.{layers[layer]}{name[len(layer) :]}"
-            elif name == "output_layer.weight" and has_tied_output(chunk):
-                name = "embedding.word_embeddings.weight"
+            elif name == OUTPUT and has_tied_output(chunk):
+                name = EMBEDDING
             named.append((_global_expert(name, chunk.config.num_moe_experts), parameter))
     return named
 
@@ -40,9 +42,12 @@ def _global_expert(name: str, experts: int | None) -> str:
 
 
 def has_tied_output(chunk: torch.nn.Module) -> bool:
-    """Whether the output weight is a copy of the embedding's; multi-token prediction brings its own copy."""
+    """Whether the output weight is a copy of the embedding's; multi-token prediction brings its own copy.
+
+    What a feature puts in the place of the output layer knows it itself (``is_tied``).
+    """
     layer: Any = chunk.output_layer
-    if isinstance(layer, VocabularyPart):
-        return layer.is_tied
+    if (is_tied := getattr(layer, "is_tied", None)) is not None:
+        return bool(is_tied)
     shares = getattr(chunk, "share_embeddings_and_output_weights", False)
     return bool(shares and not getattr(chunk, "mtp_process", False))

@@ -39,32 +39,6 @@ def marked(data: torch.Tensor, marks: Marks) -> torch.nn.Parameter:
     return parameter
 
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
-def weight_alone(module: Any, kind: type[torch.nn.Module], what: str) -> torch.nn.Parameter:
-    """Return the weight of the ``module`` to replace; ends the process if that does more than its kind."""
-    problem = None
-    if not isinstance(module, kind):
-        problem = f"is a {type(module).__name__}, no {kind.__name__}"
-    elif others := [name for name, _ in module.named_parameters() if name != "weight"]:
-        problem = f"has {', '.join(others)} beside its weight"
-    elif any(getattr(module, hooks) for hooks in _HOOKS):
-        problem = "has hooks"
-    else:
-        weight = module.get_parameter("weight")
-        try:
-            marks_of(weight)
-        except ValueError as error:
-            problem = f"has a weight that {error}"
-    if problem:
-        raise SystemExit(
-            "megatron_pp_ext: --pipeline-vocabulary shared cuts embedding and output layer by rows, and the "
-            f"model's {what} {problem}; leave it out"
-        )
-    return weight
-
-
 def half_frozen(name: str, where: str) -> str:
     """Return the error about copies or parts of the weight ``name`` of which some are frozen."""
     return (

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.utils import get_attr_wrapped_model
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_pp_ext.integration import requested
@@ -28,19 +26,18 @@ from megatron_pp_ext.processor import ProcessorTime, load
 from megatron_pp_ext.runtime.channels import Channels
 from megatron_pp_ext.runtime.rank import Recorder
 from megatron_pp_ext.runtime.recorder import StepRecorder
-from megatron_pp_ext.runtime.stand_in_channels import MadeUpChannels, MadeUpExchanges
+from megatron_pp_ext.runtime.stand_in_channels import MadeUpChannels
 from megatron_pp_ext.runtime.storages import storages
-from megatron_pp_ext.runtime.vocabulary_exchanges import Exchanges
 from megatron_pp_ext.schedule.actions import Kind
-from megatron_pp_ext.schedule.costs import VocabularyCosts
+from megatron_pp_ext.schedule.costs import HeadCosts
 from megatron_pp_ext.schedule.formats import csv_file, rehearsal_file
 from megatron_pp_ext.schedule.formats.rehearsal_file import RankRehearsal
 from megatron_pp_ext.schedule.recorded import (
     KindSeconds,
     RankRecord,
+    head_costs,
     kind_seconds,
     stage_costs,
-    vocabulary_costs,
 )
 
 
@@ -62,10 +59,9 @@ class MadeUp:
         self.message_bytes = math.prod(shape) * dtype.itemsize
         return MadeUpChannels(dist.get_process_group_ranks(group), group, group, shape, dtype, device())
 
-    def exchanges(self, inputs: StepInputs) -> Exchanges:
-        """See ``Transport``."""
-        rows = get_attr_wrapped_model(inputs.model[0], "vocab_size")
-        return MadeUpExchanges(inputs.group, parallel_state.get_model_parallel_group(), rows)
+    def groups(self, feature: str, *like: dist.ProcessGroup) -> tuple[dist.ProcessGroup, ...]:
+        """See ``Transport``: nothing is launched in them."""
+        return like
 
 
 class MadeUpLosses:
@@ -157,8 +153,8 @@ class Rehearsal:
                 replace(stage_costs(stage, seconds, self._bytes), **_parameters(chunk))
                 for stage, chunk in zip(self._placement.stages_of(rank), inputs.model, strict=True)
             ),
-            vocabulary=_part_costs(rank, seconds, self._bytes)
-            if schedule.placement.shares_vocabulary
+            head=_head_costs(self._placement.stage_of(rank, 0), seconds, self._bytes)
+            if schedule.placement.splits_head
             else None,
             collectives=tuple(self._collectives.found),
             message_bytes=self._transport.message_bytes,
@@ -179,11 +175,11 @@ class Rehearsal:
         rehearsal_file.write(measured, path)
 
 
-def _part_costs(rank: int, seconds: KindSeconds, record: RankRecord) -> VocabularyCosts:
-    """Return the costs of this rank's part of a shared vocabulary, whose actions have the rank's number."""
-    scores = seconds[rank, Kind.S]
-    gradient = seconds.get((rank, Kind.T), scores)
-    return replace(vocabulary_costs([record]), scores=scores, weight_gradient=gradient)
+def _head_costs(first: int, seconds: KindSeconds, record: RankRecord) -> HeadCosts:
+    """Return the costs of this rank's part of a split head; ``first`` is the rank's first stage."""
+    scores = seconds[first, Kind.S]
+    gradient = seconds.get((first, Kind.T), scores)
+    return replace(head_costs([record]), scores=scores, weight_gradient=gradient)
 
 
 def _parameters(chunk: torch.nn.Module) -> dict[str, int]:

@@ -4,8 +4,8 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
 from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.core.vocabulary_parts import has_frozen_output
 from megatron_pp_ext.integration.runners.free_memory import free_bytes_by_rank
+from megatron_pp_ext.integration.runners.model_options import model_options
 from megatron_pp_ext.integration.runners.model_stage import StepInputs
 from megatron_pp_ext.integration.runners.pipeline_runner import Recording
 from megatron_pp_ext.schedule import catalog
@@ -60,7 +60,7 @@ class Requested:
 
     def _schedule(self, microbatches: int, inputs: StepInputs) -> Schedule:
         free = self._measured_once() if self._measures_memory and inputs.training_steps else None
-        return self._source.schedule(microbatches, free, has_frozen_output(inputs.model))
+        return self._source.schedule(microbatches, free, model_options(inputs.model))
 
     def _measured_once(self) -> Sequence[float]:
         """Return the free bytes of each pipeline rank, measured in the second training step.

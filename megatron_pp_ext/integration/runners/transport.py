@@ -1,9 +1,8 @@
-"""What carries messages and exchanges between the ranks of a pipeline."""
+"""What carries messages and collectives between the ranks of a pipeline."""
 
 from typing import Protocol
 
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from megatron_pp_ext.integration.runners.message_groups import (
     Directions,
@@ -15,22 +14,22 @@ from megatron_pp_ext.integration.runners.model_stage import StepInputs
 from megatron_pp_ext.integration.settings import Settings
 from megatron_pp_ext.runtime.channels import Channels
 from megatron_pp_ext.runtime.groups import collective_group
-from megatron_pp_ext.runtime.vocabulary_exchanges import Exchanges
 
 
 class Transport(Protocol):
-    """Connects this rank with the others of its pipeline, or stands in for them.
-
-    With ``is_alone`` there are no others, and so there is nothing for actions that run together to hide.
-    """
+    """Connects this rank with the others of its pipeline, or is their stub where it ``is_alone``."""
 
     is_alone: bool
 
     def channels(self, inputs: StepInputs) -> Channels:
         """Return the channels of one step."""
 
-    def exchanges(self, inputs: StepInputs) -> Exchanges:
-        """Return the exchanges of the model's vocabulary, which the pipeline shares."""
+    def groups(self, feature: str, *like: dist.ProcessGroup) -> tuple[dist.ProcessGroup, ...]:
+        """Return groups that carry only the collectives of ``feature``, each among the ranks of one ``like``.
+
+        The first call for a feature makes them: it is collective over the whole world, at a time when no
+        message is on its way.
+        """
 
 
 class ProcessGroups:
@@ -44,7 +43,7 @@ class ProcessGroups:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._directions: Directions | None = None
-        self._exchanges: Exchanges | None = None
+        self._groups: dict[str, tuple[dist.ProcessGroup, ...]] = {}
         self._last: Channels | None = None
 
     def directions(self, group: dist.ProcessGroup) -> Directions:
@@ -64,13 +63,12 @@ class ProcessGroups:
         self._last = message_channels(ranks, self.directions(inputs.group), inputs)
         return self._last
 
-    def exchanges(self, inputs: StepInputs) -> Exchanges:
-        """See ``Transport``; all ranks with rows are those of the other tensor-parallel ranks too."""
-        if self._exchanges is None:
-            options = group_options(self._settings)
-            pipeline, everyone = (
-                collective_group(dist.get_process_group_ranks(ranks), self._settings.timeout, options=options)
-                for ranks in (inputs.group, parallel_state.get_model_parallel_group())
+    def groups(self, feature: str, *like: dist.ProcessGroup) -> tuple[dist.ProcessGroup, ...]:
+        """See ``Transport``."""
+        if feature not in self._groups:
+            options, timeout = group_options(self._settings), self._settings.timeout
+            self._groups[feature] = tuple(
+                collective_group(dist.get_process_group_ranks(one), feature, timeout, options=options)
+                for one in like
             )
-            self._exchanges = Exchanges(pipeline, everyone)
-        return self._exchanges
+        return self._groups[feature]

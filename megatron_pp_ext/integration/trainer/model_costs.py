@@ -15,10 +15,10 @@ from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.schedule.costs import Costs
 
 
-def estimate(asked: RequestedJob, stages: int, shares_vocabulary: bool = False) -> Costs:
+def estimate(asked: RequestedJob, stages: int, splits_head: bool = False) -> Costs:
     """The costs of the model that was ``asked`` for in ``stages`` stages as Megatron cuts it; hops are free.
 
-    With ``shares_vocabulary`` every rank of the pipeline has a part of the embedding and the output layer.
+    With ``splits_head`` every rank of the pipeline has a part of the embedding and the output layer.
 
     Raises ValueError where the flags do not determine them, and for what the costs do not know.
     """
@@ -26,7 +26,7 @@ def estimate(asked: RequestedJob, stages: int, shares_vocabulary: bool = False) 
     job = asked.job
     if not (job.model.hidden_size and job.model.num_attention_heads):
         raise ValueError("cannot estimate a model whose sizes only a file gives: give --pipeline-costs")
-    return stage_costs(job, stages, vocabulary(asked), shares_vocabulary)
+    return stage_costs(job, stages, vocabulary(asked), splits_head)
 
 
 def vocabulary(asked: RequestedJob) -> int:

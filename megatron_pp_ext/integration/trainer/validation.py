@@ -92,7 +92,7 @@ def translate_flags(stock: Callable[..., Any], args: Namespace, defaults: Any = 
 )
 def refuse_yaml(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Refuse a schedule beside --yaml-cfg, under which Megatron ignores all other flags."""
-    ours = [word for word in sys.argv if word.startswith(tuple(our_flags.spelled()))]
+    ours = [word for word in sys.argv if word.startswith(tuple(our_flags.flags()))]
     if ours:
         raise refused(
             f"{ours[0]} has no effect beside --yaml-cfg, under which Megatron ignores other flags; give "
@@ -126,7 +126,7 @@ def read_flags(args: Namespace) -> tuple[RequestedJob, str] | None:
     if args.pipeline_schedule is None and args.rehearse_pipeline is not None:
         args.pipeline_schedule = pipeline.stock_schedule(asked.job)
         asked = asked.changed(pipeline_schedule=args.pipeline_schedule)
-    ours = args.pipeline_schedule, args.pipeline_trace, args.profile_pipeline, args.pipeline_vocabulary
+    ours = args.pipeline_schedule, args.pipeline_trace, args.profile_pipeline
     if all(flag is None for flag in ours) and not layout:
         all_rules.refuse(replace(asked, chunks=chunks_requested(asked.job) or 1))
         return None
@@ -177,10 +177,10 @@ def _data_parallel_size(asked: RequestedJob) -> int:
     return max(1, world_size // sizes.fewest_ranks(asked.job))
 
 
-def _costs(asked: RequestedJob, stages: int, shares_vocabulary: bool = False) -> Costs:
+def _costs(asked: RequestedJob, stages: int, splits_head: bool = False) -> Costs:
     if asked.pipeline.pipeline_costs is None:
-        return model_costs.estimate(asked, stages, shares_vocabulary)
-    return stage_costs.cut(stage_costs.read(asked.job), asked.job, stages, shares_vocabulary)
+        return model_costs.estimate(asked, stages, splits_head)
+    return stage_costs.cut(stage_costs.read(asked.job), asked.job, stages, splits_head)
 
 
 def _settle_chunks(args: Namespace, job: Job, request: Request, placement: Placement) -> None:

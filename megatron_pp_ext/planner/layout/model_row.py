@@ -26,8 +26,8 @@ class ModelRow(ModelStages):
     def __init__(self, job: Job, model: ModelParts, data: int, schedule: Schedule, name: str) -> None:
         self._model, self._data = model, data
         self._order, self._name = Prepared(schedule), name
-        shares_vocabulary = schedule.placement.shares_vocabulary
-        counted = StageSeconds(job, model, shares_vocabulary, schedule.splits_backward)
+        splits_head = schedule.placement.splits_head
+        counted = StageSeconds(job, model, splits_head, schedule.splits_backward)
         super().__init__(job, counted, schedule.placement)
 
     def costs(self, cut: Cut) -> Costs:
@@ -67,5 +67,5 @@ def work_of(job: Job, model: ModelParts, data: int, placement: Placement, is_spl
 
 def without_messages(costs: Costs) -> Costs:
     """Return ``costs`` with messages that take no time, whose seconds are none in operations."""
-    shared = costs.vocabulary and replace(costs.vocabulary, hidden=0.0, sums=0.0)
-    return replace(costs, hop=0.0, vocabulary=shared)
+    shared = costs.head and replace(costs.head, hidden=0.0, sums=0.0)
+    return replace(costs, hop=0.0, head=shared)

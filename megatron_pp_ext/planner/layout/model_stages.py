@@ -19,7 +19,7 @@ def fewest(job: Job, placement: Placement) -> Cut:
     """
     if job.memory.recomputes_first:
         return (job.memory.recomputed_together,) * placement.stages
-    end = int(placement.shares_vocabulary)
+    end = int(placement.splits_head)
     return (end, *[1] * (placement.stages - 2), end)
 
 

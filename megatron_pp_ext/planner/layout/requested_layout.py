@@ -47,10 +47,10 @@ def settle(asked: RequestedJob, data: int, vocabulary: int) -> tuple[RequestedJo
     even_stages = _laid_out(asked, cuts.spelled(known))
     request = pipeline.read(even_stages, data)
 
-    def costs_of(stages: int, shares_vocabulary: bool) -> Costs:
+    def costs_of(stages: int, splits_head: bool) -> Costs:
         if file is not None:
             return costs_file.read(file).joined(layers.by_stage(even_stages.job, stages))
-        where = Placement(request.finest.shape, ranks, stages // ranks, shares_vocabulary)
+        where = Placement(request.finest.shape, ranks, stages // ranks, splits_head)
         cut = job.changed(pipeline_model_parallel_layout=cuts.spelled(known))
         return without_messages(work_of(cut, model, data, where).costs)
 

@@ -14,15 +14,13 @@ FIRST, MIDDLE, LAST = range(3)
 class StageSeconds:
     """The seconds of stages of ``model``, the parts of ``job``'s model.
 
-    ``shares_vocabulary`` says whether all ranks share the vocabulary, and ``is_split`` whether backwards come
+    ``splits_head`` says whether all ranks split the head, and ``is_split`` whether backwards come
     in two halves.  The items of a stage are layers, and multi-token prediction as the last item of the model.
     """
 
-    def __init__(
-        self, job: Job, model: ModelParts, shares_vocabulary: bool = False, is_split: bool = True
-    ) -> None:
+    def __init__(self, job: Job, model: ModelParts, splits_head: bool = False, is_split: bool = True) -> None:
         self._job, self.model = job, model
-        self._shares_vocabulary, self._is_split = shares_vocabulary, is_split
+        self._splits_head, self._is_split = splits_head, is_split
         self.layers = len(model.layers)
         self.prediction = "m" * job.model.mtp_num_layers
         self._known: dict[tuple[int, int, int], Seconds] = {}
@@ -50,5 +48,5 @@ class StageSeconds:
             stages = ["E", "", "L"]
             stages[role if end > self.layers else LAST if role < LAST else FIRST] += self.prediction
             job = job.changed(pipeline_model_parallel_layout="|".join(stages))
-        parts = stage_parts(job, replace(self.model, layers=row), counts, self._shares_vocabulary)
+        parts = stage_parts(job, replace(self.model, layers=row), counts, self._splits_head)
         return seconds_of(parts[role].costs(self._is_split))

@@ -216,8 +216,8 @@ class Search:
                 continue
             is_full = True
             for placement, here in placements.items():
-                if sized.shares_vocabulary != placement.shares_vocabulary:
-                    sized = replace(sized, shares_vocabulary=placement.shares_vocabulary)
+                if sized.splits_head != placement.splits_head:
+                    sized = replace(sized, splits_head=placement.splits_head)
                 fullest, least_seconds = self._least(sized, placement)
                 if fullest.total > self._limit:
                     self.result.unfit += len(here)

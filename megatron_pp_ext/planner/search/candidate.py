@@ -1,13 +1,13 @@
 """One way to run a model on a number of GPUs, and its spelling in Megatron's flags."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Self
 
 from megatron_pp_ext.compiler.limits import Limit
 from megatron_pp_ext.compiler.request import Option, Request, of_sizes
-from megatron_pp_ext.job import memory_limit
+from megatron_pp_ext.job import memory_limit, options
 from megatron_pp_ext.job.flag_words import spelled
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.typed_job import Job
@@ -16,8 +16,9 @@ from megatron_pp_ext.planner.search.variants import Choice
 from megatron_pp_ext.planner.step.model_description import flag
 from megatron_pp_ext.planner.step.programs import placement_of
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.names import NO_PIPELINE, SHARED
-from megatron_pp_ext.schedule.placement import Placement, v
+from megatron_pp_ext.schedule.file_names import as_written
+from megatron_pp_ext.schedule.names import NO_PIPELINE
+from megatron_pp_ext.schedule.placement import Placement, linear, v
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class Candidate:
     recompute: Recompute
     schedule: str = NO_PIPELINE
     chunks: int = 1
-    shares_vocabulary: bool = False
+    splits_head: bool = False
     limit: Limit | None = None
     expert_tensor: int | None = None
     layout: str | None = None
@@ -81,7 +82,7 @@ class Candidate:
         words += [f"dp{self.data}", f"mb{self.micro_batch}"]
         if self.pipeline > 1:
             words.append(self.order)
-        if self.shares_vocabulary:
+        if self.splits_head:
             words.append("shared")
         if self.recompute.granularity:
             words.append(self.recompute.name)
@@ -112,8 +113,15 @@ class Candidate:
     def placement(self) -> Placement:
         """The placement of its stages; for ``flex`` a V, until the compiler has chosen one."""
         if catalog.abilities(self.schedule).is_compiled:
-            return replace(v(self.pipeline), shares_vocabulary=self.shares_vocabulary)
-        return placement_of(self.schedule, self.pipeline, self.chunks, self.shares_vocabulary)
+            return replace(v(self.pipeline), splits_head=self.splits_head)
+        return placement_of(self.schedule, self.pipeline, self.chunks, self.splits_head)
+
+    @property
+    def _request(self) -> Request:
+        """What flags of features are about; the placement stands for any of these ranks."""
+        return Request(
+            self.schedule, (linear(self.pipeline),), self.microbatches, False, splits_head=self.splits_head
+        )
 
     def request(self, microbatches: int) -> Request:
         """Return the request for its schedule with so many microbatches; not for ``flex``."""
@@ -122,7 +130,7 @@ class Candidate:
             self.pipeline,
             microbatches,
             self.chunks,
-            shares_vocabulary=self.shares_vocabulary,
+            splits_head=self.splits_head,
             options=self.options,
         )
 
@@ -137,7 +145,7 @@ class Candidate:
 
     def record(self) -> dict[str, Any]:
         """Return it for a JSON file."""
-        fields = asdict(self)
+        fields = as_written(self)
         del fields["choice"], fields["options"], fields["stock"]
         return fields | dict.fromkeys(variants.entries()) | dict(self.choice.record if self.choice else ())
 
@@ -157,7 +165,7 @@ class Candidate:
             "pipeline_model_parallel_layout": self.layout,
             "pipeline_schedule": None if self.pipeline == 1 or self.schedule in self.stock else self.schedule,
             "pipeline_memory_limit": None if self.limit is None else memory_limit.spelled(self.limit),
-            "pipeline_vocabulary": SHARED if self.shares_vocabulary else None,
+            **options.as_flags(self._request),
             **dict.fromkeys(variants.arguments()),
             **dict(self.choice.arguments if self.choice else ()),
             "micro_batch_size": self.micro_batch,
@@ -202,8 +210,7 @@ def alone(asked: RequestedJob) -> RequestedJob:
         pipeline_schedule=None,
         num_virtual_stages_per_pipeline_rank=None,
         pipeline_memory_limit=None,
-        pipeline_vocabulary=None,
-        **dict.fromkeys(variants.arguments()),
+        **dict.fromkeys([*options.permitted(asked), *variants.arguments()]),
     )
 
 

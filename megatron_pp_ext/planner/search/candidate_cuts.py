@@ -50,7 +50,7 @@ class CandidateCuts:
         """Return what a rank needs on average at least, where stages have equally many layers."""
         one, placement = self.candidate, self.stages.placement
         mean = self.workloads.mean(one, placement)
-        shared, order = mean.work.vocabulary, order_of(one, 2 * one.pipeline)
+        shared, order = mean.work.head, order_of(one, 2 * one.pipeline)
         kept = order.in_flight.peaks(mean.work.parts, shared.activation if shared else 0.0)
         return mean.memory(one.microbatches, self.margin, fmean(map(mul, kept, self.left or repeat(1.0))))
 
@@ -64,7 +64,7 @@ class CandidateCuts:
         """Yield what ``short_memory`` returns; many cuts give a rank the same stages, counted once."""
         order, kinds = order_of(self.candidate, 2 * self.candidate.pipeline), work.model.kinds
         layers = [kinds[first:end] for _, first, end in bounds(tuple(work.layers))]
-        kept = work.vocabulary.activation if work.vocabulary else 0.0
+        kept = work.head.activation if work.head else 0.0
         for rank, stages in enumerate(stages_of_ranks(work.placement)):
             key = rank, work.job.pipeline.pipeline_model_parallel_layout, *(layers[stage] for stage in stages)
             if key not in self._ranks:
@@ -77,7 +77,7 @@ class CandidateCuts:
 
     def least(self, cut: Cut) -> RankMemory:
         """Return what the fullest rank needs at least."""
-        if self.candidate.shares_vocabulary and not self.left:
+        if self.candidate.splits_head and not self.left:
             return least_in_order(self.candidate, self.work(cut), self.margin)
         return max(self.memory(cut), key=lambda rank: rank.total)
 
@@ -115,6 +115,6 @@ def short_memory(candidate: Candidate, work: Workload, margin: float) -> tuple[R
 
 def least_in_order(candidate: Candidate, work: Workload, margin: float) -> RankMemory:
     """Return what the fullest rank needs at least, without building the whole schedule."""
-    if candidate.shares_vocabulary:
+    if candidate.splits_head:
         return least_memory_sharing(work, candidate.schedule, candidate.microbatches, margin)
     return max(short_memory(candidate, work, margin), key=lambda rank: rank.total)

@@ -18,7 +18,7 @@ from megatron_pp_ext.planner.step.programs import Prepared
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.names import FLEX, SHARED
+from megatron_pp_ext.schedule.names import FLEX
 
 COMPILED, TRIALS = 2, 100
 """The number of the best candidates for which ``flex`` is compiled, and the orders that each may try."""
@@ -69,7 +69,7 @@ class Compiler:
         left = self._left(self._workloads.work(cut))
         if min(left) <= 0:
             return "weights, gradients and optimizer leave no memory: take more GPUs"
-        alone = replace(cut.placement, shares_vocabulary=False)
+        alone = replace(cut.placement, splits_head=False)
         whole = self._workloads.work(cut, alone).costs
         try:
             limits = self._limits(cut, left, whole)
@@ -117,17 +117,17 @@ class Compiler:
 def _schedule(cut: Candidate, whole: Costs, costs: Costs, limit: Limit) -> Schedule:
     """Compile the order of ``cut``; InfeasibleLimit where it cannot keep ``limit``.
 
-    ``whole`` are the costs with the vocabulary in the end stages, ``costs`` those of ``cut``.  A layout says
+    ``whole`` are the costs with the head in the last stage, ``costs`` those of ``cut``.  A layout says
     how many stages there are, so that the compiler may not merge them.
     """
     request = replace(
         named(FLEX, cut.pipeline, cut.microbatches, cut.chunks, limit),
-        vocabulary=SHARED if cut.shares_vocabulary else None,
+        splits_head=cut.splits_head,
         options=cut.options,
         trials=TRIALS,
     )
     if cut.describes_stages:
         placements = tuple(one for one in request.placements if one.chunks == cut.chunks)
         request = replace(request, placements=placements)
-    known = {False: whole, cut.shares_vocabulary: costs}
-    return make(request, lambda stages, shares_vocabulary: known[shares_vocabulary]).schedule
+    known = {False: whole, cut.splits_head: costs}
+    return make(request, lambda stages, splits_head: known[splits_head]).schedule

@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_pp_ext.features.pairs.options import Pairs
+from megatron_pp_ext.features.vocabulary.options import choices
 from megatron_pp_ext.job.layers import joined, spread
 from megatron_pp_ext.job.sizes import require_divisible
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.search.candidate import Candidate, Recompute
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.names import NO_PIPELINE, SHARED
+from megatron_pp_ext.schedule.names import NO_PIPELINE
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ class Space:
         if cut.pipeline == 1:
             if self.has_pipeline:
                 return
-            if "pipeline_schedule" not in self.fixed and self.job.pipeline.pipeline_vocabulary != SHARED:
+            if "pipeline_schedule" not in self.fixed and False in choices(self.job):
                 yield 1, [NO_PIPELINE]
             return
         flag = "num_virtual_stages_per_pipeline_rank"
@@ -144,11 +145,8 @@ class Space:
         return replace(cut, layout=layout, pattern=pattern)
 
     def sharing(self, cut: Candidate) -> tuple[bool, ...]:
-        """Return whether the ranks of ``cut`` share the vocabulary; --pipeline-vocabulary auto tries both."""
-        wanted = self.job.pipeline.pipeline_vocabulary
-        if wanted is None or cut.pipeline == 1:
-            return (False,)
-        return (True,) if wanted == SHARED else (False, True)
+        """Return whether the ranks of ``cut`` split the head; both where that is to be chosen."""
+        return (False,) if cut.pipeline == 1 else choices(self.job)
 
     def _sizes(self, name: str, most: int) -> list[int]:
         """Return the user's value of argument ``name``, or all that divide the ``most`` GPUs left."""

@@ -1,11 +1,11 @@
 """What a configuration needs at least, whatever the order: no step is shorter, and no rank keeps less.
 
-time    a rank does all its F, I and W, and all S and T of a shared vocabulary, one after the other, the first
+time    a rank does all its F, I and W, and all S and T of a split head, one after the other, the first
         microbatch has to reach it, and where backwards are whole, its last gradient has to travel back to
         the first stage.  Only a T may still follow that gradient.
 memory  weights, gradients and optimizer state, one microbatch's activations of all of a rank's stages, as
         the backward of its first stage waits for the forward of its last, and the fewest messages.  If ranks
-        share the vocabulary, a microbatch's S falls between the two.  Where a search tries variants
+        split the head, a microbatch's S falls between the two.  Where a search tries variants
         (``variants``), those of one stage may be elsewhere while another runs, so that only the largest
         stage's count.
 """
@@ -33,7 +33,7 @@ def bounds(work: Workload, microbatches: int) -> tuple[float, float]:
     In every placement stage r is the first one of rank r.  Where actions may run together, each takes its
     part of their time at least.
     """
-    shared = work.costs.vocabulary
+    shared = work.costs.head
     scores, last = (shared.scores, shared.weight_gradient) if shared else (0.0, 0.0)
     hop, head, tail, whole, split = work.costs.hop, 0.0, 0.0, 0.0, 0.0
     for stage, own in zip(work.costs.stages, work.by_rank, strict=False):
@@ -90,7 +90,7 @@ class MeanRank:
         microbatch, the step Z is at least m t_r + t_0 + ... + t_(r-1) for every r, which adds up to
         T <= Z (1 - (1 - 1/m)^p).
         """
-        work, part, shared = self.work, self.part, self.work.vocabulary
+        work, part, shared = self.work, self.part, self.work.head
         each, last = (shared.scores, shared.weight_gradient) if shared else (0.0, 0.0)
         ranks = work.placement.ranks
         mean = part.forward_seconds + part.backward_seconds
@@ -118,9 +118,9 @@ class MeanRank:
 def mean_rank(work: Workload, sums: ModelSums, fewest: Sequence[int]) -> MeanRank:
     """Return the mean rank of ``work``, whose stages have the ``fewest`` layers at least."""
     job, placement = work.job, work.placement
-    total = sums.total(job, work.layers, placement.shares_vocabulary)
-    part = total.times(1 / placement.ranks) + work.vocabulary_parameters
-    return MeanRank(work, part, sums.least(job, fewest, placement.shares_vocabulary))
+    total = sums.total(job, work.layers, placement.splits_head)
+    part = total.times(1 / placement.ranks) + work.head_parameters
+    return MeanRank(work, part, sums.least(job, fewest, placement.splits_head))
 
 
 def busiest_rank(least: LeastSeconds, placement: Placement, layers: int) -> float:
@@ -133,7 +133,7 @@ def busiest_rank(least: LeastSeconds, placement: Placement, layers: int) -> floa
         stage - few * least.layer for stage, few in zip(least[:3], least.fewest, strict=True)
     )
     ends = [first - middle, last - middle]
-    if placement.rank_of(placement.stages - 1) == 0:
+    if placement.folds:
         ends = [sum(ends)]
     others = placement.chunks * middle
     loads = Counter(others + more for more in ends)
@@ -180,12 +180,12 @@ def _least_kept(work: Workload, whole: float, largest: float, of_largest: bool) 
 
     Its stages keep ``whole`` bytes of a microbatch together, and the ``largest`` stage so many.
     """
-    shared = work.vocabulary.activation if work.vocabulary else 0.0
+    shared = work.head.activation if work.head else 0.0
     return max(largest, shared) if of_largest else whole + shared
 
 
 def least_memory_sharing(work: Workload, name: str, microbatches: int, margin: float) -> RankMemory:
-    """Return what the fullest rank needs in the order that ``features.vocabulary`` makes of ``name``.
+    """Return what the fullest rank needs in the order that splitting the head makes of ``name``.
 
     It puts the backwards of the schedule off, or of the one with a microbatch more, so that no rank keeps
     less of its stages than these do.  From two microbatches a rank on, more of them need no less.

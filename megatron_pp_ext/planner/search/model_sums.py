@@ -48,7 +48,7 @@ class ModelSums:
         self._totals: dict[tuple[object, ...], Part] = {}
         self._least: dict[tuple[object, ...], LeastSeconds] = {}
 
-    def total(self, job: Job, cut: Sequence[int], shares_vocabulary: bool) -> Part:
+    def total(self, job: Job, cut: Sequence[int], splits_head: bool) -> Part:
         """Return the sum of the parts of all stages of ``cut``, whose temporary bytes are left out."""
         is_full, size = job.memory.recomputes_layers, job.memory.recomputed_together
         kept = kept_input(job, self.model.hidden_bytes)
@@ -59,17 +59,17 @@ class ModelSums:
             if key not in self._totals:
                 self._totals[key] = self._sum(self._before[:, -1] * is_full, len(self.model.layers), kept)
             layers = self._totals[key]
-        beside = self._beside(job, shares_vocabulary, is_one=len(cut) == 1)
+        beside = self._beside(job, splits_head, is_one=len(cut) == 1)
         return layers + beside + self.model.other.times(len(cut))
 
-    def least(self, job: Job, fewest: Sequence[int], shares_vocabulary: bool) -> LeastSeconds:
+    def least(self, job: Job, fewest: Sequence[int], splits_head: bool) -> LeastSeconds:
         """Return what stages take at least where the first, each middle and the last have so many layers."""
         few = fewest[0], fewest[1], fewest[-1]
         is_full, is_block = job.memory.recomputes_layers, job.memory.recomputes_first
-        key = is_full, is_block, few, shares_vocabulary
+        key = is_full, is_block, few, splits_head
         if key not in self._least:
             seconds = self._again if is_full else self._plain
-            first, last = map(_summed, zip(*end_parts(self.model, shares_vocabulary), strict=True))
+            first, last = map(_summed, zip(*end_parts(self.model, splits_head), strict=True))
             last += prediction_parts(job, self.model, has_embedding=True)[1]
             other = self.model.other
             bare = other + first, other, other + last
@@ -89,11 +89,11 @@ class ModelSums:
             )
         return self._least[key]
 
-    def _beside(self, job: Job, shares_vocabulary: bool, is_one: bool) -> Part:
+    def _beside(self, job: Job, splits_head: bool, is_one: bool) -> Part:
         """Return what the stages, or the only one, have beside their layers, but for what each has."""
-        key = "beside", shares_vocabulary, is_one
+        key = "beside", splits_head, is_one
         if key not in self._totals:
-            ends = [part for parts in end_parts(self.model, shares_vocabulary) for part in parts]
+            ends = [part for parts in end_parts(self.model, splits_head) for part in parts]
             self._totals[key] = _summed([*ends, *prediction_parts(job, self.model, has_embedding=is_one)])
         return self._totals[key]
 

@@ -53,13 +53,13 @@ class Workloads:
     def stages(self, candidate: Candidate, placement: Placement) -> ModelStages:
         """Return the stages that its model can be cut into; candidates with the same ones share them."""
         is_split = _is_split(candidate)
-        alike = *_costs_of_a_layer(candidate), candidate.recompute, placement.shares_vocabulary, is_split
+        alike = *_costs_of_a_layer(candidate), candidate.recompute, placement.splits_head, is_split
         key = *alike, placement
         if key not in self._stages:
             job = self._described(_without_layout(candidate))
             if alike not in self._seconds:
                 model = self._model(candidate, job)
-                self._seconds[alike] = StageSeconds(job, model, placement.shares_vocabulary, is_split)
+                self._seconds[alike] = StageSeconds(job, model, placement.splits_head, is_split)
             self._stages[key] = ModelStages(job, self._seconds[alike], placement)
         return self._stages[key]
 
@@ -95,6 +95,6 @@ def _is_split(candidate: Candidate) -> bool:
 def order_of(candidate: Candidate, most: int | None = None) -> Prepared:
     """Return the candidate's schedule, for ``most`` microbatches at most."""
     count = min(candidate.microbatches, most or candidate.microbatches)
-    sizes = candidate.pipeline, count, candidate.chunks, candidate.shares_vocabulary, candidate.options
+    sizes = candidate.pipeline, count, candidate.chunks, candidate.splits_head, candidate.options
     made = whole_program if most is None else short_program
     return made(candidate.schedule, *sizes)

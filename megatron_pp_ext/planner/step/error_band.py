@@ -76,16 +76,16 @@ def kind_of(job: Job, system: System, gpus: int) -> str:
         return EXPERTS
     if job.model.hidden_size <= _SMALL_HIDDEN and gpus <= system.gpus_per_node:
         return SMALL
-    if job.precision.fp8:
+    if job.precision.uses_fp8:
         return FP8
     return A100 if system.name.startswith("a100") else DENSE
 
 
-def band(job: Job, system: System, gpus: int, schedule: str, shares_vocabulary: bool) -> Band:
+def band(job: Job, system: System, gpus: int, schedule: str, splits_head: bool) -> Band:
     """Return the band of ``job`` on so many ``gpus`` of ``system`` under ``schedule``."""
     kind = kind_of(job, system, gpus)
     known = validation()[kind]
-    unmeasured = tuple(_unmeasured(job, system.name, schedule, shares_vocabulary, known))
+    unmeasured = tuple(_unmeasured(job, system.name, schedule, splits_head, known))
     low, high = known["low"], known["high"]
     if unmeasured or known["publishers"] < 2:
         every = validation().values()
@@ -96,7 +96,7 @@ def band(job: Job, system: System, gpus: int, schedule: str, shares_vocabulary: 
 
 
 def _unmeasured(
-    job: Job, system: str, schedule: str, shares_vocabulary: bool, known: Mapping[str, Any]
+    job: Job, system: str, schedule: str, splits_head: bool, known: Mapping[str, Any]
 ) -> Iterator[str]:
     """Yield what ``job`` has and none of the runs of its kind had, which were as ``known`` says.
 
@@ -113,7 +113,7 @@ def _unmeasured(
         yield f"of more than {known['context']} context-parallel ranks"
     if job.pipeline.pipeline_offload is not None:
         yield "with activations on the host"
-    if shares_vocabulary:
+    if splits_head:
         yield "with a shared vocabulary"
 
 

@@ -132,7 +132,7 @@ def memory(
             rank_memory(work, kept.stage, kept.activations, kept.messages, margin, kept.versions)
             for kept in _unflushed(work, name, microbatches).kept()
         )
-    beside = work.vocabulary.activation if work.vocabulary else 0.0
+    beside = work.head.activation if work.head else 0.0
     activations, schedule = order.in_flight.peaks(work.parts, beside), order.timer.schedule
     for addition in additions():
         activations = addition.activations(work, schedule, activations)
@@ -214,11 +214,10 @@ def estimate(
     """
     taken = paced or pace(work, order, name, microbatches)
     job, gpus = work.job, work.gpus
-    dtype = ("fp8" if job.precision.fp8 else "bf16") if job.precision.is_half else "fp32"
     samples = job.batch.micro_batch_size * work.data * microbatches
     tokens = job.model.seq_length * samples
     seconds, file = taken.step_seconds, job.pipeline.pipeline_costs if work.model.measured else None
-    possible = seconds * gpus * work.system.peak(dtype)
+    possible = seconds * gpus * work.system.peak(job.precision.format)
     return Estimate(
         step_seconds=seconds,
         pipeline_seconds=taken.pipeline_seconds,
@@ -226,7 +225,7 @@ def estimate(
         utilisation=None if work.model.counts_weights else model_operations(job, samples) / possible,
         tokens_per_second=tokens / seconds,
         ranks=memory(work, order, name, microbatches, margin),
-        band=None if file else band(job, work.system, gpus, name, work.placement.shares_vocabulary),
+        band=None if file else band(job, work.system, gpus, name, work.placement.splits_head),
         stages_from=str(file) if file else None,
     )
 
@@ -241,8 +240,8 @@ def estimate_request(job: Job, system: System, request: Request, margin: float =
     def work_on(placement: Placement) -> Workload:
         return Workload(job, system, placement, request.data, is_split=request.splits_backward)
 
-    def costs_of(stages: int, shares_vocabulary: bool) -> Costs:
-        return work_on(replace(request.finest, shares_vocabulary=shares_vocabulary)).costs
+    def costs_of(stages: int, splits_head: bool) -> Costs:
+        return work_on(replace(request.finest, splits_head=splits_head)).costs
 
     name, microbatches = request.schedule, request.microbatches
     can = catalog.abilities(name)

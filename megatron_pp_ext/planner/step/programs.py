@@ -34,14 +34,14 @@ class Prepared:
         return most_buffers(self.timer.walk)
 
 
-def placement_of(name: str, ranks: int, chunks: int, shares_vocabulary: bool = False) -> Placement:
-    """Return where schedule ``name`` puts ``ranks`` x ``chunks`` stages, and a vocabulary that ranks share.
+def placement_of(name: str, ranks: int, chunks: int, splits_head: bool = False) -> Placement:
+    """Return where schedule ``name`` puts ``ranks`` x ``chunks`` stages, and whether these split the head.
 
     Raises ValueError for an unknown name and for chunks that the schedule does not accept.
     """
     if ranks == 1 or not catalog.abilities(name).flushes:
         return linear(ranks)
-    return replace(catalog.entry(name).placement(ranks, chunks), shares_vocabulary=shares_vocabulary)
+    return replace(catalog.entry(name).placement(ranks, chunks), splits_head=splits_head)
 
 
 def _prepared(
@@ -49,17 +49,17 @@ def _prepared(
     ranks: int,
     microbatches: int,
     chunks: int,
-    shares_vocabulary: bool = False,
+    splits_head: bool = False,
     options: tuple[Option, ...] = (),
     is_repeated: bool = True,
 ) -> Prepared:
     """Return schedule ``name``, prepared; ValueError for sizes that it cannot be built for.
 
-    With ``shares_vocabulary`` all ranks, of which there are several, share the vocabulary; ``options`` are
-    those of other features.
+    With ``splits_head`` all ranks, of which there are several, split the head; ``options`` are those of
+    features.
     """
     sizes = name, ranks, microbatches, chunks
-    request = of_sizes(*sizes, shares_vocabulary=shares_vocabulary, options=options)
+    request = of_sizes(*sizes, splits_head=splits_head, options=options)
     return Prepared(make(request, is_proved=True).schedule, is_repeated)
 
 

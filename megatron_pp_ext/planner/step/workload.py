@@ -13,10 +13,10 @@ from megatron_pp_ext.costs.optimizers import update_seconds
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.costs.stage_parts import (
     every_token,
+    head_costs,
+    head_part,
     message_bytes,
-    shared_vocabulary,
     stage_parts,
-    vocabulary_part,
 )
 from megatron_pp_ext.costs.state import ModelState, Sharing, model_state
 from megatron_pp_ext.costs.system import Link, System
@@ -35,7 +35,7 @@ _BUCKET = 40e6
 if that is more."""
 
 _EXCHANGED = EMBEDS_AHEAD + 2
-"""The hidden states on their way about a shared vocabulary: those embedded ahead of their forwards, the
+"""The hidden states on their way about a split head: those embedded ahead of their forwards, the
 gradient of one that was, and the last stage's output."""
 
 
@@ -69,7 +69,7 @@ def model_on(job: Job, system: System) -> ModelParts:
 
 
 class Workload:
-    """``job``'s model on ``system``, its stages, and a vocabulary that ranks share, placed by ``placement``.
+    """``job``'s model on ``system``, its stages, and a head that ranks may split, placed by ``placement``.
 
     ``data`` is the data-parallel size.  ``layers_by_stage`` is even where it is left out; ValueError
     where the layers do not fill the stages.  ``model`` may be shared by workloads whose layers are the
@@ -101,8 +101,8 @@ class Workload:
         model = model or model_on(job, system)
         self.layers = by_stage(job, placement.stages) if layers_by_stage is None else layers_by_stage
         self.model, self._is_split = model, is_split
-        shares = placement.shares_vocabulary
-        self._vocabulary_part = vocabulary_part(job, model) if shares else Part()
+        shares = placement.splits_head
+        self._head_part = head_part(job, model) if shares else Part()
         self.exchanged_bytes = _EXCHANGED * every_token(job, model) if shares else 0.0
         senders, apart = (replicated.ranks, 1) if replicated else (placement.ranks, data)
         self._hop_link = system.message_link(senders, apart * self.tensor * self.context)
@@ -110,23 +110,47 @@ class Workload:
         self.message = message or message_bytes(job, model.hidden_bytes)
         hop = hop or hop_seconds(job, system, self._hop_link, self.message)
         self.hop = hop if placement.ranks > 1 else 0.0
-        self.vocabulary = shared_vocabulary(job, model, self.hop) if shares else None
+        self.head = head_costs(job, model, self.hop) if shares else None
 
     @cached_property
     def parts(self) -> list[Part]:
-        """The costs of each stage."""
-        parts = stage_parts(self.job, self.model, self.layers, self.placement.shares_vocabulary)
+        """The costs of each stage, with what is exchanged for each microbatch of weights that are sharded."""
+        parts = stage_parts(self.job, self.model, self.layers, self.placement.splits_head)
         if 0 < self._deferred < self._microbatches:
             # Microbatches cost the same here: each has its part of the products that are not deferred.
             product = replace(self.model.deferred, after_input_gradient=0.0)
             parts[-1] = parts[-1] + product.times(1 - self._deferred / self._microbatches)
-        return parts
+        return _once(self._sharded, parts) if self.job.memory.shards_gradients else parts
+
+    def _sharded(self, part: Part) -> Part:
+        """Return ``part``, in which weights are gathered and gradients reduced layer by layer.
+
+        Megatron-FSDP does so beside the computation of other layers, which loses as in ``exposed``.
+        """
+        waits = self._waits(part, self.sharing)
+        gathering = waits.gathering if self.job.memory.shards_weights else 0.0
+        return replace(
+            part,
+            forward_seconds=part.forward_seconds + self._shown(gathering, part.forward_seconds),
+            input_gradient_seconds=part.input_gradient_seconds
+            + self._shown(gathering + waits.reduction, part.backward_seconds),
+        )
+
+    def _shown(self, traffic: float, computation: float, least: float = 0.0) -> float:
+        """Return the seconds of data-parallel ``traffic`` that a ``computation`` beside it does not hide.
+
+        It hides none of the ``least`` part.  Of what is hidden a part is lost, since the computation has
+        fewer processors and less of the memory; in a pipeline this falls into idle time.
+        """
+        lost = 1 - self.system.sustained.get("overlap", 1.0) if self.placement.ranks == 1 else 0.0
+        shown = max(least * traffic, traffic - computation)
+        return shown + lost * (traffic - shown)
 
     @cached_property
     def costs(self) -> Costs:
         """The costs of the stages, as a schedule takes them."""
         stages = tuple(_once(partial(Part.costs, is_split=self._is_split), self.parts))
-        costs = Costs(stages, self.hop, self.message, self.vocabulary, pair=self.together(self.parts))
+        costs = Costs(stages, self.hop, self.message, self.head, pair=self.together(self.parts))
         for addition in additions():
             costs = addition.costs(self, costs)
         return costs
@@ -136,9 +160,9 @@ class Workload:
         return pair(self.job, parts)
 
     @property
-    def vocabulary_parameters(self) -> Part:
-        """The parameters of a rank's part of a shared vocabulary."""
-        return Part(parameters=self._vocabulary_part.parameters)
+    def head_parameters(self) -> Part:
+        """The parameters of a rank's part of a split head."""
+        return Part(parameters=self._head_part.parameters)
 
     @cached_property
     def head_rank(self) -> int:
@@ -150,7 +174,7 @@ class Workload:
 
         They include what waits for the deferred weight gradients of the output layer.
         """
-        if self.placement.shares_vocabulary:
+        if self.placement.splits_head:
             return self.model.loss_workspace / self.placement.ranks
         if rank != self.head_rank:
             return 0.0
@@ -172,13 +196,13 @@ class Workload:
         return sizes.microbatches(self.job, self.data)
 
     def summed(self, own: Sequence[Part]) -> Part:
-        """Return the sum of a rank's ``own`` stages, with the parameters of its part of a vocabulary."""
+        """Return the sum of a rank's ``own`` stages, with the parameters of its part of a split head."""
         first, *others = own
-        return sum(others, first) + self.vocabulary_parameters
+        return sum(others, first) + self.head_parameters
 
     @cached_property
     def by_rank(self) -> list[Part]:
-        """The sum of the stages of each rank, with the parameters of its part of a shared vocabulary."""
+        """The sum of the stages of each rank, with the parameters of its part of a split head."""
         sums = []
         known: dict[tuple[int, ...], Part] = {}
         for stages in stages_of_ranks(self.placement):
@@ -228,16 +252,19 @@ class Workload:
         """
         wait, least = self.waits[rank], self.last_bucket(rank)
         reduction, gathering = wait.reduction, wait.gathering
-        if self.job.parallel.overlap_grad_reduce:
-            reduction = max(least * reduction, reduction - self.backward_seconds(rank))
+        if self.job.memory.shards_gradients:
+            reduction = 0.0
+            gathering = 0.0 if self.job.memory.shards_weights else gathering
+        elif self.job.parallel.overlap_grad_reduce:
+            reduction = self._shown(reduction, self.backward_seconds(rank), least)
         if self.job.parallel.overlap_param_gather:
-            gathering = max(least * gathering, gathering - self.by_rank[rank].forward_seconds)
+            gathering = self._shown(gathering, self.by_rank[rank].forward_seconds, least)
         return replace(wait, reduction=reduction, gathering=gathering)
 
     @property
     def tied_seconds(self) -> float:
         """The seconds to sum a tied weight's gradients, if two ranks have the weight."""
-        exists_once = self.head_rank == 0 or self.placement.shares_vocabulary
+        exists_once = self.head_rank == self.placement.rank_of(0) or self.placement.splits_head
         if self.job.model.untie_embeddings_and_output_weights or exists_once:
             return 0.0
         return self._hop_link.seconds(self.job.precision.gradient_size * self._tied)

@@ -9,22 +9,22 @@
 The names are those of ``StageCosts`` and ``Costs``.  Times are in seconds, activations and a message in bytes
 or any other common unit.  ``hop``, ``message``, ``pair``, ``sizes`` and all of a stage but its times may be
 left out.
-An estimate of a step takes seconds, bytes and ``parameters``.  Where the ranks share the vocabulary,
-``vocabulary`` is an object with the names of ``VocabularyCosts``.  Anything else is refused, since a misspelt
-name would otherwise leave a default in force.
+An estimate of a step takes seconds, bytes and ``parameters``.  Where the ranks split the head,
+``Costs.head`` (``file_names``) is an object with the names of ``HeadCosts``.  Anything else is refused, since
+a misspelt name would otherwise leave a default in force.
 """
 
-from dataclasses import asdict
 from pathlib import Path
 
 from megatron_pp_ext.files import write_json
 from megatron_pp_ext.json_input import naming, read_as
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.file_names import as_written
 
 
 def write(costs: Costs, path: str | Path) -> None:
     """Write ``costs`` to ``path``."""
-    content = {name: value for name, value in asdict(costs).items() if value not in (None, {})}
+    content = {name: value for name, value in as_written(costs).items() if value not in (None, {})}
     write_json(Path(path), content)
 
 

@@ -1,13 +1,14 @@
 """The measurements of a rehearsed rank as a file, which the rank itself writes as JSON."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from megatron_pp_ext.files import write_whole
 from megatron_pp_ext.json_input import STRICT, naming, read_as
-from megatron_pp_ext.schedule.costs import StageCosts, VocabularyCosts
+from megatron_pp_ext.schedule.costs import HeadCosts, StageCosts
+from megatron_pp_ext.schedule.file_names import as_written, in_files
 
 
 class Collective(NamedTuple):
@@ -32,7 +33,7 @@ class RankRehearsal:
 
     ``stages`` are the costs of its chunks, in seconds and bytes.  They leave out the ``collectives`` of one
     microbatch, which take no time when a rank runs alone, and messages, each of ``message_bytes``.
-    ``vocabulary`` are those of its part of a vocabulary that the ranks share.
+    ``head`` are those of its part of a head that is split over the ranks.
     ``outside_seconds`` is the time between the last action of a step and the first of the next, for
     optimizer, logging and data.  ``peak_activation_bytes`` is measured by the recorder.  ``weight_bytes``,
     ``gradient_bytes`` and ``optimizer_bytes`` are the sizes of the tensors that the rank holds;
@@ -44,7 +45,7 @@ class RankRehearsal:
     divided by its processors; they are None where the system does not tell.
     """
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__: ClassVar = {**STRICT, "alias_generator": in_files}
 
     rank: int
     schedule: str
@@ -60,7 +61,7 @@ class RankRehearsal:
     optimizer_bytes: int
     device_bytes: int | None = None
     ratios: tuple[tuple[float, ...], ...] = ()
-    vocabulary: VocabularyCosts | None = None
+    head: HeadCosts | None = None
     step_seconds: tuple[float, ...] = ()
     waited: float | None = None
     load: float | None = None
@@ -68,7 +69,7 @@ class RankRehearsal:
 
 def write(measured: RankRehearsal, path: Path) -> None:
     """Write ``measured`` to ``path``."""
-    write_whole(path, json.dumps(asdict(measured)))
+    write_whole(path, json.dumps(as_written(measured)))
 
 
 def read(path: Path) -> RankRehearsal:

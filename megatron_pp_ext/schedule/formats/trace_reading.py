@@ -13,6 +13,7 @@ from megatron_pp_ext.files import TEXT, read_bytes
 from megatron_pp_ext.json_input import STRICT, at_least, is_number, one_of, parse_as, printable, short
 from megatron_pp_ext.schedule.actions import Action, Kind
 from megatron_pp_ext.schedule.costs import MOST
+from megatron_pp_ext.schedule.file_names import in_files
 from megatron_pp_ext.schedule.formats.trace_file import REDUCTION
 from megatron_pp_ext.schedule.placement import Placement, Shape
 from megatron_pp_ext.schedule.recorded import (
@@ -42,7 +43,7 @@ type _Label = Annotated[str, printable()]
 class _About:
     """What a trace says of its step; the lists have an entry for each rank (``RankRecord``)."""
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__: ClassVar = {**STRICT, "alias_generator": in_files}
 
     schedule: _Label
     shape: Annotated[str, one_of(*Shape)]
@@ -52,7 +53,8 @@ class _About:
     peak_microbatches: tuple[int, ...]
     clock_errors: tuple[float, ...]
     device_bytes: tuple[int | None, ...]
-    shares_vocabulary: bool = False
+    splits_head: bool = False
+    ends_on_last: bool = False
     units: tuple[_Label, _Label] = SECONDS
 
 
@@ -94,7 +96,8 @@ def _step(content: Any) -> RecordedStep:
     about = parse_as(_About, json.dumps(own["pipeline"]), "")
     if len(about.peak_bytes) != about.ranks:
         raise ValueError(f"it has peaks of {len(about.peak_bytes)} ranks, and {about.ranks} ranks")
-    placement = Placement(Shape(about.shape), about.ranks, about.chunks, about.shares_vocabulary)
+    sizes = about.ranks, about.chunks, about.splits_head, about.ends_on_last
+    placement = Placement(Shape(about.shape), *sizes)
     events: list[list[Measured]] = [[] for _ in range(placement.ranks)]
     reductions: list[list[Reduction]] = [[] for _ in range(placement.ranks)]
     spans: list[list[Span]] = [[] for _ in range(placement.ranks)]

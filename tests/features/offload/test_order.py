@@ -13,13 +13,12 @@ from megatron_pp_ext.features.offload import options, order
 from megatron_pp_ext.features.offload.free_plans import share_offloaded
 from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
-from megatron_pp_ext.schedule.names import SHARED
 from megatron_pp_ext.schedule.simulate import simulate
 
 RANKS, MICROBATCHES = 4, 12
 
 
-def costs_of(stages, shares_vocabulary=False):
+def costs_of(stages, splits_head=False):
     """Whole ranks take 1 for F, I and W each; a copy takes half of a forward, since bytes are not known."""
     return Costs.per_rank(RANKS, stages // RANKS)
 
@@ -114,7 +113,7 @@ def test_what_a_forward_keeps_is_known_where_it_is_counted_in_bytes():
 
 
 def test_models_that_the_estimate_does_not_know_are_planned_at_unit_costs():
-    def unknown(stages, shares_vocabulary):
+    def unknown(stages, splits_head):
         raise ValueError("not modelled")
 
     request = options.requested(named("v-half", RANKS, MICROBATCHES), 0.5, None)
@@ -126,8 +125,8 @@ def test_costs_are_asked_for_when_the_schedule_is_requested():
     """Megatron completes its flags later, and they would then ask for what the estimate does not know."""
     asked = []
 
-    def known_for_now(stages, shares_vocabulary):
-        asked.append(shares_vocabulary)
+    def known_for_now(stages, splits_head):
+        asked.append(splits_head)
         return costs_of(stages)
 
     request = options.requested(named("v-half", RANKS, MICROBATCHES), 0.5, None)
@@ -139,12 +138,12 @@ def test_costs_are_asked_for_when_the_schedule_is_requested():
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_vocabulary_that_ranks_share_leaves_room_for_copies(is_known):
-    def costs(stages, shares_vocabulary):
+    def costs(stages, splits_head):
         if not is_known:
             raise ValueError("not modelled")
-        return costs_of(stages).with_shared_output_layer(1.0, RANKS)
+        return costs_of(stages).with_split_head(1.0, RANKS)
 
-    request = replace(named("1f1b", RANKS, MICROBATCHES), vocabulary=SHARED)
+    request = replace(named("1f1b", RANKS, MICROBATCHES), splits_head=True)
     schedule = make(options.requested(request, 0.5, None), costs).schedule
     check(schedule)
-    assert schedule.placement.shares_vocabulary and len(schedule.copies.reloads) == RANKS * MICROBATCHES / 2
+    assert schedule.placement.splits_head and len(schedule.copies.reloads) == RANKS * MICROBATCHES / 2

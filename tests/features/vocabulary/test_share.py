@@ -14,7 +14,7 @@ from megatron_pp_ext.features.vocabulary.share import share, share_evaluation, w
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind, Schedule
 from megatron_pp_ext.schedule.check import InvalidSchedule, check
-from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
+from megatron_pp_ext.schedule.costs import Costs, HeadCosts, StageCosts
 from megatron_pp_ext.schedule.formats import costs_file, csv_file, trace_file, trace_reading
 from megatron_pp_ext.schedule.messages import Exchange, Exchanged, planned_launches
 from megatron_pp_ext.schedule.placement import linear, loop, v, wave
@@ -47,10 +47,10 @@ def of_model(schedule, layers=32, hidden=4096, sequence=4096, rows=131072):
     count = layers / placement.stages
     stages = [StageCosts(*(count * time for time in layer))] * placement.stages
     hop = 0.05 * layers / placement.ranks
-    if placement.shares_vocabulary:
+    if placement.splits_head:
         share_of_rank = output / placement.ranks
-        vocabulary = VocabularyCosts(2 * share_of_rank, share_of_rank, KEPT, hop, 2 * hop)
-        return Costs(tuple(stages), hop, vocabulary=vocabulary)
+        vocabulary = HeadCosts(2 * share_of_rank, share_of_rank, KEPT, hop, 2 * hop)
+        return Costs(tuple(stages), hop, head=vocabulary)
     stages[-1] = StageCosts(*(count * time + output for time in layer))
     return Costs(tuple(stages), hop)
 
@@ -67,7 +67,7 @@ def test_every_family_shares(name: str) -> None:
     for ranks, microbatches in SIZES:
         schedule, alone = shared(name, ranks, microbatches), catalog.build(name, ranks, microbatches)
         check(schedule)
-        assert schedule.placement.shares_vocabulary and schedule.name == name
+        assert schedule.placement.splits_head and schedule.name == name
         halved = alone.with_halved_backwards
         for rank, order in enumerate(schedule.with_halved_backwards.orders):
             counts = Counter(order)
@@ -111,16 +111,16 @@ def test_what_waits_for_what() -> None:
     """S for the hidden state, the last backward for every S and their sums, T for the loss."""
     schedule = shared("v-half", 4, 9)
     costs = of_model(schedule)
-    assert costs.vocabulary is not None
+    assert costs.head is not None
     times = {event.action: event for row in simulate(schedule, costs).events for event in row}
     last = schedule.placement.stages - 1
     for m in range(9):
         hidden, backward = times[Action(last, Kind.F, m)], times[Action(last, Kind.I, m)]
         for rank in range(4):
-            wire = costs.vocabulary.hidden if rank else 0
+            wire = costs.head.hidden if rank else 0
             assert times[part(Kind.S, rank, m)].start >= hidden.end + wire
             assert times[part(Kind.T, rank, m)].start >= backward.end + (costs.hop if rank else 0)
-            away = costs.vocabulary.sums if rank else 0
+            away = costs.head.sums if rank else 0
             assert backward.start >= times[part(Kind.S, rank, m)].end + away
 
 
@@ -156,7 +156,7 @@ def test_all_ranks_launch_the_exchanges_in_one_order_each_before_it_is_needed(na
 def test_memory_holds_what_is_kept_between_s_and_t() -> None:
     schedule, stages = shared("1f1b", 2, 4), (StageCosts(1, 1, 1, activation=1.0),) * 2
     plain, most = (
-        simulate(schedule, Costs(stages, vocabulary=VocabularyCosts(0.5, 0.25, kept))).peak_activations
+        simulate(schedule, Costs(stages, head=HeadCosts(0.5, 0.25, kept))).peak_activations
         for kept in (0.0, 10.0)
     )
     assert all(less + 10 <= more <= less + 30 for less, more in zip(plain, most, strict=True))
@@ -210,14 +210,14 @@ def test_what_is_wrong_is_named(change, message) -> None:
 
 def test_parts_of_a_vocabulary_that_is_not_shared_are_refused() -> None:
     schedule = shared("1f1b", 2, 2)
-    with pytest.raises(InvalidSchedule, match="which the placement does not share"):
+    with pytest.raises(InvalidSchedule, match="which the placement does not split"):
         check(Schedule("wrong", linear(2), 2, schedule.orders))
 
 
 def test_costs_are_needed() -> None:
     schedule = shared("1f1b", 2, 2)
-    with pytest.raises(ValueError, match=r"costs are not given: set Costs\.vocabulary"):
-        simulate(schedule, replace(Costs.unit(schedule.placement), vocabulary=None))
+    with pytest.raises(ValueError, match=r"costs are not given: set Costs\.head"):
+        simulate(schedule, replace(Costs.unit(schedule.placement), head=None))
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "interleaved", "v-half"])

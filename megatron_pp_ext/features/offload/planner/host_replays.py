@@ -35,7 +35,7 @@ def choice(share: float) -> Choice:
 def offloaded(work: Workload, request: Request, share: float | str) -> Schedule:
     """Return the schedule of ``request`` for ``work`` with this ``share`` of activations on the host."""
     with_copies = request.with_option(Offload(share))
-    return make(with_copies, lambda stages, shares_vocabulary: work.costs, is_proved=True).schedule
+    return make(with_copies, lambda stages, splits_head: work.costs, is_proved=True).schedule
 
 
 def parts_on_device(work: Workload, request: Request, order: Prepared) -> tuple[float, ...]:
@@ -45,7 +45,7 @@ def parts_on_device(work: Workload, request: Request, order: Prepared) -> tuple[
     the same stages.
     """
     copied = offloaded(work, request, AUTO)
-    beside = work.vocabulary.activation if work.vocabulary else 0.0
+    beside = work.head.activation if work.head else 0.0
     before, after = order.in_flight.peaks(work.parts, beside), kept_on_device(work, copied)
     return tuple(min(1.0, left / most) for left, most in zip(after, before, strict=True))
 

@@ -14,7 +14,8 @@ import torch
 from megatron.core.pipeline_parallel import schedules as stock_schedules
 from megatron.core.utils import unwrap_model
 
-from megatron_pp_ext.integration.core.vocabulary_parts import EmbeddingPart, OutputPart
+from megatron_pp_ext.features.vocabulary.megatron.parts import EmbeddingPart, OutputPart
+from megatron_pp_ext.integration.core.stock_backward import backward_of_stock
 from megatron_pp_ext.integration.runners.model_stage import ForwardStep, ModelStage, StepInputs
 
 
@@ -63,10 +64,10 @@ class ReadAhead:
 
 
 class Head:
-    """The last stage: ``shared_output.Head`` by the script's loss function and stock's own arithmetic."""
+    """The last stage: ``runtime.output.Head`` by the script's loss function and stock's own arithmetic."""
 
-    def __init__(self, inputs: StepInputs, scorer: OutputPart) -> None:
-        self._inputs, self._scorer = inputs, scorer
+    def __init__(self, inputs: StepInputs, output: OutputPart) -> None:
+        self._inputs, self._output = inputs, output
         self._loss_functions: dict[int, Any] = {}
 
     def forward(self, microbatch: int) -> ForwardStep:
@@ -80,8 +81,8 @@ class Head:
         return step
 
     def labels(self, microbatch: int) -> torch.Tensor:
-        """See ``shared_output.Head``; hidden states are tokens x batch, and so are the labels here."""
-        labels, self._scorer.labels = self._scorer.labels, None
+        """See ``runtime.output.Head``; hidden states are tokens x batch, and so are the labels here."""
+        labels, self._output.labels = self._output.labels, None
         if labels is None:
             raise RuntimeError(
                 "--pipeline-vocabulary shared needs a forward step that gives its model labels; leave it out"
@@ -90,7 +91,7 @@ class Head:
         return labels.transpose(0, 1).contiguous()
 
     def gradient(self, microbatch: int, losses: torch.Tensor) -> torch.Tensor:
-        """See ``shared_output.Head``."""
+        """See ``runtime.output.Head``."""
         inputs, chunk = self._inputs, len(self._inputs.model) - 1
         batch, tokens = self._shape
         each = losses.view(tokens, batch).transpose(0, 1).contiguous().requires_grad_(not inputs.forward_only)
@@ -114,7 +115,7 @@ class Head:
         inputs.tokens += counted
         if inputs.forward_only:
             return losses
-        gradient: torch.Tensor = stock_schedules.backward_step(each, loss, None, inputs.config)
+        gradient: torch.Tensor = backward_of_stock(each, loss, None, inputs.config)
         return gradient.transpose(0, 1).reshape(-1)
 
 

@@ -10,22 +10,24 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.utils import unwrap_model
+from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 
 from megatron_pp_ext.features.vocabulary.megatron.end_stages import FirstStage, Head, LastStage, ReadAhead
+from megatron_pp_ext.features.vocabulary.megatron.parts import VocabularyPart
+from megatron_pp_ext.features.vocabulary.runtime.dummy_exchanges import DummyExchanges
+from megatron_pp_ext.features.vocabulary.runtime.embedding import SharedEmbedding
+from megatron_pp_ext.features.vocabulary.runtime.exchanges import Exchanges
 from megatron_pp_ext.features.vocabulary.runtime.operations import Logits
+from megatron_pp_ext.features.vocabulary.runtime.output import ALONE, SharedOutput, TensorRanks
+from megatron_pp_ext.features.vocabulary.runtime.part import SharedVocabulary
+from megatron_pp_ext.features.vocabulary.runtime.rows import Rows
 from megatron_pp_ext.integration.core.data_parallel import DataParallel, add_gradient
-from megatron_pp_ext.integration.core.vocabulary_parts import VocabularyPart
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.runners.message_groups import device
 from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs
 from megatron_pp_ext.integration.runners.step_parts import Step, StepPart
+from megatron_pp_ext.integration.runners.transport import Transport
 from megatron_pp_ext.runtime.plan import RankPlan
-from megatron_pp_ext.runtime.shared_embedding import SharedEmbedding
-from megatron_pp_ext.runtime.shared_output import ALONE, SharedOutput, TensorRanks
-from megatron_pp_ext.runtime.shared_vocabulary import SharedVocabulary
-from megatron_pp_ext.runtime.vocabulary_exchanges import Exchanges
-from megatron_pp_ext.runtime.vocabulary_rows import Rows
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.placement import Placement
 
@@ -41,20 +43,20 @@ class ModelVocabulary(SharedVocabulary):
     ) -> None:
         _refuse(inputs)
         models = unwrap_model(list(inputs.model))
-        lookup, scorer = models[0].embedding.word_embeddings, models[-1].output_layer
+        lookup, output = models[0].embedding.word_embeddings, models[-1].output_layer
         is_first, is_last = (plan.rank == placement.rank_of(stage) for stage in (0, placement.stages - 1))
-        table: VocabularyPart = scorer if scorer.is_tied else lookup
+        table: VocabularyPart = output if output.is_tied else lookup
         trains = table.weight.requires_grad
         ahead = ReadAhead(inputs, lookup) if is_first else None
-        head = Head(inputs, scorer) if is_last else None
+        head = Head(inputs, output) if is_last else None
         self._makes: dict[int, Callable[..., ModelStage]] = {}
         if ahead is not None:
             self._makes[0] = functools.partial(FirstStage, ahead, trains)
         if head is not None:
             self._makes[placement.stages - 1] = functools.partial(LastStage, head)
         completing = functools.partial(_completing, inputs.data_parallel)
-        embedding_completes = functools.partial(completing, table, -1 if scorer.is_tied else 0)
-        output_completes = nullcontext if scorer.is_tied else functools.partial(completing, scorer, -1)
+        embedding_completes = functools.partial(completing, table, -1 if output.is_tied else 0)
+        output_completes = nullcontext if output.is_tied else functools.partial(completing, output, -1)
         tensor_ranks = _tensor_ranks(inputs.config)
         tokens, batch, _ = inputs.shape
         super().__init__(
@@ -68,7 +70,7 @@ class ModelVocabulary(SharedVocabulary):
                 embedding_completes if trains and not inputs.forward_only else nullcontext,
             ),
             SharedOutput(
-                _rows(scorer),
+                _rows(output),
                 torch.Size(inputs.shape),
                 exchanges,
                 placement.rank_of(placement.stages - 1),
@@ -79,7 +81,7 @@ class ModelVocabulary(SharedVocabulary):
                 sum(action.kind is Kind.T for action in plan.actions),
             ),
         )
-        for part, chunk in ((table, 0), (scorer, len(models) - 1))[scorer.is_tied :]:
+        for part, chunk in ((table, 0), (output, len(models) - 1))[output.is_tied :]:
             if part.weight.requires_grad and not inputs.forward_only:
                 inputs.data_parallel.expect_part(chunk)
 
@@ -96,11 +98,21 @@ def shared(pipeline: Pipeline) -> StepPart:
 @contextmanager
 def _shared(step: Step) -> Iterator[None]:
     if step.plan.has(Logits):
-        exchanges = step.transport.exchanges(step.inputs)
+        exchanges = _exchanges(step.inputs, step.transport)
         vocabulary = ModelVocabulary(step.inputs, step.placement, step.plan, exchanges)
         step.make_stage = vocabulary.make_stage
         step.parts.append(vocabulary)
     yield
+
+
+def _exchanges(inputs: StepInputs, transport: Transport) -> Exchanges:
+    """Return the exchanges of a step; under tensor parallelism more ranks than the pipeline's have rows."""
+    pipeline, everyone = transport.groups(
+        "vocabulary", inputs.group, parallel_state.get_model_parallel_group()
+    )
+    if transport.is_alone:
+        return DummyExchanges(pipeline, everyone, get_attr_wrapped_model(inputs.model[0], "vocab_size"))
+    return Exchanges(pipeline, everyone)
 
 
 def _refuse(inputs: StepInputs) -> None:

@@ -46,7 +46,7 @@ def test_auto_shares_where_steps_are_shorter(schedule, monkeypatch):
     for size, shares in ((LARGE, True), ("--padded-vocab-size 4", False)):
         args = arguments(f"{flags} --pipeline-vocabulary auto {size}")
         pipeline = requested_by(args)
-        assert pipeline.placement.shares_vocabulary is shares
+        assert pipeline.placement.splits_head is shares
         lengths = []
         for value, is_shared in (("", False), (SHARED, True)):
             other = arguments(f"{flags} {value} {size}")
@@ -68,7 +68,7 @@ def test_auto_trains_without_sharing_where_the_parts_have_no_room(monkeypatch):
     flags = f"{PP4} --pipeline-schedule flex --pipeline-memory-limit 0.5 --pipeline-vocabulary auto"
     pipeline = read(monkeypatch, flags)
     assert pipeline is not None and pipeline.source is not None
-    assert not pipeline.placement.shares_vocabulary
+    assert not pipeline.placement.splits_head
     assert pipeline.source.note == "vocabulary not shared: the memory limit has no room for its parts"
 
 

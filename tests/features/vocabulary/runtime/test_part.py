@@ -7,16 +7,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_pp_ext.features.vocabulary.runtime.embedding import SharedEmbedding
+from megatron_pp_ext.features.vocabulary.runtime.exchanges import Exchanges
+from megatron_pp_ext.features.vocabulary.runtime.output import SharedOutput
+from megatron_pp_ext.features.vocabulary.runtime.part import SharedVocabulary
+from megatron_pp_ext.features.vocabulary.runtime.rows import Rows
 from megatron_pp_ext.features.vocabulary.share import share, share_evaluation, without_weight_gradients
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.runtime.rank import Rank
-from megatron_pp_ext.runtime.shared_embedding import SharedEmbedding
-from megatron_pp_ext.runtime.shared_output import SharedOutput
-from megatron_pp_ext.runtime.shared_vocabulary import SharedVocabulary
 from megatron_pp_ext.runtime.split import STORE
-from megatron_pp_ext.runtime.vocabulary_exchanges import Exchanges
-from megatron_pp_ext.runtime.vocabulary_rows import Rows
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind, Schedule
 from tests.support import plain_stages

@@ -22,9 +22,9 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from megatron_pp_ext.features.vocabulary.runtime.exchanges import Exchanges
+from megatron_pp_ext.features.vocabulary.runtime.rows import Rows
 from megatron_pp_ext.runtime.split import STORE
-from megatron_pp_ext.runtime.vocabulary_exchanges import Exchanges
-from megatron_pp_ext.runtime.vocabulary_rows import Rows
 from megatron_pp_ext.schedule.messages import Exchange, Exchanged
 
 _NONE = torch.empty(0)

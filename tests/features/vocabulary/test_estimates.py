@@ -15,7 +15,7 @@ from megatron_pp_ext.planner.step.model_description import asked_of, describe
 from megatron_pp_ext.planner.step.programs import Prepared, placement_of, program
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.costs import Costs, StageCosts, VocabularyCosts
+from megatron_pp_ext.schedule.costs import Costs, HeadCosts, StageCosts
 from megatron_pp_ext.schedule.messages import EMBEDS_AHEAD
 from megatron_pp_ext.schedule.simulate import simulate
 
@@ -60,7 +60,7 @@ def test_all_ranks_together_have_the_model_once(name, changed):
     whole = sum(layer.parameters for layer in made.layers) + rows + positions + norm
     shared = work(name, **changed)
     assert sum(part.parameters for part in shared.by_rank) == pytest.approx(whole)
-    without = replace(shared.placement, shares_vocabulary=False)
+    without = replace(shared.placement, splits_head=False)
     separate = Workload(job, H100, without, 1).by_rank
     first, last = shared.placement.rank_of(0), shared.head_rank
     for rank, (part, plain) in enumerate(zip(shared.by_rank, separate, strict=True)):
@@ -91,7 +91,7 @@ def test_the_step_is_the_simulation_of_costs_put_together_by_hand(name):
     ends = StageCosts(*times, *_kept(shared.parts[-1]))
     exponentials = 2 * S * V / P
     hop = plain.costs.hop
-    vocabulary = VocabularyCosts(
+    vocabulary = HeadCosts(
         (less[0] + less[1]) / P, less[2] / P, exponentials + 2 * HIDDEN, hidden=hop, sums=2 * hop
     )
     by_hand = Costs((first, *inner, ends), hop, HIDDEN, vocabulary)
@@ -118,7 +118,7 @@ def test_ranks_exchange_the_hidden_states_of_all_tokens():
     """
     plain, cut, separate = work(), work(**SEQUENCE_PARALLEL), work(shares=False)
     assert plain.exchanged_bytes == cut.exchanged_bytes == (EMBEDS_AHEAD + 2) * HIDDEN
-    kept, halved = (made.costs.vocabulary.activation for made in (plain, cut))
+    kept, halved = (made.costs.head.activation for made in (plain, cut))
     assert kept - halved == (2 * S * V / P) / 2
     assert separate.exchanged_bytes == plain.tied_seconds == 0 < separate.tied_seconds
 
@@ -126,7 +126,7 @@ def test_ranks_exchange_the_hidden_states_of_all_tokens():
 def test_microbatches_between_s_and_t_add_to_the_peak():
     """A rank keeps 7 bytes of each; with stages that keep nothing, these are all."""
     schedule = share(lambda count: catalog.build("1f1b", P, count), 8)
-    costs = Costs((StageCosts(1, 1, 1, 0.0),) * P, vocabulary=VocabularyCosts(1, 1, 7.0))
+    costs = Costs((StageCosts(1, 1, 1, 0.0),) * P, head=HeadCosts(1, 1, 7.0))
     nothing = [work().parts[1].times(0)] * P
     assert Prepared(schedule).in_flight.peaks(nothing, 7.0) == simulate(schedule, costs).peak_activations
     assert Prepared(schedule).in_flight.peaks(nothing) == (0.0,) * P
@@ -148,7 +148,7 @@ def test_auto_does_not_share_a_few_rows_and_says_what_that_would_cost():
 
 def test_auto_shares_nothing_where_other_flags_rule_it_out():
     job = arguments(vocabulary="auto", mtp_num_layers=1)
-    assert for_world(asked_of(job), P).vocabulary is None
+    assert for_world(asked_of(job), P).splits_head is False
     deep = estimated(vocabulary="auto", mtp_num_layers=1)
     assert deep == estimated(vocabulary=None, mtp_num_layers=1)
 

@@ -1,6 +1,6 @@
 """A rank's part of an embedding that all ranks of a pipeline share.
 
-The first stage tells the tokens of a microbatch ahead of time.  Each rank looks up those whose rows it has
+The first stage sends the tokens of a microbatch ahead of time.  Each rank looks up those whose rows it has
 and leaves 0 for the others; the sum over all ranks goes to the first stage.  The gradient of that sum comes
 back to all ranks, and each adds it to the rows that it has.  For frozen rows nothing comes back.
 """
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_pp_ext.runtime.vocabulary_exchanges import Exchanges
-from megatron_pp_ext.runtime.vocabulary_rows import Rows
+from megatron_pp_ext.features.vocabulary.runtime.exchanges import Exchanges
+from megatron_pp_ext.features.vocabulary.runtime.rows import Rows
 from megatron_pp_ext.schedule.messages import Exchange, Exchanged
 
 
 @dataclass
 class _Microbatch:
-    """What a rank keeps of a microbatch; ``gradient`` is known behind the first stage's backward."""
+    """What a rank keeps of a microbatch; ``gradient`` is known after the first stage's backward."""
 
     tokens: torch.Tensor
     known: dist.Work

@@ -85,7 +85,7 @@ def test_measured_peaks_are_those_of_the_simulation() -> None:
     expected = simulate(order, measured).peak_activations
     for record, peak in zip(step.records, expected, strict=True):
         assert record.peak_bytes == pytest.approx(peak, rel=0.05)
-    assert measured.vocabulary is not None
+    assert measured.head is not None
     tokens, hidden, rows = 32, 32, 1024 // 4
     # Between S and T: the exponentials, the hidden state and its gradient's part, in single precision.
-    assert measured.vocabulary.activation == pytest.approx(4 * tokens * (rows + 2 * hidden), rel=0.05)
+    assert measured.head.activation == pytest.approx(4 * tokens * (rows + 2 * hidden), rel=0.05)

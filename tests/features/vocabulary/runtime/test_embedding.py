@@ -1,11 +1,11 @@
-"""What a rank keeps of an embedding that all ranks share; its numbers are in test_shared_vocabulary."""
+"""What a rank keeps of an embedding that all ranks share; its numbers are in test_part."""
 
 import torch
 import torch.distributed as dist
 
-from megatron_pp_ext.runtime.shared_embedding import SharedEmbedding
-from megatron_pp_ext.runtime.vocabulary_exchanges import Exchanges
-from megatron_pp_ext.runtime.vocabulary_rows import Rows
+from megatron_pp_ext.features.vocabulary.runtime.embedding import SharedEmbedding
+from megatron_pp_ext.features.vocabulary.runtime.exchanges import Exchanges
+from megatron_pp_ext.features.vocabulary.runtime.rows import Rows
 from megatron_pp_ext.schedule.messages import Exchange, Exchanged
 from tests.support.ranks import run_ranks
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from megatron_pp_ext.runtime.shared_embedding import SharedEmbedding
-from megatron_pp_ext.runtime.shared_output import SharedOutput
+from megatron_pp_ext.features.vocabulary.runtime.embedding import SharedEmbedding
+from megatron_pp_ext.features.vocabulary.runtime.output import SharedOutput
 from megatron_pp_ext.schedule.messages import Exchange, Exchanged
 
 _OF_EMBEDDING = {Exchanged.TOKENS, Exchanged.EMBEDDED, Exchanged.INPUT}
