@@ -3,7 +3,12 @@
 from megatron_pp_ext.features.guided.megatron.profile_guided import guide
 from megatron_pp_ext.features.offload.megatron.host_activations import offloading
 from megatron_pp_ext.features.offload.megatron.host_limit import require_free
-from megatron_pp_ext.features.pairs.megatron import config_checks, planned_stage, token_exchanges
+from megatron_pp_ext.features.pairs.megatron import (
+    config_checks,
+    planned_stage,
+    recomputed_segments,
+    token_exchanges,
+)
 from megatron_pp_ext.features.vocabulary.megatron.model_vocabulary import shared
 from megatron_pp_ext.integration import start_up
 from megatron_pp_ext.integration.core import chunk_pipelines
@@ -14,8 +19,8 @@ for make in (shared, planned_stage.planned, offloading):
     register(make)
 
 sources.register(guide)
-chunk_pipelines.register(config_checks.check_as_one_virtual_stage)
+chunk_pipelines.register(config_checks.check_as_planned)
 start_up.register(require_free)
 
-HOOKED = (planned_stage, token_exchanges)
+HOOKED = (planned_stage, recomputed_segments, token_exchanges)
 """The modules with hooks (``integration.patching.hook``)."""

@@ -122,12 +122,17 @@ CASES: dict[str, dict[str, str]] = {
         "its order has no pairs; choose ": "--pipeline-schedule v-half",
         "--expert-model-parallel-size 1: tokens then": "--expert-model-parallel-size 1",
         "allgather: it gathers": "--moe-token-dispatcher-type allgather",
-        "full: a plan takes": "--recompute-granularity full --recompute-method uniform",
+        "--distribute-saved-activations: the layers of a plan": "--recompute-granularity full "
+        "--distribute-saved-activations",
+        "would count twice for its scales": "--recompute-granularity full --fp8-format hybrid",
         "moe: its tokens": "--recompute-granularity selective --recompute-modules moe",
         "--moe-shared-expert-overlap: a plan": "--moe-shared-expert-overlap",
         "--mtp-num-layers above 1: a plan": "--mtp-num-layers 2",
         "--pipeline-vocabulary: its exchanges": SHARED,
         "--pipeline-profile-steps: it measures": "--pipeline-profile-steps 1-2",
+    },
+    f"In pairs under Megatron's own schedule|{PAIRS}": {
+        "full is not Megatron's in pairs": "--recompute-granularity full",
     },
     f"Beside `--overlap-moe-expert-parallel-comm`|{PAIRS.replace('--bf16 ', '')}": {
         "full precision: Megatron plans": "--pipeline-schedule 1f1b"
