@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from megatron_pp_ext.job import layers
 from megatron_pp_ext.job.pipeline import for_world, stock_schedule
+from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules.rule import Refused
 from megatron_pp_ext.planner import described
 from reference.pipelined_recipes import PipelinedRecipe, recipes
@@ -46,19 +47,25 @@ differ in batch and sequence alone are one row.
   `--pipeline-model-parallel-layout auto` finds a better one. {replaced} start.
 
 A refusal names the flag; [the page on refusals](refused.md) has the reasons. Accepted means that no rule
-rules it out and that the layers fill the stages. No GPU has trained these models here.
+rules it out and that the layers fill the stages; `--pipeline-unproved` permits
+[CUDA graphs](gpu.md#cuda-graphs). No GPU has trained these models here.
 """
 
 
 class Tried(NamedTuple):
-    """The ``schedule`` that was put in a recipe, and the ``error`` that refuses it; "" where it starts."""
+    """The ``schedule`` that was put in a recipe, and the ``error`` that refuses it; "" where it starts.
+
+    It may start with --pipeline-unproved alone.
+    """
 
     schedule: str
     error: str
+    is_unproved: bool = False
 
     def cell(self) -> str:
         """Return a cell of the table."""
-        return f"`{self.schedule}`: {self.error or 'accepted'}"
+        accepted = "with `--pipeline-unproved`" if self.is_unproved else "accepted"
+        return f"`{self.schedule}`: {self.error or accepted}"
 
 
 def unchanged(recipe: PipelinedRecipe) -> Tried:
@@ -93,13 +100,21 @@ def even_layout(count: int, stages: int, predictions: int) -> str:
 
 def _tried(recipe: PipelinedRecipe, schedule: str, **changes: object) -> Tried:
     asked = described.read(recipe.flags, recipe.model).asked
+    asked = asked.changed(pipeline_schedule=schedule, **changes)
+    error = _error(recipe, asked)
+    if error and not (unproved := _error(recipe, asked.changed(pipeline_unproved=True))):
+        return Tried(schedule, unproved, is_unproved=True)
+    return Tried(schedule, error)
+
+
+def _error(recipe: PipelinedRecipe, asked: RequestedJob) -> str:
     try:
-        for_world(asked.changed(pipeline_schedule=schedule, **changes), recipe.gpus)
+        for_world(asked, recipe.gpus)
     except Refused as error:
-        return Tried(schedule, marked(error.rule.flag))
+        return marked(error.rule.flag)
     except ValueError as error:
-        return Tried(schedule, marked(str(error)))
-    return Tried(schedule, "")
+        return marked(str(error))
+    return ""
 
 
 def text() -> str:

@@ -33,14 +33,28 @@ PAIRS = f"{PP2} --expert-model-parallel-size 2 {EXPERTS} --bf16 --overlap-moe-ex
 REPLICAS = f"{PP2} {UNTIED} --global-batch-size 3 --pipeline-schedule pipedream --pipeline-replicas 3-1"
 SHARED = "--pipeline-vocabulary shared"
 
+GRAPHS, PER_LAYER = "--cuda-graph-impl full_iteration", "--cuda-graph-impl transformer_engine"
+
 CASES: dict[str, dict[str, str]] = {
+    f"Beside CUDA graphs|{PP4} {UNTIED} --pipeline-unproved {GRAPHS} --pipeline-schedule v-half": {
+        "without a flush no step is like": "--pipeline-schedule pipedream",
+        "a schedule that changes: a graph holds": "--pipeline-profile-steps 1-2",
+        "--rampup-batch-size: a graph": "--rampup-batch-size 4 4 100",
+        "--step-batch-size-schedule: a graph": "--step-batch-size-schedule 0:8",
+        "--cuda-graph-warmup-steps 0: the first step": "--cuda-graph-warmup-steps 0",
+        "--pipeline-offload: the host waits": "--pipeline-offload 0.5",
+        "would take the graph of another": f"{PER_LAYER} --recompute-granularity full",
+        "actions within a graph have no times": "--pipeline-trace x.json",
+        "a V moves the losses of predictions": "--mtp-num-layers 1",
+    },
     f"Under every schedule of this package|{PP4} --pipeline-schedule v-half": {
         "--use-megatron-fsdp: FSDP reduces": "--use-megatron-fsdp",
         "--use-torch-fsdp2: FSDP reduces": "--use-torch-fsdp2",
         "--delay-wgrad-compute: schedules split": "--delay-wgrad-compute",
-        "--cuda-graph-impl: graphs are captured": "--cuda-graph-impl local",
-        "--enable-cuda-graph: graphs": "--enable-cuda-graph",
-        "--external-cuda-graph: graphs": "--external-cuda-graph",
+        "local: Megatron's own schedules make": "--cuda-graph-impl local --pipeline-unproved",
+        "were never run on a GPU; try scripts/gpu_check.sh graphs": "--cuda-graph-impl transformer_engine",
+        "--enable-cuda-graph: Megatron's own schedules make": "--enable-cuda-graph",
+        "--external-cuda-graph: it is an older name": "--external-cuda-graph",
         "--hybrid-context-parallel: its microbatches differ": "--hybrid-context-parallel",
         "or choose breadth-first, whose": "--microbatch-group-size-per-virtual-pipeline-stage 4",
         "in the warm-up and the flush too": "--overlap-p2p-communication-warmup-flush",
@@ -415,9 +429,15 @@ def test_releases_are_compared_as_numbers(version: str | None, is_refused: bool)
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("num_microbatches_with_partial_activation_checkpoints", 1), ("cuda_graph_impl", "local")],
+    [("num_microbatches_with_partial_activation_checkpoints", 1)],
 )
 def test_what_only_the_model_s_config_has(setting: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"does not support {setting} in the model's config"):
         refuse_config(SimpleNamespace(**{setting: value}))
     refuse_config(Namespace(cuda_graph_impl="none"))
+
+
+@pytest.mark.parametrize("graphs", [GRAPHS, PER_LAYER])
+@pytest.mark.parametrize("schedule", ["v-half", "zb-h1", "interleaved", "1f1b"])
+def test_graphs_are_permitted_unproved(graphs: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read(monkeypatch, f"{PP4} {graphs} --pipeline-unproved --pipeline-schedule {schedule}")

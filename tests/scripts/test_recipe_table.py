@@ -26,8 +26,8 @@ def first(**sought: str) -> PipelinedRecipe:
 
 def test_a_recipe_without_special_features_starts_both_ways() -> None:
     recipe = first(name="llama3-70b", precision="nvfp4")
-    assert table.unchanged(recipe) == ("interleaved", "")
-    assert table.replaced(recipe) == ("v-half", "")
+    assert table.unchanged(recipe) == ("interleaved", "", False)
+    assert table.replaced(recipe) == ("v-half", "", False)
 
 
 def test_a_refused_recipe_names_the_flag_of_the_rule() -> None:
