@@ -48,7 +48,10 @@ differ in batch and sequence alone are one row.
 
 A refusal names the flag; [the page on refusals](refused.md) has the reasons. Accepted means that no rule
 rules it out and that the layers fill the stages; `--pipeline-unproved` permits
-[CUDA graphs](gpu.md#cuda-graphs). No GPU has trained these models here.
+[CUDA graphs](gpu.md#cuda-graphs). HybridEP and DeepEP work within a layer's forward and backward, which a
+schedule runs as Megatron does, so none of their flags is refused. Megatron-FSDP reduces gradients by hooks of
+its own, and Megatron offloads whole layers to the CPU without pipelines alone: both are refused. No GPU has
+trained these models here.
 """
 
 
@@ -85,6 +88,7 @@ def replaced(recipe: PipelinedRecipe) -> Tried:
             asked.job.model.layers, stages, asked.job.model.mtp_num_layers
         ),
         num_virtual_stages_per_pipeline_rank=None,
+        **dict.fromkeys(flag.removeprefix("--").replace("-", "_") for flag in layers.SPREAD),
     )
 
 
@@ -101,10 +105,8 @@ def even_layout(count: int, stages: int, predictions: int) -> str:
 def _tried(recipe: PipelinedRecipe, schedule: str, **changes: object) -> Tried:
     asked = described.read(recipe.flags, recipe.model).asked
     asked = asked.changed(pipeline_schedule=schedule, **changes)
-    error = _error(recipe, asked)
-    if error and not (unproved := _error(recipe, asked.changed(pipeline_unproved=True))):
-        return Tried(schedule, unproved, is_unproved=True)
-    return Tried(schedule, error)
+    error, unproved = _error(recipe, asked), _error(recipe, asked.changed(pipeline_unproved=True))
+    return Tried(schedule, unproved, is_unproved=error != unproved)
 
 
 def _error(recipe: PipelinedRecipe, asked: RequestedJob) -> str:

@@ -21,7 +21,7 @@ from megatron_pp_ext.job.rules.rule import Refused, Rule, Rules
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.formats import csv_file
 from megatron_pp_ext.schedule.placement import Placement, Shape
-from tests.support.flags import PP4, arguments, read
+from tests.support.flags import PP4, arguments, read, requested_by
 from tests.support.training import has_flag
 
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -429,12 +429,20 @@ def test_releases_are_compared_as_numbers(version: str | None, is_refused: bool)
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("num_microbatches_with_partial_activation_checkpoints", 1)],
+    [("num_microbatches_with_partial_activation_checkpoints", 1), ("delay_wgrad_compute", True)],
 )
 def test_what_only_the_model_s_config_has(setting: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"does not support {setting} in the model's config"):
         refuse_config(SimpleNamespace(**{setting: value}))
     refuse_config(Namespace(cuda_graph_impl="none"))
+
+
+def test_pairs_put_weight_gradients_off_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flag is accepted, and layers are built without it."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    args = arguments(f"{PAIRS} --pipeline-schedule dualpipe-v --delay-wgrad-compute")
+    assert requested_by(args)
+    assert not args.delay_wgrad_compute
 
 
 @pytest.mark.parametrize("graphs", [GRAPHS, PER_LAYER])

@@ -12,6 +12,12 @@ RULES = (
                 why="it counts microbatches in stock's order",
                 fix="leave it out",
             ),
+            Rule(
+                "delay_wgrad_compute in the model's config",
+                when=lambda job: job.flags.delay_wgrad_compute,
+                why="layers would leave weight gradients where no schedule looks for them",
+                fix="leave it out",
+            ),
         ),
     ),
 )

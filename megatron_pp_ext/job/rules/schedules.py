@@ -149,7 +149,14 @@ RULES = (
         rows=(
             Rule("--use-megatron-fsdp", why="FSDP reduces gradients by its own hooks"),
             Rule("--use-torch-fsdp2", why="FSDP reduces gradients by its own hooks"),
-            Rule("--delay-wgrad-compute", why="schedules split the backward themselves"),
+            # In pairs a B leaves them to where Megatron would compute them under this flag.
+            Rule(
+                "--delay-wgrad-compute",
+                when=lambda job: (
+                    job.flags.delay_wgrad_compute and not job.parallel.overlap_moe_expert_parallel_comm
+                ),
+                why="schedules split the backward themselves",
+            ),
             Rule(
                 "--cuda-graph-impl local",
                 why="Megatron's own schedules make these graphs when their first step ends",

@@ -36,6 +36,11 @@ def test_trains_as_stock(model: str, schedule: str, flags: str) -> None:
     assert_same_bits(*in_pairs(model, schedule, *flags.split()))
 
 
+def test_recomputed_mlps_of_dense_layers() -> None:
+    words = "--recompute-granularity selective --recompute-modules mlp"
+    assert_same_bits(*in_pairs("dense-beside", "dualpipe-v", *words.split()))
+
+
 def test_dropout_draws_the_same_numbers_again() -> None:
     dropout = f"{PAIRS} --pipeline-schedule dualpipe-v --hidden-dropout 0.1 --train-iters 2"
     words = [*MODELS["experts"][1].split(), *dropout.split()]
