@@ -78,6 +78,8 @@ class SlicedStage(ModelStage):
         tokens: torch.Tensor | int = 0
         if self._is_last:
             found.outputs.append(output.detach())
+            if output._base is not None:
+                output = output.clone()  # Megatron does not free the numbers of a view
             if self._units.is_last(unit):
                 tokens = self._whole_loss(found, unit)
         if self.inputs.forward_only and self._units.is_last(unit):
