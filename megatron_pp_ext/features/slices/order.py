@@ -1,30 +1,21 @@
 """The pass: the order of a schedule in slices of sequences."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_pp_ext.compiler.make import CostsOf, Made, Make
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.features.slices.options import Slices
-from megatron_pp_ext.schedule.actions import Action, Kind
+from megatron_pp_ext.features.slices.shift import more, shifted
+from megatron_pp_ext.schedule.names import FORWARD_ONLY
 
 
 def sliced(request: Request, costs: CostsOf, before: Make) -> Made:
-    """Let every action be those of the slices of its microbatch, the backwards in reverse."""
-    made = before(request)
+    """Let the units of the order be slices, where any are requested."""
     option = request.option(Slices)
     if option is None or option.count == 1:
-        return made
-    schedule, count = made.schedule, option.count
-    orders = tuple(
-        tuple(one for action in order for one in _of_slices(action, count)) for order in schedule.orders
-    )
-    return replace(
-        made, schedule=replace(schedule, microbatches=schedule.microbatches * count, orders=orders)
-    )
-
-
-def _of_slices(action: Action, count: int) -> Iterator[Action]:
-    numbers = range(count) if action.kind is Kind.F else reversed(range(count))
-    for number in numbers:
-        yield action._replace(microbatch=action.microbatch * count + number)
+        return before(request)
+    units = option.units(request.microbatches)
+    if request.schedule == FORWARD_ONLY:
+        return before(replace(request, microbatches=len(units)))
+    made = before(replace(request, microbatches=len(units) + more(units)))
+    return replace(made, schedule=shifted(made.schedule, units))
