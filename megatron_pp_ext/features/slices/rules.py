@@ -75,32 +75,12 @@ RULES = (
                 when=has_states,
                 why="the state of Mamba and of a gated delta net is not carried from slice to slice",
             ),
-            Rule(
-                "--apply-rope-fusion",
-                when=lambda job: (
-                    job.flags.apply_rope_fusion
-                    and job.attention.multi_latent_attention
-                    and job.flags.rope_type == "yarn"
-                ),
-                why="its positions in multi-latent attention begin at 0",
-                fix="add --no-rope-fusion",
-            ),
-            Rule(
-                "--masked-softmax-fusion",
-                when=lambda job: (
-                    job.precision.transformer_impl == "local"
-                    and job.precision.is_half
-                    and job.argument("masked_softmax_fusion")
-                ),
-                why="the kernel of local attention knows no keys before the first query",
-                fix="add --no-masked-softmax-fusion",
-            ),
             Rule("--tp-comm-overlap", why="its buffers have the size of whole sequences"),
             Rule("--fine-grained-activation-offloading", why="it counts whole microbatches"),
             Rule("--pipeline-offload", why="slices share the keys and values that it would move"),
             Rule("--pipeline-vocabulary", why="its exchanges are of whole microbatches"),
             Rule("--pipeline-profile-steps", why="what it compiles orders whole microbatches"),
-            Rule("--rehearse-pipeline", why="a rehearsal runs whole microbatches"),
+            Rule("--rehearse-pipeline", why="a rehearsal tells the costs of whole microbatches"),
             Rule("--overlap-moe-expert-parallel-comm", why="Megatron's plans of layers are of whole sequences"),
         ),
     ),

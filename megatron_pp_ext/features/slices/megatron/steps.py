@@ -8,6 +8,7 @@ from megatron_pp_ext.features.slices.megatron.layers import Calls
 from megatron_pp_ext.features.slices.megatron.sliced_stage import SlicedStage
 from megatron_pp_ext.features.slices.options import Slices
 from megatron_pp_ext.integration.requested import Pipeline
+from megatron_pp_ext.integration.runners.model_stage import StepInputs
 from megatron_pp_ext.integration.runners.step_parts import Step, StepPart
 
 
@@ -21,9 +22,21 @@ def sliced(pipeline: Pipeline) -> StepPart:
         if option is not None and option.count > 1:
             inputs = step.inputs
             calls[:] = calls or map(Calls, inputs.model)
+            _require_length(inputs, option)
             units = option.units(inputs.microbatches)
             inputs.shape = (inputs.shape[0] // option.count, *inputs.shape[1:])
             step.make_stage = partial(SlicedStage, units=units, calls=calls)
         yield
 
     return during
+
+
+def _require_length(inputs: StepInputs, option: Slices) -> None:
+    """Raise ValueError unless the step's sequences have the length that its schedule was made for."""
+    length = option.tokens * option.count
+    tensor = inputs.groups.tp.size() if inputs.config.sequence_parallel else 1
+    if inputs.config.variable_seq_lengths or inputs.shape[0] * tensor != length:
+        raise ValueError(
+            f"slices were planned for sequences of {length} tokens, and this step has others; give all steps "
+            "this length, or leave out --pipeline-slice-tokens"
+        )
