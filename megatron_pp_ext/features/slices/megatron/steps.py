@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from megatron_pp_ext.features.slices.megatron.layers import Calls
+from megatron_pp_ext.features.slices.megatron.router_losses import averaged
 from megatron_pp_ext.features.slices.megatron.sliced_stage import SlicedStage
 from megatron_pp_ext.features.slices.options import Slices
 from megatron_pp_ext.integration.requested import Pipeline
@@ -19,14 +20,17 @@ def sliced(pipeline: Pipeline) -> StepPart:
 
     @contextmanager
     def during(step: Step) -> Iterator[None]:
-        if option is not None and option.count > 1:
+        if option is None or option.count == 1:
+            yield
+        else:
             inputs = step.inputs
             calls[:] = calls or map(Calls, inputs.model)
             _require_length(inputs, option)
             units = option.units(inputs.microbatches)
             inputs.shape = (inputs.shape[0] // option.count, *inputs.shape[1:])
             step.make_stage = partial(SlicedStage, units=units, calls=calls)
-        yield
+            with averaged(option.count):
+                yield
 
     return during
 

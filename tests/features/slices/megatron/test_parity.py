@@ -68,6 +68,20 @@ def test_multi_head_latent_attention() -> None:
 
 
 @pytest.mark.wide
+def test_router_losses_are_means_over_slices() -> None:
+    """The router's loss of slices is no sum of theirs: it balances the tokens of each, and is the larger."""
+    flags = [*PP2, *LLAMA, *EXPERTS, "--moe-router-load-balancing-type", "aux_loss"]
+    flags += ["--moe-aux-loss-coeff", "0.01"]
+    ours, whole = run(2, [*flags, *sliced("v-half", 8)]), stock(2, *flags)
+    assert ours.losses[0] == pytest.approx(whole.losses[0], rel=rounding.relative())
+    assert ours.losses == pytest.approx(whole.losses, rel=1e-3)
+    assert distance(ours, whole) < 0.05
+    for one, other in zip(ours.logged, whole.logged, strict=True):
+        (name,) = one.keys() - {"lm loss"}
+        assert float(other[name]) <= float(one[name]) < 1.2 * float(other[name])
+
+
+@pytest.mark.wide
 def test_half_precision() -> None:
     """Slices are no further from whole sequences in bf16 than these are from fp32."""
     flags = (*PP2, *LLAMA)
