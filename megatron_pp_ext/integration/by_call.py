@@ -178,6 +178,7 @@ def install(
     trace: str | Path | None = None,
     timeout: float | timedelta | None = None,
     offload: float | str | None = None,
+    slice_tokens: int | None = None,
 ) -> InForce:
     """Run the models of megatron.core that are built from now on by ``schedule``, and return what will run.
 
@@ -192,6 +193,7 @@ def install(
     "auto". ``trace`` is a file for the times of each step's actions.  ``timeout`` is how long a message may
     take, a timedelta or minutes (10).  ``offload`` lets activations wait on the host: a share of them, or
     "auto" for as many as cost no time, and for as few as keep ``memory_limit`` where there is one.
+    ``slice_tokens`` cuts sequences into slices of so many tokens, which go through the pipeline one by one.
 
     The same call again, with the same contents of its files, does nothing.  Another one replaces the
     schedule, unless a model was built for it.
@@ -210,6 +212,7 @@ def install(
         trace=trace,
         timeout=timeout,
         offload=offload,
+        slice_tokens=slice_tokens,
     )
     if _installed is not None and asked == _installed[0]:
         return _installed[2]
