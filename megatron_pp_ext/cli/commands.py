@@ -16,6 +16,8 @@ from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.features.offload.cli.options import LEGEND, Offloading, some_limits
 from megatron_pp_ext.features.pairs.options import Pairs, paired
+from megatron_pp_ext.features.slices.cli.options import LEGEND as SLICES_LEGEND
+from megatron_pp_ext.features.slices.cli.options import Slicing
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.formats import csv_file
@@ -87,6 +89,7 @@ def schedule(
     *,
     times: ask.Times,
     offload: Offloading,
+    slicing: Slicing,
     files: ask.Files,
 ) -> None:
     """Build a schedule, simulate it and show it.
@@ -117,6 +120,9 @@ def schedule(
         catalog.entry(name)  # refuses what only training runs
         request = named(name, ranks, microbatches, chunks)
         make_it, about = make, f"simulating {request.schedule}"
+    if slicing.is_given and (shared_vocabulary or offload.is_given):
+        raise ValueError("--slices goes neither with --shared-vocabulary nor with --offload: leave these out")
+    slicing.require_size(request)
     require_size(request, files)
     costs = offload.costs(times.costs(ranks, request.finest.chunks, shared_vocabulary), ranks)
     request = replace(
@@ -131,8 +137,8 @@ def schedule(
         return costs
 
     with waiting(about):
-        made = make_it(offload.added_to(request), costs_of)
-        timeline = simulate(made.schedule, costs.merged(made.schedule.placement.stages))
+        made = make_it(slicing.added_to(offload.added_to(request)), costs_of)
+        timeline = simulate(made.schedule, slicing.costs(costs.merged(made.schedule.placement.stages)))
         notes = [*offload.notes(request, costs_of, timeline, files)]
         bound = bound_of(timeline) if made.lower_bound is None else made.lower_bound
         report(timeline, bound, times.units, files, notes)
@@ -165,6 +171,7 @@ def compare(
     *,
     times: ask.Times,
     offload: Offloading,
+    slicing: Slicing,
     pictures: ask.Pictures,
 ) -> None:
     """Compare all schedules of one or two chunks a rank: a table, and a picture of memory and step time.
@@ -172,7 +179,7 @@ def compare(
     Times are those of a whole rank.  With --chunk-units and --costs they are those of one of two chunks a
     rank, and an action of a schedule with one chunk takes twice as long.  With --output-layer each schedule
     has a second row, where all ranks share the output layer, and with --pair-time a row with pairs if it has
-    any.  With --offload each has one with activations on the host.
+    any.  With --offload each has one with activations on the host, and with --slices one in slices.
     """
     from megatron_pp_ext.cli import flex
     from megatron_pp_ext.view import terminal
@@ -182,6 +189,7 @@ def compare(
     ]
     for request in requests:
         require_size(request)
+        slicing.require_size(request)
     halves = offload.costs(times.costs(ranks, 2), ranks)
     shared_halves = times.costs(ranks, 2, splits_head=True) if times.output_layer else halves
 
@@ -198,10 +206,15 @@ def compare(
             rows[" +P"] = paired(request)
         if times.output_layer:
             rows[" +S"] = replace(request, splits_head=True)
+        if slicing.is_given:
+            rows[f" /{slicing.slices}"] = slicing.added_to(request)
         with waiting(f"simulating {request.schedule}"):
             for ending, row in rows.items():
                 costs = costs_of(request.finest.stages, bool(row.splits_head))
-                timelines[f"{request.schedule}{ending}"] = simulate(make(row, costs_of).schedule, costs)
+                schedule = make(row, costs_of).schedule
+                timelines[f"{request.schedule}{ending}"] = simulate(
+                    schedule, slicing.costs(costs) if schedule.units else costs
+                )
     console.print(f"{ranks} ranks, {microbatches} microbatches")
     with waiting("counting activations and messages"):
         console.print(terminal.summary_table(timelines))
@@ -210,6 +223,7 @@ def compare(
         (times.output_layer, "+S: all ranks share the output layer, else the last stage has it"),
         (times.pair_time is not None, "+P: forwards and backwards in pairs"),
         (offload.is_given, LEGEND),
+        (slicing.is_given, SLICES_LEGEND.format(slicing.slices, slicing.slices)),
     ):
         if is_shown:
             console.print(note, style="dim")

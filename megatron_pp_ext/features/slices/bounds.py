@@ -1,5 +1,7 @@
 """A step below which no order of units gets, whatever their chains' order."""
 
+from itertools import pairwise
+
 import numpy as np
 
 from megatron_pp_ext.features.slices.listing import FORWARD, INPUT, Chains, Where, Work
@@ -24,8 +26,9 @@ def lower_bound(work: Work, where: Where, chains: Chains) -> float:
         tail = 0.0 if splits else float(tails[stages[0]])
         found = max(found, float(heads[stages[0]] + per_stage[stages].sum()) + tail)
     bounds = np.flatnonzero(np.diff(chains.chain_of, prepend=-1, append=chains.chain_of[-1] + 1))
-    for begin, end in zip(bounds, bounds[1:], strict=False):
-        found = max(found, _flow(forward[:, begin:end], delays) + _flow(back[::-1, begin:end][:, ::-1], delays[::-1]))
+    for begin, end in pairwise(bounds):
+        way_back = _flow(back[::-1, begin:end][:, ::-1], delays[::-1])
+        found = max(found, _flow(forward[:, begin:end], delays) + way_back)
     return found
 
 

@@ -65,6 +65,19 @@ def work_of(
     return Work(seconds, kept, released, np.array(delays), int(splits_backward))
 
 
+def equal_work(units: Units, costs: Costs, placement: Placement) -> Work:
+    """Return the work of units that all have these ``costs``, which are of the stages of ``placement``."""
+    of_stages = [(one.forward, one.input_gradient, one.weight_gradient) for one in costs.stages]
+    each = np.ones(len(units))
+    delays = [0.0 if placement.is_local(stage) else costs.hop for stage in range(placement.stages - 1)]
+    return Work(
+        np.array(of_stages).T[:, :, None] * each,
+        np.array([stage.activation for stage in costs.stages])[:, None] * each,
+        np.array([stage.released_by_input_gradient for stage in costs.stages])[:, None] * each,
+        np.array(delays),
+        1,
+    )
+
 
 def of_equal_slices(costs: Costs, slices: int) -> Costs:
     """Return the costs of a unit where all have the same, one of so many ``slices`` of a microbatch.
@@ -93,6 +106,4 @@ def of_equal_slices(costs: Costs, slices: int) -> Costs:
             hidden=shared.hidden / slices,
             sums=shared.sums / slices,
         )
-    return replace(
-        costs, stages=stages, hop=costs.hop / slices, message=costs.message / slices, head=shared
-    )
+    return replace(costs, stages=stages, hop=costs.hop / slices, message=costs.message / slices, head=shared)

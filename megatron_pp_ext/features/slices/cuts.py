@@ -12,7 +12,7 @@ By = Literal["tokens", "cost"]
 
 
 def bounds(length: int, slices: int, equal_at: float | None = None) -> list[int]:
-    """Return where a document of ``length`` tokens is cut: 0, the ends of the slices but the last, its length.
+    """Return where a document of ``length`` tokens is cut, with 0 and its length as the ends.
 
     Slices have equal tokens, or with ``equal_at`` equal cost of forward and backward, where attention of a
     document of so many tokens takes as long as all else.  ValueError for more slices than tokens.
