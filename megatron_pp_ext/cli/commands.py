@@ -7,8 +7,10 @@ from typing import Annotated
 
 import typer
 
+from megatron_pp_ext.cli import lengths as by_length
 from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli.errors import OneLineErrors
+from megatron_pp_ext.cli.lengths_options import Lengths, StepMicrobatches
 from megatron_pp_ext.cli.progress import waiting
 from megatron_pp_ext.cli.report import bound_of, console, print_units, report, require_size, show
 from megatron_pp_ext.compiler.compile import TRIALS
@@ -63,7 +65,7 @@ def list_schedules() -> None:
 def schedule(
     name: Annotated[str, typer.Argument(help="A name from `mpp list`.")],
     ranks: ask.Ranks = 4,
-    microbatches: ask.Microbatches = 8,
+    microbatches: StepMicrobatches = None,
     chunks: Annotated[
         int | None, typer.Option(help="Stages a rank, where the schedule leaves it open.")
     ] = None,
@@ -86,8 +88,16 @@ def schedule(
         bool,
         typer.Option("--shared-vocabulary", help="Let all ranks share the output layer of --output-layer."),
     ] = False,
+    order: Annotated[
+        str | None,
+        typer.Option(
+            help="With --lengths, the order that is shown and written: given, rule or search.  "
+            "[default: search]"
+        ),
+    ] = None,
     *,
     times: ask.Times,
+    lengths: Lengths,
     offload: Offloading,
     slicing: Slicing,
     files: ask.Files,
@@ -95,9 +105,15 @@ def schedule(
     """Build a schedule, simulate it and show it.
 
     Times are those of a whole rank, so that all schedules compare: its F, I and W of one microbatch take 1
-    each, and a chunk takes its part of them.
+    each, and a chunk takes its part of them.  With --lengths microbatches differ, and orders of them are
+    compared; what is shown and written has the one of --order.
     """
     name = catalog.canonical(name)
+    count = lengths.count(microbatches)
+    if lengths.lengths is not None and (shared_vocabulary or offload.is_given):
+        raise ValueError(
+            "--lengths goes neither with --shared-vocabulary nor with --offload: leave these out"
+        )
     can = catalog.abilities(name)
     if times.pair_time is not None and shared_vocabulary:
         raise ValueError("--pair-time and --shared-vocabulary do not go together: leave one out")
@@ -108,7 +124,7 @@ def schedule(
     if can.takes_limit:
         from megatron_pp_ext.cli import flex
 
-        request = flex.requested(ranks, microbatches, chunks, memory_limit)
+        request = flex.requested(ranks, count, chunks, memory_limit)
         make_it, about = flex.made, "compiling flex"
     else:
         if memory_limit is not None:
@@ -118,7 +134,7 @@ def schedule(
         if trials is not None:
             raise ValueError(f"--trials is for flex, {name} is not searched for: leave it out, or use flex")
         catalog.entry(name)  # refuses what only training runs
-        request = named(name, ranks, microbatches, chunks)
+        request = named(name, ranks, count, chunks)
         make_it, about = make, f"simulating {request.schedule}"
     if slicing.is_given and (shared_vocabulary or offload.is_given):
         raise ValueError("--slices goes neither with --shared-vocabulary nor with --offload: leave these out")
@@ -132,6 +148,11 @@ def schedule(
     )
 
     request = paired(request, times.pair_time is not None or (can.takes_limit and costs.pair < 1))
+    if lengths.lengths is not None:
+        by_length.show_schedule(request, costs, times, lengths, files, make_it, order)
+        return
+    if order is not None:
+        raise ValueError("--order is given without --lengths, the lengths of documents: give both")
 
     def costs_of(stages: int, is_shared: bool) -> Costs:
         return costs
@@ -167,9 +188,10 @@ def simulate_file(
 @ask.takes_groups
 def compare(
     ranks: ask.Ranks = 4,
-    microbatches: ask.Microbatches = 8,
+    microbatches: StepMicrobatches = None,
     *,
     times: ask.Times,
+    lengths: Lengths,
     offload: Offloading,
     slicing: Slicing,
     pictures: ask.Pictures,
@@ -179,14 +201,19 @@ def compare(
     Times are those of a whole rank.  With --chunk-units and --costs they are those of one of two chunks a
     rank, and an action of a schedule with one chunk takes twice as long.  With --output-layer each schedule
     has a second row, where all ranks share the output layer, and with --pair-time a row with pairs if it has
-    any.  With --offload each has one with activations on the host, and with --slices one in slices.
+    any.  With --offload each has one with activations on the host, and with --slices one in slices.  With
+    --lengths a row has the step with each order of the microbatches, as a multiple of the work of a rank.
     """
+    count = lengths.count(microbatches)
+    if lengths.lengths is not None:
+        if offload.is_given:
+            raise ValueError("--lengths and --offload do not go together: leave one out")
+        by_length.show_comparison(ranks, times, lengths, pictures)
+        return
     from megatron_pp_ext.cli import flex
     from megatron_pp_ext.view import terminal
 
-    requests = [
-        named(name, ranks, microbatches) for name, entry in catalog.ENTRIES.items() if entry.chunks <= 2
-    ]
+    requests = [named(name, ranks, count) for name, entry in catalog.ENTRIES.items() if entry.chunks <= 2]
     for request in requests:
         require_size(request)
         slicing.require_size(request)
@@ -215,7 +242,7 @@ def compare(
                 timelines[f"{request.schedule}{ending}"] = simulate(
                     schedule, slicing.costs(costs) if schedule.units else costs
                 )
-    console.print(f"{ranks} ranks, {microbatches} microbatches")
+    console.print(f"{ranks} ranks, {count} microbatches")
     with waiting("counting activations and messages"):
         console.print(terminal.summary_table(timelines))
     print_units(times.units)
@@ -231,22 +258,22 @@ def compare(
     with waiting("compiling flex for several memory limits"):
         frontier = {
             f"flex {fraction:.2f}": timeline
-            for fraction, timeline in flex.some_limits(ranks, microbatches, halves, pairs).items()
+            for fraction, timeline in flex.some_limits(ranks, count, halves, pairs).items()
         }
     copied = {}
     if offload.is_given:
         with waiting("planning flex with activations on the host"):
-            copied = some_limits(ranks, microbatches, halves)
+            copied = some_limits(ranks, count, halves)
     console.print(terminal.summary_table(frontier | copied))
     console.print("flex 0.50: compiled for half of 1f1b's activations", style="dim")
     if pictures.paths:
         from megatron_pp_ext.view import memory_tradeoff
 
-        work = microbatches * max(
+        work = count * max(
             stage.forward + stage.input_gradient + stage.weight_gradient
             for stage in halves.merged(ranks).stages
         )
-        title = f"{ranks} ranks, {microbatches} microbatches"
+        title = f"{ranks} ranks, {count} microbatches"
         line = flex.undominated(list(frontier.values()))
         for path in pictures.paths:
             memory_tradeoff.draw_schedules(timelines | copied, line, work, path, title, times.units.time)

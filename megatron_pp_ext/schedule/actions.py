@@ -41,7 +41,8 @@ OF_STAGES = (Kind.F, Kind.I, Kind.W, Kind.B)
 class Action(NamedTuple):
     """Work of one ``kind`` by ``stage`` on ``microbatch``; ``3F0`` is stage 3, forward, microbatch 0.
 
-    S and T have the number of their rank in place of a stage's, which is that of the rank's first stage.
+    S and T have the number of their rank's first stage, which is the rank's own number unless the placement
+    has its ends on the last rank.
     """
 
     stage: int
@@ -125,6 +126,14 @@ class Schedule:
         return replace(self, orders=tuple(map(tuple, orders)), copies=copies)
 
     @property
+    def turned_over(self) -> Self:
+        """The same schedule with the ranks counted from the other end; ValueError unless the placement folds.
+
+        Stages keep their numbers, and so do S and T, which have that of their rank's first stage.
+        """
+        return replace(self, placement=self.placement.turned_over, orders=self.orders[::-1])
+
+    @property
     def digest(self) -> str:
         """A hash of all but name and microbatches: equal on two ranks when they run the same schedule."""
         text = "\n".join(",".join(map(str, order)) for order in self.orders)
@@ -136,6 +145,7 @@ class Schedule:
             text += "\nunits " + ",".join(map(str, self.units))
         where = self.placement
         shape = f"{where.shape}/{where.ranks}/{where.chunks}" + "/shared" * where.splits_head
+        shape += "/ends on last" * where.ends_on_last
         return hashlib.sha256(f"{shape}\n{text}".encode()).hexdigest()
 
     def __iter__(self) -> Iterator[Action]:
@@ -165,7 +175,7 @@ def needs(action: Action, placement: Placement) -> tuple[Action, ...]:
     if stage < last:
         return own_forward, Action(stage + 1, Kind.I, microbatch)
     if placement.splits_head:
-        return own_forward, *(Action(rank, Kind.S, microbatch) for rank in range(placement.ranks))
+        return own_forward, *(Action(first, Kind.S, microbatch) for first in range(placement.ranks))
     return (own_forward,)
 
 

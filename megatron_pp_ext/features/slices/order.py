@@ -8,8 +8,6 @@ from dataclasses import replace
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.compiler.make import CostsOf, Made, Make
 from megatron_pp_ext.compiler.request import Request
-from megatron_pp_ext.features.slices.compiled import compiled
-from megatron_pp_ext.features.slices.costs import of_equal_slices
 from megatron_pp_ext.features.slices.options import Slices
 from megatron_pp_ext.features.slices.shift import more, require_chain_order, shifted
 from megatron_pp_ext.features.slices.units import Units
@@ -42,6 +40,10 @@ def sliced(request: Request, costs: CostsOf, before: Make) -> Made:
 
 def _planned(request: Request, units: Units, slices: int, costs: CostsOf) -> Made:
     """Return the shortest order for the request's limit that is found with any of its placements."""
+    # Imported here because it takes numpy, which nobody needs who has no such schedule.
+    from megatron_pp_ext.features.slices.compiled import compiled
+    from megatron_pp_ext.features.slices.costs import of_equal_slices
+
     if request.splits_head:
         raise ValueError(f"slices under {request.schedule} leave the head whole: leave one of the two out")
     finest = costs(request.finest.stages, False)

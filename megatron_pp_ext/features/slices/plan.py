@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megatron_pp_ext.features.lengths.costs import EQUAL_AT, LengthCosts
+from megatron_pp_ext.features.lengths.length_costs import EQUAL_AT, LengthCosts
 from megatron_pp_ext.features.slices.costs import unit_costs, work_of
 from megatron_pp_ext.features.slices.cuts import By, cut
 from megatron_pp_ext.features.slices.search import BUDGET, Plan, Search

@@ -2,8 +2,8 @@
 
 A schedule of units numbers them where others number microbatches: ``2F5`` is the forward of unit 5 by
 stage 2.  All stages take the units forward in the order of their numbers.  The slices of one sequence are a
-*chain* of consecutive numbers.  Attention of a slice reads the keys and values of the slices before it, so the
-I of a chain run in reverse: the last slice's comes first, and each adds its share to the gradients of the
+*chain* of consecutive numbers.  Attention of a slice reads the keys and values of the slices before it, so
+the I of a chain run in reverse: the last slice's comes first, and each adds its share to the gradients of the
 earlier keys and values.  W run at any time after their I.
 """
 

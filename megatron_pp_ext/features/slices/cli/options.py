@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from megatron_pp_ext.compiler.request import Request
-from megatron_pp_ext.features.slices.costs import of_equal_slices
 from megatron_pp_ext.features.slices.options import Slices
 from megatron_pp_ext.schedule.costs import Costs
 
@@ -41,7 +40,11 @@ class Slicing:
 
     def costs(self, costs: Costs) -> Costs:
         """Return the costs of a slice, where ``costs`` are those of a microbatch."""
-        return of_equal_slices(costs, self.slices or 1) if self.is_given else costs
+        if not self.is_given:
+            return costs
+        from megatron_pp_ext.features.slices.costs import of_equal_slices
+
+        return of_equal_slices(costs, self.slices or 1)
 
     def require_size(self, request: Request) -> None:
         """Raise ValueError, before anything is built, for more actions than are simulated."""
