@@ -18,6 +18,7 @@ from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.features.offload.cli.options import LEGEND, Offloading, some_limits
 from megatron_pp_ext.features.pairs.options import Pairs, paired
+from megatron_pp_ext.features.slices.cli import by_length as in_units
 from megatron_pp_ext.features.slices.cli.options import LEGEND as SLICES_LEGEND
 from megatron_pp_ext.features.slices.cli.options import Slicing
 from megatron_pp_ext.schedule import catalog
@@ -110,6 +111,7 @@ def schedule(
     """
     name = catalog.canonical(name)
     count = lengths.count(microbatches)
+    slicing.require_lengths(lengths.lengths is not None)
     if lengths.lengths is not None and (shared_vocabulary or offload.is_given):
         raise ValueError(
             "--lengths goes neither with --shared-vocabulary nor with --offload: leave these out"
@@ -148,6 +150,9 @@ def schedule(
     )
 
     request = paired(request, times.pair_time is not None or (can.takes_limit and costs.pair < 1))
+    if slicing.slice_tokens is not None:
+        in_units.show_schedule(request, costs, times, lengths, slicing, by_length.units(times), files)
+        return
     if lengths.lengths is not None:
         by_length.show_schedule(request, costs, times, lengths, files, make_it, order)
         return
@@ -205,9 +210,12 @@ def compare(
     --lengths a row has the step with each order of the microbatches, as a multiple of the work of a rank.
     """
     count = lengths.count(microbatches)
+    slicing.require_lengths(lengths.lengths is not None)
     if lengths.lengths is not None:
         if offload.is_given:
             raise ValueError("--lengths and --offload do not go together: leave one out")
+        if slicing.slice_tokens is not None:
+            raise ValueError("--slice-tokens is an option of mpp schedule: leave it out of mpp compare")
         by_length.show_comparison(ranks, times, lengths, pictures)
         return
     from megatron_pp_ext.cli import flex

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.compiler.limits import at_most, rooms_beside_messages
-from megatron_pp_ext.features.slices.costs import equal_work
 from megatron_pp_ext.features.slices.search import Search
 from megatron_pp_ext.features.slices.shift import more, shifted
+from megatron_pp_ext.features.slices.slice_costs import equal_work
 from megatron_pp_ext.features.slices.units import Units
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs

@@ -42,7 +42,7 @@ def _planned(request: Request, units: Units, slices: int, costs: CostsOf) -> Mad
     """Return the shortest order for the request's limit that is found with any of its placements."""
     # Imported here because it takes numpy, which nobody needs who has no such schedule.
     from megatron_pp_ext.features.slices.compiled import compiled
-    from megatron_pp_ext.features.slices.costs import of_equal_slices
+    from megatron_pp_ext.features.slices.slice_costs import of_equal_slices
 
     if request.splits_head:
         raise ValueError(f"slices under {request.schedule} leave the head whole: leave one of the two out")

@@ -1,13 +1,17 @@
 """The plan of a step whose microbatches are of unlike length: how sequences are cut, and all orders."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 from megatron_pp_ext.features.lengths.length_costs import EQUAL_AT, LengthCosts
-from megatron_pp_ext.features.slices.costs import unit_costs, work_of
-from megatron_pp_ext.features.slices.cuts import By, cut
+from megatron_pp_ext.features.slices.cuts import By, cut, ordered
 from megatron_pp_ext.features.slices.search import BUDGET, Plan, Search
+from megatron_pp_ext.features.slices.shift import more, shifted
+from megatron_pp_ext.features.slices.slice_costs import unit_costs, work_of
 from megatron_pp_ext.features.slices.units import Units
+from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.placement import Placement
+from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.schedule.unit_costs import UnitCosts
 
 SMALLEST, LARGEST = 512, 65_536
@@ -17,7 +21,7 @@ SMALLEST, LARGEST = 512, 65_536
 class Planner:
     """Plans steps on ``placement`` whose stages have the costs of ``rates``.
 
-    ``overhead`` are the tokens that a unit costs on top of its own (``costs.unit_costs``), and ``equal_at``
+    ``overhead`` are the tokens that a unit costs on top of its own, and ``equal_at``
     is the length of a document whose attention takes as long as all else.
     """
 
@@ -64,10 +68,30 @@ class Planner:
 
         Small units fill the pipeline sooner and keep less, and their ``overhead`` makes the step longer.
         """
-        longest = max(map(max, documents))
-        sizes = [SMALLEST << step for step in range((LARGEST // SMALLEST).bit_length())]
-        sizes = [size for size in sizes if size < 2 * longest] or sizes[:1]
-        return min(sizes, key=lambda size: self._search(documents, size, limits, by).by_rule())
+        return min(_sizes(documents), key=lambda size: self._search(documents, size, limits, by).by_rule())
+
+    def in_family(
+        self,
+        make: Callable[[int], Schedule],
+        documents: Sequence[Sequence[int]],
+        slice_tokens: int | None,
+        by: By = "tokens",
+    ) -> Plan:
+        """Return the plan whose actions have the order of a family (``shift``), and its memory.
+
+        ``make`` makes the family's schedule for so many microbatches.  None as ``slice_tokens`` chooses those
+        with the shortest step.
+        """
+        sizes = _sizes(documents) if slice_tokens is None else [slice_tokens]
+        no_limits = [math.inf] * self.placement.ranks
+        found = list[Plan]()
+        for size in sizes:
+            search = self._search(documents, size, no_limits, by)
+            units = ordered(search.units, search.rule)
+            schedule = shifted(make(len(units) + more(units)), units)
+            seconds = simulate(schedule, self.costs(units)).makespan
+            found.append(Plan(units, schedule, seconds, min(search.lower_bound, seconds)))
+        return min(found, key=lambda plan: plan.seconds)
 
     def costs(self, units: Units) -> UnitCosts:
         """Return what actions of ``units`` cost, for ``simulate``."""
@@ -79,3 +103,10 @@ class Planner:
         units = cut(documents, size, by, self.equal_at)
         work = work_of(units, self.rates, self.placement, self.splits_backward, self.overhead)
         return Search(units, work, self.placement, limits)
+
+
+def _sizes(documents: Sequence[Sequence[int]]) -> list[int]:
+    """Return the sizes of units among which one is chosen."""
+    longest = max(map(max, documents))
+    sizes = [SMALLEST << step for step in range((LARGEST // SMALLEST).bit_length())]
+    return [size for size in sizes if size < 2 * longest] or sizes[:1]

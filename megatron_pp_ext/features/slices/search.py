@@ -74,9 +74,19 @@ class Search:
                     f"longest document's activations of all its stages: raise it to at least {needed:g}"
                 )
 
+    @property
+    def rule(self) -> list[int]:
+        """The order of the chains whose work rises up to the middle and falls from there on."""
+        return light_heavy_light(self._costs)
+
     def by_rule(self) -> float:
-        """Return the step with the chains light-heavy-light."""
-        return self._listed(light_heavy_light(self._costs), _POLICIES[0])[0]
+        """Return the step with the chains in the order of ``rule``."""
+        return self._listed(self.rule, _POLICIES[0])[0]
+
+    @property
+    def lower_bound(self) -> float:
+        """A makespan that no order is below, whatever the limits."""
+        return lower_bound(self._work, self._where, self._chains(range(len(self._costs)))[0])
 
     def planned(self, budget: float = BUDGET) -> Plan:
         """Return the shortest plan that is found in ``budget`` seconds of a core."""
@@ -91,15 +101,15 @@ class Search:
             best, chosen = self._climbed(best, chosen, policy, passes - self._known(passes))
         seconds, numbers = self._listed(chosen, policy)
         units = ordered(self.units, chosen)
-        bound = lower_bound(self._work, self._where, self._chains(range(len(self._costs)))[0])
-        return Plan(units, self._schedule(units, numbers), seconds, min(bound, seconds))
+        schedule = self._schedule(units, numbers)
+        return Plan(units, schedule, seconds, min(self.lower_bound, seconds))
 
     def _known(self, passes: int) -> int:
         return min(passes, len(_POLICIES) + 3)
 
     def _tried(self, passes: int) -> Iterator[tuple[list[int], Policy]]:
         """Yield the orders by rules, the most promising first, and other policies for that one."""
-        rule = light_heavy_light(self._costs)
+        rule = self.rule
         heaviest = heaviest_first(self._costs)
         known = [
             (rule, _POLICIES[0]),
