@@ -18,6 +18,7 @@ For looking at schedules; none of these needs torch or Megatron:
 ``draw(timelines, path)``                 a picture of one or several timelines, by title
 ``Costs``, ``StageCosts``                 what actions cost; ``Costs.per_rank(ranks, chunks)`` is the unit of
                                           ``mpp``
+``balance(lengths, replicas, microbatches)``  documents into replicas and microbatches of equal cost
 ``read_csv(path)``, ``write_csv(schedule, path)``  schedules as files of torch.distributed.pipelining
 ``Schedule``, ``Timeline``                the types that these functions take and return
 """
@@ -29,6 +30,7 @@ from megatron_pp_ext.version import VERSION
 
 if TYPE_CHECKING:
     from megatron_pp_ext.compiler.compile import compile_schedule
+    from megatron_pp_ext.features.lengths.balance import balance
     from megatron_pp_ext.integration.by_call import InForce, install, installed, uninstall
     from megatron_pp_ext.schedule.actions import Schedule
     from megatron_pp_ext.schedule.catalog import build
@@ -46,6 +48,7 @@ __all__ = [
     "Schedule",
     "StageCosts",
     "Timeline",
+    "balance",
     "build",
     "compile_schedule",
     "draw",
@@ -63,6 +66,7 @@ _HOMES = {
     "Schedule": ("schedule.actions", "Schedule"),
     "StageCosts": ("schedule.costs", "StageCosts"),
     "Timeline": ("schedule.simulate", "Timeline"),
+    "balance": ("features.lengths.balance", "balance"),
     "build": ("schedule.catalog", "build"),
     "compile_schedule": ("compiler.compile", "compile_schedule"),
     "draw": ("view.picture", "draw"),

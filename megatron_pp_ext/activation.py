@@ -38,6 +38,7 @@ VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "MEGATRON_PP_COSTS": ("costs", Path),
     "MEGATRON_PP_VOCABULARY": ("vocabulary", str),
     "MEGATRON_PP_OFFLOAD": ("offload", str),
+    "MEGATRON_PP_LOSS_RANK": ("loss_rank", str),
     "MEGATRON_PP_TRACE": ("trace", Path),
     "MEGATRON_PP_TIMEOUT": ("timeout", float),
 }

@@ -47,7 +47,7 @@ BELOW: dict[str, set[str]] = {
     "processor": set(),
     "schedule": {"files", "json_input"},
     "compiler": {"files", "schedule"},
-    "features": {"schedule", "compiler", "job"},
+    "features": {"files", "json_input", "schedule", "compiler", "job"},
     "features.costs": {"schedule", "features", "job", "costs"},
     "features.runtime": {"schedule", "features", "runtime"},
     "features.megatron": {
@@ -89,7 +89,7 @@ BELOW: dict[str, set[str]] = {
     "text_data": {"data_split", "files"},
 }
 BELOW |= {
-    "__init__": {"schedule", "compiler", "integration", "version", "view"},
+    "__init__": {"schedule", "compiler", "features", "integration", "version", "view"},
     "cli": {*BELOW},
     "launch": {"integration", "pipedream", "planner"},
     "__main__": {"activation", "cpu", "launch", "launch_errors"},
@@ -363,16 +363,18 @@ MADE_IN = {
     "compiler.search.proposals",
     "schedule.catalog",
     "features.__init__",
+    "features.lengths.plan",
     "features.offload.order",
     "features.offload.compiled",
     "features.offload.longer_plans",
     "features.pairs.order",
     "features.vocabulary.order",
 }
-"""The maker, the catalogue and the compiler that it asks, and the passes of features."""
+"""The maker, the catalogue and the compiler that it asks, passes of features, and plans of each step."""
 
 MAKES = {
     "compiler.compile": {"compile_schedule"},
+    "features.lengths.within": {"within_limits"},
     "features.pairs.order": {"compiled", "in_pairs", "paired"},
     "features.offload.compiled": {"planned", "published_orders", "shortest_within"},
     "features.offload.free_plans": {"with_share", "within"},

@@ -7,8 +7,10 @@ from typing import Annotated
 
 import typer
 
+from megatron_pp_ext.cli import lengths as by_length
 from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli.errors import OneLineErrors
+from megatron_pp_ext.cli.lengths_options import Lengths, StepMicrobatches
 from megatron_pp_ext.cli.progress import waiting
 from megatron_pp_ext.cli.report import bound_of, console, print_units, report, require_size, show
 from megatron_pp_ext.compiler.compile import TRIALS
@@ -16,6 +18,9 @@ from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.features.offload.cli.options import LEGEND, Offloading, some_limits
 from megatron_pp_ext.features.pairs.options import Pairs, paired
+from megatron_pp_ext.features.slices.cli import by_length as in_units
+from megatron_pp_ext.features.slices.cli.options import LEGEND as SLICES_LEGEND
+from megatron_pp_ext.features.slices.cli.options import Slicing
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.formats import csv_file
@@ -61,7 +66,7 @@ def list_schedules() -> None:
 def schedule(
     name: Annotated[str, typer.Argument(help="A name from `mpp list`.")],
     ranks: ask.Ranks = 4,
-    microbatches: ask.Microbatches = 8,
+    microbatches: StepMicrobatches = None,
     chunks: Annotated[
         int | None, typer.Option(help="Stages a rank, where the schedule leaves it open.")
     ] = None,
@@ -84,17 +89,33 @@ def schedule(
         bool,
         typer.Option("--shared-vocabulary", help="Let all ranks share the output layer of --output-layer."),
     ] = False,
+    order: Annotated[
+        str | None,
+        typer.Option(
+            help="With --lengths, the order that is shown and written: given, rule or search.  "
+            "[default: search]"
+        ),
+    ] = None,
     *,
     times: ask.Times,
+    lengths: Lengths,
     offload: Offloading,
+    slicing: Slicing,
     files: ask.Files,
 ) -> None:
     """Build a schedule, simulate it and show it.
 
     Times are those of a whole rank, so that all schedules compare: its F, I and W of one microbatch take 1
-    each, and a chunk takes its part of them.
+    each, and a chunk takes its part of them.  With --lengths microbatches differ, and orders of them are
+    compared; what is shown and written has the one of --order.
     """
     name = catalog.canonical(name)
+    count = lengths.count(microbatches)
+    slicing.require_lengths(lengths.lengths is not None)
+    if lengths.lengths is not None and (shared_vocabulary or offload.is_given):
+        raise ValueError(
+            "--lengths goes neither with --shared-vocabulary nor with --offload: leave these out"
+        )
     can = catalog.abilities(name)
     if times.pair_time is not None and shared_vocabulary:
         raise ValueError("--pair-time and --shared-vocabulary do not go together: leave one out")
@@ -105,7 +126,7 @@ def schedule(
     if can.takes_limit:
         from megatron_pp_ext.cli import flex
 
-        request = flex.requested(ranks, microbatches, chunks, memory_limit)
+        request = flex.requested(ranks, count, chunks, memory_limit)
         make_it, about = flex.made, "compiling flex"
     else:
         if memory_limit is not None:
@@ -115,8 +136,11 @@ def schedule(
         if trials is not None:
             raise ValueError(f"--trials is for flex, {name} is not searched for: leave it out, or use flex")
         catalog.entry(name)  # refuses what only training runs
-        request = named(name, ranks, microbatches, chunks)
+        request = named(name, ranks, count, chunks)
         make_it, about = make, f"simulating {request.schedule}"
+    if slicing.is_given and (shared_vocabulary or offload.is_given):
+        raise ValueError("--slices goes neither with --shared-vocabulary nor with --offload: leave these out")
+    slicing.require_size(request)
     require_size(request, files)
     costs = offload.costs(times.costs(ranks, request.finest.chunks, shared_vocabulary), ranks)
     request = replace(
@@ -126,13 +150,21 @@ def schedule(
     )
 
     request = paired(request, times.pair_time is not None or (can.takes_limit and costs.pair < 1))
+    if slicing.slice_tokens is not None:
+        in_units.show_schedule(request, costs, times, lengths, slicing, by_length.units(times), files)
+        return
+    if lengths.lengths is not None:
+        by_length.show_schedule(request, costs, times, lengths, files, make_it, order)
+        return
+    if order is not None:
+        raise ValueError("--order is given without --lengths, the lengths of documents: give both")
 
     def costs_of(stages: int, is_shared: bool) -> Costs:
         return costs
 
     with waiting(about):
-        made = make_it(offload.added_to(request), costs_of)
-        timeline = simulate(made.schedule, costs.merged(made.schedule.placement.stages))
+        made = make_it(slicing.added_to(offload.added_to(request)), costs_of)
+        timeline = simulate(made.schedule, slicing.costs(costs.merged(made.schedule.placement.stages)))
         notes = [*offload.notes(request, costs_of, timeline, files)]
         bound = bound_of(timeline) if made.lower_bound is None else made.lower_bound
         report(timeline, bound, times.units, files, notes)
@@ -161,10 +193,12 @@ def simulate_file(
 @ask.takes_groups
 def compare(
     ranks: ask.Ranks = 4,
-    microbatches: ask.Microbatches = 8,
+    microbatches: StepMicrobatches = None,
     *,
     times: ask.Times,
+    lengths: Lengths,
     offload: Offloading,
+    slicing: Slicing,
     pictures: ask.Pictures,
 ) -> None:
     """Compare all schedules of one or two chunks a rank: a table, and a picture of memory and step time.
@@ -172,16 +206,25 @@ def compare(
     Times are those of a whole rank.  With --chunk-units and --costs they are those of one of two chunks a
     rank, and an action of a schedule with one chunk takes twice as long.  With --output-layer each schedule
     has a second row, where all ranks share the output layer, and with --pair-time a row with pairs if it has
-    any.  With --offload each has one with activations on the host.
+    any.  With --offload each has one with activations on the host, and with --slices one in slices.  With
+    --lengths a row has the step with each order of the microbatches, as a multiple of the work of a rank.
     """
+    count = lengths.count(microbatches)
+    slicing.require_lengths(lengths.lengths is not None)
+    if lengths.lengths is not None:
+        if offload.is_given:
+            raise ValueError("--lengths and --offload do not go together: leave one out")
+        if slicing.slice_tokens is not None:
+            raise ValueError("--slice-tokens is an option of mpp schedule: leave it out of mpp compare")
+        by_length.show_comparison(ranks, times, lengths, pictures)
+        return
     from megatron_pp_ext.cli import flex
     from megatron_pp_ext.view import terminal
 
-    requests = [
-        named(name, ranks, microbatches) for name, entry in catalog.ENTRIES.items() if entry.chunks <= 2
-    ]
+    requests = [named(name, ranks, count) for name, entry in catalog.ENTRIES.items() if entry.chunks <= 2]
     for request in requests:
         require_size(request)
+        slicing.require_size(request)
     halves = offload.costs(times.costs(ranks, 2), ranks)
     shared_halves = times.costs(ranks, 2, splits_head=True) if times.output_layer else halves
 
@@ -198,11 +241,16 @@ def compare(
             rows[" +P"] = paired(request)
         if times.output_layer:
             rows[" +S"] = replace(request, splits_head=True)
+        if slicing.is_given:
+            rows[f" /{slicing.slices}"] = slicing.added_to(request)
         with waiting(f"simulating {request.schedule}"):
             for ending, row in rows.items():
                 costs = costs_of(request.finest.stages, bool(row.splits_head))
-                timelines[f"{request.schedule}{ending}"] = simulate(make(row, costs_of).schedule, costs)
-    console.print(f"{ranks} ranks, {microbatches} microbatches")
+                schedule = make(row, costs_of).schedule
+                timelines[f"{request.schedule}{ending}"] = simulate(
+                    schedule, slicing.costs(costs) if schedule.units else costs
+                )
+    console.print(f"{ranks} ranks, {count} microbatches")
     with waiting("counting activations and messages"):
         console.print(terminal.summary_table(timelines))
     print_units(times.units)
@@ -210,6 +258,7 @@ def compare(
         (times.output_layer, "+S: all ranks share the output layer, else the last stage has it"),
         (times.pair_time is not None, "+P: forwards and backwards in pairs"),
         (offload.is_given, LEGEND),
+        (slicing.is_given, SLICES_LEGEND.format(slicing.slices, slicing.slices)),
     ):
         if is_shown:
             console.print(note, style="dim")
@@ -217,22 +266,22 @@ def compare(
     with waiting("compiling flex for several memory limits"):
         frontier = {
             f"flex {fraction:.2f}": timeline
-            for fraction, timeline in flex.some_limits(ranks, microbatches, halves, pairs).items()
+            for fraction, timeline in flex.some_limits(ranks, count, halves, pairs).items()
         }
     copied = {}
     if offload.is_given:
         with waiting("planning flex with activations on the host"):
-            copied = some_limits(ranks, microbatches, halves)
+            copied = some_limits(ranks, count, halves)
     console.print(terminal.summary_table(frontier | copied))
     console.print("flex 0.50: compiled for half of 1f1b's activations", style="dim")
     if pictures.paths:
         from megatron_pp_ext.view import memory_tradeoff
 
-        work = microbatches * max(
+        work = count * max(
             stage.forward + stage.input_gradient + stage.weight_gradient
             for stage in halves.merged(ranks).stages
         )
-        title = f"{ranks} ranks, {microbatches} microbatches"
+        title = f"{ranks} ranks, {count} microbatches"
         line = flex.undominated(list(frontier.values()))
         for path in pictures.paths:
             memory_tradeoff.draw_schedules(timelines | copied, line, work, path, title, times.units.time)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -23,6 +24,7 @@ from megatron_pp_ext.cli.report import console, require_size, show_by_rank
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.costs import system as systems
 from megatron_pp_ext.costs.system import System
+from megatron_pp_ext.features.lengths.drawing import read_distribution
 from megatron_pp_ext.files import require_folder, write_json
 from megatron_pp_ext.job.flag_effects import not_counted
 from megatron_pp_ext.job.flag_words import by_name
@@ -33,6 +35,7 @@ from megatron_pp_ext.jobs.command import missing
 from megatron_pp_ext.planner.search.launch_lines import Launch
 
 if TYPE_CHECKING:
+    from megatron_pp_ext.planner.step.by_length import ByLength
     from megatron_pp_ext.planner.step.estimate import Estimate
 
 SystemName = Annotated[
@@ -55,6 +58,16 @@ def estimate(
     seq_length: SeqLength = None,
     print_only: PrintFlags = False,
     margin: Margin = 0.05,
+    lengths: Annotated[
+        Path | None,
+        typer.Option(
+            help="Document lengths in tokens to draw from, as a JSON list: the step that is to be expected "
+            "where microbatches of --seq-length tokens are packed with such documents.",
+            metavar="FILE",
+        ),
+    ] = None,
+    draws: Annotated[int, typer.Option(help="Steps drawn from --lengths.")] = 8,
+    seed: Annotated[int, typer.Option(help="Which steps are drawn.")] = 0,
     json: ask.Json = None,
 ) -> None:
     """Estimate a training step of a Megatron model: its time, and the memory of every rank.
@@ -66,6 +79,8 @@ def estimate(
         print_flags(to_be_started(flags, model, sizes=sizes).words)
         return
     ask.require_at_least("--margin", margin, 0)
+    ask.require_at_least("--draws", draws, 1)
+    drawn_from = None if lengths is None else read_distribution(lengths)
     if world_size is not None and world_size < 1:
         raise ValueError(f"--world-size is {world_size}, but must be 1 or more: raise it")
     require_folder(json)
@@ -93,6 +108,13 @@ def estimate(
             f"{whole:.4g}B parameters in {asked.job.precision.words}, of which a token uses {active:.4g}B"
         )
     show(estimated, request, machine, gpus)
+    expected = None
+    if drawn_from is not None:
+        from megatron_pp_ext.planner.step.by_length import steps_by_length
+
+        with waiting("planning steps of drawn lengths"):
+            expected = steps_by_length(asked.job, machine, request, drawn_from, draws, seed)
+        show_by_length(expected, estimated.other_seconds)
     without = not_counted(asked)
     show_not_counted(without)
     if chosen:
@@ -108,6 +130,7 @@ def estimate(
             "precision": asked.job.precision.words,
             **counted,
             **asdict(estimated),
+            "by_length": None if expected is None else asdict(expected),
             "not_counted": without,
             **launch.record(),
         }
@@ -178,6 +201,26 @@ def show(estimated: "Estimate", request: Request, machine: System, gpus: int) ->
             f"does not fit: rank {estimated.ranks.index(fullest)} needs {fullest.total / 1e9:.1f} GB of "
             f"{machine.memory_bytes / 1e9:.0f} GB, {largest[1] / 1e9:.1f} GB of it {largest[0]}"
         )
+
+
+def show_by_length(expected: "ByLength", others: float) -> None:
+    """Print the steps to be expected for documents that were drawn, ``others`` being their other seconds."""
+    console.print(
+        f"{expected.draws} steps of drawn lengths, seed {expected.seed}: the heaviest microbatch is "
+        f"{expected.heaviest:.2f} of the mean; step, by the order of microbatches"
+    )
+    orders = {
+        "given": expected.given,
+        "by the rule": expected.rule,
+        "searched": expected.search,
+        "searched, documents balanced over replicas": expected.balanced,
+    }
+    for name, pipeline in orders.items():
+        if pipeline is not None:
+            gain = (expected.given + others) / (pipeline + others) - 1
+            console.print(
+                f"  {name}: {pipeline + others:.4g} s" + (f" ({gain:+.1%})" if abs(gain) >= 5e-4 else "")
+            )
 
 
 def show_not_counted(lines: Sequence[str]) -> None:

@@ -20,9 +20,11 @@ A head that is split over the ranks adds to the path and to the work.
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.placement import Placement
+from megatron_pp_ext.schedule.unit_costs import UnitCosts
 
 
 def lower_bound(
@@ -31,8 +33,11 @@ def lower_bound(
     """Return a makespan below which no schedule with this placement can be, in the units of ``costs``.
 
     ``costs`` are for the stages of ``placement``; ``limits`` are one amount of activations for each rank.
-    With ``paired`` the schedule may have pairs.
+    With ``paired`` the schedule may have pairs.  Where microbatches have costs of their own, only the
+    arguments of path and work are used.
     """
+    if not costs.are_alike:
+        return _of_units(placement, costs, paired)
     if paired:
         costs = costs.at_their_shortest
     route = _Route(placement, costs)
@@ -48,6 +53,24 @@ def lower_bound(
         bounds.append(_window(route, stages, own, microbatches, limit))
         bounds.append(head + _memory(route, stages, own, microbatches, limit))
         bounds += _turns(route, stages, own, microbatches, limit)
+    return max(bounds)
+
+
+def _of_units(placement: Placement, costs: Costs, paired: bool) -> float:
+    """Return the bound for the microbatches of ``costs``, whose first one may be any of them."""
+    assert isinstance(costs, UnitCosts)
+    units = [replace(unit, hop=costs.hop, pair=costs.pair) for unit in costs.units]
+    if paired:
+        units = [unit.at_their_shortest for unit in units]
+    routes = [_Route(placement, unit) for unit in units]
+    bounds = [route.path for route in routes]
+    for rank in range(placement.ranks):
+        stages = placement.stages_of(rank)
+        own = [unit.stages[stage] for unit in units for stage in stages]
+        shared = [unit.head for unit in units if unit.head and placement.splits_head]
+        work = math.fsum(cost.forward + cost.input_gradient + cost.weight_gradient for cost in own)
+        work += math.fsum(part.scores + part.weight_gradient for part in shared)
+        bounds.append(min(route.starts[stages[0]] for route in routes) + work)
     return max(bounds)
 
 

@@ -49,7 +49,15 @@ def register(variants: Variants) -> None:
 
 
 class InfeasibleLimit(ValueError):
-    """A memory limit that no schedule can keep."""
+    """A memory limit that no schedule can keep; ``{rank}`` in the ``words`` stands for ``rank``."""
+
+    def __init__(self, words: str = "", rank: int = 0) -> None:
+        super().__init__(words.replace("{rank}", str(rank)))
+        self._words, self._rank = words, rank
+
+    def turned_over(self, ranks: int) -> "InfeasibleLimit":
+        """Return the error for ``ranks`` that count from the other end."""
+        return type(self)(self._words, ranks - 1 - self._rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +114,7 @@ def compile_schedule(
     bounded = _feasible(placements, microbatches, costs, limits)
     if not bounded:
         least = [least_limits(costs, placement, microbatches) for placement in placements]
-        raise InfeasibleLimit(_infeasible(least, limits, costs))
+        raise _infeasible(least, limits, costs)
     feasible = [(placement, cut) for placement, cut, _ in bounded]
     bounds = [lower_bound(placement, microbatches, cut, rooms) for placement, cut, rooms in bounded]
     problems = [problem_of(placement, microbatches, cut, rooms) for placement, cut, rooms in bounded]
@@ -194,16 +202,17 @@ def _feasible(
     ]
 
 
-def _infeasible(least: Iterable[tuple[float, ...]], limits: Sequence[float], costs: Costs) -> str:
+def _infeasible(least: Iterable[tuple[float, ...]], limits: Sequence[float], costs: Costs) -> InfeasibleLimit:
     """Return the error for limits that are too low, about the placement with the lowest ``least`` limits."""
     needs = min(least, key=lambda needs: (max(needs), needs))
     rank = next(r for r, least in enumerate(needs) if not at_most(least, limits[r]))
     same = len(set(limits)) == 1
     beside = " and a few messages" if costs.message else ""
-    return (
-        f"memory limit {limits[rank]:g} of rank {rank} is infeasible, it must keep one microbatch's "
+    return InfeasibleLimit(
+        f"memory limit {limits[rank]:g} of rank {{rank}} is infeasible, it must keep one microbatch's "
         f"activations of all its stages{beside}: raise the limit to at least "
-        f"{max(needs) if same else needs[rank]:g}"
+        f"{max(needs) if same else needs[rank]:g}",
+        rank,
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_pp_ext.compiler.search.problem import TOLERANCE
+from megatron_pp_ext.schedule.actions import Action, Kind
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.messages import SENDS_AHEAD
 from megatron_pp_ext.schedule.placement import Placement
@@ -35,6 +36,11 @@ class Budget:
     ranks: tuple[float, ...]
     holds_messages: bool = True
 
+    @property
+    def turned_over(self) -> "Budget":
+        """The same budget with the ranks counted from the other end."""
+        return replace(self, ranks=self.ranks[::-1])
+
     def counted(self, costs: Costs) -> Costs:
         """Return ``costs`` as the budget counts them: with messages of size 0 where it holds none."""
         return costs if self.holds_messages else replace(costs, message=0.0)
@@ -58,10 +64,21 @@ def kept_by_1f1b(ranks: int, microbatches: int, costs: Costs) -> float:
     """Return the activations that 1F1B keeps on the rank that keeps most.
 
     Where all ranks have the same layers that is the first one, with those of ``ranks`` microbatches, or of
-    all ``microbatches`` where these are fewer.
+    all ``microbatches`` where these are fewer.  Unlike ones run in the order of ``costs``.
     """
-    stages = costs.merged(ranks).stages
+    cut = costs.merged(ranks)
+    if not costs.are_alike:
+        return max(
+            _most_in_a_row(cut, rank, min(ranks - rank, microbatches), microbatches) for rank in range(ranks)
+        )
+    stages = cut.stages
     return max(min(ranks - rank, microbatches) * stage.activation for rank, stage in enumerate(stages))
+
+
+def _most_in_a_row(costs: Costs, stage: int, length: int, microbatches: int) -> float:
+    """Return the most that ``stage`` keeps of ``length`` microbatches in a row."""
+    kept = [costs.kept(Action(stage, Kind.F, microbatch)) for microbatch in range(microbatches)]
+    return max(math.fsum(kept[first : first + length]) for first in range(microbatches - length + 1))
 
 
 def least_limits(

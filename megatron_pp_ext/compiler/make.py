@@ -4,13 +4,17 @@ The order is a family of the catalogue, a file, or what the compiler finds.  Eac
 registers a pass (``features``).  A pass gets the request, the costs and all that comes before it as one
 function, ``before``, so that it can ask for the same schedule with another number of microbatches or within
 other limits.  Passes run in the order in which they are registered, each around those before it.
+
+All of this is about placements with both ends of a V on the first rank.  Where they are on the last one,
+the same schedule has its ranks counted from the other end, in one place (``_facing_last``).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
-from megatron_pp_ext.compiler.compile import compile_schedule
+from megatron_pp_ext.compiler.compile import InfeasibleLimit, compile_schedule
+from megatron_pp_ext.compiler.limits import Budget
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.compiler.turns import in_turn
 from megatron_pp_ext.schedule import catalog
@@ -19,6 +23,7 @@ from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.families import one_f_one_b
 from megatron_pp_ext.schedule.names import CSV_PREFIX, FORWARD_ONLY, NO_PIPELINE
+from megatron_pp_ext.schedule.simulate import simulate
 
 CostsOf = Callable[[int, bool], Costs]
 """(stages, whether they leave out a split head) -> the costs of so many stages, as ``Request.finest`` has.
@@ -80,20 +85,68 @@ def make(request: Request, costs: CostsOf | None = None, *, is_proved: bool = Fa
     Raises ValueError for sizes that the schedule cannot be built for and for limits that cannot be kept
     (``compiler.compile.InfeasibleLimit``), and what ``costs`` raises.
     """
-    checked: list[Schedule] = []
     finest, known = request.finest.stages, cache(costs or _none)
 
     def cut(stages: int, splits_head: bool) -> Costs:
         return known(finest, splits_head).merged(stages)
 
+    first, *others = _by_ends(request)
+    if not others:
+        return _facing_last(first, cut, is_proved)
+    made, reason = [], InfeasibleLimit()
+    for one in (first, *others):
+        try:
+            made.append(_facing_last(one, cut, is_proved))
+        except InfeasibleLimit as error:
+            reason = error
+    if not made:
+        raise reason
+    bounds = [one.lower_bound for one in made if one.lower_bound is not None]
+    return replace(min(made, key=partial(_makespan, cut)), lower_bound=min(bounds, default=None))
+
+
+def _by_ends(request: Request) -> list[Request]:
+    """Return ``request`` in two where its limits differ by rank and not all placements have the same ends.
+
+    Ranks that count from the other end for a part of the placements alone would have the limits of others.
+    """
+    limit = request.limit.ranks if isinstance(request.limit, Budget) else request.limit
+    ends = {one.ends_on_last for one in request.placements}
+    if len(ends) == 1 or not isinstance(limit, tuple) or limit == limit[::-1]:
+        return [request]
+    parts = ([one for one in request.placements if one.ends_on_last is last] for last in sorted(ends))
+    return [replace(request, placements=tuple(part)) for part in parts]
+
+
+def _makespan(costs: CostsOf, made: Made) -> float:
+    placement = made.schedule.placement
+    return simulate(made.schedule, costs(placement.stages, placement.splits_head)).makespan
+
+
+def _facing_last(request: Request, costs: CostsOf, is_proved: bool) -> Made:
+    """Make the schedule with both ends on the first rank, then count ranks from the other end if asked to."""
+    if not any(one.ends_on_last for one in request.placements):
+        return _made(request, costs, is_proved)
+    try:
+        made = _made(request.turned_over, costs, is_proved)
+    except InfeasibleLimit as error:
+        raise error.turned_over(request.ranks) from error
+    if not made.schedule.placement.folds:
+        return made
+    return replace(made, schedule=made.schedule.turned_over)
+
+
+def _made(request: Request, costs: CostsOf, is_proved: bool) -> Made:
+    checked: list[Schedule] = []
+
     def ordered(request: Request) -> Made:
-        made = _ordered(request, cut, is_proved)
+        made = _ordered(request, costs, is_proved)
         checked.append(made.schedule)
         return made
 
     before: Make = ordered
     for one in _passes:
-        before = _around(one, cut, before)
+        before = _around(one, costs, before)
     made = before(request)
     if not is_proved and not any(made.schedule is one for one in checked):
         check(made.schedule)

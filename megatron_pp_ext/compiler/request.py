@@ -39,6 +39,11 @@ class Option:
         """Until when the order stays as it is, in words; empty for ever."""
         return ""
 
+    @property
+    def about(self) -> str:
+        """Words about it for the line that is printed before the first step; empty for none."""
+        return ""
+
     def caution(self, ranks: int, costs: Costs) -> str:
         """Return what to know of an estimate for ``ranks`` ranks with these ``costs``; empty for nothing."""
         return ""
@@ -101,6 +106,34 @@ class Request:
         """The placement; ValueError under ``flex``, where compiling settles it."""
         (placement,) = self.placements
         return placement
+
+    @property
+    def turned_over(self) -> "Request":
+        """The same request with the ranks counted from the other end, for all placements that fold."""
+        limit, free, file = self.limit, self.free, self.from_file
+        if isinstance(limit, tuple):
+            limit = limit[::-1]
+        elif isinstance(limit, Budget):
+            limit = limit.turned_over
+        return replace(
+            self,
+            placements=tuple(one.turned_over if one.folds else one for one in self.placements),
+            limit=limit,
+            free=None if free is None else free[::-1],
+            from_file=file.turned_over if file is not None and file.placement.folds else file,
+        )
+
+    def with_loss_on(self, rank: str) -> "Request":
+        """Return the request with the ends of every placement that folds on the ``first`` or ``last`` rank.
+
+        Limits by rank are for the same ranks as before.
+        """
+        file = self.from_file
+        if file is not None and file.placement != file.placement.with_loss_on(rank):
+            file = file.turned_over
+        return replace(
+            self, placements=tuple(one.with_loss_on(rank) for one in self.placements), from_file=file
+        )
 
     @property
     def finest(self) -> Placement:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from megatron_pp_ext.compiler import compile, make
 from megatron_pp_ext.features.guided import options as guided_options
+from megatron_pp_ext.features.lengths import ordering
 from megatron_pp_ext.features.offload import options as offload_options
 from megatron_pp_ext.features.offload.order import offloaded
 from megatron_pp_ext.features.pairs import options as pairs_options
@@ -19,6 +20,7 @@ for one in (paired, shared, offloaded, without_frozen_weight, sliced):
 make.register_costs(counted)
 compile.register(compiled)
 vocabulary_options.register()
+ordering.register()
 offload_options.register()
 slices_options.register()
 for read in (pairs_options.read, guided_options.read):

@@ -18,6 +18,7 @@ from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.compiler.limits import LARGEST_FRACTION, kept_by_1f1b, least_limits
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.compiler.source import Source
+from megatron_pp_ext.features.lengths.ordering import LengthsOf
 from megatron_pp_ext.files import require_writable
 from megatron_pp_ext.integration import patching, requested
 from megatron_pp_ext.integration.settings import Settings
@@ -26,7 +27,7 @@ from megatron_pp_ext.job import call
 from megatron_pp_ext.job.call_words import in_words_of_call
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.placement import Placement, Shape
+from megatron_pp_ext.schedule.placement import LAST, Placement, Shape
 from megatron_pp_ext.schedule.simulate import simulate
 
 GivenCosts = str | Path | Costs | Sequence[float]
@@ -100,6 +101,7 @@ def _asked(
     costs: GivenCosts | None = None,
     trace: str | Path | None = None,
     timeout: float | timedelta | None = None,
+    loss_rank: str = LAST,
     **of_features: Any,
 ) -> _Asked:
     """Return what the arguments of ``install`` ask for; ValueError, in one line, for what cannot be read.
@@ -119,7 +121,8 @@ def _asked(
             "give costs, or a fraction of 1F1B's peak, such as 0.5"
         )
     stages = None if given is None else len(given.stages)
-    request = call.requested(schedule, ranks, microbatches, chunks, memory_limit, stages, **of_features)
+    sizes = ranks, microbatches, chunks
+    request = call.requested(schedule, *sizes, memory_limit, stages, loss_rank, **of_features)
     return _Asked(request, given, file, None if timeout is None else _patience(timeout))
 
 
@@ -179,6 +182,9 @@ def install(
     timeout: float | timedelta | None = None,
     offload: float | str | None = None,
     slice_tokens: int | None = None,
+    loss_rank: str = LAST,
+    order: str | None = None,
+    lengths: LengthsOf | None = None,
 ) -> InForce:
     """Run the models of megatron.core that are built from now on by ``schedule``, and return what will run.
 
@@ -194,6 +200,13 @@ def install(
     take, a timedelta or minutes (10).  ``offload`` lets activations wait on the host: a share of them, or
     "auto" for as many as cost no time, and for as few as keep ``memory_limit`` where there is one.
     ``slice_tokens`` cuts sequences into slices of so many tokens, which go through the pipeline one by one.
+    ``loss_rank`` is the pipeline rank with both ends of the model where a schedule has them on one, as a V
+    does: "last", where other trainers look for the loss, or "first", as in the papers.
+
+    ``order`` is "rule" or "search" for training steps whose microbatches have documents of unlike length:
+    they are read ahead and run in an order planned by their lengths, and losses come back in the order of the
+    data (docs/lengths.md).  ``lengths`` is a function from what the data iterator yields to the lengths of
+    its documents in tokens, where the data does not tell them as Megatron's does.
 
     The same call again, with the same contents of its files, does nothing.  Another one replaces the
     schedule, unless a model was built for it.
@@ -213,6 +226,9 @@ def install(
         timeout=timeout,
         offload=offload,
         slice_tokens=slice_tokens,
+        loss_rank=loss_rank,
+        order=order,
+        lengths=lengths,
     )
     if _installed is not None and asked == _installed[0]:
         return _installed[2]

@@ -35,4 +35,5 @@ CORE = (
 )
 
 # Whatever builds a model is imported by then.
+chunk_pipelines.after_config(frameworks.put_in_place)
 placed_models.after_last_chunk(frameworks.put_in_place)

@@ -63,14 +63,19 @@ class Pipeline:
         return self.source.name if self.source else f"stock {self.placement.shape}"
 
     @property
-    def has_both_ends_on_first_rank(self) -> bool:
-        """Whether the first rank holds the last stage too, as under a V; stock expects it on the last."""
-        return self.source is not None and self.placement.rank_of(self.placement.stages - 1) == 0
+    def has_both_ends_on_one_rank(self) -> bool:
+        """Whether one rank holds the first and the last stage, as under a V; stock has them on two."""
+        return self.source is not None and self.ends == self.placement.rank_of(self.placement.stages - 1)
+
+    @property
+    def ends(self) -> int:
+        """The rank with the first stage; under a V, whichever end it is turned to, with the last one too."""
+        return self.placement.rank_of(0)
 
     @property
     def moves_stages(self) -> bool:
         """Whether a rank holds other parts of the model than under Megatron's own schedules."""
-        return self.is_mirrored(1) or self.placement.splits_head
+        return self.placement.has_mirrored or self.placement.splits_head
 
     def is_mirrored(self, chunk: int) -> bool:
         """Whether this chunk of every rank is placed from the other end."""

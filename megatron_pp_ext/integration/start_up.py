@@ -49,11 +49,20 @@ def summary(pipeline: Pipeline, costs_of: CostsOf) -> str:
     microbatches' activations of all stages of the rank; the bubble is the share of ranks x time in which
     ranks are idle.  Where the model cannot be estimated, every F, I and W counts as 1, which the line says.
 
-    A layout that this package chose comes last.
+    The order of microbatches and a layout that this package chose come last.
 
     ValueError where the schedule cannot be built for the step's number of microbatches.
     """
-    return "; ".join(filter(None, (_about_schedule(pipeline, costs_of), pipeline.layout)))
+    return "; ".join(
+        filter(
+            None,
+            (
+                _about_schedule(pipeline, costs_of),
+                *(option.about for option in pipeline.request.options),
+                pipeline.layout,
+            ),
+        )
+    )
 
 
 def _about_schedule(pipeline: Pipeline, costs_of: CostsOf) -> str:

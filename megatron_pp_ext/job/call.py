@@ -10,6 +10,7 @@ from megatron_pp_ext.job.csv_schedule import require_plain
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.formats import costs_file, csv_file
+from megatron_pp_ext.schedule.placement import FIRST, LAST
 
 
 def requested(
@@ -19,6 +20,7 @@ def requested(
     chunks: int | None = None,
     limit: float | str | None = None,
     stages: int | None = None,
+    loss_rank: str = LAST,
     **of_features: Any,
 ) -> Request:
     """Return the request of a loop that updates once a step; ValueError, in one line, if it cannot be.
@@ -57,7 +59,18 @@ def requested(
     for argument, value in given:
         request = argument.read(request, value, limit)
     request.require_few_actions()
-    return request
+    return _with_loss_on(request, loss_rank)
+
+
+def _with_loss_on(request: Request, rank: str) -> Request:
+    if rank not in (FIRST, LAST):
+        raise ValueError(f"loss_rank is {rank!r}; give {FIRST!r} or {LAST!r}, or leave it out")
+    if rank == FIRST and not any(one.folds for one in request.placements):
+        raise ValueError(
+            f"loss_rank is {FIRST!r}, but {request.schedule} has the loss on the last rank; leave loss_rank "
+            "out, or choose a V, such as v-half"
+        )
+    return request.with_loss_on(rank)
 
 
 def _from_file(

@@ -7,7 +7,7 @@ from functools import cache
 
 from megatron_pp_ext.job import options
 
-_ARGUMENTS = "memory-limit", "costs", "trace"
+_ARGUMENTS = "memory-limit", "costs", "trace", "loss-rank"
 
 
 def by_call(line: str) -> str:
@@ -31,7 +31,8 @@ def in_words_of_call() -> Iterator[None]:
 def _flags() -> re.Pattern[str]:
     """Return what matches the flags that are arguments of a call, with a value that is a word."""
     of_features = (name.replace("_", "-") for name in options.arguments())
-    return re.compile(rf"--pipeline-({'|'.join((*_ARGUMENTS, *of_features))})(?![\w-])(?: (shared|auto)\b)?")
+    names, words = "|".join((*_ARGUMENTS, *of_features)), "shared|auto|first|last"
+    return re.compile(rf"--pipeline-({names})(?![\w-])(?: ({words})\b)?")
 
 
 def _argument(flag: re.Match[str]) -> str:

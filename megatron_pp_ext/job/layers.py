@@ -90,12 +90,13 @@ def stages_for_prediction(placement: Placement) -> list[int]:
     Megatron builds it in the last chunk of a rank (``MultiTokenPredictionBlock``).  On the first rank it sums
     the gradients of the first stage's embedding with other ranks' (``_allreduce_embedding_grad`` in
     ``megatron.core.distributed.finalize_model_grads``) and would leave out a copy in another of its stages.
+    Where the last rank has both ends, that sum is not Megatron's (``embedding_copies``).
     """
     stages = placement.stages
     return [
         stage
         for stage in range(stages - placement.ranks, stages)
-        if placement.rank_of(stage) != 0 or stage in (0, stages - 1)
+        if placement.rank_of(stage) != 0 or stage in (0, stages - 1) or placement.ends_on_last
     ]
 
 

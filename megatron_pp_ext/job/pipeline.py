@@ -42,6 +42,8 @@ def read(asked: RequestedJob, data: int) -> Request:
         all_rules.refuse(replace(asked, chunks=chunks))
         return options.read(asked, replace(stock, data=data, is_stock=True))
     request = _read_schedule(asked, chunks, microbatches)
+    if (loss := job.pipeline.pipeline_loss_rank) is not None:
+        request = request.with_loss_on(loss)
     # flex chooses among the placements that have a place for a prediction, if any has.
     suited = tuple(one for one in request.placements if layers.can_predict(job, one))
     request = options.read(asked, replace(request, placements=suited or request.placements))
@@ -148,7 +150,7 @@ def _read_compiled(asked: RequestedJob, name: str, chunks: int | None, microbatc
         fixed = tuple(
             placement
             for placement in request.placements
-            if placement.chunks == chunks and not (has_ends and placement.is_mirrored(1))
+            if placement.chunks == chunks and not (has_ends and placement.turns_round)
         )
         request = replace(request, placements=fixed)
     return request

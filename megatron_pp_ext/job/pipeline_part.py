@@ -20,6 +20,7 @@ class Pipeline:
     pipeline_offload_host_bytes: float | None = None
     pipeline_update_interval: int | None = None
     pipeline_replicas: str | None = None
+    pipeline_loss_rank: str | None = None
     pipeline_vertical_sync: bool = False
     pipeline_allow_waits: bool = False
     num_virtual_stages_per_pipeline_rank: int | None = None

@@ -44,7 +44,9 @@ def plan_rank(schedule: Schedule, rank: int, flushes: bool = True) -> RankPlan:
     """Return the plan of ``rank`` in ``schedule``; see ``plan_orders``."""
     placement, about = schedule.placement, (schedule.paired, flushes, schedule.copies)
     at = placement.rank_of
-    return plan_orders(schedule.orders, placement.stages, lambda stage, _: at(stage), rank, *about)
+    return plan_orders(
+        schedule.orders, placement.stages, lambda stage, _: at(stage), rank, *about, placement.ends_on_last
+    )
 
 
 def plan_orders(
@@ -55,12 +57,14 @@ def plan_orders(
     paired: frozenset[Action] = frozenset(),
     flushes: bool = True,
     copies: Copies = NO_COPIES,
+    ends_on_last: bool = False,
 ) -> RankPlan:
     """Return the plan of ``rank`` where all ranks follow ``orders`` with a model of ``stages`` stages.
 
-    Unless it ``flushes``, messages may stay in flight, for a later step to take.
+    Unless it ``flushes``, messages may stay in flight, for a later step to take.  ``ends_on_last`` is that of
+    the placement.
     """
-    *launches, left_open = planned_launches(orders, stages, rank_of, paired)[rank]
+    *launches, left_open = planned_launches(orders, stages, rank_of, paired, ends_on_last)[rank]
     actions = tuple(orders[rank])
     order = RankOrder(rank, stages, actions, tuple(together(actions, paired)), copies)
     planner = _Planner(rank, stages, rank_of, extensions(order))

@@ -41,7 +41,8 @@ OF_STAGES = (Kind.F, Kind.I, Kind.W, Kind.B)
 class Action(NamedTuple):
     """Work of one ``kind`` by ``stage`` on ``microbatch``; ``3F0`` is stage 3, forward, microbatch 0.
 
-    S and T have the number of their rank in place of a stage's, which is that of the rank's first stage.
+    S and T have the number of their rank's first stage, which is the rank's own number unless the placement
+    has its ends on the last rank.
     """
 
     stage: int
@@ -50,6 +51,16 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+class UnitName(NamedTuple):
+    """Which slice of which microbatch a unit is, where sequences go through the pipeline in slices."""
+
+    microbatch: int
+    slice: int
+
+    def __str__(self) -> str:
+        return f"{self.microbatch}.{self.slice}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +76,9 @@ class Schedule:
     together.  Everything that counts actions, activations or messages reads the order as it stands.
 
     ``copies`` are those of activations to the host and back; without any, all activations stay on the device.
+
+    Where sequences are cut into slices, microbatches are *units*: a slice, or a pack of short sequences.
+    ``units`` then has the name of each by its number, and is empty elsewhere.
     """
 
     name: str
@@ -73,6 +87,16 @@ class Schedule:
     orders: tuple[tuple[Action, ...], ...]
     paired: frozenset[Action] = frozenset()
     copies: Copies = field(default_factory=Copies)
+    units: tuple[UnitName, ...] = ()
+
+    @property
+    def whole_microbatches(self) -> int:
+        """The number of microbatches, of which units are parts."""
+        return 1 + max(unit.microbatch for unit in self.units) if self.units else self.microbatches
+
+    def unit_name(self, microbatch: int) -> str:
+        """Return what people call the unit of this number: ``3``, or ``3.1`` for slice 1 of microbatch 3."""
+        return str(self.units[microbatch] if self.units else microbatch)
 
     @property
     def ranks(self) -> int:
@@ -102,6 +126,14 @@ class Schedule:
         return replace(self, orders=tuple(map(tuple, orders)), copies=copies)
 
     @property
+    def turned_over(self) -> Self:
+        """The same schedule with the ranks counted from the other end; ValueError unless the placement folds.
+
+        Stages keep their numbers, and so do S and T, which have that of their rank's first stage.
+        """
+        return replace(self, placement=self.placement.turned_over, orders=self.orders[::-1])
+
+    @property
     def digest(self) -> str:
         """A hash of all but name and microbatches: equal on two ranks when they run the same schedule."""
         text = "\n".join(",".join(map(str, order)) for order in self.orders)
@@ -109,8 +141,11 @@ class Schedule:
             text += "\npairs " + ",".join(map(str, sorted(self.paired)))
         if self.copies:
             text += f"\ncopies {self.copies}"
+        if self.units:
+            text += "\nunits " + ",".join(map(str, self.units))
         where = self.placement
         shape = f"{where.shape}/{where.ranks}/{where.chunks}" + "/shared" * where.splits_head
+        shape += "/ends on last" * where.ends_on_last
         return hashlib.sha256(f"{shape}\n{text}".encode()).hexdigest()
 
     def __iter__(self) -> Iterator[Action]:
@@ -140,7 +175,7 @@ def needs(action: Action, placement: Placement) -> tuple[Action, ...]:
     if stage < last:
         return own_forward, Action(stage + 1, Kind.I, microbatch)
     if placement.splits_head:
-        return own_forward, *(Action(rank, Kind.S, microbatch) for rank in range(placement.ranks))
+        return own_forward, *(Action(first, Kind.S, microbatch) for first in range(placement.ranks))
     return (own_forward,)
 
 

@@ -114,10 +114,10 @@ def _check_head(schedule: Schedule) -> None:
     """
     kinds = [Kind.S, *([Kind.T] if any(action.kind is Kind.T for action in schedule) else [])]
     for rank, order in enumerate(schedule.orders):
-        present = set(order)
+        present, first = set(order), schedule.placement.stage_of(rank, 0)
         for microbatch in range(schedule.microbatches):
             for kind in kinds:
-                if (action := Action(rank, kind, microbatch)) not in present:
+                if (action := Action(first, kind, microbatch)) not in present:
                     raise InvalidSchedule(f"rank {rank}: {action} is missing: add it")
 
 

@@ -157,6 +157,11 @@ class Costs:
         """Whether the weights of every stage were counted."""
         return all(stage.parameters or stage.expert_parameters for stage in self.stages)
 
+    @property
+    def are_alike(self) -> bool:
+        """Whether an action takes equally long for every microbatch; ``unit_costs.UnitCosts`` has others."""
+        return True
+
     def seconds(self, action: Action) -> float:
         """Return how long ``action`` keeps its rank busy; ValueError for S and T without their costs."""
         if action.kind is Kind.S:

@@ -35,11 +35,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from enum import StrEnum
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind
 from megatron_pp_ext.schedule.check import InvalidSchedule
-from megatron_pp_ext.schedule.columns import Column
+from megatron_pp_ext.schedule.columns import Column, as_list
 from megatron_pp_ext.schedule.placement import linear, wave
 from megatron_pp_ext.schedule.program import Orders, Program
 from megatron_pp_ext.schedule.walk import Walk
@@ -137,14 +138,20 @@ def outgoing_message(action: Action, stages: int) -> Message | None:
 
 
 def planned_launches(
-    orders: Orders, stages: int, rank_of: RankOf, paired: frozenset[Action] = frozenset()
+    orders: Orders,
+    stages: int,
+    rank_of: RankOf,
+    paired: frozenset[Action] = frozenset(),
+    ends_on_last: bool = False,
 ) -> list[list[tuple[Launch, ...]]]:
     """Return what every rank launches beside its actions and their sends: receives and exchanges.
 
     ``[r][i]`` is what rank r launches right before its action i, in this order.  Each list has one entry more
     than the rank has actions, for launches behind the last one.  Messages received there are in flight at the
     end of ``orders``, for later orders to take.  ``paired`` are those of the schedule; nothing is launched
-    between the two actions of a pair.  Raises what ``launch_line`` raises.
+    between the two actions of a pair.  ``ends_on_last`` is that of the placement.
+
+    Raises what ``launch_line`` raises.
     """
     planned: list[list[list[Launch]]] = [[[] for _ in range(len(order) + 1)] for order in orders]
     launched = [0] * len(orders)
@@ -157,7 +164,7 @@ def planned_launches(
         for of_rank, at in zip(planned, launched, strict=True):
             of_rank[at].append(Exchange(what, microbatch))
 
-    line = launch_line(orders, stages, paired)
+    line = launch_line(orders, stages, paired, ends_on_last)
     lookups = _lookups([action.microbatch for _, _, action in line if action[:2] == (0, Kind.F)])
     for ahead in next(lookups) if shares else ():
         exchange(*ahead)
@@ -202,30 +209,34 @@ def _lookups(microbatches: Sequence[int]) -> Iterator[list[Exchange]]:
 
 
 def launch_line(
-    orders: Orders, stages: int, paired: frozenset[Action] = frozenset()
+    orders: Orders, stages: int, paired: frozenset[Action] = frozenset(), ends_on_last: bool = False
 ) -> list[tuple[int, int, Action]]:
     """Return all actions of ``orders``, each with its simulated end and its rank, in the module's line.
 
-    Actions are sorted by their simulated ends, and by rank where these are equal; the two of a pair, which
-    end together, follow each other as on their rank.  Messages from actions that are not in ``orders`` were
-    sent before these began.
+    Actions are sorted by their simulated ends, and by rank where these are equal, from the last rank on where
+    the placement ``ends_on_last``; the two of a pair, which end together, follow each other as on their rank.
+    Messages from actions that are not in ``orders`` were sent before these began.
 
     Raises InvalidSchedule where the ranks of ``orders`` wait for each other.
     """
-    walk = launched(orders, stages, paired)
+    walk = launched(orders, stages, paired, ends_on_last)
     program = walk.program
     line = zip(*in_line(walk), strict=True)
     return [(end, program.columns.rank[number], program.actions[number]) for end, number in line]
 
 
-def launched(orders: Orders, stages: int, paired: frozenset[Action] = frozenset()) -> Walk:
+def launched(
+    orders: Orders, stages: int, paired: frozenset[Action] = frozenset(), ends_on_last: bool = False
+) -> Walk:
     """Return the walk over ``orders``, some of whose messages may be from before.
 
     Raises InvalidSchedule where the ranks wait for each other.
     """
     shares = any(action.kind is Kind.S for order in orders for action in order)
-    placement = wave(len(orders), stages // len(orders)) if shares else linear(stages)
-    walk = Walk(Program.of_orders(orders, replace(placement, splits_head=shares), paired, is_open=True))
+    folds = shares or ends_on_last
+    placement = wave(len(orders), stages // len(orders)) if folds else linear(stages)
+    placement = replace(placement, splits_head=shares, ends_on_last=ends_on_last)
+    walk = Walk(Program.of_orders(orders, placement, paired, is_open=True))
     if not walk.is_complete:
         raise InvalidSchedule("the ranks wait for each other: let schedule.check name the actions")
     return walk
@@ -240,5 +251,14 @@ def in_line(walk: Walk) -> tuple[Column, Column]:
     durations += [0] * program.placement.stages  # copies, which change nothing about when messages leave
     _, of_steps = walk.times(durations, (HOP, HIDDEN, SUMS, SUMS))
     ends = program.make.taken(of_steps, walk.step_of[:-1])
-    numbers = program.make.order(ends)  # they go by rank already
+    numbers = _in_order(program, ends)
     return program.make.taken(ends, numbers), numbers
+
+
+def _in_order(program: Program, ends: Column) -> Column:
+    """Return the numbers of actions by their ``ends``; equal ones by rank, from the one with stage 0 on."""
+    if not program.placement.ends_on_last:
+        return program.make.order(ends)  # they go by rank already
+    ranks = reversed(list(pairwise(as_list(program.columns.bounds))))
+    numbers = program.make.of(chain.from_iterable(range(*bounds) for bounds in ranks))
+    return program.make.taken(numbers, program.make.order(program.make.taken(ends, numbers)))

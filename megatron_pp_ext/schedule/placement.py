@@ -12,10 +12,16 @@ Four shapes are in use.  They differ in where the pipeline goes when it reaches 
 ``v``       turns round on the spot, two chunks a rank, so that rank 0 holds the first and the
             last stage (controllable-memory schedules, arXiv 2405.15362, section 3).
 ``wave``    turns round at every end, any number of chunks: the V repeated.
+
+A V, and a wave of an even number of chunks, has both ends of the model on one rank.  That is rank 0 in the
+papers; such a placement may be turned over, so that it is the last one (``Placement.ends_on_last``).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+
+FIRST, LAST = "first", "last"
+"""The ranks that may have both ends of the model."""
 
 
 class Shape(StrEnum):
@@ -33,15 +39,17 @@ class Placement:
 
     ``ranks`` is the pipeline-parallel size p, ``chunks`` the number of stages a rank holds.  With
     ``splits_head`` every rank holds an equal part of the output layer, the head, and does an S and a T of it
-    for every microbatch; else the last stage holds it.
+    for every microbatch; else the last stage holds it.  With ``ends_on_last`` the ranks count from the other
+    end: rank r holds what rank p - 1 - r holds without, so that both ends of the model are on the last rank.
 
-    Raises ValueError where the shape cannot have that many chunks.
+    Raises ValueError where the shape cannot have that many chunks, or has no rank with both ends.
     """
 
     shape: Shape
     ranks: int
     chunks: int = 1
     splits_head: bool = False
+    ends_on_last: bool = False
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -51,6 +59,38 @@ class Placement:
         wanted = {Shape.LINEAR: 1, Shape.V: 2}.get(self.shape)
         if wanted is not None and self.chunks != wanted:
             raise ValueError(f"{self.shape} placement has {wanted} chunk(s) a rank, got {self.chunks}")
+        if self.ends_on_last and not self.folds:
+            raise ValueError(
+                f"{self.shape} placement with {self.chunks} chunk(s) a rank has its ends on two ranks: only "
+                "a V, or a wave of an even number of chunks, can have both on the last one"
+            )
+
+    @property
+    def turns_round(self) -> bool:
+        """Whether the pipeline turns round at its ends, as a V and a wave do."""
+        return self.shape in (Shape.V, Shape.WAVE)
+
+    @property
+    def folds(self) -> bool:
+        """Whether one rank holds the first and the last stage by the shape, whichever rank that is."""
+        return self.turns_round and self.chunks % 2 == 0
+
+    @property
+    def turned_over(self) -> "Placement":
+        """The placement in which the ranks count from the other end; ValueError unless it ``folds``."""
+        return replace(self, ends_on_last=not self.ends_on_last)
+
+    def with_loss_on(self, rank: str) -> "Placement":
+        """Return the placement with both ends on the ``FIRST`` or the ``LAST`` rank, where it ``folds``.
+
+        Any other one has the loss on the rank on which it always is.
+        """
+        return replace(self, ends_on_last=rank == LAST) if self.folds else self
+
+    @property
+    def has_mirrored(self) -> bool:
+        """Whether any chunk runs from the last rank to the first."""
+        return any(map(self.is_mirrored, range(self.chunks)))
 
     @property
     def stages(self) -> int:
@@ -59,7 +99,7 @@ class Placement:
 
     def is_mirrored(self, chunk: int) -> bool:
         """Whether this chunk runs from the last rank to the first."""
-        return self.shape in (Shape.V, Shape.WAVE) and chunk % 2 == 1
+        return chunk % 2 != self.ends_on_last and self.turns_round
 
     def rank_of(self, stage: int) -> int:
         """Return the rank that holds ``stage``."""

@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from megatron_pp_ext.schedule.actions import Action, Schedule
+from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
 from megatron_pp_ext.schedule.buffers import most_buffers
 from megatron_pp_ext.schedule.check import walked
 from megatron_pp_ext.schedule.columns import Column
@@ -106,7 +106,7 @@ class Timeline:
         def peak(copies: tuple[Copied, ...]) -> float:
             changes = [(0.0, 0.0)]
             for copied in copies:
-                kept = self.costs.stages[copied.stage].activation
+                kept = self.costs.kept(Action(copied.stage, Kind.F, copied.microbatch))
                 changes += [(copied.out[0], kept), (copied.back[1], -kept)]
             return max(accumulate(amount for _, amount in sorted(changes)))
 
@@ -137,8 +137,11 @@ class Timeline:
 
         In this unit, schedules with different numbers of chunks compare.
         """
-        stages = self.schedule.placement.stages_of
-        wholes = (sum(self.costs.stages[s].activation for s in stages(r)) for r in range(len(self.events)))
+        stages, schedule = self.schedule.placement.stages_of, self.schedule
+        units = schedule.microbatches / schedule.whole_microbatches
+        wholes = (
+            units * sum(self.costs.stages[s].activation for s in stages(r)) for r in range(len(self.events))
+        )
         return tuple(
             peak / whole if whole else 0.0 for peak, whole in zip(self.peak_activations, wholes, strict=True)
         )
@@ -177,8 +180,8 @@ class Timeline:
 
 def changes_by(copies: Iterable[Copied], costs: Costs) -> Iterator[tuple[float, float]]:
     """Yield (time, activations that are kept from then on), or freed, by ``copies``."""
-    for stage, _, _, freed, launched, _ in copies:
-        kept = costs.stages[stage].activation
+    for stage, microbatch, _, freed, launched, _ in copies:
+        kept = costs.kept(Action(stage, Kind.F, microbatch))
         yield freed, -kept
         yield launched, kept
 

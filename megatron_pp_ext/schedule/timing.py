@@ -56,6 +56,8 @@ class ScheduleTimer:
 
     def times(self, costs: Costs) -> tuple[Column, Column]:
         """The starts and the ends of all steps by their numbers; at 0, which is no step, both are 0."""
+        if not costs.are_alike:
+            return self._times_of_each(costs.seconds, costs)
         return self.walk.times(self._durations(costs), _delays(costs))
 
     def critical_path(self, costs: Costs) -> CriticalPath:
@@ -70,23 +72,29 @@ class ScheduleTimer:
 
         ``costs`` has the times of messages, and says how long a pair takes.
         """
+        return max(as_list(self._times_of_each(seconds, costs)[1]))
+
+    def _times_of_each(self, seconds: Callable[[Action], float], costs: Costs) -> tuple[Column, Column]:
         alone = list(map(seconds, self.walk.program.actions))
         copies = [stage.copy for stage in costs.stages]
-        _, ends = self.walk.times_of_each(alone, _delays(costs), costs.of_pair, copies)
-        return max(as_list(ends))
+        return self.walk.times_of_each(alone, _delays(costs), costs.of_pair, copies)
 
     def spans(self, costs: Costs) -> tuple[Span, ...]:
         """Every rank's span; starts and ends are those of ``simulate(schedule, costs)`` to the last digit."""
-        seconds = self._durations(costs)
-        starts, ends = self.walk.times(seconds, _delays(costs))
+        starts, ends = self.times(costs)
         return tuple(
-            Span(
-                float(starts[own[0]]),
-                float(ends[own[-1]]),
-                sum(count * seconds[place] for place, count in work.items()),
-            )
-            for own, work in zip(self.steps, self._work, strict=True)
+            Span(float(starts[own[0]]), float(ends[own[-1]]), busy)
+            for own, busy in zip(self.steps, self._busy(costs, starts, ends), strict=True)
         )
+
+    def _busy(self, costs: Costs, starts: Column, ends: Column) -> list[float]:
+        """The working time of each rank."""
+        if not costs.are_alike:
+            return [
+                sum(float(ends[step] - starts[step]) for step in dict.fromkeys(own)) for own in self.steps
+            ]
+        seconds = self._durations(costs)
+        return [sum(count * seconds[place] for place, count in work.items()) for work in self._work]
 
     @cached_property
     def _work(self) -> list[Counter[int]]:

@@ -24,7 +24,9 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from swift.megatron.trainers.embedding_trainer import MegatronEmbeddingTrainer
 from swift.megatron.trainers.trainer import MegatronTrainer
+from swift.metrics import eval_metrics_map
 
 import megatron_pp_ext
 from tests.frameworks.llama import LLAMA
@@ -59,9 +61,12 @@ class Run:
     steps: list[int] = field(default_factory=list)  # microbatches of each step that our runner did
 
 
-def train(folder: str, name: str | None, chunks: int = 1) -> Run:
-    """Train on the Hugging Face weights in ``folder``; where ``name`` is None, under stock's 1F1B."""
-    runs = ranks.run_ranks(_train, 2, folder, name, chunks)
+def train(folder: str, name: str | None, chunks: int = 1, embeds: bool = False) -> Run:
+    """Train on the Hugging Face weights in ``folder``; where ``name`` is None, under stock's 1F1B.
+
+    A trainer that ``embeds`` learns embeddings, and measures them in its evaluation.
+    """
+    runs = ranks.run_ranks(_train, 2, folder, name, chunks, embeds)
     last = next(run for run in runs if run.losses)
     for run in runs:
         assert run.norms == last.norms
@@ -71,7 +76,7 @@ def train(folder: str, name: str | None, chunks: int = 1) -> Run:
     return last
 
 
-def _train(rank: int, folder: str, name: str | None, chunks: int) -> Run:
+def _train(rank: int, folder: str, name: str | None, chunks: int, embeds: bool) -> Run:
     if name is not None:
         megatron_pp_ext.install(name, ranks=2, microbatches=max(MICROBATCHES))
     torch.distributed.init_process_group("gloo")
@@ -88,17 +93,23 @@ def _train(rank: int, folder: str, name: str | None, chunks: int) -> Run:
         name: weight.clone() for name, weight in config.bridge.export_weights(models, target_device="cpu")
     }
     trainer = _trainer(config, models)
+    if embeds:
+        _learn_embeddings(trainer, models)
     batches = [_batches() for _ in models]
     data = batches if virtual else batches[0]
     with frameworks.counting_steps() as run.steps:
         for microbatches in MICROBATCHES:
             trainer.args.num_microbatches = microbatches
             metrics, norm, _ = trainer.train_step(data)
-            run.losses += [metric["loss"][0].item() for metric in metrics]
+            run.losses += [metric["loss"].flatten()[0].item() for metric in metrics]
             run.norms.append(norm)
         evaluated = trainer.evaluate(data)
     if "loss" in evaluated:
-        run.validation = evaluated["loss"].tolist()
+        run.validation = [
+            number
+            for key in sorted(evaluated)
+            for number in torch.as_tensor(evaluated[key]).flatten().tolist()
+        ]
     run.weights = dict(global_parameters(models))
     return run
 
@@ -192,6 +203,28 @@ def _trainer(config: ModelConfig, models: list[torch.nn.Module]) -> MegatronTrai
     config.grad_scale_func = trainer.optimizer.scale_loss
     config.calculate_per_token_loss = True
     return trainer
+
+
+def _learn_embeddings(trainer: MegatronTrainer, models: list[torch.nn.Module]) -> None:
+    """Make ``trainer`` one of embeddings: it measures where the loss is, and reads that on the last rank."""
+
+    class Trainer(MegatronEmbeddingTrainer, type(trainer)):  # type: ignore[misc]
+        def get_last_tokens(self, output: torch.Tensor, *args: Any) -> torch.Tensor:
+            return output.float().mean(tuple(range(output.dim() - 1)))[None]
+
+    class Measure(eval_metrics_map["infonce"]):  # type: ignore[misc]
+        def update(self, hidden: torch.Tensor, labels: torch.Tensor) -> None:
+            super().update(hidden, labels[:, :1])
+
+        def _calculate_metrics(self, hidden: Any, labels: Any) -> dict[str, float]:
+            return {"mean": float(hidden.mean())}
+
+    trainer.__class__ = Trainer
+    trainer.unwrapped_models, trainer.args.mrl_dims, trainer.args.task_type = models, None, "embedding"
+    trainer.config.calculate_per_token_loss = False
+    trainer._loss_func = lambda output, labels: output["last_hidden_state"].pow(2).mean()
+    trainer.eval_metrics = Measure(trainer.args, trainer)
+    trainer.eval_metrics.group = parallel_state.get_data_parallel_group()
 
 
 def _batches() -> Iterator[dict[str, torch.Tensor]]:

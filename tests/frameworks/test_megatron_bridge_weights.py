@@ -52,7 +52,7 @@ def test_weights_come_and_go_by_name(is_tied: bool, tmp_path: Path) -> None:
     saved = LlamaForCausalLM(LLAMA)
     saved.save_pretrained(tmp_path)
     expected = saved.state_dict()
-    first, last = ranks.run_ranks(_round_trip, 2, tmp_path)
+    first, last = ranks.run_ranks(_round_trip, 2, tmp_path)[::-1]  # a V has both ends on the last rank
     assert (first[0], last[0]) == ([[1, 2], [7, 8]], [[3, 4], [5, 6]])
     for _, exported, _ in (first, last):
         assert exported.keys() | {"lm_head.weight"} == expected.keys()

@@ -52,6 +52,16 @@ def test_same_bits_as_stock(name: str, chunks: int, weights: Path) -> None:
     assert not [name for name in ours.weights if not torch.equal(ours.weights[name], theirs.weights[name])]
 
 
+@pytest.mark.parametrize("name", ["v-half", "interleaved"])
+def test_embeddings_are_measured_where_the_loss_is(name: str, weights: Path) -> None:
+    """Its evaluation reads on the last rank what the loss function has kept there."""
+    ours, theirs = (swift.train(str(weights), *under, embeds=True) for under in ((name, 2), (None, 1)))
+    assert ours.losses == theirs.losses != []
+    assert ours.validation == theirs.validation
+    assert len(theirs.validation) > 1
+    assert not [name for name in ours.weights if not torch.equal(ours.weights[name], theirs.weights[name])]
+
+
 def test_weights_come_and_go_by_name(weights: Path) -> None:
     """What its loader reads under a V and its exporter writes again is the file itself."""
     from safetensors.torch import load_file

@@ -53,6 +53,8 @@ def under(schedule: str, pipeline: int = 4, replicas: int = 1, flags: str = "") 
 LINE = Job(4, 4)
 LOOP = Job(4, 4, "--num-virtual-stages-per-pipeline-rank 2")
 V = under("v-half")
+LAST = "--pipeline-loss-rank last"
+LAST_V = under("v-half", flags=LAST)
 MODELS = {
     "tied": BUCKETS,
     "untied": f"{UNTIED} {BUCKETS}",
@@ -60,7 +62,7 @@ MODELS = {
 }
 TP2 = "--tensor-model-parallel-size 2"
 # Two replicas, whose state of the optimizer is cut otherwise than a single one's.
-LINE_2, LOOP_2, V_2 = (Job(4, 2, flags) for flags in ("", LOOP.flags, V.flags))
+LINE_2, LOOP_2, V_2, LAST_V_2 = (Job(4, 2, flags) for flags in ("", LOOP.flags, V.flags, LAST_V.flags))
 SHARED_V = under("v-half", flags=SHARED)
 SHARED_V_2 = under("v-half", pipeline=2, flags=SHARED)
 SHARED_READERS = (SHARED_V, under("zb-h1", pipeline=2, flags=SHARED))
@@ -74,6 +76,7 @@ CASES = {
     "stock": Case(BUCKETS, Job(2, 2), (under("v-half", pipeline=2),)),
     "two-replicas": Case(f"{BUCKETS} {RESHARDABLE}", V_2, close=(under("zb-h1"),)),
     "shared-vocabulary": Case(f"{UNTIED} {BUCKETS}", SHARED_V_2, (SHARED_V_2,), (Job(2, 2),)),
+    "v-to-turned-v": Case(BUCKETS, under("v-half", pipeline=2), (under("v-half", pipeline=2, flags=LAST),)),
     # A tied embedding is a bucket of its own, also without a flag for buckets.
     "tied-bucket": Case(f"--num-layers 4 {ROWS} {RESHARDABLE}", LINE_2, (LINE_2,)),
 }
@@ -88,6 +91,11 @@ def others() -> Iterator[tuple[str, Case]]:
     for name, model in MODELS.items():
         yield f"v-{name}", Case(model, V, (LINE, LOOP), (under("zb-h1", pipeline=2),))
         yield f"interleaved-{name}", Case(model, LOOP, (V,))
+    for name, model in MODELS.items():
+        yield f"turned-v-{name}", Case(model, LAST_V, (V, LINE, LOOP, LAST_V))
+        yield f"v-to-turned-v-{name}", Case(model, V, (LAST_V,))
+    yield "two-replicas-turned-v", Case(f"{BUCKETS} {RESHARDABLE}", LAST_V_2, (V_2, LAST_V_2, LOOP_2))
+    yield "stock-to-turned-shared", Case(UNTIED, LINE, close=(under("v-half", flags=f"{SHARED} {LAST}"),))
     flex = under("flex --pipeline-memory-limit 0.8", pipeline=2)
     yield "same-flex", Case(BUCKETS, flex, (flex,))
     fewer = (Job(2, 2, LOOP.flags), Job(4, 1), LINE_2)

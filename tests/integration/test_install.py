@@ -42,12 +42,18 @@ def test_a_hybrid_model(found) -> None:
     assert_same([rank["v-half", "hybrid"] for rank in found], [rank["stock", "hybrid"] for rank in found])
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_both_ends_on_the_first_rank(found, tied: bool) -> None:
+    assert_same([rank["first rank", tied] for rank in found], [rank["stock", tied] for rank in found])
+
+
+@pytest.mark.parametrize("loss_rank", ["first", "last"])
 @pytest.mark.parametrize(("tied", "listed"), [(False, True), (False, False), (True, True)])
-def test_multi_token_prediction_before_the_last_stage(found, tied: bool, listed: bool) -> None:
+def test_multi_token_prediction_before_the_last_stage(found, tied: bool, listed: bool, loss_rank) -> None:
     """All copies of the embedding start and stay equal; a tied one has a sum of three, in another order."""
     ours, stock = (
         [rank["predictions"][name, tied, form] for rank in found]
-        for name, form in (("v-half", listed), ("stock", True))
+        for name, form in ((loss_rank, listed), ("stock", True))
     )
     built = [copy for _, copies in ours for copy in copies]
     assert len(built) == 2 and built[0].any() and torch.equal(*built)
@@ -118,7 +124,7 @@ def test_models_of_one_process_have_schedules_of_their_own(found) -> None:
 
 def test_functions_tell_the_layers_of_a_model_outside_of_its_context(found) -> None:
     told = [rank["several"]["offsets"] for rank in found]
-    assert told == [([1, 2, 7, 8], [1, 2, 7, 8]), ([3, 4, 5, 6], [3, 4, 5, 6])]
+    assert told == [([3, 4, 5, 6], [3, 4, 5, 6]), ([1, 2, 7, 8], [1, 2, 7, 8])]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +132,7 @@ def test_functions_tell_the_layers_of_a_model_outside_of_its_context(found) -> N
     [
         (
             "built before",
-            "v-half cannot train this model: chunk 1 of pipeline rank 1 is stage 2, which has to",
+            "v-half cannot train this model: chunk 0 of pipeline rank 1 is stage 0, which has to",
         ),
         ("chunks", "v-half has 2 chunks a rank, and this model's config says 1; set virtual_pipeline"),
         ("one chunk", "rank 0 of the pipeline asks for a step with 1; pass the list of all chunks as model"),
@@ -189,5 +195,5 @@ def test_the_environment_puts_a_schedule_into_a_trainer(found, tmp_path, monkeyp
     )
     assert run.returncode == 0, run.stderr[-4000:]
     ranks = pickle.loads(file.read_bytes())
-    assert [layers for layers, _ in ranks] == [[1, 2, 7, 8], [3, 4, 5, 6]]
+    assert [layers for layers, _ in ranks] == [[3, 4, 5, 6], [1, 2, 7, 8]]
     assert_same([record for _, record in ranks], [rank["stock", False] for rank in found])

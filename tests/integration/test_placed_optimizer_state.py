@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_pp_ext import cpu
-from tests.support.own_loop_checkpoints import BY_WEIGHT, PAIRS, SHARED_KEYS, exchanged
+from tests.support.own_loop_checkpoints import BY_WEIGHT, FIRST, PAIRS, SHARED_KEYS, exchanged
 from tests.support.ranks import run_ranks
 
 
@@ -25,7 +25,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 def test_it_loads_under_the_placement_that_it_was_saved_under(found, form, name, other) -> None:
     """State that goes by weight loads anywhere."""
     v, stock = "v placement with 2 chunk(s) on each of 2 ranks", "Megatron's own placement"
-    before, now = (v if one.startswith("v-") else stock for one in (name, other))
+    last = f"{v} and both ends of the model on the last one"
+    before, now = (
+        stock if not one.startswith("v-") else v if one.endswith(FIRST) else last for one in (name, other)
+    )
     for rank in found:
         line = rank[form, name, other]
         if form == BY_WEIGHT or before == now:

@@ -60,6 +60,8 @@ def test_weights_of_experts_are_counted_apart() -> None:
             "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel "
             "--pipeline-schedule v-half --pipeline-vocabulary shared --untie-embeddings-and-output-weights",
             "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+            "--pipeline-model-parallel-size 3 --num-layers 6 --pipeline-schedule v-half "
+            "--pipeline-loss-rank last --pipeline-vocabulary shared",
         ],
     ),
 )

@@ -93,6 +93,8 @@ CASES: dict[str, dict[str, str]] = {
         "--pipeline-replicas {": "--pipeline-replicas 1-1-1-1",
         "--pipeline-memory-limit {": "--pipeline-schedule 1f1b --pipeline-memory-limit 0.5",
         "--pipeline-costs {": "--pipeline-schedule pipedream --pipeline-costs x.json",
+        "--pipeline-loss-rank {": "--pipeline-loss-rank last",
+        "--pipeline-loss-rank first": "--pipeline-schedule 1f1b --pipeline-loss-rank first",
         "needs --pipeline-memory-limit; give a fraction": "--pipeline-schedule flex",
         "dynamic loss scale of --fp16 skips": "--pipeline-schedule auto --fp16",
     },

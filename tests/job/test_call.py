@@ -14,8 +14,10 @@ from megatron_pp_ext.integration import by_call
 from megatron_pp_ext.job import call, call_words, model_config
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import all_rules
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs, HeadCosts
-from megatron_pp_ext.schedule.placement import loop
+from megatron_pp_ext.schedule.formats import csv_file
+from megatron_pp_ext.schedule.placement import FIRST, LAST, loop, v
 
 
 @pytest.mark.parametrize(
@@ -37,6 +39,8 @@ from megatron_pp_ext.schedule.placement import loop
         ({"schedule": "flex", "memory_limit": 0.5, "costs": [1, 1, 1]}, "costs are given for 3 stages, but"),
         ({"schedule": "flex", "memory_limit": 0.5, "costs": "no.json"}, "no.json"),
         ({"schedule": "csv:no.csv"}, "csv:no.csv: "),
+        ({"loss_rank": "second"}, "loss_rank is 'second'; give 'first' or 'last', or leave it out"),
+        ({"schedule": "1f1b", "loss_rank": "first"}, "loss_rank is 'first', but 1f1b has the loss on the"),
         ({"vocabulary": "split"}, "vocabulary is 'split'; give 'shared' or 'auto', or leave it out"),
         ({"offload": 1.5}, "offload is 1.5, but must be a share above 0 and at most 1, or auto; give one"),
         ({"offload": "auto", "memory_limit": 0.01}, "memory limit"),
@@ -89,6 +93,7 @@ def test_what_cannot_be_is_refused_in_one_line(about, line) -> None:
             'vocabulary="shared" needs labels; leave it out',
         ),
         ("raise --pipeline-memory-limit, or give --pipeline-costs", "raise memory_limit, or give costs"),
+        ("--pipeline-loss-rank first has no meaning", 'loss_rank="first" has no meaning'),
         ("lower --pipeline-offload-host-bytes", "lower --pipeline-offload-host-bytes"),
     ],
 )
@@ -208,3 +213,18 @@ def test_rules_for_flags_hold_a_model_s_config_in_its_words() -> None:
     args = model_config.arguments(config, parallel, **asked)
     with pytest.raises(ValueError, match=r"^zb-h1 does not support use_megatron_fsdp: FSDP reduces"):
         all_rules.refuse_model(RequestedJob(args))
+
+
+def test_a_v_has_both_ends_on_the_last_rank_unless_told_otherwise(tmp_path: Path) -> None:
+    """Also one of a file; a schedule with its ends on two ranks stays as it is."""
+    sizes = {"ranks": 4, "microbatches": 8}
+    file = tmp_path / "mine.csv"
+    csv_file.write(catalog.build("v-zb", 4, 8), file)
+    for name in ("v-half", f"csv:{file}"):
+        request = call.requested(name, **sizes)
+        assert request.placement == v(4).with_loss_on(LAST)
+        assert call.requested(name, **sizes, loss_rank=FIRST).placement == v(4)
+    assert call.requested("interleaved", **sizes).placement == loop(4, 2)
+    flex = call.requested("flex", **sizes, limit=0.5)
+    assert {one.ends_on_last for one in flex.placements if one.folds} == {True}
+    assert {one.ends_on_last for one in flex.placements if not one.folds} == {False}

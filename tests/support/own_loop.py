@@ -163,12 +163,11 @@ def run_step(model: list[Any], iterators: list[Any], count: int, **about: Any) -
     """Run ``count`` microbatches, and return what megatron.core returns on this rank."""
     run = schedules.get_forward_backward_func()
     return run(
-        forward_step_func=forward_step,
         data_iterator=iterators if len(model) > 1 else iterators[0],
         model=model if len(model) > 1 else model[0],
         num_microbatches=count,
         micro_batch_size=1,
-        **{"seq_length": LENGTH, "forward_only": False, **about},
+        **{"forward_step_func": forward_step, "seq_length": LENGTH, "forward_only": False, **about},
     )
 
 

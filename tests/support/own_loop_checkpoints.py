@@ -18,17 +18,30 @@ BY_RANK, BY_WEIGHT = "dp_reshardable", "fully_reshardable"
 
 SHARED_KEYS = "keys of state that goes by rank which a V shares with stock"
 
-SCHEDULES = {"stock": 1, "stock interleaved": 2, "v-half": 2, "v-min": 2, "interleaved": 2}
+SCHEDULES = {
+    "stock": 1,
+    "stock interleaved": 2,
+    "v-half": 2,
+    "v-min": 2,
+    "v-half on the first rank": 2,
+    "interleaved": 2,
+}
 """Schedules, of which two have the same placement, and their chunks a rank."""
+
+FIRST = " on the first rank"
+"""The end of the name of a V with both ends there."""
 
 PAIRS = [
     (BY_RANK, "v-half", "v-min"),
     (BY_RANK, "v-half", "stock"),
     (BY_RANK, "v-half", "interleaved"),
     (BY_RANK, "stock", "v-half"),
+    (BY_RANK, "v-half", "v-half on the first rank"),
+    (BY_RANK, "v-half on the first rank", "v-half on the first rank"),
     (BY_RANK, "stock interleaved", "interleaved"),
     (BY_WEIGHT, "v-half", "stock"),
     (BY_WEIGHT, "stock", "v-half"),
+    (BY_WEIGHT, "v-half on the first rank", "v-half"),
 ]
 """The format, who saves and who loads."""
 
@@ -78,8 +91,9 @@ def _shards(state: Any) -> Iterator[ShardedBase]:
 
 def _built(name: str) -> tuple[list[Any], Any]:
     """Return a model that is built under the schedule ``name``, and its distributed optimizer."""
-    is_stock = name.startswith("stock")
-    with nullcontext() if is_stock else megatron_pp_ext.installed(name, ranks=2, microbatches=4):
+    about = {"loss_rank": "first"} if name.endswith(FIRST) else {}
+    ours = megatron_pp_ext.installed(name.removesuffix(FIRST), ranks=2, microbatches=4, **about)
+    with nullcontext() if name.startswith("stock") else ours:
         model = own_loop.build(SCHEDULES[name], is_distributed=True)
     config = OptimizerConfig(optimizer="adam", lr=1e-2, use_distributed_optimizer=True)
     return model, get_megatron_optimizer(config, model)

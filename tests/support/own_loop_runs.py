@@ -61,6 +61,9 @@ def on_rank(rank: int, folder: str) -> dict[Any, Any]:
         found["line", name] = str(megatron_pp_ext.install(name, ranks=2, microbatches=8, **limit))
         for tied in (False, True) if name in own_loop.TIED else (False,):
             found[name, tied] = own_loop.train(own_loop.build(chunks, tied), own_loop.COUNTS)
+    for tied in (False, True):
+        with megatron_pp_ext.installed("v-half", ranks=2, microbatches=8, loss_rank="first"):
+            found["first rank", tied] = own_loop.train(own_loop.build(2, tied), own_loop.COUNTS)
     gc.collect()
     megatron_pp_ext.uninstall()
     if megatron_release() >= CORE_0_19:
@@ -149,9 +152,10 @@ def _predictions() -> dict[Any, tuple[own_loop.Record, list[torch.Tensor]]]:
 
     for tied in (False, True):
         train("stock", "Etttt|ttttmL", tied)
-    with megatron_pp_ext.installed("v-half", ranks=2, microbatches=8):
-        for tied, listed in ((False, True), (False, False), (True, True)):
-            train("v-half", "Ett|ttt|tttm|L", tied, listed)
+    for rank in ("last", "first"):
+        with megatron_pp_ext.installed("v-half", ranks=2, microbatches=8, loss_rank=rank):
+            for tied, listed in ((False, True), (False, False), (True, True)):
+                train(rank, "Ett|ttt|tttm|L", tied, listed)
     return found
 
 

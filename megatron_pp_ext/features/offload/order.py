@@ -86,9 +86,10 @@ def _timeline(schedule: Schedule, request: Request, share: float | str, costs: C
         return timeline
     peaks = within(schedule, budget.counted(costs), budget.ranks).peak_memory
     rank = max(range(request.ranks), key=lambda rank: peaks[rank] - budget.ranks[rank])
-    raise ValueError(
-        f"memory limit: rank {rank} may keep {budget.ranks[rank]:.4g}, but keeps {peaks[rank]:.4g} "
-        f"under {schedule.name} with all on the host that comes back in time; raise it, or choose flex"
+    raise InfeasibleLimit(
+        f"memory limit: rank {{rank}} may keep {budget.ranks[rank]:.4g}, but keeps {peaks[rank]:.4g} "
+        f"under {schedule.name} with all on the host that comes back in time; raise it, or choose flex",
+        rank,
     )
 
 

@@ -1,4 +1,4 @@
-"""What --pipeline-slice-tokens, or ``install(slice_tokens=)``, requests: sequences that are cut into slices."""
+"""What --pipeline-slice-tokens, or ``install(slice_tokens=)``, requests: sequences in slices."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

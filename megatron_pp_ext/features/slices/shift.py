@@ -45,14 +45,15 @@ def shifted(schedule: Schedule, units: Units) -> Schedule:
             yield from found
 
     orders = tuple(tuple(kept(order)) for order in schedule.orders)
-    return replace(schedule, microbatches=count, orders=orders, paired=frozenset(paired))
+    return replace(schedule, microbatches=count, orders=orders, paired=frozenset(paired), units=units.names)
 
 
 def require_chain_order(schedule: Schedule, units: Units) -> None:
     """Raise ValueError unless every stage takes slices forward in their order, and back in reverse."""
     if schedule.microbatches != len(units):
         raise ValueError(
-            f"the schedule is for {schedule.microbatches} units, but there are {len(units)}: make it for as many"
+            f"the schedule is for {schedule.microbatches} units, but there are {len(units)}: "
+            "make it for as many"
         )
     latest: dict[tuple[int, bool, int], int] = {}
     for action in schedule:

@@ -1,17 +1,19 @@
 """Units: what a stage computes at once, which is a slice of a sequence or a pack of whole short ones.
 
-A schedule of units numbers them where others number microbatches: ``2F5`` is the forward of unit 5 by stage 2.
-All stages take the units forward in the order of their numbers.  The slices of one sequence are a *chain* of
-consecutive numbers.  Attention of a slice reads the keys and values of the slices before it, so the I of a
-chain run in reverse: the last slice's comes first, and each adds its share to the gradients of the earlier
-keys and values.  W run at any time after their I.
+A schedule of units numbers them where others number microbatches: ``2F5`` is the forward of unit 5 by
+stage 2.  All stages take the units forward in the order of their numbers.  The slices of one sequence are a
+*chain* of consecutive numbers.  Attention of a slice reads the keys and values of the slices before it, so
+the I of a chain run in reverse: the last slice's comes first, and each adds its share to the gradients of the
+earlier keys and values.  W run at any time after their I.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import NamedTuple, Self
+
+from megatron_pp_ext.schedule.actions import UnitName
 
 
 class Piece(NamedTuple):
@@ -114,6 +116,11 @@ class Units:
         return tuple(number for chain in self.chains for number in reversed(chain))
 
     @cached_property
+    def names(self) -> tuple[UnitName, ...]:
+        """The name of each unit, for people."""
+        return tuple(UnitName(unit.microbatch, unit.slice) for unit in self.units)
+
+    @cached_property
     def of_microbatch(self) -> tuple[tuple[int, ...], ...]:
         """The numbers of the units of each microbatch."""
         found: list[list[int]] = [[] for _ in self.documents]
@@ -142,7 +149,7 @@ class Units:
 def _check(units: Units) -> None:
     """Raise ValueError unless ``units`` have every token once and chains are as their class says."""
     ends: dict[tuple[int, int], int] = {}
-    slices, last = [0] * len(units.documents), {}
+    slices, last = [0] * len(units.documents), dict[int, int]()
     for number, unit in enumerate(units.units):
         where = f"unit {number}"
         if not 0 <= unit.microbatch < len(units.documents) or not unit.pieces:
@@ -177,10 +184,10 @@ def equal_slices(microbatches: int, slices: int, tokens: int, rows: int = 1) -> 
 
 
 def cut_at(bounds: Sequence[Sequence[int]], rows: int = 1) -> Units:
-    """Return units for microbatches of one document each, which is cut at its ``bounds`` from 0 to its end."""
+    """Return units for microbatches of one document each, cut at its ``bounds`` from 0 to its end."""
     units = (
         Unit(microbatch, number, microbatch, (Piece(0, begin, end),))
         for microbatch, one in enumerate(bounds)
-        for number, (begin, end) in enumerate(zip(one, one[1:], strict=False))
+        for number, (begin, end) in enumerate(pairwise(one))
     )
     return Units.of([[one[-1]] for one in bounds], units, rows)

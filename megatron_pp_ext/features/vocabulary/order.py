@@ -146,9 +146,10 @@ class _Compiler:
         if needed <= limit:
             return least
         raise InfeasibleLimit(
-            f"a memory limit of {limit:.6g} on rank {rank} has no room for the parts of a shared vocabulary, "
-            f"with which the order that keeps least keeps {needed:.6g} there; raise --pipeline-memory-limit, "
-            "or leave --pipeline-vocabulary out"
+            f"a memory limit of {limit:.6g} on rank {{rank}} has no room for the parts of a shared "
+            f"vocabulary, with which the order that keeps least keeps {needed:.6g} there; raise "
+            "--pipeline-memory-limit, or leave --pipeline-vocabulary out",
+            rank,
         )
 
     def least(self, placement: Placement) -> Schedule:

@@ -21,7 +21,7 @@ from megatron_pp_ext.runtime.storages import plain_tensors
 def write_copies_once(stock: Callable[..., None], sharded_state_dict: Any, *args: Any, **kwargs: Any) -> None:
     """Let a rank that holds a tensor twice write it once.
 
-    Under a V both copies of a tied weight, and of its optimizer state, are on the first rank.  Stock
+    Under a V both copies of a tied weight, and of its optimizer state, are on one rank.  Stock
     shares the writing out among data-parallel ranks by the tensors' names and makes every copy on the
     chosen rank the one to write, then refuses to write a tensor twice.
     """

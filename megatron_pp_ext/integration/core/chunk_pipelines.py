@@ -77,6 +77,15 @@ def register(wrap: Callable[[Checks], Checks]) -> None:
         _around_checks.append(wrap)
 
 
+_after_config: list[Callable[[], None]] = []
+
+
+def after_config(act: Callable[[], None]) -> None:
+    """Call ``act`` after a config is made, before any model is built from it."""
+    if act not in _after_config:
+        _after_config.append(act)
+
+
 @hook(
     "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
     "self",
@@ -90,6 +99,8 @@ def mark_config(stock: Checks, config: Any) -> None:
     pipeline = requested.pipeline()
     if pipeline is not None and pipeline.is_per_model:
         setattr(config, _MARK, Mark(pipeline, pipeline.name))
+        for act in _after_config:
+            act()
 
 
 def claim(config: Any, pipeline: Pipeline | None) -> None:

@@ -2,12 +2,14 @@
 
 Stock Megatron places chunk c of rank i at stage c * p + i.  A V needs chunk 1 of rank i to be stage
 2p - 1 - i instead, which is what the interleaved code builds on rank p - 1 - i; a wave needs the same of
-every odd chunk.  Two mirrors give these chunks, and no others, the rank p - 1 - i:
+every odd chunk, and with both ends on the last rank it is the even ones.  Two mirrors give these chunks, and
+no others, the rank p - 1 - i while they are at work:
 
+* ``mirrored_rank`` mirrors the global pipeline rank, for code that reads it from ``parallel_state`` (batches,
+  dataset providers, layer numbers in checkpoints);
 * ``MirroredGroup`` stands in for the pipeline group in the process-group collection that the chunk is built
-  with, and that it keeps;
-* ``mirrored_rank`` mirrors the global pipeline rank while the chunk is at work, for code that reads it from
-  ``parallel_state`` (batches, dataset providers, layer numbers in checkpoints).
+  with, and that it keeps (``placed_groups``).  At all other times the collection has the true group: trainers
+  take the groups of a rank from its first chunk.
 """
 
 import copy
@@ -37,26 +39,69 @@ class MirroredRank(int):
 
 
 class MirroredGroup:
-    """A process group whose ranks count from the other end.
+    """A process group whose ranks count from the other end within ``mirrored_rank``.
 
-    Everything but ``rank`` is the group's own.  It reports the position of a rank; it is not for
-    communication, in which the true ranks must be named.
+    Everything but ``rank`` is the group's own.  It reports the position of a rank; while a mirrored chunk is
+    at work it is not for communication, in which the true ranks must be named.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         # torch looks up the members of a group in this table.
-        ranks = dist.distributed_c10d._world.pg_group_ranks[group]
-        dist.distributed_c10d._world.pg_group_ranks[self] = {  # type: ignore[index]
-            global_rank: mirror(rank, len(ranks)) for global_rank, rank in ranks.items()
-        }
+        ranks = dist.distributed_c10d._world.pg_group_ranks
+        ranks[self] = _MirroredRanks(ranks[group])  # type: ignore[index]
 
-    def rank(self) -> MirroredRank:
-        """The rank of this process, counted from the end."""
-        return mirror(self._group.rank(), self._group.size())
+    def rank(self) -> int:
+        """The rank of this process, counted from the end while a mirrored chunk is at work."""
+        return _as_seen(self._group.rank(), self._group.size())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
+
+
+class _MirroredRanks(dict[int, int]):
+    """The ranks in a ``MirroredGroup`` by global rank."""
+
+    def __getitem__(self, global_rank: int) -> int:
+        return _as_seen(super().__getitem__(global_rank), len(self))
+
+    def items(self) -> Any:
+        return {global_rank: self[global_rank] for global_rank in self}.items()
+
+
+def _as_seen(rank: int, ranks: int) -> int:
+    return mirror(rank, ranks) if is_mirrored() else rank
+
+
+def is_mirrored() -> bool:
+    """Whether a mirrored chunk is at work."""
+    return isinstance(vars(parallel_state)[_RANK], MirroredRank)
+
+
+@functools.cache
+def _mirrored_group(group: dist.ProcessGroup) -> MirroredGroup:
+    return MirroredGroup(group)
+
+
+def placed_groups(collection: Any) -> Any:
+    """Return the same groups, whose ``pp`` is the mirrored group while a mirrored chunk is at work."""
+    placed = copy.copy(collection)
+    placed.__class__ = _placed_kind(collection.__class__)
+    return placed
+
+
+@functools.cache
+def _placed_kind(kind: Any) -> Any:
+    return kind if "pp" in vars(kind) else type(kind.__name__, (kind,), {"pp": property(_pp, _set_pp)})
+
+
+def _pp(collection: Any) -> Any:
+    group = vars(collection)["pp"]
+    return _mirrored_group(group) if is_mirrored() else group
+
+
+def _set_pp(collection: Any, group: Any) -> None:
+    vars(collection)["pp"] = group
 
 
 def mirror(rank: int, ranks: int) -> MirroredRank:
@@ -69,7 +114,7 @@ def mirrored_rank(mirrored: bool = True) -> Iterator[None]:
     """Let ``parallel_state`` report this rank's mirror image in the pipeline, or the true rank, within."""
     before = vars(parallel_state)[_RANK]
     rank = parallel_state.get_pipeline_model_parallel_rank()
-    if isinstance(rank, MirroredRank) is not mirrored:
+    if is_mirrored() is not mirrored:
         other = parallel_state.get_pipeline_model_parallel_world_size() - 1 - rank
         parallel_state.set_pipeline_model_parallel_rank(MirroredRank(other) if mirrored else other)
     try:
@@ -78,10 +123,25 @@ def mirrored_rank(mirrored: bool = True) -> Iterator[None]:
         parallel_state.set_pipeline_model_parallel_rank(before)
 
 
+_is_as_stock = False
+"""Whether chunks count as placed as Megatron's own schedules place them."""
+
+
+@contextmanager
+def as_stock() -> Iterator[None]:
+    """Let every chunk be where Megatron's own schedules have it within the context."""
+    global _is_as_stock
+    before, _is_as_stock = _is_as_stock, True
+    try:
+        yield
+    finally:
+        _is_as_stock = before
+
+
 def as_chunk(vp_stage: int | None, pipeline: requested.Pipeline | None = None) -> Any:
     """Return a context in which ``parallel_state`` answers for chunk ``vp_stage`` of this rank."""
     pipeline = pipeline or requested.pipeline()
-    if pipeline is None or vp_stage is None:
+    if pipeline is None or vp_stage is None or _is_as_stock:
         return nullcontext()
     return mirrored_rank(pipeline.is_mirrored(vp_stage))
 
@@ -95,7 +155,7 @@ def build_chunks_placed(
     pipeline = requested.pipeline()
     if pipeline is None or pipeline.is_per_model:  # then the models' classes place them (``placed_models``)
         return stock(build_chunk, *args, **kwargs)
-    if pipeline.is_mirrored(1):
+    if pipeline.placement.has_mirrored:
         build_chunk = functools.partial(build_chunk_placed, build_chunk)
     chunks = stock(finishing(build_chunk), *args, **kwargs)
     tie_ends(chunks)
@@ -123,12 +183,10 @@ def build_chunk_placed(build: Callable[..., Any], pg_collection: Any, *, vp_stag
     pipeline = requested.require()
     if not pipeline.is_mirrored(vp_stage):
         return build(pg_collection=pg_collection, vp_stage=vp_stage, **others)
-    mirrored = copy.copy(pg_collection)
-    mirrored.pp = MirroredGroup(pg_collection.pp)
     stage = pipeline.placement.stage_of(pg_collection.pp.rank(), vp_stage)
-    others |= {"pre_process": False, "post_process": stage == pipeline.placement.stages - 1}
+    others |= {"pre_process": stage == 0, "post_process": stage == pipeline.placement.stages - 1}
     with mirrored_rank():
-        chunk = build(pg_collection=mirrored, vp_stage=vp_stage, **others)
+        chunk = build(pg_collection=placed_groups(pg_collection), vp_stage=vp_stage, **others)
     stock_state_dict = chunk.sharded_state_dict
 
     @functools.wraps(stock_state_dict)

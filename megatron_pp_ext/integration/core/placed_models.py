@@ -79,7 +79,7 @@ def build_placed(stock: Callable[..., None], model: Any, *args: Any, **kwargs: A
     chunk = given.get("vp_stage")
     require_sizes(pipeline, groups.pp.size(), given["config"], chunk)
     chunk_pipelines.claim(given["config"], pipeline)
-    if pipeline.has_both_ends_on_first_rank:
+    if pipeline.has_both_ends_on_one_rank:
         # Both copies of a tied weight are on one rank (``sum_tied_gradients``): there is nobody to exchange
         # it with, whichever ranks Megatron's group has, which may be older than the schedule.
         groups.embd = None

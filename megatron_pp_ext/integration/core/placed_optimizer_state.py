@@ -27,7 +27,8 @@ def describe(placement: Placement) -> str:
     """Return a placement in words that a checkpoint can keep and a person can read."""
     shared = " and a shared vocabulary" if placement.splits_head else ""
     chunks = f"{placement.chunks} chunk(s) on each of {placement.ranks} ranks"
-    return f"{placement.shape} placement with {chunks}{shared}"
+    ends = " and both ends of the model on the last one" if placement.ends_on_last else ""
+    return f"{placement.shape} placement with {chunks}{ends}{shared}"
 
 
 @hook(

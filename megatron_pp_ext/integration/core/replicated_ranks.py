@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 
 from megatron_pp_ext.around import bound
 from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.core.embedding_copies import embed_on_first_rank
+from megatron_pp_ext.integration.core.embedding_copies import embed_on_one_rank
 from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_18, CORE_0_19
 from megatron_pp_ext.schedule.families.round_robin import Replicas
@@ -88,11 +88,11 @@ _RANKS = "rank_offset local_world_size"
         CORE_0_18: f"{_SIZES} {_GROUPS} {_RANKS}",
         CORE_0_19: f"{_SIZES} gtp_remat_size expert_gtp_remat_size {_GROUPS} {_RANKS}",
     },
-    "under a V the first rank has both ends of the model; replicas have groups of their own",
+    "under a V one rank has both ends of the model; replicas have groups of their own",
 )
 def initialize_replicas(stock: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Make the groups of replicated stages, and of both ends of a V."""
-    stock = embed_on_first_rank(stock)
+    stock = embed_on_one_rank(stock)
     replicas = replicated()
     if replicas is None:
         return stock(*args, **kwargs)

@@ -1,7 +1,7 @@
 """Brings losses and counts of tokens from the rank with the last stage to the last rank.
 
-Under a V the last stage is on the pipeline's first rank.  Megatron logs losses, and the losses of multi-token
-prediction, from the last rank, and divides gradients by the count of tokens that it finds there.
+Under a V the last stage may be on the pipeline's first rank.  Megatron logs losses, and the losses of
+multi-token prediction, from the last rank, and divides gradients by the count of tokens that it finds there.
 """
 
 from typing import Any

@@ -153,7 +153,9 @@ class Rehearsal:
                 replace(stage_costs(stage, seconds, self._bytes), **_parameters(chunk))
                 for stage, chunk in zip(self._placement.stages_of(rank), inputs.model, strict=True)
             ),
-            head=_head_costs(rank, seconds, self._bytes) if schedule.placement.splits_head else None,
+            head=_head_costs(self._placement.stage_of(rank, 0), seconds, self._bytes)
+            if schedule.placement.splits_head
+            else None,
             collectives=tuple(self._collectives.found),
             message_bytes=self._transport.message_bytes,
             outside_seconds=median(self._outside),
@@ -173,10 +175,10 @@ class Rehearsal:
         rehearsal_file.write(measured, path)
 
 
-def _head_costs(rank: int, seconds: KindSeconds, record: RankRecord) -> HeadCosts:
-    """Return the costs of this rank's part of a split head, whose actions have the rank's number."""
-    scores = seconds[rank, Kind.S]
-    gradient = seconds.get((rank, Kind.T), scores)
+def _head_costs(first: int, seconds: KindSeconds, record: RankRecord) -> HeadCosts:
+    """Return the costs of this rank's part of a split head; ``first`` is the rank's first stage."""
+    scores = seconds[first, Kind.S]
+    gradient = seconds.get((first, Kind.T), scores)
     return replace(head_costs([record]), scores=scores, weight_gradient=gradient)
 
 

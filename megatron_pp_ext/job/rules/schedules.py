@@ -4,6 +4,7 @@ from megatron_pp_ext.job import layers
 from megatron_pp_ext.job.requested_job import ENGINE, RequestedJob
 from megatron_pp_ext.job.rules.rule import Rule, Rules
 from megatron_pp_ext.schedule.names import AUTO
+from megatron_pp_ext.schedule.placement import FIRST
 
 
 def schedule(job: RequestedJob) -> str:
@@ -55,7 +56,14 @@ def gathers_experts(job: RequestedJob) -> bool:
 
 def is_v(job: RequestedJob) -> bool:
     """Whether both ends of the model are on one rank."""
-    return job.placement is not None and job.placement.is_mirrored(1)
+    return job.placement is not None and job.placement.turns_round
+
+
+def has_loss_elsewhere(job: RequestedJob) -> bool:
+    """Whether the loss is asked for on the first rank, where the placement, as far as known, has none."""
+    if job.placement is None or not job.pipeline.has_schedule or job.pipeline.can.is_compiled:
+        return False
+    return job.pipeline.pipeline_loss_rank == FIRST and not job.placement.folds
 
 
 def layout_of_v(job: RequestedJob) -> str:
@@ -120,6 +128,23 @@ RULES = (
                 when=lambda job: job.pipeline.pipeline_costs is not None and not job.pipeline.can.flushes,
                 why="has no meaning for {schedule}, whose steps training does not predict",
                 fix="leave it out, or choose a schedule that flushes",
+                words=(schedule,),
+            ),
+            Rule(
+                "--pipeline-loss-rank {pipeline_loss_rank}",
+                when=lambda job: (
+                    job.pipeline.pipeline_loss_rank is not None
+                    and not job.pipeline.has_schedule
+                    and job.flags.rehearse_pipeline is None
+                ),
+                why="has no effect under Megatron's own schedules",
+                fix="add --pipeline-schedule, v-half for example",
+            ),
+            Rule(
+                "--pipeline-loss-rank first",
+                when=has_loss_elsewhere,
+                why="has no meaning for {schedule}, whose loss is on the last rank",
+                fix="leave it out, or choose a V, such as v-half",
                 words=(schedule,),
             ),
             Rule(

@@ -133,7 +133,7 @@ def busiest_rank(least: LeastSeconds, placement: Placement, layers: int) -> floa
         stage - few * least.layer for stage, few in zip(least[:3], least.fewest, strict=True)
     )
     ends = [first - middle, last - middle]
-    if placement.rank_of(placement.stages - 1) == 0:
+    if placement.folds:
         ends = [sum(ends)]
     others = placement.chunks * middle
     loads = Counter(others + more for more in ends)

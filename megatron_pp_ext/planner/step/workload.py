@@ -228,7 +228,7 @@ class Workload:
     @property
     def tied_seconds(self) -> float:
         """The seconds to sum a tied weight's gradients, if two ranks have the weight."""
-        exists_once = self.head_rank == 0 or self.placement.splits_head
+        exists_once = self.head_rank == self.placement.rank_of(0) or self.placement.splits_head
         if self.job.model.untie_embeddings_and_output_weights or exists_once:
             return 0.0
         return self._hop_link.seconds(self.job.precision.gradient_size * self._tied)

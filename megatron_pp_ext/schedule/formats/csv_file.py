@@ -5,7 +5,7 @@ slot, and a line without actions is no rank.  The file holds no placement and no
 follow from the cells.  A pair is the cell ``(3F0;4B1)OVERLAP_F_B``, as torch writes it.  torch also writes
 cells for messages and for sharded parameters: a file with those is refused, because this project derives
 messages from the order itself.  torch in turn refuses the cells of a split head: ``2S0`` and ``2T0``
-are rank 2's part of the output layer for microbatch 0.
+are the part of the output layer, for microbatch 0, of the rank whose first stage is 2.
 """
 
 import csv
@@ -104,8 +104,9 @@ def _placement(path: Path, orders: tuple[tuple[Action, ...], ...]) -> Placement:
     if chunks:
         for shape in shapes:
             placement = Placement(shape, ranks, chunks, shares)
-            if all(stages == placement.stages_of(rank) for rank, stages in enumerate(held)):
-                return placement
+            for one in (placement, placement.turned_over) if placement.folds else (placement,):
+                if all(stages == one.stages_of(rank) for rank, stages in enumerate(held)):
+                    return one
     rows = ", ".join(f"row {rank} holds {list(stages)}" for rank, stages in enumerate(held[:4]))
     raise ValueError(
         f"{path}: the stages of the rows fit no placement ({rows}{', ...' if ranks > 4 else ''}): "

@@ -25,6 +25,7 @@ from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.recorded import SECONDS, Measured, RankRecord, RecordedStep, Units
 from megatron_pp_ext.schedule.simulate import Copied, Event, Timeline
 from megatron_pp_ext.schedule.spans import Span
+from megatron_pp_ext.schedule.unit_costs import UnitCosts
 
 _INSIDE = 1e-3
 """Microseconds by which a flow starts before its action's end: an event does not contain its own end."""
@@ -52,7 +53,9 @@ def write_timeline(path: Path, timeline: Timeline, units: Units = SECONDS) -> No
         for events, peak in zip(timeline.events, timeline.peak_activations, strict=True)
     )
     curves = [[(time - start, live) for time, live in timeline.memory(rank)] for rank in range(len(records))]
-    about = {"makespan": timeline.makespan, "digest": schedule.digest}
+    about: dict[str, Any] = {"makespan": timeline.makespan, "digest": schedule.digest}
+    if isinstance(timeline.costs, UnitCosts):
+        about["tokens"] = timeline.costs.tokens
     if timeline.copies:
         records = tuple(
             record._replace(spans=tuple(_simulated_copies(copies, start)))
@@ -110,6 +113,7 @@ def _write(
         "ranks": step.placement.ranks,
         "chunks": step.placement.chunks,
         in_files("splits_head"): step.placement.splits_head,
+        "ends_on_last": step.placement.ends_on_last,
         "units": step.units,
         "peak_bytes": [record.peak_bytes for record in records],
         "peak_microbatches": [record.peak_microbatches for record in records],
@@ -117,6 +121,7 @@ def _write(
         "device_bytes": [record.device_bytes for record in records],
     }
     events: list[dict[str, Any]] = []
+    tokens = (simulated or {}).get("tokens")
     for rank, (record, curve) in enumerate(zip(records, curves, strict=True)):
         here = {"pid": rank, "tid": rank}
         events += [
@@ -128,6 +133,8 @@ def _write(
             times = {"ts": event.start * 1e6, "dur": (event.end - event.start) * 1e6}
             kind = {"name": str(event.action), "cat": str(event.action.kind), "ph": "X"}
             shown = {**event.action._asdict(), "live_bytes": event.live_bytes}
+            if tokens is not None:
+                shown["tokens"] = tokens[event.action.microbatch]
             if event.processor_seconds is not None:
                 shown["processor_seconds"] = event.processor_seconds
             events.append({**kind, **here, **times, "args": shown})

@@ -54,6 +54,7 @@ class _About:
     clock_errors: tuple[float, ...]
     device_bytes: tuple[int | None, ...]
     splits_head: bool = False
+    ends_on_last: bool = False
     units: tuple[_Label, _Label] = SECONDS
 
 
@@ -95,7 +96,8 @@ def _step(content: Any) -> RecordedStep:
     about = parse_as(_About, json.dumps(own["pipeline"]), "")
     if len(about.peak_bytes) != about.ranks:
         raise ValueError(f"it has peaks of {len(about.peak_bytes)} ranks, and {about.ranks} ranks")
-    placement = Placement(Shape(about.shape), about.ranks, about.chunks, about.splits_head)
+    sizes = about.ranks, about.chunks, about.splits_head, about.ends_on_last
+    placement = Placement(Shape(about.shape), *sizes)
     events: list[list[Measured]] = [[] for _ in range(placement.ranks)]
     reductions: list[list[Reduction]] = [[] for _ in range(placement.ranks)]
     spans: list[list[Span]] = [[] for _ in range(placement.ranks)]

@@ -139,6 +139,7 @@ FLAGS: Mapping[str, Mapping[str, str]] = {
     },
     "vocabulary": {"even": "", "odd": "--vocab-size 61", "padded": "--make-vocab-size-divisible-by 48"},
     "sharing": {"none": "", "all-ranks": "--pipeline-vocabulary shared"},
+    "ends": {"first": "", "last": "--pipeline-loss-rank last"},
     "samples": {"1": "", "2": "--micro-batch-size 2"},
     "log": {
         "plain": "",

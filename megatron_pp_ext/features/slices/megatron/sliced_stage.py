@@ -1,6 +1,5 @@
 """A stage that works on slices of sequences; ``ModelStage`` works on whole ones."""
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,0 +1,134 @@
+"""What ``mpp schedule --lengths`` and ``mpp compare --lengths`` show: orders of microbatches side by side."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from megatron_pp_ext.cli import options as ask
+from megatron_pp_ext.cli.lengths_options import Lengths
+from megatron_pp_ext.cli.progress import waiting
+from megatron_pp_ext.cli.report import bound_of, console, report, require_size
+from megatron_pp_ext.compiler.make import CostsOf, Made, make
+from megatron_pp_ext.compiler.request import Request, named
+from megatron_pp_ext.features.pairs.options import paired
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.recorded import Units
+from megatron_pp_ext.schedule.simulate import Timeline
+from megatron_pp_ext.schedule.unit_costs import UnitCosts
+
+if TYPE_CHECKING:
+    from megatron_pp_ext.features.lengths.plan import Plan
+
+MakeIt = Callable[[Request, CostsOf], Made]
+
+_ABOUT = (
+    "over work: the step by the work of the busiest rank\n"
+    "peak: the tokens whose activations the fullest rank keeps\n"
+    "light-heavy-light: verl and ROLL; heaviest first: Megatron's dynamic context parallelism; largest "
+    "first, by tokens: NeMo-RL"
+)
+
+
+def show_schedule(
+    request: Request,
+    costs: Costs,
+    times: ask.Times,
+    lengths: Lengths,
+    files: ask.Files,
+    make_it: MakeIt,
+    order: str | None,
+) -> None:
+    """Print a schedule in the requested order, and a table of all orders; write the files."""
+    from megatron_pp_ext.features.lengths.compared import GIVEN, RULE, SEARCH, over_work, peak_tokens
+    from megatron_pp_ext.view import terminal
+
+    orders = {None: SEARCH, "given": GIVEN, "rule": RULE, "search": SEARCH}
+    if order not in orders:
+        raise ValueError(f"--order is {order}: give one of given, rule and search")
+    shown = orders[order]
+    in_step = _in_step(costs, times, lengths)
+    with waiting("planning the order of microbatches"):
+        plans, steps = _steps(request, in_step, lengths, make_it)
+        report(steps[shown], bound_of(steps[shown]), units(times), files)
+    table = terminal.Numbers("order", ["step", "over\nwork", "bubble", "peak,\ntokens"])
+    for name, step in steps.items():
+        tokens = f"{peak_tokens(step):,.0f}"
+        table.add_row(name, f"{step.makespan:.5g}", f"{over_work(step):.3f}", f"{step.bubble:.1%}", tokens)
+    console.print(table)
+    console.print(_ABOUT, style="dim")
+    console.print(f"{shown}: {' '.join(map(str, plans[shown].order))}")
+
+
+def show_comparison(ranks: int, times: ask.Times, lengths: Lengths, pictures: ask.Pictures) -> None:
+    """Print the step of all schedules of one or two chunks a rank with each order, and draw them."""
+    from megatron_pp_ext.features.lengths.compared import NAMES, over_work, peak_tokens
+    from megatron_pp_ext.view import terminal
+
+    count = lengths.count(None)
+    in_step = _in_step(times.costs(ranks, 2), times, lengths)
+    requests = {
+        name: named(name, ranks, count) for name, entry in catalog.ENTRIES.items() if entry.chunks <= 2
+    }
+    for request in requests.values():
+        require_size(request)
+    if times.pair_time is not None:
+        requests |= {
+            f"{name} +P": paired(request)
+            for name, request in requests.items()
+            if catalog.entry(name).make_paired
+        }
+    steps = {}
+    for name, request in requests.items():
+        with waiting(f"planning orders under {name}"):
+            cut = in_step.merged(request.finest.stages)
+            _, steps[name] = _steps(request, cut, lengths, make)
+    console.print(f"{ranks} ranks, {count} microbatches of {sum(in_step.tokens):,} tokens")
+    short = [name.replace("-", "-\n").replace(" ", "\n") for name in NAMES]
+    for title, shown in (
+        ("step over the work of the busiest rank", lambda step: f"{over_work(step):.3f}"),
+        ("peak of the fullest rank in thousand tokens", lambda step: f"{peak_tokens(step) / 1e3:,.0f}"),
+    ):
+        table = terminal.Numbers("schedule", short, title)
+        for name, by_order in steps.items():
+            table.add_row(name, *map(shown, by_order.values()))
+        console.print(table)
+    console.print(_ABOUT, style="dim")
+    if pictures.paths:
+        from megatron_pp_ext.view import grouped_bars
+
+        bars = {
+            name: {order: over_work(step) for order, step in by_order.items()}
+            for name, by_order in steps.items()
+        }
+        for path in pictures.paths:
+            grouped_bars.draw(bars, path, "step over the work of the busiest rank", least=1.0)
+
+
+def _in_step(costs: Costs, times: ask.Times, lengths: Lengths) -> UnitCosts:
+    assert lengths.microbatches is not None
+    return lengths.costs(times, costs).of(lengths.microbatches)
+
+
+def units(times: ask.Times) -> Units:
+    """Return what 1 stands for, where microbatches differ."""
+    if times.costs_file is not None:
+        return times.units
+    return Units(
+        f"{times.units.time.removesuffix(' of one microbatch')} of a mean microbatch, without attention",
+        times.units.memory,
+    )
+
+
+def _steps(
+    request: Request, costs: UnitCosts, lengths: Lengths, make_it: MakeIt
+) -> tuple[dict[str, "Plan"], dict[str, Timeline]]:
+    """Return the plan and the step with each order; a schedule is compiled for a mean microbatch."""
+    from megatron_pp_ext.features.lengths.compared import side_by_side, timeline
+    from megatron_pp_ext.features.lengths.plan import Planner
+
+    alike = Costs(costs.stages, costs.hop, costs.message, costs.head, costs.pair)
+    schedule = make_it(request, lambda stages, splits_head: alike).schedule
+    cut = costs.merged(schedule.placement.stages)
+    limits = None if request.limit is None else request.budget(costs).ranks
+    plans = side_by_side(Planner(schedule), cut, lengths.budget, limits)
+    return plans, {name: timeline(plan, cut) for name, plan in plans.items()}

@@ -1,0 +1,1 @@
+"""Lengths in Megatron: data that is read ahead and ordered."""

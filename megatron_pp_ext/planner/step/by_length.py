@@ -1,0 +1,149 @@
+"""The step to be expected where document lengths vary: the mean of steps drawn from a distribution."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+from megatron_pp_ext.compiler.make import make
+from megatron_pp_ext.compiler.request import Request
+from megatron_pp_ext.costs.system import System
+from megatron_pp_ext.features.lengths.balance import balance
+from megatron_pp_ext.features.lengths.drawing import drawn_step
+from megatron_pp_ext.features.lengths.length_costs import LengthCosts
+from megatron_pp_ext.features.lengths.microbatches import Microbatches
+from megatron_pp_ext.features.lengths.orders import How
+from megatron_pp_ext.features.lengths.plan import Planner
+from megatron_pp_ext.job.typed_job import Job
+from megatron_pp_ext.planner.step.workload import Workload
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.placement import Placement
+
+DRAWS = 8
+"""The steps that are drawn by default."""
+
+_DOCUMENTS = 2
+"""The shorter documents, as long as one together, by which attention's part of a stage is found."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByLength:
+    """The mean seconds that the pipeline takes, for each order of the microbatches.
+
+    They are in the order of the data (``given``), by the rule of the schedule's family, or in one that was
+    searched for.  The step is that of the slowest replica.  ``balanced`` are those of the searched order
+    where documents are balanced over replicas, None for a single one.  ``heaviest`` is the work of a step's
+    heaviest microbatch by that of its mean one.
+    """
+
+    given: float
+    rule: float
+    search: float
+    balanced: float | None
+    heaviest: float
+    draws: int
+    seed: int
+
+
+def length_costs(job: Job, system: System, placement: Placement, request: Request) -> LengthCosts:
+    """Return the costs of stages by the lengths of documents.
+
+    Attention's part follows from what one document of the sequence length and two of half of it cost.
+    ValueError where stages cost what a file says (--pipeline-costs).
+    """
+    if job.pipeline.pipeline_costs is not None:
+        raise ValueError(
+            "--lengths needs the model's own costs, and --pipeline-costs has those of one length: leave one "
+            "out"
+        )
+
+    def costs(documents: int) -> Costs:
+        length = job.model.seq_length // documents
+        cut = replace(
+            job,
+            model=replace(job.model, seq_length=length),
+            batch=replace(job.batch, micro_batch_size=documents),
+        )
+        return Workload(cut, system, placement, request.data, is_split=request.splits_backward).costs
+
+    return LengthCosts.through(costs(_DOCUMENTS), _DOCUMENTS, costs(1), job.model.seq_length)
+
+
+def steps_by_length(
+    job: Job,
+    system: System,
+    request: Request,
+    lengths: Sequence[int],
+    draws: int = DRAWS,
+    seed: int = 0,
+) -> ByLength:
+    """Return the steps of ``request`` to be expected for documents drawn from ``lengths``.
+
+    Every microbatch is filled in the order in which documents come, up to the sequence length.
+    """
+    if job.pipeline.pipeline_offload is not None or request.updates is not None:
+        raise ValueError(
+            f"--lengths goes neither with --pipeline-offload nor with {request.schedule}, if that never "
+            "flushes: leave one out"
+        )
+    placement = replace(request.finest, splits_head=bool(request.splits_head))
+    by_length = length_costs(job, system, placement, request)
+    alike = by_length.of(Microbatches.of([[job.model.seq_length]])).units[0]
+    mean = replace(alike, hop=by_length.hop, message=by_length.message, pair=by_length.pair)
+    planner = Planner(make(request, lambda stages, splits_head: mean).schedule)
+    steps = _Steps(planner, by_length, request)
+    random, found, heaviest = Random(seed), list[list[float]](), list[float]()
+    for _ in range(draws):
+        shares = [
+            drawn_step(lengths, request.microbatches, job.model.seq_length, random)
+            for _ in range(request.data)
+        ]
+        heaviest += map(steps.heaviest, shares)
+        found.append([steps.slowest(shares, how) for how in ("given", "rule", "search")])
+        if request.data > 1:
+            found[-1].append(steps.slowest(_balanced(shares, request, job.model.seq_length), "search"))
+    given, rule, search, *balanced = (sum(each) / draws for each in zip(*found, strict=True))
+    mean_heaviest = sum(heaviest) / len(heaviest)
+    return ByLength(given, rule, search, balanced[0] if balanced else None, mean_heaviest, draws, seed)
+
+
+class _Steps:
+    """Times the steps of replicas under one schedule."""
+
+    def __init__(self, planner: Planner, costs: LengthCosts, request: Request) -> None:
+        self._planner, self._costs, self._request = planner, costs, request
+
+    def _planned(self, share: Microbatches, how: How) -> float:
+        costs, limit = self._costs.of(share), self._request.limit
+        cut = costs.merged(self._planner.schedule.placement.stages)
+        limits = None if limit is None else self._request.budget(costs).ranks
+        return self._planner.plan(cut, how, limits=limits).seconds
+
+    def slowest(self, shares: Sequence[Microbatches], how: How) -> float:
+        """Return the seconds of the replica that takes longest."""
+        if how != "search":
+            return max(self._planned(share, how) for share in shares)
+        # A search never makes a step longer, so that only the slowest by the rule have to be searched.
+        by_rule = sorted(
+            ((self._planned(share, "rule"), at) for at, share in enumerate(shares)), reverse=True
+        )
+        most = 0.0
+        for seconds, at in by_rule:
+            if seconds <= most:
+                break
+            most = max(most, self._planned(shares[at], how))
+        return most
+
+    def heaviest(self, share: Microbatches) -> float:
+        """Return the work of the heaviest microbatch by that of the mean one."""
+        work = self._planner.work(self._costs.of(share).merged(self._planner.schedule.placement.stages))
+        return max(work) * len(work) / sum(work)
+
+
+def _balanced(shares: Sequence[Microbatches], request: Request, most_tokens: int) -> list[Microbatches]:
+    """Return the same documents, balanced over replicas; as they were where they do not fit."""
+    lengths = [length for share in shares for part in share.documents for length in part]
+    try:
+        found = balance(lengths, request.data, request.microbatches, most_tokens=most_tokens)
+    except ValueError:
+        return list(shares)
+    return [Microbatches.of([lengths[at] for at in part] for part in share) for share in found]

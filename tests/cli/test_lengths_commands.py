@@ -1,0 +1,109 @@
+"""Commands that are told the lengths of documents."""
+
+import json
+import re
+
+import pytest
+
+from megatron_pp_ext.features.lengths.compared import NAMES
+from megatron_pp_ext.schedule import catalog, csv_file
+
+STEP = [[4000, 300], [9000], [700] * 8, [52000], [5000], [6000, 6000], [800], [20000]]
+
+
+@pytest.fixture
+def lengths(tmp_path):
+    (tmp_path / "lengths.json").write_text(json.dumps(STEP))
+    return tmp_path / "lengths.json"
+
+
+def test_a_schedule_is_shown_in_every_order(mpp, lengths, tmp_path):
+    files = ("--csv", tmp_path / "a.csv", "--trace", tmp_path / "a.trace", "--json", tmp_path / "a.json")
+    result = mpp("schedule", "zb-h1", "-p", 4, "--lengths", lengths, *files)
+    assert result.exit_code == 0, result.output
+    rows = {name: re.search(rf"│ {name} +│ +([0-9.]+)", result.output) for name in NAMES}
+    assert all(rows.values()), result.output
+    steps = {name: float(found[1]) for name, found in rows.items()}
+    assert steps["searched"] == min(steps.values()) < steps["given"]
+    order = [int(number) for number in re.search(r"searched: ([0-9 ]+)", result.output)[1].split()]
+    assert sorted(order) == list(range(8))
+    assert csv_file.read(tmp_path / "a.csv").microbatches == 8
+    numbers = json.loads((tmp_path / "a.json").read_text())
+    assert numbers["lower_bound"] <= numbers["makespan"]
+    events = json.loads((tmp_path / "a.trace").read_text())["traceEvents"]
+    work = [event["args"] for event in events if event["ph"] == "X"]
+    assert {args["tokens"] for args in work} == {sum(part) for part in STEP}
+    first = next(args for args in work if args["microbatch"] == 0)
+    assert first["tokens"] == sum(STEP[order[0]])
+
+
+def test_another_order_is_shown(mpp, lengths):
+    result = mpp("schedule", "1f1b", "-p", 4, "--lengths", lengths, "--order", "given")
+    assert "given: 0 1 2 3 4 5 6 7" in result.output
+    result = mpp("schedule", "1f1b", "-p", 4, "--lengths", lengths, "--order", "best")
+    assert "--order is best: give one of given, rule and search" in result.output
+    assert "--order is given without --lengths" in mpp("schedule", "1f1b", "--order", "rule").output
+
+
+def test_a_compiled_schedule_keeps_its_limit_in_every_planned_order(mpp, lengths):
+    words = ("schedule", "flex", "-p", 4, "--memory-limit", 0.75, "--trials", 100, "--lengths", lengths)
+    result = mpp(*words)
+    assert result.exit_code == 0, result.output
+    assert "searched" in result.output
+
+
+def test_schedules_are_compared(mpp, lengths, tmp_path):
+    result = mpp("compare", "-p", 2, "--lengths", lengths, "--plan-budget", 1, "--svg", tmp_path / "a.svg")
+    assert result.exit_code == 0, result.output
+    for name in catalog.NAMES:
+        assert len(re.findall(rf"│ {name} +│", result.output)) == 2, "steps and peaks"
+    assert "searched" in (tmp_path / "a.svg").read_text()
+
+
+def test_measured_costs_say_at_which_length(mpp, lengths, tmp_path):
+    costs = {"stages": [{"forward": 0.1, "input_gradient": 0.1, "weight_gradient": 0.1}] * 2}
+    (tmp_path / "costs.json").write_text(json.dumps(costs))
+    words = ("schedule", "1f1b", "-p", 2, "--lengths", lengths, "--costs", tmp_path / "costs.json")
+    assert "does not say for which length its costs are" in mpp(*words).output
+    (tmp_path / "costs.json").write_text(json.dumps({**costs, "sizes": {"seq_length": 8000}}))
+    assert mpp(*words).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("schedule", "1f1b", "-m", 7), "-m is 7, but"),
+        (("schedule", "1f1b", "--output-layer", 1), "--output-layer and --lengths do not go together"),
+        (("schedule", "1f1b", "--offload", "auto", "--copy", 1), "--lengths goes neither with"),
+        (("compare", "--offload", "auto", "--copy", 1), "--lengths and --offload"),
+        (("compare", "--equal-at", 0), "--equal-at is 0"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(words, message, mpp, lengths):
+    result = mpp(*words, "--lengths", lengths)
+    assert result.exit_code == 2
+    assert message in result.output.replace("\n", " ")
+
+
+def test_options_about_lengths_need_them(mpp):
+    result = mpp("schedule", "1f1b", "--equal-at", 100)
+    assert result.exit_code == 2
+    assert "--equal-at is given without --lengths" in result.output
+
+
+def test_an_estimate_expects_steps_of_drawn_lengths(mpp, tmp_path):
+    (tmp_path / "drawn.json").write_text("[300, 500, 900, 4096]")
+    flags = "--pipeline-model-parallel-size 4 --pipeline-schedule v-half"
+    sizes = ("--world-size", 8, "--seq-length", 4096, "--global-batch-size", 16)
+    words = ("estimate", "--model", "llama3-8b", *sizes, "--lengths", tmp_path / "drawn.json", "--draws", 2)
+    words = (*words, "--json", tmp_path / "a.json")
+    result = mpp(*words, "--", *flags.split())
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "a.json").read_text())["by_length"]
+    assert found["search"] <= found["rule"]
+    assert found["search"] <= found["given"]
+    assert found["balanced"] > 0
+    assert found["heaviest"] > 1
+    assert "searched, documents balanced over replicas" in result.output
+    again = mpp(*words, "--", *flags.split())
+    assert again.output == result.output

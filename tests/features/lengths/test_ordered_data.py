@@ -1,0 +1,150 @@
+"""Steps in a planned order equal stock's on data in that order; losses come back in the caller's order."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_pp_ext.compiler.make import make
+from megatron_pp_ext.compiler.request import named
+from megatron_pp_ext.features.lengths.length_costs import LengthCosts
+from megatron_pp_ext.features.lengths.microbatches import Microbatches
+from megatron_pp_ext.features.lengths.ordering import lengths_of_batch, with_order
+from megatron_pp_ext.features.lengths.plan import Planner
+from megatron_pp_ext.schedule.costs import Costs
+
+from tests.support.ranks import RankError, run_ranks  # isort: skip  (the stand-ins come before Megatron)
+
+import megatron_pp_ext
+from megatron_pp_ext.features.lengths.megatron import ordered_data
+from tests.support import own_loop
+
+COUNTS = (8, 5)
+LENGTHS = (8, 5, 7, 3, 2)
+SCHEDULES = {"1f1b": 1, "v-half": 2, "interleaved": 2}
+BATCHES = own_loop.batches
+
+
+def in_orders(orders: list[tuple[int, ...]]) -> Iterator[Any]:
+    """Yield the batches of each step in its order."""
+    data = BATCHES(LENGTHS)
+    for order in orders:
+        step = [next(data) for _ in order]
+        yield from (step[number] for number in order)
+
+
+def trained(chunks: int, data: Any = None) -> own_loop.Record:
+    model = own_loop.build(chunks, variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
+    if data is not None:
+        own_loop.batches = lambda *_: in_orders(data)
+    try:
+        return own_loop.train(model, COUNTS, LENGTHS, seq_length=1)
+    finally:
+        own_loop.batches = BATCHES
+
+
+def planned_orders(name: str) -> list[tuple[int, ...]]:
+    """Return the order of each step, by the lengths alone."""
+    data, found = own_loop.batches(LENGTHS), []
+    for count in COUNTS:
+        schedule = make(named(name, 2, count)).schedule
+        costs = LengthCosts.with_attention(Costs.per_rank(2, schedule.placement.chunks), 1)
+        step = Microbatches.of(lengths_of_batch(next(data)) for _ in range(count))
+        found.append(Planner(schedule, moves_weights=False).plan(costs.of(step), "rule").order)
+    return found
+
+
+def on_rank(rank: int) -> dict[Any, Any]:
+    own_loop.start()
+    found: dict[Any, Any] = {}
+    for name, chunks in SCHEDULES.items():
+        orders = planned_orders(name)
+        found["orders", name] = orders
+        found["stock", name] = trained(1, orders)
+        with megatron_pp_ext.installed(name, ranks=2, microbatches=8, order="rule") as about:
+            found["ours", name] = trained(chunks)
+        found["line", name] = str(about)
+    with megatron_pp_ext.installed("1f1b", ranks=2, microbatches=8, order="rule"):
+        model = own_loop.build(1)
+        iterators = [own_loop.batches() for _ in model]
+        found["evaluated"] = [
+            float(one["loss"]) for one in own_loop.run_step(model, iterators, 3, forward_only=True)
+        ]
+    model = own_loop.build(1)
+    iterators = [own_loop.batches() for _ in model]
+    found["by stock"] = [
+        float(one["loss"]) for one in own_loop.run_step(model, iterators, 3, forward_only=True)
+    ]
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[Any, Any]]:
+    return run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_planned_order_equals_stock_on_data_in_that_order(found, name):
+    ours, stock = ([rank[kind, name] for rank in found] for kind in ("ours", "stock"))
+    orders = found[0]["orders", name]
+    assert "microbatches of unlike length ordered by the rule of the schedule" in found[0]["line", name]
+    assert all(order != tuple(range(len(order))) for order in orders)
+    for order, given, in_order in zip(orders, ours[-1].losses, stock[-1].losses, strict=True):
+        assert [given[number] for number in order] == in_order, "losses are in the caller's order"
+    for record, other in zip(ours, stock, strict=True):
+        record.losses = other.losses
+    own_loop.assert_same(ours, stock)
+
+
+def test_evaluations_are_left_alone(found):
+    assert found[-1]["evaluated"] == found[-1]["by stock"] != []
+
+
+def test_data_that_ends_within_a_step_is_named():
+    with pytest.raises(RuntimeError, match="ended after 2 of the 3 microbatches"):
+        ordered_data._read(iter([1, 2]), 3)
+    assert ordered_data._read(iter([1, 2, 3]), 2) == [1, 2]
+    assert ordered_data._read(None, 2) is None
+
+
+def test_pipelines_that_share_experts_plan_by_the_heaviest():
+    costs = LengthCosts.with_attention(Costs.per_rank(2), 1)
+    some = [((5, 5), (9,), (1,)), ((10,), (3, 3), (2,))]
+    assert ordered_data._heaviest(some, costs) == ((10,), (9,), (2,)), "one long document costs more"
+
+
+def other_lengths(rank: int) -> None:
+    """Train where each rank reads data of its own."""
+    own_loop.start()
+    with megatron_pp_ext.installed("1f1b", ranks=2, microbatches=4, order="search"):
+        model = own_loop.build(1, variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
+        own_loop.train(model, (4,), LENGTHS[rank:], seq_length=1)
+
+
+def test_ranks_that_read_other_lengths_end_in_one_line():
+    with pytest.raises(RankError, match="pipeline ranks 0 and 1 read microbatches of different lengths"):
+        run_ranks(other_lengths, 2, timeout=120)
+
+
+def test_lengths_are_read_from_megatrons_batches():
+    assert lengths_of_batch({"cu_seqlens": torch.tensor([[0, 5, 8, 8, 8]])}) == [5, 3]
+    assert lengths_of_batch({"tokens": torch.zeros(2, 7)}) == [7, 7]
+    assert lengths_of_batch({"cu_seqlens": None, "input_ids": torch.zeros(1, 4)}) == [4]
+    for batch in ({"text": 1}, [1]):
+        with pytest.raises(ValueError, match="the lengths of documents are not known"):
+            lengths_of_batch(batch)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "order", "lengths", "words"),
+    [
+        ("1f1b", None, len, "lengths are given without an order"),
+        ("1f1b", "best", None, "order is 'best'; give"),
+        ("flex", "rule", None, "is kept for equal microbatches alone"),
+    ],
+)
+def test_orders_that_cannot_be(schedule, order, lengths, words):
+    limit = 0.5 if schedule == "flex" else None
+    with pytest.raises(ValueError, match=words):
+        with_order(named(schedule, 2, 4, limit=limit), order, lengths)

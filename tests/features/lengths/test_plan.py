@@ -1,0 +1,161 @@
+"""Plans of steps: the order of microbatches, and where W stand."""
+
+import math
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_pp_ext.compiler.compile import InfeasibleLimit
+from megatron_pp_ext.compiler.make import make
+from megatron_pp_ext.compiler.request import named
+from megatron_pp_ext.features.lengths.compared import peak_tokens, side_by_side, timeline
+from megatron_pp_ext.features.lengths.length_costs import LengthCosts
+from megatron_pp_ext.features.lengths.microbatches import Microbatches
+from megatron_pp_ext.features.lengths.plan import Planner, plan
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.actions import Kind
+from megatron_pp_ext.schedule.check import check, require_one_forward_order
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.names import SHARED
+from megatron_pp_ext.schedule.simulate import simulate
+
+SHORT = 0.001
+"""A budget, in seconds, for tests that do not ask how good an order is."""
+
+
+def costs_of(placement, **more) -> LengthCosts:
+    return LengthCosts.with_attention(Costs.per_rank(placement.ranks, placement.chunks, **more), 1)
+
+
+def step(microbatches: int, seed: int = 0) -> Microbatches:
+    random = Random(seed)
+    lengths = (int(random.lognormvariate(9, 1)) + 1 for _ in range(3 * microbatches))
+    return Microbatches.of([next(lengths) for _ in range(random.randint(1, 3))] for _ in range(microbatches))
+
+
+def without_weights(orders):
+    return [[action for action in order if action.kind is not Kind.W] for order in orders]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(sorted(catalog.NAMES)),
+    st.integers(2, 5),
+    st.integers(1, 11),
+    st.integers(0, 1 << 20),
+    st.sampled_from([0.0, 0.3]),
+)
+def test_plans_are_valid_and_never_longer_than_what_they_start_from(name, ranks, microbatches, seed, hop):
+    schedule = catalog.build(name, ranks, microbatches)
+    planner = Planner(schedule)
+    costs = costs_of(schedule.placement, hop=hop).of(step(microbatches, seed))
+    plans = side_by_side(planner, costs, SHORT)
+    for found in plans.values():
+        assert sorted(found.order) == list(range(microbatches))
+        check(found.schedule)
+        assert without_weights(found.schedule.orders) == without_weights(schedule.orders)
+        in_order = timeline(found, costs)
+        assert in_order.makespan == pytest.approx(found.seconds)
+        family = simulate(schedule, costs.ordered(found.order))
+        assert found.seconds <= family.makespan * (1 + 1e-9)
+        for peak, before in zip(in_order.peak_activations, family.peak_activations, strict=True):
+            assert peak <= before * (1 + 1e-9), "W come no later before a forward than in the family"
+        assert plans["searched"].seconds <= found.seconds * (1 + 1e-9)
+    assert plans["given"].order == tuple(range(microbatches))
+    assert plans["given"].schedule is schedule
+    assert planner.plan(costs, "search", budget=SHORT) == plans["searched"], "all ranks find the same"
+
+
+def test_pairs_are_planned_with_what_they_take():
+    schedule = make(replace(named("dualpipe-v", 4, 9), is_paired=True)).schedule
+    costs = replace(costs_of(schedule.placement).of(step(9)), pair=0.7)
+    found = Planner(schedule).plan(costs, budget=SHORT)
+    check(found.schedule)
+    assert found.schedule.paired == schedule.paired
+    assert timeline(found, costs).makespan == pytest.approx(found.seconds)
+
+
+def test_a_shared_vocabulary_is_planned_with_its_parts():
+    whole = Costs.per_rank(4).with_split_head(0.5, 4)
+    request = replace(named("zb-h1", 4, 8), head=SHARED)
+    schedule = make(request, lambda stages, splits_head: whole).schedule
+    costs = LengthCosts.with_attention(whole, 1).of(step(8))
+    found = Planner(schedule).plan(costs, budget=SHORT)
+    check(found.schedule)
+    assert timeline(found, costs).makespan == pytest.approx(found.seconds)
+
+
+def test_equal_microbatches_stay_in_their_order():
+    schedule = catalog.build("1f1b", 4, 8)
+    costs = costs_of(schedule.placement).of(Microbatches.of([[1000, 500]] * 8))
+    found = Planner(schedule).plan(costs)
+    assert found.order == tuple(range(8))
+    assert found.schedule is schedule
+
+
+@pytest.mark.parametrize("how", ["rule", "search"])
+@pytest.mark.parametrize("name", ["1f1b", "v-half", "interleaved", "zb-h1"])
+@pytest.mark.parametrize("part", [0.9, 0.6])
+def test_a_memory_limit_is_kept_in_tokens(name, how, part):
+    """Also where no order of the microbatches keeps it under the schedule's order of actions."""
+    schedule = catalog.build(name, 4, 12)
+    costs = costs_of(schedule.placement).of(step(12, seed=3))
+    free = timeline(Planner(schedule).plan(costs, how, budget=SHORT), costs)
+    limit = max(part * max(free.peak_activations), max(costs.tokens))
+    plan = Planner(schedule).plan(costs, how, limits=[limit] * 4, budget=SHORT)
+    check(plan.schedule)
+    require_one_forward_order(plan.schedule)
+    found = timeline(plan, costs)
+    assert max(found.peak_activations) <= limit * (1 + 1e-6)
+    assert found.makespan == pytest.approx(plan.seconds)
+    assert sorted(plan.schedule) == sorted(schedule)
+    with pytest.raises(
+        InfeasibleLimit, match="no order of these microbatches is found that keeps the memory"
+    ):
+        Planner(schedule).plan(costs, how, limits=[0.9 * max(costs.tokens)] * 4, budget=SHORT)
+
+
+def test_a_fraction_is_one_of_what_1f1b_keeps_in_this_step():
+    lengths = step(12, seed=5).documents
+    request = named("flex", 4, 12, limit=0.75)
+    by_length = costs_of(request.finest)
+    found = plan(lengths, request, by_length, SHORT)
+    costs = by_length.of(Microbatches.of(lengths))
+    limit = 0.75 * max(simulate(catalog.build("1f1b", 4, 12), costs.merged(4)).peak_activations)
+    cut = costs.merged(found.schedule.placement.stages)
+    assert max(timeline(found, cut).peak_activations) <= limit * (1 + 1e-6)
+    again = plan(step(12, seed=6).documents, request, by_length, SHORT)
+    assert again.schedule.placement == found.schedule.placement, "the schedule is made once"
+
+
+def test_peaks_in_tokens_count_parts_of_a_rank():
+    costs = costs_of(catalog.build("gpipe", 2, 3).placement).of(Microbatches.of([[10], [20], [60]]))
+    shown = simulate(catalog.build("gpipe", 2, 3), costs)
+    assert peak_tokens(shown) == pytest.approx(90)
+    half = costs_of(catalog.build("breadth-first", 2, 3).placement).of(Microbatches.of([[10], [20], [60]]))
+    assert peak_tokens(simulate(catalog.build("breadth-first", 2, 3), half)) == pytest.approx(90)
+
+
+def test_lengths_that_do_not_fit_the_schedule_are_refused():
+    schedule = catalog.build("1f1b", 4, 8)
+    with pytest.raises(ValueError, match="costs of 7 microbatches, but the schedule has 8"):
+        Planner(schedule).plan(costs_of(schedule.placement).of(step(7)))
+    with pytest.raises(ValueError, match="costs of 8 stages, but the schedule has 4"):
+        Planner(schedule).plan(costs_of(catalog.build("v-half", 4, 8).placement).of(step(8)))
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("1f1b", 0.94), ("interleaved", 0.93), ("zb-h1", 0.9), ("v-half", 0.9), ("v-zb", 0.92)]
+)
+def test_orders_are_worth_what_the_page_says(name, most):
+    """Searched over given on steps like those of docs/lengths.md, which has the means of many."""
+    schedule = catalog.build(name, 8, 16)
+    planner, by_length = Planner(schedule), costs_of(schedule.placement)
+    gains = []
+    for seed in range(4):
+        costs = by_length.of(step(16, seed))
+        gains.append(planner.plan(costs).seconds / planner.plan(costs, "given").seconds)
+    assert math.prod(gains) ** (1 / 4) < most
