@@ -3,9 +3,11 @@
     python -m benchmarks.runtime.slices [--rounds 1] [--steps 1] [--tokens 4096]
 
 Trains a GPT with long sequences on four CPU ranks: under Megatron's own 1F1B and interleaved schedules, and
-under 1F1B and V-Half with 1, 2, 4 and 8 slices of every sequence.  Runs take turns.  Writes results/slices.md.
+under 1F1B and V-Half with 1, 2, 4 and 8 slices of every sequence.  Runs take turns.  Writes
+results/slices.md.
 """
 
+import shlex
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -22,6 +24,10 @@ from megatron_pp_ext.schedule.formats import trace_reading
 from megatron_pp_ext.schedule.simulate import simulate
 
 RANKS, LAYERS, MICROBATCHES = 4, 8, 4
+LLAMA = shlex.split(
+    "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
+    "--untie-embeddings-and-output-weights --recompute-granularity selective"
+)
 COUNTS = (1, 2, 4, 8)
 STOCK = {"stock 1f1b": [], "stock interleaved": ["--num-virtual-stages-per-pipeline-rank", "2"]}
 
@@ -41,8 +47,7 @@ def model(tokens: int, hidden: int, steps: int) -> list[str]:
         *f"--hidden-size {hidden} --num-attention-heads 2 --vocab-size 1024 --lr 1e-3".split(),
         *f"--seq-length {tokens} --max-position-embeddings {tokens}".split(),
         *f"--global-batch-size {MICROBATCHES} --train-iters {steps}".split(),
-        *"--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope".split(),
-        *"--untie-embeddings-and-output-weights --recompute-granularity selective".split(),
+        *LLAMA,
     ]
 
 
@@ -85,13 +90,14 @@ def main(
     for (name, count), found in logs.items():
         seconds = median(second for one in found for second in one.seconds)
         peak = max(one.peak for one in found)
-        rows.append((name, count, f"{seconds:.2f}", f"{peak / 2**20:.1f}", f"{peak / first:.3f}", expected(name)))
+        numbers = (f"{seconds:.2f}", f"{peak / 2**20:.1f}", f"{peak / first:.3f}")
+        rows.append((name, count, *numbers, expected(name)))
     heads = ("schedule", "slices", "step", "MiB kept", "of stock's 1F1B", "bubble without slices")
     about = (
-        f"p = {RANKS}, m = {MICROBATCHES}, {LAYERS} layers of hidden size {hidden}, {tokens} tokens, fp32, core "
-        f"attention recomputed. Seconds of a step: medians of {rounds} x {steps} steps, systems in turns. Where "
-        "ranks share cores, a step takes what all ranks compute, and a bubble costs nothing. MiB are the most "
-        "activations that any rank keeps, keys and values of earlier slices included."
+        f"p = {RANKS}, m = {MICROBATCHES}, {LAYERS} layers of hidden size {hidden}, {tokens} tokens, fp32, "
+        f"core attention recomputed. Seconds of a step: medians of {rounds} x {steps} steps, systems in "
+        "turns. Where ranks share cores, a step takes what all ranks compute, and a bubble costs nothing. "
+        "MiB are the most activations that any rank keeps, keys and values of earlier slices included."
     )
     publish(out, "Slices of sequences", about, table(heads, rows))
 

@@ -132,7 +132,7 @@ CASES: dict[str, dict[str, str]] = {
         "--rehearse-pipeline: a rehearsal": "--pipeline-schedule 1f1b --rehearse-pipeline x.json",
     },
     f"Beside `--pipeline-slice-tokens`|{PAIRS} {SLICES}": {
-        "-expert-parallel-comm: Megatron's plans of": "--pipeline-schedule 1f1b",
+        "-expert-parallel-comm: Megatron plans layers of": "--pipeline-schedule 1f1b",
     },
     f"Bytes of the host|{PP4} --pipeline-schedule 1f1b --pipeline-offload 0.5": {
         "-host-bytes {pipeline_offload_host_bytes} must be": "--pipeline-offload-host-bytes 0"

@@ -61,8 +61,8 @@ RULES = (
                 "--context-parallel-size above 1",
                 when=lambda job: job.parallel.context_parallel_size > 1,
                 why=(
-                    "each of its ranks has two pieces of the whole sequence, so that a slice's tokens and those "
-                    "before it would be on others"
+                    "each of its ranks has two pieces of the whole sequence, so that a slice's tokens would "
+                    "be on some of them"
                 ),
             ),
             Rule("--mtp-num-layers", why="the prediction at a slice's end needs tokens of the next slice"),
@@ -81,7 +81,7 @@ RULES = (
             Rule("--pipeline-vocabulary", why="its exchanges are of whole microbatches"),
             Rule("--pipeline-profile-steps", why="what it compiles orders whole microbatches"),
             Rule("--rehearse-pipeline", why="a rehearsal tells the costs of whole microbatches"),
-            Rule("--overlap-moe-expert-parallel-comm", why="Megatron's plans of layers are of whole sequences"),
+            Rule("--overlap-moe-expert-parallel-comm", why="Megatron plans layers of whole sequences"),
         ),
     ),
 )

@@ -7,12 +7,11 @@ the rounding of these sums, and not to the last bit.
 
 import pytest
 
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.simulate import simulate
 from tests.support import architectures, rounding
 from tests.support.comparison import assert_close, assert_same_bits, distance, run, stock, traced
 from tests.support.tiers import wide
-
-from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.simulate import simulate
 
 PIPELINE = "--pipeline-model-parallel-size"
 PP2 = (PIPELINE, "2")

@@ -1,6 +1,7 @@
 """Attention of slices has the outputs and the gradients of attention of the whole sequence."""
 
 import weakref
+from itertools import pairwise
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def test_gradients_are_those_of_the_whole(bounds: tuple[int, ...]) -> None:
     whole, ours = leaves(), leaves()
     attention(*whole).sin().sum().backward()
     sequence, outputs = Sequence(Owner(0, 0), LENGTH), []
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in pairwise(bounds):
         query, key, value = (one[start:end] for one in ours)
         seen = (sequence.grown(name, one, start) for name, one in (("key", key), ("value", value)))
         outputs.append(attention(query, *seen).sin().sum())
