@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.comparison import assert_close, assert_same_bits, run, stock
+from tests.support.comparison import assert_close, run, stock
 
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 LLAMA = (
