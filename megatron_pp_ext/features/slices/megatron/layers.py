@@ -6,10 +6,13 @@ value has slices, those of users included.  They do nothing unless a slice runs 
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import unwrap_model
 
@@ -41,8 +44,13 @@ class Calls:
             attention = getattr(module, "core_attention", None)
             if isinstance(attention, torch.nn.Module):
                 attention.register_forward_pre_hook(_with_prefix, with_kwargs=True)
+                if isinstance(attention, DotProductAttention):
+                    # Its kernel knows as many keys as queries.
+                    attention.scale_mask_softmax.scaled_masked_softmax_fusion = False
             if isinstance(module, RotaryEmbedding):
                 module.register_forward_pre_hook(_from_start, with_kwargs=True)
+            if isinstance(module, YarnRotaryEmbedding):
+                module.get_cached_cos_sin = partial(_part_of_cached, module.get_cached_cos_sin)
 
     def _before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         here = running()
@@ -93,3 +101,11 @@ def _from_start(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         return None
     arguments = _named(module.forward, args, kwargs)
     return (), {**arguments, "offset": arguments.get("offset", 0) + here.start}
+
+
+def _part_of_cached(stock: Callable[..., Any], length: int, *more: Any, **named: Any) -> Any:
+    """Return the cosines and sines of the slice's positions, which fused kernels read."""
+    here = running()
+    if here is None:
+        return stock(length, *more, **named)
+    return tuple(one[here.start : here.end] for one in stock(here.end, *more, **named))

@@ -63,7 +63,7 @@ class SlicedStage(ModelStage):
             output, found.loss_function = self.inputs.forward_step_func(iterator, model)
             if output is not found.call.output:
                 raise ValueError(
-                    "slices of sequences need a forward step that returns what the model returns, and this "
+                    "slices of sequences need a forward step which returns what the model returns, and this "
                     "one changes it: do so in the loss function, or leave out --pipeline-slice-tokens"
                 )
             return output, None

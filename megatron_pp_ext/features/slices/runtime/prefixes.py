@@ -83,7 +83,7 @@ class Sequence:
         """
         if key not in self.prefixes:
             self.prefixes[key] = Prefix(self.owner, new, self.length)
-        grown: torch.Tensor = _Grow.apply(new, self.prefixes[key], start)  # type: ignore[no-untyped-call]
+        grown: torch.Tensor = _Grow.apply(new, self.prefixes[key], start)
         return grown
 
 
