@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.compiler.limits import at_most, rooms_beside_messages
+from megatron_pp_ext.compiler.make import make
+from megatron_pp_ext.compiler.request import of_sizes
 from megatron_pp_ext.features.slices.search import Search
 from megatron_pp_ext.features.slices.shift import more, shifted
 from megatron_pp_ext.features.slices.slice_costs import equal_work
@@ -61,7 +63,8 @@ def _families(units: Units, placement: Placement, costs: Costs) -> Iterator[tupl
         if not entry.accepts(placement.chunks):
             continue
         if entry.placement(placement.ranks, placement.chunks) == placement:
-            whole = catalog.build(name, placement.ranks, len(units) + more(units), placement.chunks)
+            count = len(units) + more(units)
+            whole = make(of_sizes(name, placement.ranks, count, placement.chunks), is_proved=True).schedule
             yield name, simulate(shifted(whole, units), costs)
 
 

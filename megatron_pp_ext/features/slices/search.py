@@ -70,8 +70,9 @@ class Search:
             needed = float(of_chains[stages].sum(axis=0).max())
             if needed > self._limits[rank]:
                 raise InfeasibleLimit(
-                    f"the memory limit {self._limits[rank]:g} of rank {rank} is infeasible, it must keep the "
-                    f"longest document's activations of all its stages: raise it to at least {needed:g}"
+                    f"the memory limit {self._limits[rank]:g} of rank {{rank}} is infeasible, it must keep "
+                    f"the longest document's activations of all its stages: raise it to at least {needed:g}",
+                    rank,
                 )
 
     @property

@@ -7,9 +7,9 @@ from megatron_pp_ext.cli.lengths_options import Lengths
 from megatron_pp_ext.cli.progress import waiting
 from megatron_pp_ext.cli.report import console, report
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
+from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.features.slices.cli.options import Slicing
-from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement
@@ -43,7 +43,7 @@ def show_schedule(
         limits = request.budget(lengths.costs(times, costs).of(microbatches)).ranks
 
     def of_family(count: int) -> Schedule:
-        return catalog.build(request.schedule, request.ranks, count, request.placement.chunks)
+        return make(replace(request, microbatches=count)).schedule
 
     with waiting("planning units"):
         for placement in request.placements:
