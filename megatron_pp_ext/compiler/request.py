@@ -26,6 +26,8 @@ class Option:
 
     splits_backward: ClassVar[bool] = False
     """Whether weight gradients may come later than input gradients, whatever the order says."""
+    evaluates: ClassVar[bool] = False
+    """Whether the feature is part of evaluations too."""
 
     @property
     def measured_by(self) -> str:
@@ -205,11 +207,17 @@ def named(
     return Request(entry.name, (entry.placement(ranks, chunks),), microbatches, entry.splits_backward)
 
 
-def evaluation(placement: Placement, microbatches: int) -> Request:
-    """Return the request for the forwards of an evaluation with this placement, whichever schedule trains."""
+def evaluation(placement: Placement, microbatches: int, options: tuple[Option, ...] = ()) -> Request:
+    """Return the request for the forwards of an evaluation with this placement, whichever schedule trains.
+
+    Of the ``options`` of training it has those of features that are part of evaluations.
+    """
     alone = replace(placement, splits_head=False)
     splits_head = placement.splits_head
-    return Request(FORWARD_ONLY, (alone,), microbatches, splits_backward=False, splits_head=splits_head)
+    kept = tuple(option for option in options if option.evaluates)
+    return Request(
+        FORWARD_ONLY, (alone,), microbatches, splits_backward=False, splits_head=splits_head, options=kept
+    )
 
 
 def of_sizes(

@@ -10,6 +10,7 @@ from megatron_pp_ext.features.pairs.megatron import (
     recomputed_segments,
     token_exchanges,
 )
+from megatron_pp_ext.features.slices.megatron.steps import sliced
 from megatron_pp_ext.features.vocabulary.megatron.dealing import deal_out, frozen_output
 from megatron_pp_ext.features.vocabulary.megatron.model_vocabulary import shared
 from megatron_pp_ext.integration import start_up
@@ -17,7 +18,7 @@ from megatron_pp_ext.integration.core import built_chunks, chunk_pipelines
 from megatron_pp_ext.integration.runners import model_options, sources
 from megatron_pp_ext.integration.runners.step_parts import register
 
-for make in (ordered, shared, planned_stage.planned, offloading):
+for make in (ordered, shared, planned_stage.planned, offloading, sliced):
     register(make)
 built_chunks.register(deal_out)
 model_options.register(frozen_output)

@@ -156,7 +156,7 @@ def _draw_actions(axes: Axes, timeline: Timeline, scale: float, font: float) -> 
             for index, part in enumerate(parts(kind)):
                 corner = left + index * width
                 boxes[colour(part, chunk)].append(_box(corner, corner + width, rank, top, bottom))
-            label = str(microbatch)
+            label = timeline.schedule.unit_name(microbatch)
             if font >= _SMALLEST_FONT and (len(label) + 0.4) * font * _DIGIT <= (end - start) * scale:
                 centre = left + (end - start) / 2, rank + _ACTIONS * (top + bottom) / 2
                 labels[label, ink(chunk)].append(centre)
@@ -215,7 +215,8 @@ def _write_head(axes: Axes, title: str, timeline: Timeline) -> None:
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=18, parse_math=False)
     schedule = timeline.schedule
     numbers = (
-        f"{schedule.ranks} ranks, {schedule.microbatches} microbatches",
+        f"{schedule.ranks} ranks, {schedule.whole_microbatches} microbatches"
+        + (f" in {schedule.microbatches} units" if schedule.units else ""),
         f"makespan {timeline.makespan:.5g}",
         f"longest span {timeline.span:.5g}",
         f"bubble {timeline.bubble:.1%}",

@@ -32,6 +32,7 @@ EXPERTS = "--num-experts 4 --disable-bias-linear --moe-token-dispatcher-type all
 PAIRS = f"{PP2} --expert-model-parallel-size 2 {EXPERTS} --bf16 --overlap-moe-expert-parallel-comm"
 REPLICAS = f"{PP2} {UNTIED} --global-batch-size 3 --pipeline-schedule pipedream --pipeline-replicas 3-1"
 SHARED = "--pipeline-vocabulary shared"
+SLICES = "--pipeline-slice-tokens 8"
 
 GRAPHS, PER_LAYER = "--cuda-graph-impl full_iteration", "--cuda-graph-impl transformer_engine"
 
@@ -119,6 +120,33 @@ CASES: dict[str, dict[str, str]] = {
     },
     f"Without `--pipeline-offload`|{PP4} --pipeline-schedule 1f1b": {
         "is for activations that wait on the host": "--pipeline-offload-host-bytes 1e9"
+    },
+    f"What `--pipeline-slice-tokens` needs|{PP4} {SLICES}": {
+        "no effect under Megatron's own schedules; add --pipeline-schedule, v-half": "",
+        "cannot be shared out over --tensor": "--pipeline-schedule v-half --tensor-model-parallel-size 4 "
+        "--sequence-parallel --pipeline-slice-tokens 6",
+    },
+    f"Beside `--pipeline-slice-tokens`|{PP4} {SLICES}": {
+        "would do so within a sequence": f"{UNTIED} --pipeline-schedule pipedream",
+        "the file orders microbatches": "--pipeline-schedule csv:x.csv",
+    },
+    f"Beside `--pipeline-slice-tokens`|{PP4} {SLICES} --pipeline-schedule v-half": {
+        "--context-parallel-size above 1: each": "--context-parallel-size 2",
+        "--mtp-num-layers: the prediction at": "--mtp-num-layers 1",
+        "the state of such attention": "--experimental-attention-variant gated_delta_net "
+        "--linear-attention-freq 4 --spec my.layers stack",
+        "the state of Mamba": "--hybrid-layer-pattern M*|M*|M*|M*|M*|M*|M*|M* --spec my.layers stack",
+        "--tp-comm-overlap: its buffers": "--tp-comm-overlap",
+        "--fine-grained-activation-offloading: it counts": "--fine-grained-activation-offloading",
+        "--pipeline-offload: slices share": "--pipeline-offload auto",
+        "--pipeline-vocabulary: its exchanges are of": SHARED,
+        "--pipeline-profile-steps: what it compiles": "--pipeline-profile-steps 1-2",
+    },
+    f"Beside `--pipeline-slice-tokens`|{PP2} --fake-process-group {SLICES}": {
+        "--rehearse-pipeline: a rehearsal": "--pipeline-schedule 1f1b --rehearse-pipeline x.json",
+    },
+    f"Beside `--pipeline-slice-tokens`|{PAIRS} {SLICES}": {
+        "-expert-parallel-comm: Megatron plans layers of": "--pipeline-schedule 1f1b",
     },
     f"Bytes of the host|{PP4} --pipeline-schedule 1f1b --pipeline-offload 0.5": {
         "-host-bytes {pipeline_offload_host_bytes} must be": "--pipeline-offload-host-bytes 0"

@@ -25,6 +25,7 @@ class FlushedSteps:
 
     def __init__(self, pipeline: Pipeline, source: Source, transport: Transport) -> None:
         self._placement, self._source, self._transport = pipeline.placement, source, transport
+        self._options = pipeline.request.options
         self._parts = step_parts(pipeline)
         self._offload = FineGrainedOffload()
         self._plans: dict[tuple[int, bool, Hashable], RankPlan] = {}
@@ -47,7 +48,8 @@ class FlushedSteps:
         kind = self._kind(inputs)
         if kind not in self._plans:
             if inputs.forward_only:
-                schedule = make(evaluation(self._placement, inputs.microbatches)).schedule
+                request = evaluation(self._placement, inputs.microbatches, self._options)
+                schedule = make(request).schedule
             else:
                 schedule = self._source.schedule(inputs)
             require_same_schedule(schedule, inputs.groups, in_job=not self._plans)

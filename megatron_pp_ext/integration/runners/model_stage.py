@@ -113,17 +113,26 @@ class ModelStage:
         return self._stock_forward(self.inputs.forward_step_func, microbatch, activation)
 
     def _stock_forward(
-        self, forward_step: ForwardStep, microbatch: int, activation: torch.Tensor | None
+        self,
+        forward_step: ForwardStep,
+        microbatch: int,
+        activation: torch.Tensor | None,
+        losses: list[Any] | None = None,
+        microbatches: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | int]:
+        """Run Megatron's own ``forward_step``, which adds to ``losses`` and divides by ``microbatches``.
+
+        By default these are the step's.
+        """
         inputs = self.inputs
         with self.at_work():
             return stock_schedules.forward_step(
                 forward_step,
                 inputs.iterators[self._chunk],
                 inputs.model[self._chunk],
-                inputs.microbatches,
+                microbatches or inputs.microbatches,
                 activation,
-                inputs.losses,
+                inputs.losses if losses is None else losses,
                 inputs.config,
                 cp_group_size=inputs.cp_size,
                 collect_non_loss_data=inputs.collect_non_loss_data,
