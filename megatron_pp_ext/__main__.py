@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from megatron_pp_ext.activation import refuse_beside_flags
+from megatron_pp_ext.activation import refuse_with_flags
 from megatron_pp_ext.launch_errors import PREFIX, in_one_line
 
 USAGE = "usage: python -m megatron_pp_ext [--cpu] SCRIPT.py ARGS..."
@@ -34,7 +34,7 @@ def prepare(cpu: bool = False) -> None:
     This has to run before anything imports Megatron. It takes ``--cpu`` out of sys.argv, and puts the flags
     that a CPU needs in.  ValueError where the environment asks for a schedule as well.
     """
-    refuse_beside_flags()
+    refuse_with_flags()
     if {"--exit-signal-handler", "SIGINT"} <= set(sys.argv[1:]):
         # Training takes this signal over, and saves. Before that there is nothing to save, and no traceback
         # of whatever was being imported helps.

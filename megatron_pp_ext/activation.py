@@ -81,7 +81,7 @@ def _ours(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name.startswith(PREFIX) and name != CACHE}
 
 
-def refuse_beside_flags() -> None:
+def refuse_with_flags() -> None:
     """Raise ValueError where both doors are open: the environment's and that of ``--pipeline-schedule``."""
     for name, value in _ours(os.environ).items():
         raise ValueError(

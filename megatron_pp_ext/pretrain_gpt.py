@@ -154,7 +154,7 @@ def forward_step(
 ) -> tuple[Any, Any]:
     """Run one microbatch through this stage; return its output and the function from output to loss.
 
-    With ``return_schedule_plan``, which Megatron asks for where a forward runs layer by layer beside a
+    With ``return_schedule_plan``, which Megatron asks for where a forward runs layer by layer with a
     backward, return in the output's place the plan of what would have run.
     """
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))

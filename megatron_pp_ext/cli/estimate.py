@@ -224,7 +224,7 @@ def show_by_length(expected: "ByLength", others: float) -> None:
 
 
 def show_not_counted(lines: Sequence[str]) -> None:
-    """Say what the step is beside its estimate, which is made without these flags."""
+    """Report how the step differs from its estimate, which is made without these flags."""
     if lines:
         console.print(f"a step may be other than estimated, which is made without {'; '.join(lines)}")
 

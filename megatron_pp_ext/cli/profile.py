@@ -80,7 +80,7 @@ def training_flags(file: Path, flags: list[str]) -> list[str]:
 
 
 def _measure(file: Path, flags: list[str], script: Path | None) -> None:
-    """Train for a few steps, with the log beside ``file``; ValueError if the run fails."""
+    """Train for a few steps, with the log next to ``file``; ValueError if the run fails."""
     require_folder(file)
     log = file.with_suffix(".log")
     with tempfile.TemporaryDirectory(prefix="profile-") as folder:

@@ -99,7 +99,7 @@ class Machines:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What is tried beside all parallel sizes."""
+    """What is tried in addition to all parallel sizes."""
 
     schedules: Annotated[
         str | None, typer.Option(help="Families, with commas between; flex compiles.  [default: all]")

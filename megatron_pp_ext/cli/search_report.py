@@ -218,5 +218,5 @@ class Report:
         return f"{model} on {self.gpus} x {self.system.name}, {batch} sequences of {length} tokens a step"
 
     def _shown(self) -> list[Evaluated]:
-        """The best, and what is on the frontier beside them."""
+        """The best, and what is on the frontier in addition to them."""
         return [*self.result.best, *(one for one in self.result.frontier if one not in self.result.best)]

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from megatron_pp_ext.compiler.bounds import lower_bound
-from megatron_pp_ext.compiler.limits import at_most, least_limits, rooms_beside_messages
+from megatron_pp_ext.compiler.limits import at_most, least_limits, without_messages
 from megatron_pp_ext.compiler.search import cache
 from megatron_pp_ext.compiler.search.problem import TOLERANCE, Problem, problem_of
 from megatron_pp_ext.schedule import catalog
@@ -33,7 +33,7 @@ type _Feasible = tuple[Placement, Costs, tuple[float, ...]]
 
 
 Variants = Callable[[Timeline, str, Sequence[tuple[Placement, Costs]], int], Iterable[tuple[Timeline, str]]]
-"""A feature's orders besides what the search found.
+"""A feature's orders in addition to what the search found.
 
 Called with that and its origin, the placements with the costs of their stages, and the microbatches; returns
 simulated schedules that are named "flex", and their origins.
@@ -195,7 +195,7 @@ def _feasible(
 ) -> list[_Feasible]:
     """Return the placements for which an order keeps ``limits``, of the finest cut's ``costs``."""
     return [
-        (placement, cut, rooms_beside_messages(placement, microbatches, cut, limits))
+        (placement, cut, without_messages(placement, microbatches, cut, limits))
         for placement in placements
         if all(map(at_most, least_limits(costs, placement, microbatches), limits))
         for cut in [costs.merged(placement.stages)]
@@ -207,10 +207,10 @@ def _infeasible(least: Iterable[tuple[float, ...]], limits: Sequence[float], cos
     needs = min(least, key=lambda needs: (max(needs), needs))
     rank = next(r for r, least in enumerate(needs) if not at_most(least, limits[r]))
     same = len(set(limits)) == 1
-    beside = " and a few messages" if costs.message else ""
+    messages = " and a few messages" if costs.message else ""
     return InfeasibleLimit(
         f"memory limit {limits[rank]:g} of rank {{rank}} is infeasible, it must keep one microbatch's "
-        f"activations of all its stages{beside}: raise the limit to at least "
+        f"activations of all its stages{messages}: raise the limit to at least "
         f"{max(needs) if same else needs[rank]:g}",
         rank,
     )

@@ -1,7 +1,7 @@
 """The places where schedules enter Megatron-LM.
 
-Besides ``cpu`` and the entry points, only this package imports Megatron; importing the package itself imports
-nothing of it, ``install`` does.
+Apart from ``cpu`` and the entry points, only this package imports Megatron; importing the package itself
+imports nothing of it, ``install`` does.
 """
 
 

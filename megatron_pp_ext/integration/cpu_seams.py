@@ -57,4 +57,4 @@ CPU = (
         "--async-save of tensors that are on the CPU already",
     ),
 )
-"""What Megatron needs to run without a GPU, beside the stand-ins."""
+"""What Megatron needs to run without a GPU, in addition to the stubs."""

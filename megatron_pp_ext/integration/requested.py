@@ -38,7 +38,7 @@ class Pipeline:
     layers: tuple[int, ...] = ()
     """The number of layers of each stage; only a rehearsal sets it."""
     is_per_model: bool = False
-    """Whether it is that of the models that are built under it, beside which others may run stock's schedule;
+    """Whether it is that of the models that are built under it, while others may run stock's schedule;
     else it is that of the one model of the process."""
     costs: Costs | None = None
     """The costs that a call gave; None where a model tells them, or flags did."""

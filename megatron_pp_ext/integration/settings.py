@@ -1,4 +1,4 @@
-"""What hooks and runners have to know of a training run beside its schedule.
+"""What hooks and runners have to know of a training run in addition to its schedule.
 
 Whoever requests a pipeline fills it in.  Megatron's own trainer does so from its arguments
 (``trainer.run_settings``); the defaults are for a training loop that says nothing of itself.

@@ -7,7 +7,7 @@ _FREQUENCY = int | tuple[int, ...]
 
 @dataclass(frozen=True)
 class Attention:
-    """The kinds of attention and what they have beside heads.  A size that nobody gives is 0.
+    """The kinds of attention and what they have in addition to heads.  A size that nobody gives is 0.
 
     ``window_size`` are the tokens before and behind a token that it sees, as a text or as two numbers;
     ``window_attn_skip_freq`` is a number k, for windows in all layers but every k-th, or a 1 for each layer

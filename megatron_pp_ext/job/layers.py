@@ -22,7 +22,7 @@ ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-laye
 LAYOUT = "--pipeline-model-parallel-layout"
 
 SPREAD = (*ENDS, "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
-"""The flags beside which Megatron builds no model from a layout: they spread layers in another way."""
+"""The flags with which Megatron builds no model from a layout: they spread layers in another way."""
 
 CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage")
 

@@ -26,7 +26,7 @@ def _bytes(given: str) -> float:
         raise ArgumentTypeError(str(error)) from None
 
 
-_OURS = {"beside_stock", "text_or_number"}
+_OURS = {"with_stock", "text_or_number"}
 """The keys of a row that argparse does not know."""
 
 _TYPES = {"schedule": catalog.canonical, "file": Path, "int": int, "float": float, "bytes": _bytes}
@@ -71,4 +71,4 @@ def texts_or_numbers() -> dict[str, str]:
 
 def of_schedules() -> dict[str, int]:
     """Return the flags that only a schedule needs, each with the number of words behind it."""
-    return {flag: int("action" not in row) for flag, row in _table().items() if "beside_stock" not in row}
+    return {flag: int("action" not in row) for flag, row in _table().items() if "with_stock" not in row}

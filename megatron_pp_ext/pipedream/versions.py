@@ -49,7 +49,7 @@ class WeightVersions:
 
     @property
     def kept(self) -> list[int]:
-        """The versions that are kept beside the newest, oldest first."""
+        """The versions that are kept in addition to the newest, oldest first."""
         return sorted(self._kept)
 
     @contextmanager

@@ -166,7 +166,7 @@ def _default_backend() -> tuple[MessageBackend, torch.device]:
     """Return the backend of this job's messages, and the device that it sends from and receives on."""
     if not dist.is_initialized():
         raise RuntimeError(
-            "there is no default process group, and those for messages are made beside it; call "
+            "there is no default process group, and those for messages are made in addition to it; call "
             "torch.distributed.init_process_group first"
         )
     world = dist.group.WORLD

@@ -141,7 +141,7 @@ def _check_stages(schedule: Schedule, is_evaluation: bool) -> None:
                     raise InvalidSchedule(f"rank {rank}: {whole} is missing: add it, or {i} with {w}")
                 if len(halves) == 1:
                     absent = w if i in halves else i
-                    raise InvalidSchedule(f"rank {rank}: {absent} is missing beside {halves[0]}: add it")
+                    raise InvalidSchedule(f"rank {rank}: {absent} is missing next to {halves[0]}: add it")
 
 
 def _check_pairs(schedule: Schedule) -> None:

@@ -116,7 +116,7 @@ class Arrival(NamedTuple):
 
 
 type Launch = Arrival | Exchange
-"""What a rank launches beside its actions and what they send."""
+"""What a rank launches in addition to its actions and what they send."""
 
 
 _ONWARDS = {Kind.F: 1, Kind.I: -1, Kind.B: -1}
@@ -144,7 +144,7 @@ def planned_launches(
     paired: frozenset[Action] = frozenset(),
     ends_on_last: bool = False,
 ) -> list[list[tuple[Launch, ...]]]:
-    """Return what every rank launches beside its actions and their sends: receives and exchanges.
+    """Return what every rank launches in addition to its actions and their sends: receives and exchanges.
 
     ``[r][i]`` is what rank r launches right before its action i, in this order.  Each list has one entry more
     than the rank has actions, for launches behind the last one.  Messages received there are in flight at the

@@ -1,6 +1,6 @@
 """How long a step takes with an order of its microbatches: the loops that a plan repeats.
 
-The rules are those of ``schedule.timing``.  Besides, a rank does a W where it would wait for an input for
+The rules are those of ``schedule.timing``.  In addition, a rank does a W where it would wait for an input for
 long enough, or has to before a forward (``steps.Weights``), and what is left of them at its end.
 """
 

@@ -52,7 +52,7 @@ def within(schedule: Schedule, costs: Costs, limits: Sequence[float]) -> Timelin
 def least_copies(step: Timeline, limits: Sequence[float]) -> tuple[list[list[PlannedCopy]], list[int]]:
     """Return as few copies as keep each rank of ``step`` within its limit, and the ranks that none keep."""
     copies, above = [], []
-    for rank, room in enumerate(beside_messages(step, limits)):
+    for rank, room in enumerate(without_messages(step, limits)):
         own = RankCopies(step, rank)
         copies.append(own.least(room))
         if own.peak(copies[rank]) > room * (1 + ROUNDING):
@@ -60,7 +60,7 @@ def least_copies(step: Timeline, limits: Sequence[float]) -> tuple[list[list[Pla
     return copies, above
 
 
-def beside_messages(timeline: Timeline, limits: Sequence[float]) -> list[float]:
+def without_messages(timeline: Timeline, limits: Sequence[float]) -> list[float]:
     """Return what the messages of a rank leave of its limit."""
     message = timeline.costs.message
     counts = timeline.peak_messages if message else (0,) * len(limits)

@@ -66,7 +66,7 @@ _BY_TRAINING = (
         lambda value: not (value("eval_interval") or value("skip_train") or value("full_validation")),
     ),
 )
-"""What training needs beside that."""
+"""What training needs in addition."""
 
 _DATA = (
     "data_path",
@@ -104,7 +104,7 @@ _BY_OUR_SCRIPT = (
         lambda value: value("tokenizer_type") in _WITH_MODEL and value("tokenizer_model") is None,
     ),
 )
-"""What ``megatron_pp_ext.pretrain_gpt`` needs beside that."""
+"""What ``megatron_pp_ext.pretrain_gpt`` needs in addition."""
 
 
 def require_valid(args: Namespace, defaults: Mapping[str, Any] = NO_DEFAULTS) -> None:

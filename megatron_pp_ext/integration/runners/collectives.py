@@ -29,9 +29,9 @@ _OPERATIONS = {
 
 
 class CollectiveRecorder:
-    """Records actions with ``recorder`` and, beside it, the collectives of the first microbatch.
+    """Records actions with ``recorder`` and the collectives of the first microbatch.
 
-    Collectives of data parallelism are left out: they reduce gradients once a step, beside other work.
+    Collectives of data parallelism are left out: they reduce gradients once a step, while other work runs.
 
     The methods of torch's groups are replaced meanwhile.  A ``TorchDispatchMode`` would change what it
     watches: functions under ``torch.compile`` that are first called within one run uncompiled, up to torch

@@ -74,7 +74,7 @@ def _take_mtp_losses() -> dict[str, torch.Tensor]:
 
 
 def _put_mtp_losses(sums: dict[str, torch.Tensor]) -> None:
-    """Make ``sums`` this rank's, to be averaged over the data-parallel ranks beside it."""
+    """Make ``sums`` this rank's, to be averaged over the data-parallel ranks of its stage."""
     if sums:
         average_over = parallel_state.get_data_parallel_group(with_context_parallel=True)
         MTPLossLoggingHelper.tracker.update(sums, avg_group=average_over)

@@ -68,7 +68,7 @@ def translate_flags(stock: Callable[..., Any], args: Namespace, defaults: Any = 
         with one_of_each(args, found):
             result = stock(args, defaults)
         if found is not None and found.rehearsal is not None:
-            # Megatron drops it beside its fake process group, but the planned job makes these checks.
+            # Megatron drops it with its fake process group, but the planned job makes these checks.
             args.check_for_nan_in_loss_and_grad = checks
     except (AssertionError, ValueError) as error:
         raise refused(needed_flags.failed_check(error)) from error
@@ -91,11 +91,11 @@ def translate_flags(stock: Callable[..., Any], args: Namespace, defaults: Any = 
     "no schedule without its flags translated",
 )
 def refuse_yaml(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Refuse a schedule beside --yaml-cfg, under which Megatron ignores all other flags."""
+    """Refuse a schedule with --yaml-cfg, under which Megatron ignores all other flags."""
     ours = [word for word in sys.argv if word.startswith(tuple(our_flags.flags()))]
     if ours:
         raise refused(
-            f"{ours[0]} has no effect beside --yaml-cfg, under which Megatron ignores other flags; give "
+            f"{ours[0]} has no effect with --yaml-cfg, under which Megatron ignores other flags; give "
             "all settings as flags"
         )
     return stock(*args, **kwargs)

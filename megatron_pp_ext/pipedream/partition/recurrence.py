@@ -84,7 +84,8 @@ class Solver(Protocol):
 class Worker:
     """Level 0: a worker runs a whole block if it fits in ``memory`` bytes.
 
-    Beside weight versions and activations it keeps ``state_per_weight`` bytes for each byte of weights.
+    In addition to weight versions and activations it keeps ``state_per_weight`` bytes for each byte of
+    weights.
     """
 
     workers = machines = 1

@@ -1,7 +1,7 @@
 """A step as a file that opens in Perfetto (ui.perfetto.dev), recorded or simulated.
 
 The format is the JSON of Chrome's trace events.  Each rank has a track with a complete event ("X") for
-each action, and a counter ("C") of live activations beside it.  A flow ("s", "f") leads from each action to
+each action, and a counter ("C") of live activations with it.  A flow ("s", "f") leads from each action to
 the one on another rank that waits for its output.  Each reduction of gradients is two events ("b", "e"),
 which may overlap anything, and so is each span without a track (``schedule.spans``).  Other spans are
 complete events on tracks of their own.  Times are in microseconds, for recorded steps on the clock of the
@@ -141,7 +141,7 @@ def _write(
         counter = {"name": f"live activations, {step.units.memory}", "ph": "C", "pid": rank}
         events += [{**counter, "ts": time * 1e6, "args": {"live": live}} for time, live in curve]
     events += _flows(step)
-    events += [*_beside_actions(records), *_on_tracks(records)]
+    events += [*_between_actions(records), *_on_tracks(records)]
     path.parent.mkdir(parents=True, exist_ok=True)
     other = {"pipeline": about, **({"simulated": simulated} if simulated else {})}
     write_whole(path, json.dumps({"traceEvents": events, "otherData": other}))
@@ -168,7 +168,7 @@ def _flows(step: RecordedStep) -> Iterator[dict[str, Any]]:
                 yield {**flow, "ph": "f", "bp": "e", "pid": rank, "tid": rank, "ts": start * 1e6}
 
 
-def _beside_actions(records: Sequence[RankRecord]) -> Iterator[dict[str, Any]]:
+def _between_actions(records: Sequence[RankRecord]) -> Iterator[dict[str, Any]]:
     """Yield two events for each reduction of gradients and each span without a track."""
     numbers = count()
     for rank, record in enumerate(records):
