@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 -m megatron_pp_ext [--cpu] SCRIPT.py ARGS...
 
 The script stays as it is. Before it starts, its folder goes first on the module search path, so that a
-Megatron-LM checkout wins over an installed megatron-core; then Megatron is imported and its seams are
+Megatron-LM checkout wins over an installed megatron-core; then Megatron is imported and its hooks are
 replaced. From there on the script runs as if it had been started by itself.
 """
 

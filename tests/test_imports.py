@@ -108,14 +108,14 @@ OTHER_PRODUCTS = {
     *("view", "verification", "jobs", "cli"),
 }
 
-_SEAMS = {"releases", "patching"}
+_HOOKS = {"releases", "patching"}
 
 REGISTERS = {
     (f"{PACKAGE}.compiler.__init__", "features"),
     (f"{PACKAGE}.job.__init__", "features"),
     (f"{PACKAGE}.job.rules.table", "features"),
     (f"{PACKAGE}.runtime.__init__", "features.runtime"),
-    (f"{PACKAGE}.integration.core_seams", "features.megatron"),
+    (f"{PACKAGE}.integration.core_hooks", "features.megatron"),
     (f"{PACKAGE}.planner.step.__init__", "features.planner"),
     (f"{PACKAGE}.planner.search.__init__", "features.planner"),
 }
@@ -130,20 +130,29 @@ BELOW_IN_INTEGRATION = {
     "step_runners": {"registry", "requested"},
     "requested": {"settings"},
     "start_up": {"requested"},
-    "mends": _SEAMS,
-    "core": {*_SEAMS, "requested"},
+    "workarounds": _HOOKS,
+    "core": {*_HOOKS, "requested"},
     "settled": {"requested", "core"},
-    "runners": {*_SEAMS, "settings", "requested", "step_runners", "settled", "core"},
+    "runners": {*_HOOKS, "settings", "requested", "step_runners", "settled", "core"},
     "frameworks": {"releases", "patching", "requested", "core"},
-    "trainer": {*_SEAMS, "settings", "requested", "registry", "step_runners", "start_up", "core", "mends"},
-    "core_seams": {"patching", "core", "runners", "frameworks"},
-    "trainer_seams": {"patching", "trainer"},
-    "cpu_seams": _SEAMS,
-    "seams": {"patching", "core_seams", "trainer_seams", "cpu_seams", "mends"},
+    "trainer": {
+        *_HOOKS,
+        "settings",
+        "requested",
+        "registry",
+        "step_runners",
+        "start_up",
+        "core",
+        "workarounds",
+    },
+    "core_hooks": {"patching", "core", "runners", "frameworks"},
+    "trainer_hooks": {"patching", "trainer"},
+    "cpu_hooks": _HOOKS,
+    "hooks": {"patching", "core_hooks", "trainer_hooks", "cpu_hooks", "workarounds"},
     "trainers_tried": set(),
-    "doctor": {"releases", "trainers_tried", "patching", "seams", "mends", "frameworks"},
-    "by_call": {"settings", "requested", "start_up", "patching", "core", "core_seams", "mends"},
-    "__init__": {"patching", "seams"},
+    "doctor": {"releases", "trainers_tried", "patching", "hooks", "workarounds", "frameworks"},
+    "by_call": {"settings", "requested", "start_up", "patching", "core", "core_hooks", "workarounds"},
+    "__init__": {"patching", "hooks"},
 }
 """The same for the rooms of ``integration``."""
 
@@ -287,13 +296,13 @@ def test_torch_and_megatron_stay_in_their_rooms() -> None:
 
 
 IMPORTS_TRAINER = {
-    "integration.mends.growing_batches",
-    "integration.mends.stage_data",
+    "integration.workarounds.growing_batches",
+    "integration.workarounds.stage_data",
     "integration.__init__",
     "cpu.flags",
     "pretrain_gpt",
 }
-"""What imports megatron.training outside of ``integration.trainer``: two mends of its own defects, the
+"""What imports megatron.training outside of ``integration.trainer``: two workarounds of its own defects, the
 installation, which waits for it, and what starts it."""
 
 

@@ -9,7 +9,7 @@ Each file has one task: ``devices`` puts tensors on the CPU, ``streams`` stands 
 memory counters, ``generators`` keeps random states, ``gloo`` replaces nccl, ``flags`` picks the Megatron
 flags that a CPU needs, ``checkpoint_writers`` forks processes that Megatron would start afresh, and
 ``orphans`` ends them with their rank. Hooks into Megatron itself are in ``attention``,
-``checkpoint_writers``, ``norms`` and ``optimizer``; ``integration.cpu_seams`` lists them.
+``checkpoint_writers``, ``norms`` and ``optimizer``; ``integration.cpu_hooks`` lists them.
 """
 
 import sys

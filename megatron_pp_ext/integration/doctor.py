@@ -194,7 +194,7 @@ def _import_seams() -> str | None:
     """Import Megatron and what patches it; return in one line what is against it, None if nothing is."""
     try:
         patching.require_known_release()
-        from megatron_pp_ext.integration import seams  # noqa: F401
+        from megatron_pp_ext.integration import hooks  # noqa: F401
     except patching.SeamError as error:
         return str(error)
     except (ImportError, PackageNotFoundError) as error:
@@ -206,8 +206,8 @@ def _import_seams() -> str | None:
 
 def _examine_seams(details: list[Table | str]) -> list[str]:
     """Add every seam to ``details``, and whether it fits; return a line for each that does not."""
-    from megatron_pp_ext.integration import frameworks, seams
-    from megatron_pp_ext.integration.mends.table import MENDS
+    from megatron_pp_ext.integration import frameworks, hooks
+    from megatron_pp_ext.integration.workarounds.table import WORKAROUNDS
 
     problems = []
     location = importlib.import_module("megatron.core").__path__[0]
@@ -218,8 +218,8 @@ def _examine_seams(details: list[Table | str]) -> list[str]:
     table.add_column("for")
     table.add_column("as since")
     table.add_column("fits")
-    always = (*seams.all_seams(), *frameworks.SEAMS)
-    for seam in (*seams.all_seams(cpu=True), *filter(_can_be_imported, frameworks.SEAMS)):
+    always = (*hooks.all_hooks(), *frameworks.SEAMS)
+    for seam in (*hooks.all_hooks(cpu=True), *filter(_can_be_imported, frameworks.SEAMS)):
         since = seam.since(releases.megatron_release())
         fits = "not in this release"
         if since is not None:
@@ -234,8 +234,8 @@ def _examine_seams(details: list[Table | str]) -> list[str]:
     mended = Table(
         "defect", "in", "gone when this passes without the mend", title="Mends of Megatron's own defects"
     )
-    for mend in MENDS:
-        mended.add_row(mend.defect, mend.releases, mend.test.removeprefix("tests/"))
+    for workaround in WORKAROUNDS:
+        mended.add_row(workaround.defect, workaround.releases, workaround.test.removeprefix("tests/"))
     details += [
         table,
         mended,

@@ -1,7 +1,7 @@
 """The pipeline that is in force in this process, if one is.
 
 Flags set it once, while Megatron validates its arguments; a call of ``install`` sets it for the models that
-are built from then on.  Where there is none, every seam does what stock does.
+are built from then on.  Where there is none, every hook does what stock does.
 """
 
 from collections.abc import Iterator
@@ -98,14 +98,14 @@ def require() -> Pipeline:
 
 
 def activate(pipeline: Pipeline | None) -> None:
-    """Make ``pipeline`` the one that the seams serve; None returns to stock."""
+    """Make ``pipeline`` the one that the hooks serve; None returns to stock."""
     global _pipeline
     _pipeline = pipeline
 
 
 @contextmanager
 def using(pipeline: Pipeline | None) -> Iterator[None]:
-    """Make ``pipeline`` the one that the seams serve within the context."""
+    """Make ``pipeline`` the one that the hooks serve within the context."""
     before = _pipeline
     activate(pipeline)
     try:

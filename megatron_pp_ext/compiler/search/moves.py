@@ -5,7 +5,7 @@ from megatron_pp_ext.compiler.search.timed_order import TimedOrder
 from megatron_pp_ext.schedule.loops import part_of_loop
 
 _REPAIRS = 3
-"""The number of W that may be pulled forward to mend one move."""
+"""The number of W that may be pulled forward to repair one move."""
 
 _REACH = 64
 """How far such a W may be."""

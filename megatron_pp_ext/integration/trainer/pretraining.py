@@ -18,9 +18,9 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron.training import arguments, get_args, pretrain
 
-from megatron_pp_ext.integration.mends.needed_flags import OUR_SCRIPT
 from megatron_pp_ext.integration.releases import CORE_0_18, CORE_0_19, megatron_release
 from megatron_pp_ext.integration.trainer.agreement import refused
+from megatron_pp_ext.integration.workarounds.needed_flags import OUR_SCRIPT
 from megatron_pp_ext.job.layers import predicting_stage
 from megatron_pp_ext.job.typed_job import Job
 

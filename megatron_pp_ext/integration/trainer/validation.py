@@ -18,7 +18,6 @@ from megatron.core.utils import get_te_version
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.compiler.source import Source
 from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.mends import dataset_helpers, needed_flags
 from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.start_up import require_possible, show_compiling, summary
 from megatron_pp_ext.integration.step_runners import require_loaded
@@ -27,6 +26,7 @@ from megatron_pp_ext.integration.trainer.agreement import refused
 from megatron_pp_ext.integration.trainer.checkpoint_loading import describe
 from megatron_pp_ext.integration.trainer.replica_samples import one_of_each
 from megatron_pp_ext.integration.trainer.run_settings import settings
+from megatron_pp_ext.integration.workarounds import dataset_helpers, needed_flags
 from megatron_pp_ext.job import layers, measurements, our_flags, pipeline, replicas, sizes, stage_costs
 from megatron_pp_ext.job.layers import chunks_requested
 from megatron_pp_ext.job.requested_job import ENGINE, RequestedJob

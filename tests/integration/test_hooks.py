@@ -1,4 +1,4 @@
-"""Patching Megatron: all seams or none, and nothing changes until a schedule is requested."""
+"""Patching Megatron: all hooks or none, and nothing changes until a schedule is requested."""
 
 import dataclasses
 import functools
@@ -12,15 +12,15 @@ import megatron.training.training as trainer
 import pytest
 import torch
 
-from megatron_pp_ext.integration import install, patching, releases, seams
-from megatron_pp_ext.integration.mends.table import MENDS
+from megatron_pp_ext.integration import hooks, install, patching, releases
+from megatron_pp_ext.integration.workarounds.table import WORKAROUNDS
 from tests.support.comparison import assert_same_bits, run
 
-SEAMS = seams.schedule_seams()
+SEAMS = hooks.schedule_hooks()
 
 
 def is_any_applied() -> bool:
-    return any(patching.is_applied(seam) for seam in SEAMS)
+    return any(patching.is_applied(hook) for hook in SEAMS)
 
 
 REQUESTED = os.environ.get("REQUESTED", "")
@@ -37,7 +37,7 @@ def test_this_is_the_requested_package():
 def unpatched():
     """Stock Megatron for one test, but for what it cannot train on a CPU without."""
     patching.undo()
-    patching.apply(seams.launch_seams(cpu=True))
+    patching.apply(hooks.launch_hooks(cpu=True))
     yield
     patching.undo()
     install(cpu=True)
@@ -92,7 +92,7 @@ def test_undo_puts_everything_back(unpatched):
         "a test",
     )
     patching.undo()
-    every = [*seams.all_seams(cpu=True), extra]
+    every = [*hooks.all_hooks(cpu=True), extra]
     assert not any(map(patching.is_applied, every))
 
     def held() -> dict:
@@ -145,13 +145,13 @@ def test_a_wrapper_that_fails_leaves_nothing_behind(unpatched):
     assert not is_any_applied()
     assert trainer.get_forward_backward_func is before
     # What was applied before stays.
-    stay = patching.seams_of_this_release(seams.launch_seams(cpu=True))
+    stay = patching.seams_of_this_release(hooks.launch_hooks(cpu=True))
     assert all(map(patching.is_applied, stay))
 
 
 @pytest.mark.parametrize("version", ["0.16.1", "1.17.0", "development"])
 def test_an_unknown_release_is_refused_by_name(unpatched, monkeypatch, version):
-    """It is refused even if all seams would fit, since the code behind them was never tried."""
+    """It is refused even if all hooks would fit, since the code behind them was never tried."""
     monkeypatch.setattr("megatron.core.__version__", version)
     with pytest.raises(
         SystemExit, match=f"megatron_pp_ext: megatron-core is {version}, known are 0.17.x"
@@ -181,15 +181,15 @@ def test_a_new_release_is_one_row_and_the_signatures_that_it_changed(unpatched, 
         r"where \(input_tensor output_tensor output_tensor_grad config\) was known; megatron-core is 0\.21\.0"
     )
     # 0.20 changed the linear function: the installed one cannot stand in for it.
-    fitting = [seam for seam in SEAMS if releases.CORE_0_20 not in seam.known]
+    fitting = [hook for hook in SEAMS if releases.CORE_0_20 not in hook.known]
     with pytest.raises(patching.SeamError, match=refused):
         patching.apply(fitting)
     assert not is_any_applied()
 
-    (changed,) = (seam for seam in fitting if seam.name == "backward_step")
+    (changed,) = (hook for hook in fitting if hook.name == "backward_step")
     parameters = "input_tensor output_tensor output_tensor_grad config colour"
     updated = dataclasses.replace(changed, known={**changed.known, row.number: parameters})
-    patching.apply(updated if seam is changed else seam for seam in fitting)
+    patching.apply(updated if hook is changed else hook for hook in fitting)
     assert schedules.backward_step is not backward_step
     patching.undo()
     assert schedules.backward_step is backward_step
@@ -197,16 +197,16 @@ def test_a_new_release_is_one_row_and_the_signatures_that_it_changed(unpatched, 
 
 def test_seams_are_places_of_their_own_with_signatures_of_releases_in_the_table():
     numbers = {release.number for release in releases.RELEASES}
-    every = seams.all_seams(cpu=True)
-    assert len({seam.path for seam in every}) == len(every)
-    assert [seam.path for seam in every if not set(seam.known) <= numbers] == []
-    assert [seam.path for seam in every if list(seam.known) != sorted(seam.known)] == []
+    every = hooks.all_hooks(cpu=True)
+    assert len({hook.path for hook in every}) == len(every)
+    assert [hook.path for hook in every if not set(hook.known) <= numbers] == []
+    assert [hook.path for hook in every if list(hook.known) != sorted(hook.known)] == []
 
 
 def test_every_mend_names_a_test_that_is_there():
-    for mend in MENDS:
-        file, _, name = mend.test.partition("::")
-        assert f"def {name}" in (Path(__file__).parents[2] / file).read_text(), mend.test
+    for workaround in WORKAROUNDS:
+        file, _, name = workaround.test.partition("::")
+        assert f"def {name}" in (Path(__file__).parents[2] / file).read_text(), workaround.test
 
 
 def test_a_seam_is_only_looked_for_in_its_releases(unpatched, monkeypatch):
@@ -217,9 +217,9 @@ def test_a_seam_is_only_looked_for_in_its_releases(unpatched, monkeypatch):
     with pytest.raises(patching.SeamError, match="no_such_name is not there"):
         patching.apply([no_such({(0, 17): "a b"})])
     # What one release has in a place is not what another may have there.
-    seam = next(seam for seam in SEAMS if seam.name == "get_forward_backward_func")
+    hook = next(hook for hook in SEAMS if hook.name == "get_forward_backward_func")
     with pytest.raises(patching.SeamError, match=r"megatron-core is 0\.17\.1"):
-        patching.apply([dataclasses.replace(seam, known={(0, 17): "pp_size"})])
+        patching.apply([dataclasses.replace(hook, known={(0, 17): "pp_size"})])
 
 
 def test_without_our_flag_megatron_is_stock(unpatched):

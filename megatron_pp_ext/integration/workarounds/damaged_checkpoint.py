@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch.distributed.checkpoint import FileSystemReader
 
-from megatron_pp_ext.integration.mends.mend import EVERY, Mend
+from megatron_pp_ext.integration.workarounds.workaround import EVERY, Workaround
 
 _TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -91,7 +91,7 @@ def damage(checkpoint: Path) -> str | None:
     return None
 
 
-MEND = Mend(
+WORKAROUND = Workaround(
     "a checkpoint with a file cut short (some ranks wait for ever), or with --ckpt-step of two iterations",
     EVERY,
     "tests/integration/test_damaged_checkpoints.py",

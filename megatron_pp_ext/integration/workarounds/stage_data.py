@@ -11,11 +11,11 @@ from typing import Any
 from megatron.training import get_args
 
 from megatron_pp_ext.around import bound
-from megatron_pp_ext.integration.mends.mend import EVERY, Mend
 from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_18, CORE_0_19
+from megatron_pp_ext.integration.workarounds.workaround import EVERY, Workaround
 
-MEND = Mend(
+WORKAROUND = Workaround(
     "attention within documents on every stage and every tensor-parallel rank",
     EVERY,
     "tests/integration/test_short_documents.py::test_a_mask_for_the_ranks_between_the_ends",
@@ -31,7 +31,7 @@ def every_stage_reads() -> bool:
     return any(getattr(args, name, False) for name in FLAGS)
 
 
-@hook("megatron.training.utils:is_first_or_last_pipeline_stage", "vp_stage", MEND.defect)
+@hook("megatron.training.utils:is_first_or_last_pipeline_stage", "vp_stage", WORKAROUND.defect)
 def read_on_every_stage(stock: Callable[[int | None], bool], vp_stage: int | None) -> bool:
     """Count every stage as one that reads batches where each of them needs its own.
 
@@ -50,12 +50,12 @@ _WHOLE_BATCH = (
 @hook(
     "megatron.training.utils:get_batch_on_this_tp_rank",
     {CORE_0_17: "data_iterator mtp_on_this_rank", CORE_0_18: None},
-    MEND.defect,
+    WORKAROUND.defect,
 )
 @hook(
     "megatron.core.utils:get_batch_on_this_tp_rank",
     {CORE_0_18: f"batch is_sft {_WHOLE_BATCH}", CORE_0_19: f"batch has_cu_seqlens {_WHOLE_BATCH}"},
-    MEND.defect,
+    WORKAROUND.defect,
 )
 def send_whole_batch(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Send the whole batch to all tensor-parallel ranks where every stage needs it.

@@ -6,17 +6,17 @@ from typing import Any
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
-from megatron_pp_ext.integration.mends.mend import EVERY, Mend
 from megatron_pp_ext.integration.patching import hook
+from megatron_pp_ext.integration.workarounds.workaround import EVERY, Workaround
 
-MEND = Mend(
+WORKAROUND = Workaround(
     "--iterations-to-skip on every rank that reads samples, and on those that do not",
     EVERY,
     "tests/integration/test_single_features.py::test_a_skipped_step_passes_its_samples_over",
 )
 
 
-@hook("megatron.training.training:dummy_train_step", "data_iterator", MEND.defect)
+@hook("megatron.training.training:dummy_train_step", "data_iterator", WORKAROUND.defect)
 def pass_over(stock: Callable[[Any], None], data_iterator: Any) -> None:
     """Drop a step's samples from every iterator that this rank has.
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from megatron_pp_ext.integration.mends.mend import EVERY, Mend
+from megatron_pp_ext.integration.workarounds.workaround import EVERY, Workaround
 
 OUR_SCRIPT = "is_pretrain_gpt"
 """The argument that is true where ``megatron_pp_ext.pretrain_gpt`` trains; no flag sets it."""
@@ -147,7 +147,7 @@ def failed_check(error: Exception) -> str:
     return f"Megatron refuses these flags: {check} ({frame.f_globals.get('__name__')}, line {line})"
 
 
-MEND = Mend(
+WORKAROUND = Workaround(
     "a flag that training needs is missing: a bare AssertionError, often after the model is built",
     EVERY,
     "tests/integration/test_needed_flags.py",
