@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(HELP, end="")
             return
         if option != "--cpu":
-            _fail(f"unknown option {option}; options of the training script go behind SCRIPT.py")
+            _fail(f"unknown option {option}; options of the training script go after SCRIPT.py")
         cpu = True
     if not words:
         _fail("no training script given")

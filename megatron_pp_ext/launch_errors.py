@@ -43,7 +43,7 @@ def in_one_line() -> Iterator[None]:
             raise
         problem = f"{PREFIX}{error}"
     except ImportError as error:
-        # Each module around the one that needs the package adds its name behind these words.
+        # Each module around the one that needs the package adds its name after these words.
         said = str(error).partition(" when instantiating ")[0]
         if "not installed" not in said:
             raise

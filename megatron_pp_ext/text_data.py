@@ -126,7 +126,7 @@ def _is_text(path: Path) -> bool:
 
 
 def _pieces(text: bytes, length: int) -> Iterator[bytes]:
-    """Cut ``text`` behind the first line end after every ``length`` bytes, or else after twice as many."""
+    """Cut ``text`` after the first line end after every ``length`` bytes, or else after twice as many."""
     start = 0
     while start < len(text):
         line_end = text.find(b"\n", start + length - 1, start + 2 * length)

@@ -148,7 +148,7 @@ def with_layout(words: Sequence[str], asked: RequestedJob, gpus: int) -> tuple[l
     )
     flag, replaced = "--pipeline-model-parallel-layout", "--num-virtual-stages-per-pipeline-rank"
     kept = [
-        word for name, behind in by_name(words) if name not in (flag, replaced) for word in (name, *behind)
+        word for name, values in by_name(words) if name not in (flag, replaced) for word in (name, *values)
     ]
     return [*kept, flag, str(asked.pipeline.pipeline_model_parallel_layout)], asked, chosen
 

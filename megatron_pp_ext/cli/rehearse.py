@@ -34,9 +34,7 @@ _WARM_UP = 1
 
 @app.command()
 def rehearse(
-    flags: Annotated[
-        list[str] | None, typer.Argument(help="Behind --, the flags of the planned job.")
-    ] = None,
+    flags: Annotated[list[str] | None, typer.Argument(help="After --, the flags of the planned job.")] = None,
     model: Model = None,
     print_only: PrintFlags = False,
     ranks: Annotated[

@@ -27,7 +27,7 @@ def verify(
         str, typer.Argument(help=f"Your training script, or {_OUR_SCRIPT}, which is the default.")
     ] = _OUR_SCRIPT,
     flags: Annotated[
-        list[str] | None, typer.Argument(help="Behind --, the flags of your job with --pipeline-schedule.")
+        list[str] | None, typer.Argument(help="After --, the flags of your job with --pipeline-schedule.")
     ] = None,
     steps: Annotated[int, typer.Option(help="Training steps to compare.")] = 3,
     ranks: Annotated[

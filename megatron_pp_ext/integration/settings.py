@@ -62,6 +62,6 @@ class Settings:
     message_bytes: Callable[[], float] = lambda: 0.0
     """Returns the bytes of a message, for schedules that are compiled from measurements."""
     advice: Advice | None = None
-    """Looks for a better layout behind the steps that were measured; None where nobody wants one."""
+    """Looks for a better layout after the steps that were measured; None where nobody wants one."""
     caveat: Callable[[], str] = lambda: ""
     """Returns what makes the run differ from one under 1F1B; said once, before the first step."""

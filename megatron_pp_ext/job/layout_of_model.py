@@ -16,7 +16,7 @@ def require_same(layout: str, stages: Sequence[str], layers: int, predictions: i
     if letters[:1] != "E" or letters.count("E") > 1:
         fault, fix = "must begin with its only E, the embedding", "put one E before everything else"
     elif letters[-1:] != "L" or letters.count("L") > 1:
-        fault, fix = "must end with its only L, the output layer", "put one L behind everything else"
+        fault, fix = "must end with its only L, the output layer", "put one L after everything else"
     elif layers and has != layers:
         fault, fix = (
             f"has {has} layers (t), but --num-layers is {layers}",
@@ -26,7 +26,7 @@ def require_same(layout: str, stages: Sequence[str], layers: int, predictions: i
         fault = f"has {letters.count('m')} m, but --mtp-num-layers is {predictions}"
         fix = f"give it {predictions}, or change the latter"
     elif "t" in letters.partition("m")[2]:
-        fault, fix = "has a layer (t) behind multi-token prediction (m)", "put every m behind the last t"
+        fault, fix = "has a layer (t) after multi-token prediction (m)", "put every m after the last t"
     elif len(predicting) > 1:
         fault, fix = (
             f"has multi-token prediction (m) in {len(predicting)} stages",

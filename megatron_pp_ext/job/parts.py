@@ -181,7 +181,7 @@ class Parallel:
 
     @property
     def divides_messages(self) -> bool:
-        """Whether tensor-parallel ranks each send a part of what all of them have, and gather it behind.
+        """Whether tensor-parallel ranks each send a part of what all of them have, and gather it afterwards.
 
         Megatron did so by default (arXiv 2104.04473, section 4.1), as DeepSpeed's pipelines do.  Under
         sequence parallelism ranks have parts anyway.

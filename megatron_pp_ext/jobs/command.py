@@ -42,7 +42,7 @@ def words_of(flags: Iterable[str]) -> list[str]:
 
 
 def last(words: Sequence[str], name: str) -> str | None:
-    """Return the word behind the last flag ``name``, "" where there is none; None without the flag."""
+    """Return the word after the last flag ``name``, "" where there is none; None without the flag."""
     if name not in words:
         return None
     at = len(words) - words[::-1].index(name)
@@ -50,12 +50,12 @@ def last(words: Sequence[str], name: str) -> str | None:
 
 
 def whole_number(words: Sequence[str], name: str, default: int = 1) -> int:
-    """Return the number behind the last flag ``name``, or ``default`` where it is not given."""
+    """Return the number after the last flag ``name``, or ``default`` where it is not given."""
     given = last(words, name)
     try:
         return default if given is None else int(given)
     except ValueError:
-        raise ValueError(f"{name} needs a whole number behind it: correct the model's flags") from None
+        raise ValueError(f"{name} needs a whole number after it: correct the model's flags") from None
 
 
 def missing(flags: Sequence[str]) -> list[str]:
@@ -97,7 +97,7 @@ def short_run(flags: Sequence[str], steps: int, changed: Mapping[str, Any]) -> l
 
 
 def without(flags: Iterable[str], names: Mapping[str, int] = _FILES) -> Iterator[str]:
-    """Yield ``flags`` without those of ``names``, each of which has so many words behind it.
+    """Yield ``flags`` without those of ``names``, each of which has so many words after it.
 
     By default these are the flags that name files of the real run.
     """

@@ -59,7 +59,7 @@ def _weight(line: str) -> int:
 
 
 def _without_warnings(output: str) -> Iterator[tuple[str, str]]:
-    """Yield the lines of ``output`` that say something, each behind what names its rank."""
+    """Yield the lines of ``output`` that have words, each after what names its rank."""
     warned: set[str] = set()
     for prefix, line in _LINE.findall("\n".join(output.splitlines())):
         rank = prefix.strip()  # the last space may belong to the line

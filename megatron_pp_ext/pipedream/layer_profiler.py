@@ -231,7 +231,7 @@ def _now() -> Any:
 
 
 def _output(chunk: Any) -> Piece:
-    """Return the piece behind the layers, with the weights it would have on a stage of its own.
+    """Return the piece after the layers, with the weights it would have on a stage of its own.
 
     There, the output layer has a copy of weights that are tied to the embedding's.
     """

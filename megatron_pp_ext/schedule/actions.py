@@ -61,7 +61,7 @@ class Schedule:
     ``microbatches`` is m.  A schedule has no times: when an action starts follows from the order,
     the costs and the messages (``simulate``).
 
-    ``paired`` are the forwards that run together with the backward (I or B) right behind them in the order,
+    ``paired`` are the forwards that run together with the backward (I or B) right after them in the order,
     layer by layer, so that each half computes while the other one communicates.  The two start and end
     together.  Everything that counts actions, activations or messages reads the order as it stands.
 

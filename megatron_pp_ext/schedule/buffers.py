@@ -44,7 +44,7 @@ def _count_buffers(
     """Count the ``most`` buffers of every rank, with the actions launched as they stand in ``line``.
 
     ``receiver`` is that of an action's message, plus 1, and 0 where it sends none; ``takes`` is 1 where it
-    takes one.  Rank r posts receives in front of each of its actions, and behind the last: at
+    takes one.  Rank r posts receives in front of each of its actions, and after the last: at
     ``bounds[r] + r`` in ``posted`` and on.
     """
     _, kind, _, rank_of, _, bounds, begins, needed, wires = columns

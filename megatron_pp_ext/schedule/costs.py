@@ -107,7 +107,7 @@ class HeadCosts:
             _require_finite(self, one.name, positive=one.name in ("scores", "weight_gradient"))
 
     def exchanged_over(self, hop: float) -> Self:
-        """Return the costs with messages of ``hop`` seconds: one of a hidden state, two behind an S."""
+        """Return the costs with messages of ``hop`` seconds: one of a hidden state, two after an S."""
         return replace(self, hidden=hop, sums=2 * hop)
 
 

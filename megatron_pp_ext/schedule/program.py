@@ -31,7 +31,7 @@ to the backward of the last stage, and there from the one of the same rank.
 """
 
 NO_WORK, PAIRS = 2, 3
-"""Places of durations behind those of the stages, S and T: that of no work, and that of the first pair."""
+"""Places of durations after those of the stages, S and T: that of no work, and that of the first pair."""
 
 type Orders = Sequence[Sequence[Action]]
 """One list of actions a rank."""
@@ -45,7 +45,7 @@ class Columns(NamedTuple):
     has the pair's.  Rank r has the actions from ``bounds[r]`` to ``bounds[r + 1]``.
 
     Action a waits for those in ``needed`` from ``begins[a]`` to ``begins[a + 1]``, over ``wires``.  One that
-    is not here has the number behind the last, and never ends.
+    is not here has the number after the last, and never ends.
     """
 
     stage: Column

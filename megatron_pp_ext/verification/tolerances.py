@@ -171,4 +171,4 @@ def _clip(words: Sequence[str]) -> float:
     try:
         return _CLIP_BY_DEFAULT if given is None else float(given)
     except ValueError:
-        raise ValueError("--clip-grad needs a number behind it: correct the job's flags") from None
+        raise ValueError("--clip-grad needs a number after it: correct the job's flags") from None

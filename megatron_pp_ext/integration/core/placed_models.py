@@ -108,7 +108,7 @@ def after_last_chunk(act: Callable[[], None]) -> None:
 
 @in_words_of_call()
 def _collect(model: torch.nn.Module, chunk: int, pipeline: Pipeline) -> None:
-    """Do behind the last chunk of a rank what needs all of them; they are built in order."""
+    """Do after the last chunk of a rank what needs all of them; they are built in order."""
     if chunk == 0:
         _unfinished.clear()
     _unfinished.append(model)

@@ -145,7 +145,7 @@ class ModelStage:
         if inputs.forward_only:
             return output
         handed_on: torch.Tensor = output.detach()
-        # The backward needs the graph behind `output`, but not its numbers.
+        # The backward needs the graph of `output`, but not its numbers.
         stock_schedules.deallocate_output_tensor(output, inputs.config.deallocate_pipeline_outputs)
         self.in_flight[microbatch] = activation if self._gives_gradient else None, output
         return handed_on

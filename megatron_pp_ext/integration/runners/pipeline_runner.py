@@ -131,7 +131,7 @@ class PipelineRunner:
             cp_group=groups.cp,
         )
         if config.mtp_standalone:
-            shape = ()  # behind the prediction a message holds the hidden states of several tokens
+            shape = ()  # after the MTP layers a message holds the hidden states of several tokens
         data_parallel = DataParallel(model, config, forward_only, bool(force_all_reduce))
         inputs = StepInputs(
             forward_step_func=forward_step_func,

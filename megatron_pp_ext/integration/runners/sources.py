@@ -37,7 +37,7 @@ class Source(Protocol):
 
 
 class Requested:
-    """The requested schedule; behind the first step it may be made for the memory that is free then."""
+    """The requested schedule; after the first step it may be made for the memory that is free then."""
 
     def __init__(self, pipeline: requested.Pipeline) -> None:
         assert pipeline.source is not None

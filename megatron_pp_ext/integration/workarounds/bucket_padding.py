@@ -2,7 +2,7 @@
 
 Megatron pads the end of each bucket to a multiple of 128 and of the number of replicas.  To save a
 distributed optimizer fully reshardable it gathers the state without this padding, and then takes each
-parameter from where it begins with padding.  So the state of every parameter behind a padded bucket is
+parameter from where it begins with padding.  So the state of every parameter after a padded bucket is
 another's, and the end of the last one is zeros.  The checkpoint loads without a word and trains on with other
 weights.  Tied embeddings are a bucket of their own, so that it takes no flag to have several.
 
