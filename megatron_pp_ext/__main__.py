@@ -23,13 +23,13 @@ Runs a Megatron-LM training script with this package's pipeline schedules instal
 
     torchrun --nproc-per-node 8 -m megatron_pp_ext pretrain_gpt.py --pipeline-schedule v-half ...
 
-  --cpu     run on CPUs with gloo: put stand-ins for torch.cuda in place and add the flags that a CPU needs
+  --cpu     run on CPUs with gloo: put stubs of torch.cuda in place and add the flags that a CPU needs
   --help    show this text; --help after SCRIPT.py shows the flags of the script
 """
 
 
 def prepare(cpu: bool = False) -> None:
-    """Install the schedules into Megatron, and before that, on a CPU, the stand-ins for torch.cuda.
+    """Install the schedules into Megatron, and before that, on a CPU, the stubs of torch.cuda.
 
     This has to run before anything imports Megatron. It takes ``--cpu`` out of sys.argv, and puts the flags
     that a CPU needs in.  ValueError where the environment asks for a schedule as well.
@@ -43,16 +43,16 @@ def prepare(cpu: bool = False) -> None:
         cpu = True
         sys.argv.remove("--cpu")
     if cpu:
-        from megatron_pp_ext import cpu as stand_ins
+        from megatron_pp_ext import cpu as stubs
 
-        stand_ins.install()
+        stubs.install()
 
     from megatron_pp_ext.launch import install
 
     install(cpu)
     if cpu:
-        sys.argv[1:] = stand_ins.with_cpu_flags(sys.argv[1:])
-        stand_ins.fork_checkpoint_writers(sys.argv[1:])
+        sys.argv[1:] = stubs.with_cpu_flags(sys.argv[1:])
+        stubs.fork_checkpoint_writers(sys.argv[1:])
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -230,10 +230,10 @@ def show_not_counted(lines: Sequence[str]) -> None:
 
 
 def show_launch(title: str, launch: Launch, filled_in: Sequence[str]) -> None:
-    """Print the command that starts training, and which of its flags are stand-ins for the user's."""
+    """Print the command that starts training, and which of its flags are placeholders for the user's."""
     console.print(title)
     # Not by the console, which would cut or fold words of a line that is to be copied.
     typer.echo(launch.text)
     if filled_in:
         names = ", ".join(name for name, _ in by_name(filled_in))
-        console.print(f"Stand-ins, to be replaced by yours: {names}", style="dim")
+        console.print(f"Placeholders, to be replaced by yours: {names}", style="dim")

@@ -299,8 +299,8 @@ def _with_variants(
 def _is_dominated(placement: Placement, cuts: Sequence[tuple[Placement, Costs]]) -> bool:
     """Whether the search skips ``placement``, as another of ``cuts`` with as many chunks is better.
 
-    A placement that turns round at the last rank has fewer hops than one that jumps back to the first, and
-    its ranks need equal memory, which those of a loop do not.
+    A placement that turns round at the last rank has fewer messages between ranks than one that jumps back to
+    the first, and its ranks need equal memory, which those of a loop do not.
     """
     turns = {other.chunks for other, _ in cuts if other.shape is not Shape.LOOP}
     return placement.shape is Shape.LOOP and placement.chunks in turns

@@ -1,4 +1,4 @@
-"""Megatron-LM on a machine without a GPU: torch.cuda stand-ins and gloo.
+"""Megatron-LM on a machine without a GPU: stubs of torch.cuda and gloo.
 
 Megatron-LM has no CPU mode. It does little on a GPU that a CPU cannot do, though: it names the device
 "cuda", brackets copies with streams and events, and requests nccl. ``install`` answers those requests with
@@ -25,7 +25,7 @@ _installed = False
 
 
 def install() -> None:
-    """Put every stand-in in place, once; a second call does nothing.
+    """Put every stub in place, once; a second call does nothing.
 
     Megatron binds some of the replaced names while it is imported, so this has to come first.
     """

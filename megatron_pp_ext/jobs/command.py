@@ -59,7 +59,7 @@ def whole_number(words: Sequence[str], name: str, default: int = 1) -> int:
 
 
 def missing(flags: Sequence[str]) -> list[str]:
-    """Return stand-ins for the flags that Megatron needs for training and ``flags`` lack.
+    """Return placeholders for the flags that Megatron needs for training and ``flags`` lack.
 
     None of them changes what a step costs.  The model's sizes are not among them.
     """
@@ -67,7 +67,7 @@ def missing(flags: Sequence[str]) -> list[str]:
     given = set(words)
     length = last(words, "--seq-length")
     is_computed_again = last(words, "--recompute-granularity") == "full"
-    stand_ins: tuple[tuple[Collection[str], list[str]], ...] = (
+    placeholders: tuple[tuple[Collection[str], list[str]], ...] = (
         (("--micro-batch-size",), ["--micro-batch-size", "1"]),
         (("--max-position-embeddings",), ["--max-position-embeddings", length] if length else []),
         (("--train-iters", "--train-samples"), ["--train-iters", "100"]),
@@ -80,7 +80,9 @@ def missing(flags: Sequence[str]) -> list[str]:
         (("--recompute-num-layers",), ["--recompute-num-layers", "1"] if is_computed_again else []),
         (("--save-interval",), ["--save-interval", "1000"] if "--save" in given else []),
     )
-    return [word for names, stand_in in stand_ins if not given.intersection(names) for word in stand_in]
+    return [
+        word for names, placeholder in placeholders if not given.intersection(names) for word in placeholder
+    ]
 
 
 def short_run(flags: Sequence[str], steps: int, changed: Mapping[str, Any]) -> list[str]:

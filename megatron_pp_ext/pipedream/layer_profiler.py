@@ -224,7 +224,7 @@ class _ChunkProfiler:
 
 
 def _now() -> Any:
-    """Record an event on the device; on a machine without one, its stand-in holds the time of a clock."""
+    """Record an event on the device; on a machine without one, its stub holds the time of a clock."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

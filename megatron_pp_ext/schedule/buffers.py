@@ -3,7 +3,7 @@
 from megatron_pp_ext.schedule.columns import Column, as_list
 from megatron_pp_ext.schedule.loops import Loop
 from megatron_pp_ext.schedule.messages import SENDS_AHEAD, in_line
-from megatron_pp_ext.schedule.program import HOP, Columns, T
+from megatron_pp_ext.schedule.program import P2P, Columns, T
 from megatron_pp_ext.schedule.walk import Walk
 
 
@@ -51,7 +51,7 @@ def _count_buffers(
     for action in range(len(kind)):
         for entry in range(begins[action], begins[action + 1]):
             is_remote = rank_of[needed[entry]] != rank_of[action]
-            if is_remote and wires[entry] == HOP and kind[action] != T:
+            if is_remote and wires[entry] == P2P and kind[action] != T:
                 receiver[needed[entry]] = rank_of[action] + 1
                 takes[action] = 1
     for action in line:

@@ -59,7 +59,7 @@ With one, the lookup would begin when the forward before ends, and the first sta
 """
 
 WORK = {Kind.F: 20, Kind.I: 22, Kind.W: 14, Kind.B: 36, Kind.S: 8, Kind.T: 4}
-HOP = HIDDEN = 1
+P2P = HIDDEN = 1
 SUMS = 2
 """The simulated times of actions and messages, in the usual proportions of a transformer's layers.
 
@@ -94,7 +94,7 @@ class Exchanged(StrEnum):
     STATISTICS = "statistics"
     """Each rank's largest logits and sums of exponentials, to all; after the last S."""
     GRADIENT = "gradient"
-    """The sum of all parts of the hidden state's gradient, to the last stage; a hop later, if it trains."""
+    """The sum of all parts of the hidden state's gradient, to the last stage; later by P2P, if it trains."""
     LOSS = "loss"
     """The gradient of the loss of every token, to all; after the last stage's backward."""
     INPUT = "gradient of embedded tokens"
@@ -190,7 +190,7 @@ def planned_launches(
             if scored[microbatch] == len(orders):
                 exchange(Exchanged.STATISTICS, microbatch)
                 if not is_evaluation:
-                    due.append((end + HOP, Exchange(Exchanged.GRADIENT, microbatch)))
+                    due.append((end + P2P, Exchange(Exchanged.GRADIENT, microbatch)))
     for _, left in due:
         exchange(*left)
     return [[tuple(launches) for launches in of_rank] for of_rank in planned]
@@ -249,7 +249,7 @@ def in_line(walk: Walk) -> tuple[Column, Column]:
     alone += WORK[Kind.S], WORK[Kind.T], 0
     durations = [*alone, *(alone[first] + alone[second] for first, second in program.pairs)]
     durations += [0] * program.placement.stages  # copies, which change nothing about when messages leave
-    _, of_steps = walk.times(durations, (HOP, HIDDEN, SUMS, SUMS))
+    _, of_steps = walk.times(durations, (P2P, HIDDEN, SUMS, SUMS))
     ends = program.make.taken(of_steps, walk.step_of[:-1])
     numbers = _in_order(program, ends)
     return program.make.taken(ends, numbers), numbers

@@ -23,7 +23,7 @@ _CODES = bytes.maketrans("".join(KINDS).encode(), bytes(range(len(KINDS))))
 _DELIVERED = {Kind.F: 0, Kind.I: 1, Kind.S: 2}
 """What actions wait for; a whole backward delivers what its I would."""
 
-WIRES = HOP, HIDDEN, SUMS, OWN = range(4)
+WIRES = P2P, HIDDEN, SUMS, OWN = range(4)
 """The wires over which an output comes.
 
 They lead from stage to stage, from the last stage to a rank's part of a split head, from all of these
@@ -145,7 +145,7 @@ def _waits(placement: Placement) -> tuple[list[int], list[int], list[int]]:
             for need in needs(Action(stage, kind, 0), placement):
                 needed.append(_DELIVERED[need.kind] * placement.stages + need.stage)
                 is_sums = need.kind is Kind.S and kind is not Kind.T
-                wires.append(HIDDEN if kind is Kind.S else SUMS if is_sums else HOP)
+                wires.append(HIDDEN if kind is Kind.S else SUMS if is_sums else P2P)
             begins.append(len(needed))
     return begins, needed, wires
 

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_pp_ext.compiler.limits import at_most, least_limits, without_messages
-from megatron_pp_ext.compiler.search.diary import Diary
 from megatron_pp_ext.compiler.search.integer_timing import time_orders
 from megatron_pp_ext.compiler.search.portfolio import search
 from megatron_pp_ext.compiler.search.problem import TOLERANCE, Orders, Problem, problem_of
+from megatron_pp_ext.compiler.search.progress_log import ProgressLog
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
@@ -104,12 +104,12 @@ def from_search(
     needed = least_limits(replace(costs, message=0.0), placement)
     floor = math.ceil(bound * problem.scale * (1 - TOLERANCE))
     kept: list[Proposal] = []
-    diary = Diary(problem, limits, bound)
+    progress_log = ProgressLog(problem, limits, bound)
     for _ in range(_ATTEMPTS):
         found = []
         for length, orders, origin in search(problem, trials, floor, families):
             found.append(Proposal(length / problem.scale, problem, orders, costs, origin))
-            diary.found(found[-1].makespan)
+            progress_log.found(found[-1].makespan)
             if length <= floor and _keeps(found[-1], limits):
                 break
         shortest = _shortest(found, limits)
@@ -128,7 +128,7 @@ def from_search(
             break
         rooms = less
         problem = problem_of(placement, microbatches, costs, rooms)
-    diary.end()
+    progress_log.end()
     return kept
 
 

@@ -35,7 +35,7 @@ def with_share(schedule: Schedule, costs: Costs, share: float) -> Timeline:
     alone = without_copies(schedule, costs)
     ranks = [RankCopies(alone, rank) for rank in range(len(alone.events))]
     rooms = [len(rank.copies(len(rank.waits))) for rank in ranks]
-    counts = leveled(rooms, round(share * sum(len(rank.waits) for rank in ranks)))
+    counts = balanced(rooms, round(share * sum(len(rank.waits) for rank in ranks)))
     return timed(alone, [rank.copies(count) for rank, count in zip(ranks, counts, strict=True)])
 
 
@@ -73,7 +73,7 @@ def over(timeline: Timeline, limits: Sequence[float]) -> float:
     return max(0.0, *above)
 
 
-def leveled(rooms: Sequence[int], total: int) -> list[int]:
+def balanced(rooms: Sequence[int], total: int) -> list[int]:
     """Return ``total`` in equal parts, none larger than its room; the first have one more where it is odd."""
     level = 0
     while sum(min(room, level + 1) for room in rooms) <= min(total, sum(rooms) - 1):

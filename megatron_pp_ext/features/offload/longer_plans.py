@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_pp_ext.features.offload.free_plans import (
-    leveled,
+    balanced,
     over,
     timed,
     with_share,
@@ -116,7 +116,7 @@ def _late(schedule: Schedule, costs: Costs, wanted: int) -> Timeline:
     found: list[Timeline] = []
     for _ in range(_ROUNDS):
         ranks = [RankCopies(step, rank) for rank in range(schedule.ranks)]
-        counts = leveled([len(rank.waits) for rank in ranks], wanted)
+        counts = balanced([len(rank.waits) for rank in ranks], wanted)
         step = timed(step, [rank.late(count) for rank, count in zip(ranks, counts, strict=True)])
         found.append(step)
     return min(found, key=lambda timeline: timeline.makespan)

@@ -23,7 +23,7 @@ def refused(problem: object) -> SystemExit:
     """Return the end of this rank, one line about ``problem``; the other ranks of the job are told before."""
     line = " ".join(f"{_PREFIX}{problem}".split())
     # The ranks of a rehearsal run alone.
-    if rendezvous.can_meet() and "--fake-process-group" not in sys.argv:
+    if rendezvous.can_rendezvous() and "--fake-process-group" not in sys.argv:
         with contextlib.suppress(RuntimeError):  # rank 0, which has the store, has not come or is gone
             rendezvous.meet(json.dumps(line), _judge, rendezvous.PATIENCE)
     return SystemExit(line)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_pp_ext.features.vocabulary.runtime.exchanges import Exchanges
-from megatron_pp_ext.runtime.stand_in_channels import Done, random_numbers
+from megatron_pp_ext.runtime.dummy_channels import Done, random_numbers
 
 
 class DummyExchanges(Exchanges):

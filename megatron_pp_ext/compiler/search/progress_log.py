@@ -16,7 +16,7 @@ _PAUSE_SECONDS = 10.0
 """The least time between two lines about how far a search is."""
 
 
-class Diary:
+class ProgressLog:
     """The lines of one search of ``problem`` within ``limits``; no makespan is below ``bound``."""
 
     def __init__(self, problem: Problem, limits: Sequence[float], bound: float) -> None:
