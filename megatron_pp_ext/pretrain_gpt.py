@@ -120,8 +120,8 @@ def _reads(vp_stage: int | None) -> bool:
 def get_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> Batch:
     """Return the next microbatch: the fields are None on a stage that needs no data.
 
-    Stages between the ends need some where attention stays within documents (``hooks.stage_data``), and
-    those with multi-token prediction always do.
+    Stages between the first and the last need some where attention stays within documents
+    (``hooks.stage_data``), and those with multi-token prediction always do.
     """
     if not _reads(vp_stage):
         return dict.fromkeys(FIELDS)

@@ -130,8 +130,8 @@ class Tried:
         if asked.pipeline.pipeline_loss_rank is not None:
             raise ValueError(
                 f"--pipeline-loss-rank {asked.pipeline.pipeline_loss_rank}: a search counts ranks from the "
-                "one with both ends of a V, and steps are the same either way: leave it out, and add it to "
-                "the command that you start, with a --pipeline-memory-limit by rank in reverse"
+                "one with a V's embedding and head, and steps are the same either way: leave it out, and "
+                "add it to the command that you start, with a --pipeline-memory-limit by rank in reverse"
             )
         names, compiles = self._schedules(asked)
         flag, is_measured = stages_flag(asked.job), asked.pipeline.pipeline_costs is not None

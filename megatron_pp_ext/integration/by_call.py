@@ -198,8 +198,8 @@ def install(
     "auto". ``trace`` is a file for the times of each step's actions.  ``timeout`` is how long a message may
     take, a timedelta or minutes (10).  ``offload`` lets activations wait on the host: a share of them, or
     "auto" for as many as cost no time, and for as few as keep ``memory_limit`` where there is one.
-    ``loss_rank`` is the pipeline rank with both ends of the model where a schedule has them on one, as a V
-    does: "last", where other trainers look for the loss, or "first", as in the papers.
+    ``loss_rank`` is the pipeline rank with the embedding and the loss where a schedule has them on one, as a
+    V does: "last", where other trainers look for the loss, or "first", as in the papers.
 
     ``order`` is "rule" or "search" for training steps whose microbatches have documents of unlike length:
     they are read ahead and run in an order planned by their lengths, and losses come back in the order of the

@@ -28,7 +28,7 @@ CORE = (
     *seams_of(replicated_ranks, embedding_copies, placed_models, placed_functions),
     # The step: which actions run in which order, with the backward in two halves, and what features add.
     *seams_of(choose, late_checks, local_linear, data_parallel, chunk_pipelines, offload_order, *HOOKED),
-    # Updates of each stage by itself, and checkpoints of a rank that has both ends of a model.
+    # Updates of each stage by itself, and checkpoints of a rank that has a model's embedding and head.
     *seams_of(stage_optimizer, checkpoint_copies, placed_optimizer_state),
     # What is recorded for a trace, without a change to what a run does.
     *seams_of(action_recording),

@@ -30,7 +30,7 @@ class Pipeline:
     """The training run that the pipeline is part of."""
     trace: Path | None = None
     predicting: int | None = None
-    """The stage that has multi-token prediction, with a copy of the embedding."""
+    """The stage that has multi-token prediction (MTP), with a copy of the embedding."""
     profile: Path | None = None
     """The file for the costs of every layer, measured under stock's schedules."""
     rehearsal: Path | None = None
@@ -63,13 +63,15 @@ class Pipeline:
         return self.source.name if self.source else f"stock {self.placement.shape}"
 
     @property
-    def has_both_ends_on_one_rank(self) -> bool:
+    def has_embedding_with_head(self) -> bool:
         """Whether one rank holds the first and the last stage, as under a V; stock has them on two."""
-        return self.source is not None and self.ends == self.placement.rank_of(self.placement.stages - 1)
+        return self.source is not None and self.embedding_rank == self.placement.rank_of(
+            self.placement.stages - 1
+        )
 
     @property
-    def ends(self) -> int:
-        """The rank with the first stage; under a V, whichever end it is turned to, with the last one too."""
+    def embedding_rank(self) -> int:
+        """The rank with the first stage, and, under a V, with the last stage too."""
         return self.placement.rank_of(0)
 
     @property

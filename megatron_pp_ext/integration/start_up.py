@@ -1,4 +1,4 @@
-"""What a run logs at its start, the schedule with its prediction, and what the machine must then have."""
+"""What a run logs at its start, the schedule with its estimate, and what the machine must then have."""
 
 import functools
 from collections.abc import Callable

@@ -57,13 +57,13 @@ class Model:
     def pattern(self) -> str | None:
         """The layers of --hybrid-layer-pattern, a letter each, with a | between stages; None without one.
 
-        What follows a slash is multi-token prediction, which belongs to the last stage.
+        What follows a slash is multi-token prediction (MTP), which belongs to the last stage.
         """
         return self.hybrid_layer_pattern.partition("/")[0] if self.hybrid_layer_pattern else None
 
     @property
     def predicting_pattern(self) -> str | None:
-        """The layers of one depth of multi-token prediction, a letter each; None without a pattern."""
+        """The layers of one depth of MTP, a letter each; None without a pattern."""
         return (self.hybrid_layer_pattern or "").partition("/")[2].partition("/")[0] or None
 
     @property

@@ -42,7 +42,7 @@ class Action(NamedTuple):
     """Work of one ``kind`` by ``stage`` on ``microbatch``; ``3F0`` is stage 3, forward, microbatch 0.
 
     S and T have the number of their rank's first stage, which is the rank's own number unless the placement
-    has its ends on the last rank.
+    has the embedding and the head on the last rank.
     """
 
     stage: int

@@ -191,9 +191,9 @@ def _merged_layout(text: str, ranks: int) -> str:
 
 def _merged_pattern(text: str, ranks: int) -> str:
     """The same for the layers of a hybrid model; MTP layers stay after their slash."""
-    main, slash, prediction = text.partition("/")
+    main, slash, mtp = text.partition("/")
     stages = main.split("|")
-    return text if len(stages) <= ranks else "|".join(_merged(stages, ranks)) + slash + prediction
+    return text if len(stages) <= ranks else "|".join(_merged(stages, ranks)) + slash + mtp
 
 
 def _merged(stages: Sequence[str], ranks: int) -> Iterator[str]:

@@ -156,7 +156,7 @@ _REPLICAS = "more than two replicas are summed in an order that goes by a gradie
 
 
 def _apart(words: Sequence[str]) -> int:
-    """See ``Arithmetic``: the logits of every prediction use the output weight again.
+    """See ``Arithmetic``: the logits of every MTP depth use the output weight again.
 
     A tied one is looked up too, for which no W waits.  In pairs each part of a plan adds its own gradient.
     """

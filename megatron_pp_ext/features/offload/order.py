@@ -47,7 +47,7 @@ def offloaded(request: Request, costs: CostsOf, before: Make) -> Made:
     alone = without_copies(made.schedule, known)
     timeline = _timeline(made.schedule, request, option.share, known)
     growth = timeline.makespan / alone.makespan - 1
-    note = f"copies to the host make steps {growth:.1%} longer by prediction"
+    note = f"copies to the host make steps {growth:.1%} longer by the estimate"
     notes = "; ".join(filter(None, (made.note, note if growth > _WORTH_SAYING else "")))
     return replace(made, schedule=timeline.schedule, note=notes)
 

@@ -19,11 +19,11 @@ _LAYER = re.compile(r"decoder\.layers\.\d+")
 
 
 class Built(NamedTuple):
-    """What a chunk has: the numbers of its layers, counted from 1, and the ends of the model."""
+    """What a chunk has: the numbers of its layers, from 1, the embedding and the output head."""
 
     layers: tuple[int, ...]
     embeds: bool
-    ends: bool
+    has_head: bool
 
 
 def require_as_placed(model: Sequence[torch.nn.Module], pipeline: Pipeline, group: dist.ProcessGroup) -> None:
@@ -75,7 +75,7 @@ def misplaced(told: Sequence[Sequence[Built]], placement: Placement) -> str:
         expected += len(found.layers)
         for end, has_end, at in (
             ("embedding", found.embeds, 0),
-            ("output layer", found.ends, placement.stages - 1),
+            ("output layer", found.has_head, placement.stages - 1),
         ):
             if has_end is not (stage == at):
                 return f"{where}, and {'has' if has_end else 'lacks'} the model's {end}; {_FIX}"

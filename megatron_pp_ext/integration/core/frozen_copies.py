@@ -1,7 +1,8 @@
 """One weight of which several ranks have copies or parts is trained on all of them, or on none.
 
-With tied embeddings both ends of a model have a copy, and those that predict several tokens have more; a
-feature may give every rank a part.  Where some of them are frozen, stock waits for ever for gradients.
+With tied embeddings the embedding and the output head have a copy each, and those that predict several tokens
+have more; a feature may give every rank a part.  Where some of them are frozen, stock waits for ever for
+gradients.
 """
 
 from collections.abc import Sequence

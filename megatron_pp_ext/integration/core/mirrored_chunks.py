@@ -2,8 +2,8 @@
 
 Stock Megatron places chunk c of rank i at stage c * p + i.  A V needs chunk 1 of rank i to be stage
 2p - 1 - i instead, which is what the interleaved code builds on rank p - 1 - i; a wave needs the same of
-every odd chunk, and with both ends on the last rank it is the even ones.  Two mirrors give these chunks, and
-no others, the rank p - 1 - i while they are at work:
+every odd chunk, and with embedding and head on the last rank it is the even ones.  Two mirrors give these
+chunks, and no others, the rank p - 1 - i while they are at work:
 
 * ``mirrored_rank`` mirrors the global pipeline rank, for code that reads it from ``parallel_state`` (batches,
   dataset providers, layer numbers in checkpoints);
@@ -25,7 +25,7 @@ from megatron.core import parallel_state
 from megatron_pp_ext.around import around
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core.built_chunks import finishing
-from megatron_pp_ext.integration.core.embedding_copies import tie_ends
+from megatron_pp_ext.integration.core.embedding_copies import tie_embeddings
 
 _RANK = "_MPU_PIPELINE_MODEL_PARALLEL_RANK"
 """Where ``parallel_state`` has the rank that it reports; None there makes it ask the process group."""
@@ -158,7 +158,7 @@ def build_chunks_placed(
     if pipeline.placement.has_mirrored:
         build_chunk = functools.partial(build_chunk_placed, build_chunk)
     chunks = stock(finishing(build_chunk), *args, **kwargs)
-    tie_ends(chunks)
+    tie_embeddings(chunks)
     return chunks
 
 

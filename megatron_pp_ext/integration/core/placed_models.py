@@ -15,7 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_pp_ext.around import bound
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core import built_chunks, chunk_pipelines
-from megatron_pp_ext.integration.core.embedding_copies import tie_ends
+from megatron_pp_ext.integration.core.embedding_copies import tie_embeddings
 from megatron_pp_ext.integration.core.mirrored_chunks import build_chunk_placed
 from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_18, CORE_0_20
@@ -79,7 +79,7 @@ def build_placed(stock: Callable[..., None], model: Any, *args: Any, **kwargs: A
     chunk = given.get("vp_stage")
     require_sizes(pipeline, groups.pp.size(), given["config"], chunk)
     chunk_pipelines.claim(given["config"], pipeline)
-    if pipeline.has_both_ends_on_one_rank:
+    if pipeline.has_embedding_with_head:
         # Both copies of a tied weight are on one rank (``sum_tied_gradients``): there is nobody to exchange
         # it with, whichever ranks Megatron's group has, which may be older than the schedule.
         groups.embd = None
@@ -117,7 +117,7 @@ def _collect(model: torch.nn.Module, chunk: int, pipeline: Pipeline) -> None:
     chunks = tuple(_unfinished)
     _unfinished.clear()
     built_chunks.finish(chunks)
-    tie_ends(chunks)
+    tie_embeddings(chunks)
     for act in _after_last_chunk:
         act()
 

@@ -88,10 +88,10 @@ _RANKS = "rank_offset local_world_size"
         CORE_0_18: f"{_SIZES} {_GROUPS} {_RANKS}",
         CORE_0_19: f"{_SIZES} gtp_remat_size expert_gtp_remat_size {_GROUPS} {_RANKS}",
     },
-    "under a V one rank has both ends of the model; replicas have groups of their own",
+    "under a V one rank has embedding and head; replicas have groups of their own",
 )
 def initialize_replicas(stock: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Make the groups of replicated stages, and of both ends of a V."""
+    """Make the groups of replicated stages, and of a V's embedding and head."""
     stock = embed_on_one_rank(stock)
     replicas = replicated()
     if replicas is None:

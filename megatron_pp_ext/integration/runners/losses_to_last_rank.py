@@ -44,7 +44,7 @@ class LossesOnLastRank:
     def losses(self, inputs: StepInputs) -> list[Any]:
         """See ``pipeline_runner.Losses``.
 
-        The losses of multi-token prediction move into the last rank's tracker.
+        The losses of MTP move into the last rank's tracker.
         """
         rank, connection = inputs.group.rank(), self._connection(inputs)
         if connection is None:

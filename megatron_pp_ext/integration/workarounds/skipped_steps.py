@@ -21,7 +21,7 @@ def pass_over(stock: Callable[[Any], None], data_iterator: Any) -> None:
     """Drop a step's samples from every iterator that this rank has.
 
     Stock takes them from one iterator on tensor-parallel rank 0 and broadcasts them.  But a rank with several
-    chunks has an iterator for each, a stage between the ends has none, and under
+    chunks has an iterator for each, a stage between the first and the last has none, and under
     ``megatron_pp_ext.pretrain_gpt`` every tensor-parallel rank reads.
     """
     iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]

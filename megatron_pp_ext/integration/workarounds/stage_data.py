@@ -1,7 +1,7 @@
-"""Data for the stages between the ends of the model.
+"""Data for the stages between the first and the last.
 
 Scripts of Megatron read a batch on the first and the last stage, and give the others none. But attention
-within documents needs the documents' ends on every stage: without them, a stage between the ends attends to
+within documents needs the documents' ends on every stage: without them, a stage between the two attends to
 all earlier tokens. Each stage then reads its own copy of the batch, as the outer ones do.
 """
 
@@ -60,7 +60,7 @@ _WHOLE_BATCH = (
 def send_whole_batch(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Send the whole batch to all tensor-parallel ranks where every stage needs it.
 
-    Stock sends nothing, or only a part, to the other ranks of a stage between the ends, unless it predicts
+    Stock sends nothing, or only a part, to the other ranks of a stage between them, unless it predicts
     several tokens, for which all fields are sent.
     """
     call = bound(stock, *args, **kwargs)

@@ -129,7 +129,7 @@ class PartOfRank(Extension):
         return None
 
     def extended(self, work: Compute) -> Compute:
-        """See ``Extension``: both ends of the model take from the vocabulary, and give to it."""
+        """See ``Extension``: the first and the last stage take from the vocabulary, and give to it."""
         (stage, kind, microbatch), stages = work.action, self._stages
         if kind is Kind.W:
             return work

@@ -1,4 +1,4 @@
-"""The two end stages where all ranks of a pipeline share the vocabulary.
+"""The first and the last stage where all ranks of a pipeline share the vocabulary.
 
 What stock does in one forward is done here in two pieces.
 
