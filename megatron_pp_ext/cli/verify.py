@@ -118,7 +118,6 @@ def verify(
 
 
 def _path(script: str) -> Path | None:
-    """Return the script's path; None for this package's own."""
     path = Path(script)
     if script == _OUR_SCRIPT or (path.name == "pretrain_gpt.py" and path.parent.name == "megatron_pp_ext"):
         return None
@@ -179,5 +178,4 @@ def _report(kind: str, rows: "list[Row]", largest: "Row") -> None:
 
 
 def _number(value: float | None) -> str:
-    """Return all digits of a number of single precision."""
     return "skipped" if value is None else f"{value:.9g}"

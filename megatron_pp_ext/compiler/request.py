@@ -96,7 +96,6 @@ class Request:
 
     @property
     def ranks(self) -> int:
-        """The pipeline-parallel size."""
         return self.placements[0].ranks
 
     @property

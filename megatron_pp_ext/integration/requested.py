@@ -59,7 +59,6 @@ class Pipeline:
 
     @property
     def name(self) -> str:
-        """The schedule's name, for people."""
         return self.source.name if self.source else f"stock {self.placement.shape}"
 
     @property

@@ -144,7 +144,6 @@ def by_stage(job: Job, stages: int) -> list[int]:
 
 
 def _evenly(job: Job, stages: int) -> list[int]:
-    """The layers of each stage where no flag describes the stages."""
     each, left = divmod(spread(job), stages)
     if left:
         counted = spread(job) - job.model.layers

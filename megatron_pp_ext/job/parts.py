@@ -101,7 +101,6 @@ class Model:
 
     @property
     def head_width(self) -> int:
-        """The width of an attention head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
@@ -125,7 +124,6 @@ class Model:
 
     @property
     def expert_width(self) -> int:
-        """The width of an expert."""
         return self.moe_ffn_hidden_size or self.mlp_width
 
     @property
@@ -250,7 +248,6 @@ class Precision:
 
     @property
     def uses_fp8(self) -> bool:
-        """Whether the products of the layers are computed in FP8."""
         return bool(self.fp8) and self.transformer_impl != "local"
 
     @property

@@ -65,7 +65,6 @@ class FlushFreeSteps:
         return self._running.done % parts, parts
 
     def run(self, inputs: StepInputs, recorder: Recorder) -> None:
-        """See ``pipeline_runner.Steps``."""
         if self._place is None:
             assert self._pipeline.updates is not None
             place = _Place(self._pipeline.updates.replicas, inputs.group, self._pipeline.settings)

@@ -95,7 +95,6 @@ class Placement:
 
     @property
     def stages(self) -> int:
-        """The number of stages that the model is cut into."""
         return self.ranks * self.chunks
 
     def is_mirrored(self, chunk: int) -> bool:

@@ -122,7 +122,6 @@ class Program:
 
     @cached_property
     def actions(self) -> list[Action]:
-        """The actions by their numbers."""
         stage, kind, microbatch, *_ = map(as_list, self.columns)
         return list(map(Action, stage, map(KINDS.__getitem__, kind), microbatch))
 

@@ -88,7 +88,6 @@ class ScheduleTimer:
         )
 
     def _busy(self, costs: Costs, starts: Column, ends: Column) -> list[float]:
-        """The working time of each rank."""
         if not costs.are_alike:
             return [
                 sum(float(ends[step] - starts[step]) for step in dict.fromkeys(own)) for own in self.steps
@@ -114,6 +113,5 @@ class ScheduleTimer:
 
 
 def _delays(costs: Costs) -> tuple[float, ...]:
-    """The seconds that an output is on each wire."""
     shared = costs.head
     return costs.hop, shared.hidden if shared else 0.0, shared.sums if shared else 0.0, 0.0

@@ -200,7 +200,6 @@ def _walk(
 
 @Loop
 def _time(steps: Steps, durations: Column, delays: Column, starts: Column, ends: Column) -> None:
-    """Fill ``starts`` and ``ends``."""
     before, sends, wire, place = steps
     for step in range(1, len(before)):
         start = ends[before[step]]

@@ -170,7 +170,6 @@ def _draw_actions(axes: Axes, timeline: Timeline, scale: float, font: float) -> 
 
 
 def _box(left: float, right: float, rank: int, top: float = 0.0, bottom: float = 1.0) -> _Box:
-    """Return a box in the row of ``rank``, from ``top`` to ``bottom`` as parts of the row's height."""
     above, below = rank + _ACTIONS * top, rank + _ACTIONS * bottom
     return [(left, above), (right, above), (right, below), (left, below)]
 

@@ -52,7 +52,6 @@ class Ordering(Option):
 
     @property
     def about(self) -> str:
-        """See ``Option``."""
         if self.how == "given":
             return ""
         how = "by the rule of the schedule" if self.how == "rule" else "as a search finds"

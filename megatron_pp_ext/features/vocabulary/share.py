@@ -165,12 +165,10 @@ class _Paper:
 
     @property
     def orders(self) -> tuple[Order, ...]:
-        """What each rank has done."""
         return tuple(map(tuple, self.done))
 
     @property
     def end(self) -> int:
-        """The end of the last rank."""
         return max(self._now)
 
     @property

@@ -44,12 +44,10 @@ class CollectiveRecorder:
 
     @contextmanager
     def during(self, action: Action) -> Iterator[None]:
-        """See ``rank.Recorder``."""
         with self._recorder.during(action), nullcontext() if action.microbatch else self._watching(action):
             yield
 
     def span(self, label: Label) -> AbstractContextManager[None]:
-        """See ``rank.Recorder``."""
         return self._recorder.span(label)
 
     @contextmanager

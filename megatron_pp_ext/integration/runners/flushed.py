@@ -30,7 +30,6 @@ class FlushedSteps:
         self._plans: dict[tuple[int, bool, Hashable], RankPlan] = {}
 
     def run(self, inputs: StepInputs, recorder: Recorder) -> None:
-        """See ``pipeline_runner.Steps``."""
         plan = self.plan(inputs)
         step = Step(inputs, self._placement, plan, self._transport)
         with ExitStack() as stack:

@@ -31,7 +31,6 @@ class LossesOnLastRank:
         self._object_send: ObjectSend | None = None
 
     def tokens(self, inputs: StepInputs) -> torch.Tensor:
-        """See ``pipeline_runner.Losses``."""
         tokens, rank, connection = inputs.tokens, inputs.group.rank(), self._connection(inputs)
         if connection is not None and rank == self._holder:
             dist.send(tokens.to(connection.wire), connection.receiver, group=connection.group)

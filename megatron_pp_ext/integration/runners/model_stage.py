@@ -167,17 +167,14 @@ class ModelStage:
         )
 
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """See ``rank.Stage``."""
         with self.during_backward(Kind.B, microbatch):
             return self._backward(microbatch, gradient)
 
     def backward_input(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """See ``rank.Stage``."""
         with self.during_backward(Kind.I, microbatch):
             return self._backward(microbatch, gradient)
 
     def backward_weight(self, microbatch: int) -> None:
-        """See ``rank.Stage``."""
         clock = timed(self.inputs.config, "backward-compute", level=2)
         with self._counted(Kind.W, microbatch), clock:
             STORE.run(Owner(self._stage, microbatch))

@@ -50,7 +50,6 @@ class DummyTransport:
         self.message_bytes = 0
 
     def channels(self, inputs: StepInputs) -> Channels:
-        """See ``Transport``."""
         group, shape, dtype = inputs.group, inputs.shape, inputs.config.pipeline_dtype
         if not shape:
             raise ValueError(
@@ -68,7 +67,6 @@ class DummyLosses:
     """The losses of this rank, or one to be logged; ``pipeline_runner.Losses``."""
 
     def tokens(self, inputs: StepInputs) -> torch.Tensor:
-        """See ``Losses``."""
         return inputs.tokens
 
     def losses(self, inputs: StepInputs) -> list[Any]:
@@ -103,7 +101,6 @@ class Rehearsal:
 
     @contextmanager
     def step(self, inputs: StepInputs) -> Iterator[Recorder]:
-        """See ``Recording``."""
         if self._recorder is None:
             self._recorder = StepRecorder(p for chunk in inputs.model for p in chunk.parameters())
             self._collectives = CollectiveRecorder(self._placement, self._recorder)
@@ -116,7 +113,6 @@ class Rehearsal:
 
     @contextmanager
     def actions(self, inputs: StepInputs, recorder: Recorder | None) -> Iterator[None]:
-        """See ``Recording``."""
         start = perf_counter()
         if self._timed:
             self._outside.append(start - self._ended)

@@ -47,15 +47,12 @@ class Requested:
         self._free_bytes: Sequence[float] = ()
 
     def phase(self, inputs: StepInputs) -> Hashable:
-        """See ``Source``."""
         return inputs.training_steps > 0
 
     def schedule(self, inputs: StepInputs) -> Schedule:
-        """See ``Source``."""
         return self._schedule(inputs.microbatches, inputs)
 
     def ordinary(self, inputs: StepInputs) -> Schedule | None:
-        """See ``Source``."""
         return None if inputs.microbatches == self._ordinary else self._schedule(self._ordinary, inputs)
 
     def _schedule(self, microbatches: int, inputs: StepInputs) -> Schedule:

@@ -66,7 +66,6 @@ class Partition:
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """The replicas of every stage."""
         return tuple(stage.replicas for stage in self.stages)
 
     def record(self, profile: Profile) -> dict[str, Any]:
@@ -187,7 +186,6 @@ def _stages(states: States, worker: Worker, blocks: Sequence[Block]) -> tuple[St
 
 
 def _data_parallel(states: States, levels: Sequence[Level], cost: str) -> float:
-    """Return the seconds between microbatches with the whole model on every worker."""
     seconds, machines = states.seconds[-1], 1
     for level in levels:
         load = StageLoad(

@@ -35,7 +35,6 @@ class Recorded(Operation):
     action: Action
 
     def run(self, rank: Rank) -> None:
-        """See ``Operation``."""
         with in_profile(str(self.action)), rank.recorder.during(self.action):
             self.perform(rank)
 

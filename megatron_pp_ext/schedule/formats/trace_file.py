@@ -88,7 +88,6 @@ def _on_tracks(records: Sequence[RankRecord]) -> Iterator[dict[str, Any]]:
 
 
 def _simulated(timeline: Timeline, events: Sequence[Event], peak: float) -> RankRecord:
-    """Return what a recorder would have seen of one rank."""
     actions, each_counts = [action for action, _, _ in events], Costs.unit(timeline.schedule.placement)
     live_after = accumulate(map(timeline.costs.kept, actions))
     pairs = accumulate(map(each_counts.kept, actions))

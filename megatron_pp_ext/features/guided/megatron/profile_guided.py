@@ -59,7 +59,6 @@ class ProfileGuide(Requested):
         return self._settings.steps_done(inputs.training_steps) + 1
 
     def step(self, inputs: StepInputs) -> Any:
-        """See ``pipeline_runner.Recording``."""
         step = self._current_step(inputs)
         counting = None
         if step in self._steps:
@@ -70,7 +69,6 @@ class ProfileGuide(Requested):
 
     @contextmanager
     def actions(self, inputs: StepInputs, recorder: Recorder | None) -> Iterator[None]:
-        """See ``pipeline_runner.Recording``."""
         if inputs.forward_only:
             yield
             return
@@ -91,11 +89,9 @@ class ProfileGuide(Requested):
             self._durations.add_after(inputs.microbatches, seconds)
 
     def phase(self, inputs: StepInputs) -> Hashable:
-        """See ``sources.Source``."""
         return super().phase(inputs), self._current_step(inputs) in self._steps, self._costs is not None
 
     def schedule(self, inputs: StepInputs) -> Schedule:
-        """See ``sources.Source``."""
         schedule = super().schedule(inputs)
         if self._costs is not None:
             return self._shorter(schedule, self._costs, inputs)

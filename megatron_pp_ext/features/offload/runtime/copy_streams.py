@@ -51,7 +51,6 @@ class CopyEvent:
         torch.cuda.current_stream().wait_event(self._event)
 
     def synchronize(self) -> None:
-        """See ``Done``."""
         self._event.synchronize()
 
 
@@ -62,15 +61,12 @@ class CopyStreams:
         self._to_host, self._to_device = torch.cuda.Stream(), torch.cuda.Stream()
 
     def to_host(self, transfers: Sequence[Transfer], after: Iterable[Done], timed: Timed) -> CopyEvent:
-        """See ``CopyEngines``."""
         return _launch(self._to_host, transfers, after, timed)
 
     def to_device(self, transfers: Sequence[Transfer], after: Iterable[Done], timed: Timed) -> CopyEvent:
-        """See ``CopyEngines``."""
         return _launch(self._to_device, transfers, after, timed)
 
     def stream(self) -> Hashable:
-        """See ``CopyEngines``."""
         return torch.cuda.current_stream()
 
 
