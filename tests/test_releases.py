@@ -1,7 +1,5 @@
 """What names a release of Megatron agrees with the one table, ``integration/releases.py``."""
 
-import re
-import shlex
 import tomllib
 from pathlib import Path
 
@@ -46,17 +44,6 @@ def test_pyproject_takes_what_is_tested() -> None:
     assert requirement("transformer-engine", extra="gpu").specifier == SpecifierSet(f">={FIRST_ENGINE}")
 
 
-def test_a_container_gets_all_but_its_torch() -> None:
-    """The README's row installs what pyproject asks for; megatron-core brings numpy and packaging."""
-    row = re.search(r"`pip install --no-deps \. && pip install (.*)`", (ROOT / "README.md").read_text())
-    assert row
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = {each.name: each for each in map(Requirement, project["dependencies"])}
-    given = {each.name: each for each in map(Requirement, shlex.split(row[1]))}
-    assert given.keys() == asked.keys() - {"torch", "numpy", "packaging"}
-    assert given["megatron-core"] == asked["megatron-core"]
-
-
 def test_the_newest_is_installed_and_the_older_ones_are_in_the_matrix() -> None:
     *older, newest = PUBLISHED
     assert f"\nmegatron-core=={newest}\n" in (ROOT / "requirements.lock").read_text()
@@ -67,23 +54,3 @@ def test_each_checkout_has_a_patch() -> None:
     assert {path.name for path in (ROOT / "patches").glob("*.patch")} == {
         f"megatron-{checkout}.patch" for checkout in CHECKOUTS
     }
-    rows = re.findall(r"^\| `(.*)` \| (.*) \|$", (ROOT / "patches" / "README.md").read_text(), re.MULTILINE)
-    assert rows == [(f"megatron-{checkout}.patch", f"core_v{checkout}") for checkout in CHECKOUTS]
-
-
-def test_the_documents_say_what_was_tried() -> None:
-    compatibility = (ROOT / "docs" / "compatibility.md").read_text()
-    table = compatibility.partition("\n| megatron-core | |\n|---|---|\n")[2].partition("\n\n")[0]
-    assert table.splitlines() == [
-        *(
-            f"| {release.wheel or f'{dotted(release)} (development)'} | {release.tried} |"
-            for release in reversed(RELEASES)
-        ),
-        "| others | refused by name |",
-    ]
-    published = [dotted(release) for release in PUBLISHED.values()]
-    for document in (compatibility, (ROOT / "README.md").read_text()):
-        assert f"megatron-core {published[0]} to {published[-1]}" in " ".join(document.split())
-    assert f"\nThe table is for megatron-core {published[-1]}. " in compatibility
-    assert f"core_v{', '.join(CHECKOUTS[:-1])} and {CHECKOUTS[-1]} checkouts" in compatibility
-    assert f"Transformer Engine layers ({FIRST_ENGINE} or newer)" in compatibility
