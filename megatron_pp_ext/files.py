@@ -16,7 +16,7 @@ TEXT = "utf-8-sig"
 
 
 LARGEST = 2**26
-"""The most bytes of a file that is read where nothing else is said: twice as many as any tokenizer has."""
+"""The most bytes of a file that is read where no other limit is given: twice as many as any tokenizer has."""
 
 
 def read_bytes(path: Path, largest: int = LARGEST) -> bytes:

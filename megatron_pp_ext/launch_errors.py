@@ -29,7 +29,7 @@ def in_one_line() -> Iterator[None]:
     """End the process with status 2 for an error of this package that is raised inside, in one line.
 
     Such an error is a SystemExit whose text starts with ``PREFIX``, or a ValueError that this package raises.
-    An ImportError that says what to install, as Megatron raises for a model's package, ends it likewise.
+    An ImportError that states what to install, as Megatron raises for a model's package, ends it likewise.
     Everything else passes, and keeps its traceback.
     """
     try:

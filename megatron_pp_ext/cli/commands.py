@@ -322,7 +322,7 @@ def doctor(
 ) -> None:
     """Report what this machine lacks, and whether every hook into Megatron fits.
 
-    The first line says whether schedules can run here, and what they need.
+    The first line reports whether schedules can run here, and what they need.
     """
     with waiting("importing torch"):
         from megatron_pp_ext.integration.doctor import examine

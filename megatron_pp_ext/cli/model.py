@@ -89,7 +89,7 @@ def to_be_started(
     script: Path | None = None,
     sizes: Mapping[str, int | None] | None = None,
 ) -> "Described":
-    """Return the model of a job that is started from here, and print what is to be said of it.
+    """Return the model of a job that is started from here, and print its notes.
 
     ``script`` is the user's training script, whose own flags cannot be checked; ``sizes`` are given by
     options, under the names of arguments.

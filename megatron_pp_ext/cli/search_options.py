@@ -62,7 +62,7 @@ class Job:
         if asked.pipeline.pipeline_replicas is not None:
             raise ValueError(
                 f"--pipeline-replicas {asked.pipeline.pipeline_replicas}: a search gives all stages as many: "
-                "leave it out; mpp partition finds replicas, and mpp estimate tells what they take"
+                "leave it out; mpp partition finds replicas, and mpp estimate reports what they take"
             )
         return asked, words
 

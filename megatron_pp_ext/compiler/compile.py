@@ -91,7 +91,7 @@ def compile_schedule(
     allows are considered (``placements_of``).  ``memory_limit`` is in the unit of
     ``StageCosts.activation``, one number for all ranks or one for each; no rank's
     ``Timeline.peak_memory`` exceeds it.  ``trials`` bounds the search; with 0 only the published families
-    are compared.  ``turn`` is entered where the schedule is not in the cache.  Where ``costs`` say that a
+    are compared.  ``turn`` is entered where the schedule is not in the cache.  Where ``costs`` state that a
     pair takes less than its two actions (``Costs.pair``), the schedule may have pairs.
 
     The schedule is never longer than one of a published family, with pairs or without and with one of the

@@ -48,7 +48,7 @@ def _starter(holder: Any, name: str) -> Callable[..., Any] | None:
 
 
 def _fork(start: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``start``, and let it fork what it starts, whatever the call says."""
+    """Call ``start``, and let it fork what it starts, whatever the call requests."""
     call = bound(start, *args, **kwargs)
     call.arguments["mp_mode"] = "fork"
     return start(*call.args, **call.kwargs)

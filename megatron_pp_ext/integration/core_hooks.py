@@ -1,6 +1,6 @@
 """Where schedules enter megatron.core: placement, the step, updates, checkpoints and what is recorded.
 
-Each hook says the place, the parameters that it has since which release, and what the hook is for.
+Each hook states the place, the parameters that it has since which release, and what the hook is for.
 """
 
 from megatron_pp_ext.features.megatron import HOOKED

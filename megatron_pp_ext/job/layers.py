@@ -160,7 +160,7 @@ def _evenly(job: Job, stages: int) -> list[int]:
 
 
 def _uneven_fix(job: Job, stages: int) -> str:
-    """Say how the model of ``job`` gets ``stages`` with different numbers of layers."""
+    """Describe how the model of ``job`` gets ``stages`` with different numbers of layers."""
     if job.model.pattern:
         return f"write --hybrid-layer-pattern as {cut_evenly(job.model.pattern, stages)}, for example"
     if job.pipeline.pipeline_replicas is not None:

@@ -1,4 +1,4 @@
-"""Whether a pipeline layout is that of the model: both say how many layers there are, and of which kinds."""
+"""Whether a pipeline layout is that of the model: both state how many layers of which kinds there are."""
 
 from collections.abc import Sequence
 

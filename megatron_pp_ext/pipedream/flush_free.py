@@ -162,7 +162,7 @@ class _RunningPipeline:
 
 
 def steps_to_come(settings: Settings, inputs: StepInputs) -> int:
-    """Return the updates from this one to the run's last; ValueError where nobody has said."""
+    """Return the updates from this one to the run's last; ValueError where no number of steps is known."""
     if settings.train_steps is None:
         raise ValueError(
             "train_steps is not given, but a pipeline that never flushes has to know its last training step; "

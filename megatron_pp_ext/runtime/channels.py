@@ -2,7 +2,7 @@
 
 Two ranks that exchange anything have one channel in each direction, and a channel is first in,
 first out: the receiver knows from the schedule what the sender will send next, so no message
-carries a tag.  The plan says when each receive is posted (``schedule.messages``, with the proof that
+carries a tag.  The plan states when each receive is posted (``schedule.messages``, with the proof that
 no pipeline can hang whatever the hardware's queues, buffers and synchronizations are): nothing here
 posts a receive by itself, and nothing relies on messages passing each other.
 

@@ -129,7 +129,7 @@ class Costs:
     hides anything of the other, and 1/2 where one of two equal actions is free.
 
     ``sizes`` are those at which the costs were measured, by the names of Megatron's arguments; none where
-    nobody says.
+    nothing states it.
     """
 
     __pydantic_config__: ClassVar = {**STRICT, "alias_generator": in_files}

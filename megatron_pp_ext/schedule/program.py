@@ -1,7 +1,7 @@
 """A program: what all ranks launch, in their order, and what each of these actions waits for, as numbers.
 
 An action goes by its number: those of the first rank come first, in its order, then those of the next.  A
-column has a number for each action.  What an action waits for is said by ``actions.needs`` alone, of which
+column has a number for each action.  What an action waits for is defined by ``actions.needs`` alone, of which
 ``_waits`` is a table.
 """
 

@@ -70,7 +70,7 @@ class ScheduleTimer:
     def makespan(self, seconds: Callable[[Action], float], costs: Costs) -> float:
         """The time from 0 to the last end where every action takes ``seconds`` of its own.
 
-        ``costs`` has the times of messages, and says how long a pair takes.
+        ``costs`` has the times of messages, and how long a pair takes.
         """
         return max(as_list(self._times_of_each(seconds, costs)[1]))
 

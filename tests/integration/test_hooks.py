@@ -118,7 +118,7 @@ def test_undo_puts_everything_back(unpatched):
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_a_seam_that_does_not_fit_is_refused_whole(unpatched, monkeypatch, is_there):
+def test_a_hook_that_does_not_fit_is_refused_whole(unpatched, monkeypatch, is_there):
     def backward_step(input_tensor, output_tensor): ...
 
     if is_there:
@@ -195,7 +195,7 @@ def test_a_new_release_is_one_row_and_the_signatures_that_it_changed(unpatched, 
     assert schedules.backward_step is backward_step
 
 
-def test_seams_are_places_of_their_own_with_signatures_of_releases_in_the_table():
+def test_hooks_are_places_of_their_own_with_signatures_of_releases_in_the_table():
     numbers = {release.number for release in releases.RELEASES}
     every = hooks.all_hooks(cpu=True)
     assert len({hook.path for hook in every}) == len(every)
@@ -203,13 +203,13 @@ def test_seams_are_places_of_their_own_with_signatures_of_releases_in_the_table(
     assert [hook.path for hook in every if list(hook.known) != sorted(hook.known)] == []
 
 
-def test_every_mend_names_a_test_that_is_there():
+def test_every_workaround_names_a_test_that_is_there():
     for workaround in WORKAROUNDS:
         file, _, name = workaround.test.partition("::")
         assert f"def {name}" in (Path(__file__).parents[2] / file).read_text(), workaround.test
 
 
-def test_a_seam_is_only_looked_for_in_its_releases(unpatched, monkeypatch):
+def test_a_hook_is_only_looked_for_in_its_releases(unpatched, monkeypatch):
     no_such = functools.partial(patching.Seam, "megatron.core:no_such_name", wrap=dict, why="")
     monkeypatch.setattr("megatron.core.__version__", "0.17.1")
     patching.apply([no_such({(0, 18): "a b"})])

@@ -24,7 +24,7 @@ class TimedOrder(NamedTuple):
     before every place.  ``trial`` has the starts that a move leads to; between moves it equals ``start``.
 
     ``heap`` has the actions to time anew.  ``changed`` lists those whose time a move has changed, and
-    ``listed`` says of each whether it is there.
+    ``listed`` has for each whether it is there.
     """
 
     order: Integers

@@ -20,7 +20,7 @@ _TOKENS = "tokens", "input_ids"
 def lengths_of_batch(batch: Any) -> list[int]:
     """Return the document lengths of a batch as Megatron's datasets yield it.
 
-    A packed one says where documents end; any other has a document in each row.  ValueError for anything
+    A packed one states where documents end; any other has a document in each row.  ValueError for anything
     else.
     """
     if isinstance(batch, Mapping):

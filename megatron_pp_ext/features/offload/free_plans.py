@@ -42,7 +42,7 @@ def with_share(schedule: Schedule, costs: Costs, share: float) -> Timeline:
 def within(schedule: Schedule, costs: Costs, limits: Sequence[float]) -> Timeline:
     """Return ``schedule`` with as few copies as keep each rank within its limit, simulated.
 
-    A rank that no copies keep within it, as ``over`` tells, offloads all that can be.  ``limits`` are in the
+    A rank that no copies keep within it, by ``over``, offloads all that can be.  ``limits`` are in the
     unit of ``StageCosts.activation``, and are held against ``Timeline.peak_memory``.
     """
     alone = without_copies(schedule, costs)

@@ -29,7 +29,7 @@ _FEWER = 8
 """The part of the trials that is left for an order without copies, which has to be shorter than one with."""
 
 _WORTH_SAYING = 5e-4
-"""The part of a step from which on people are told that copies make it longer."""
+"""The part of a step from which on it is reported that copies make it longer."""
 
 
 def offloaded(request: Request, costs: CostsOf, before: Make) -> Made:

@@ -23,11 +23,11 @@ def require_alike(model: Sequence[torch.nn.Module]) -> None:
         for name, parameter in chunk.named_parameters()
         if name in (EMBEDDING, OUTPUT)
     }
-    told: list[set[tuple[str, bool]]] = [own] * dist.get_world_size()
-    dist.all_gather_object(told, own)
+    gathered: list[set[tuple[str, bool]]] = [own] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
     for name in (EMBEDDING, OUTPUT):
         frozen, trained = (
-            [rank for rank, weights in enumerate(told) if (name, is_trained) in weights]
+            [rank for rank, weights in enumerate(gathered) if (name, is_trained) in weights]
             for is_trained in (False, True)
         )
         if frozen and trained:

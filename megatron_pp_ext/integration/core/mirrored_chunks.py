@@ -32,7 +32,7 @@ _RANK = "_MPU_PIPELINE_MODEL_PARALLEL_RANK"
 
 
 class MirroredRank(int):
-    """A pipeline rank counted from the other end, told apart from the true rank of a process."""
+    """A pipeline rank counted from the other end, kept apart from the true rank of a process."""
 
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
         return int, (int(self),)  # in a file it is a number like any other
@@ -163,7 +163,7 @@ def build_chunks_placed(
 
 
 def _require_chunk_argument(build_chunk: Callable[..., Any]) -> None:
-    """Raise ValueError if ``build_chunk`` cannot be told which of several chunks it is to build."""
+    """Raise ValueError if ``build_chunk`` cannot be given which of several chunks it is to build."""
     chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
     parameters = inspect.signature(build_chunk).parameters.values()
     takes_any = any(one.name == "vp_stage" or one.kind is one.VAR_KEYWORD for one in parameters)

@@ -18,7 +18,7 @@ from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_19
 from megatron_pp_ext.schedule.placement import Placement
 
 _FORMAT, _PLACEMENT = "param_state_sharding_type", "megatron_pp_ext_placement"
-"""What a state dict says of an optimizer's format, and of the placement unless it is stock's."""
+"""What a state dict states of an optimizer's format, and of the placement unless it is stock's."""
 
 _WHY = "a distributed optimizer's state goes only where it was saved, models that were built by a call"
 

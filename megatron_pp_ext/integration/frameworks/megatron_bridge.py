@@ -49,7 +49,7 @@ class _Placed:
 def provide_placed(stock: Callable[..., Any], model_provider: Any, *args: Any, **kwargs: Any) -> Any:
     """Let a provider build what comes before and after a language model on the first and last stage.
 
-    Stock decides by the number of the rank.
+    Stock goes by the number of the rank.
     """
     pipeline = requested.pipeline()
     if pipeline is not None and pipeline.is_per_model and pipeline.placement.has_mirrored:

@@ -1,4 +1,4 @@
-"""The process groups and channels of a pipeline's messages, made as the run's settings say."""
+"""The process groups and channels of a pipeline's messages, made by the run's settings."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -20,7 +20,7 @@ def refuse_mixed_steps(folder: str | None, args: Namespace) -> None:
     """End rank 0 with one line if --ckpt-step would load weights and optimizer state of two iterations.
 
     With --ckpt-format torch and a distributed optimizer Megatron takes the optimizer's state from the newest
-    checkpoint, whatever --ckpt-step says, and goes on from there without a word.
+    checkpoint, whatever --ckpt-step is, and goes on from there without a word.
     """
     if args.rank or not folder or not args.ckpt_step or args.no_load_optim or args.finetune:
         return

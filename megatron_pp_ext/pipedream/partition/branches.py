@@ -1,4 +1,4 @@
-"""Says which layers to merge where a graph has too many parallel branches to be cut."""
+"""Finds which layers to merge where a graph has too many parallel branches to be cut."""
 
 from collections.abc import Mapping, Sequence
 

@@ -100,7 +100,8 @@ def partition(
     ``levels`` go from the innermost outwards.  ``cost`` is a name from ``FORMULAS``.  ``memory`` is in bytes
     of each worker; gradients and optimizer state take ``state_per_weight`` of them for each byte of weights.
     A ``straight`` pipeline has one worker for each stage.  ValueError where a value is out of its range,
-    where there are more stages than layers, or where nothing fits in ``memory`` (the error says what would).
+    where there are more stages than layers, or where nothing fits in ``memory`` (the error states what
+    would).
     """
     _check(profile, levels, cost, memory, state_per_weight, straight)
     states = states_of(profile)

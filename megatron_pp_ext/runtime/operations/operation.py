@@ -30,7 +30,7 @@ class Operation(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Recorded(Operation):
-    """An action of the schedule, whose computation the recorder is told of."""
+    """An action of the schedule, whose computation is reported to the recorder."""
 
     action: Action
 

@@ -41,7 +41,7 @@ type _Label = Annotated[str, printable()]
 
 @dataclass(frozen=True, slots=True)
 class _About:
-    """What a trace says of its step; the lists have an entry for each rank (``RankRecord``)."""
+    """What a trace states of its step; the lists have an entry for each rank (``RankRecord``)."""
 
     __pydantic_config__: ClassVar = {**STRICT, "alias_generator": in_files}
 

@@ -4,8 +4,8 @@
 schedule found for these costs runs, if it is predicted to be shorter than the requested one.  The placement
 stays, and with it weights, checkpoints and evaluation.  Every schedule adds up the same gradients in the same
 order, so the change leaves no trace in the losses, but for dropout where ranks have several chunks: its masks
-follow the order in which these run, and the start-up line says so.  Where another layout would make a shorter
-pipeline, a line advises it for the next start.
+follow the order in which these run, and the start-up line reports it.  Where another layout would make a
+shorter pipeline, a line advises it for the next start.
 """
 
 from collections import defaultdict

@@ -1,7 +1,7 @@
 """The copy engines of a device: one each way, each with a stream of its own.
 
 A copy waits for all that was launched on the compute stream before it, and on its own stream.  What is
-computed later waits for a copy only where it is told to (``Done.wait``).  The host waits for nothing.
+computed later waits for a copy only where it has to (``Done.wait``).  The host waits for nothing.
 """
 
 from collections.abc import Hashable, Iterable, Sequence

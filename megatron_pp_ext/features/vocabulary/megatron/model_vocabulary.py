@@ -121,7 +121,7 @@ def _exchanges(inputs: StepInputs, transport: Transport) -> Exchanges:
 
 
 def _refuse(inputs: StepInputs) -> None:
-    """Raise ValueError for what a step may have that no flag says."""
+    """Raise ValueError for what a step may have that no flag states."""
     if inputs.collect_non_loss_data:
         raise ValueError(
             "--pipeline-vocabulary shared cannot collect other data than losses from the last stage, "
