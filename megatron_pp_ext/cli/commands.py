@@ -339,12 +339,12 @@ def doctor(
         typer.Option(help="A Megatron-LM checkout to examine instead of the installed megatron-core."),
     ] = None,
     full: Annotated[
-        bool, typer.Option("--full", help="List versions, how messages go, and every seam too.")
+        bool, typer.Option("--full", help="List versions, how messages go, and every hook too.")
     ] = False,
 ) -> None:
-    """Report what this machine lacks, and whether every seam into Megatron fits.
+    """Report what this machine lacks, and whether every hook into Megatron fits.
 
-    The first line says whether schedules can run here, and what they need.
+    The first line reports whether schedules can run here, and what they need.
     """
     with waiting("importing torch"):
         from megatron_pp_ext.integration.doctor import examine

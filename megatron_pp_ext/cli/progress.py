@@ -1,4 +1,4 @@
-"""Says what a command waits for: a spinner on a terminal, elsewhere a line after two seconds, more later."""
+"""Reports what a command waits for: a spinner on a terminal, elsewhere a line after two seconds and later."""
 
 import sys
 import time
@@ -21,7 +21,7 @@ _PAUSE_SECONDS = 10.0
 def waiting(what: str) -> Iterator[None]:
     """Show ``what`` is being done while the context lasts; on stderr where there is no terminal.
 
-    What the package logs of its progress meanwhile is shown behind it.
+    What the package logs of its progress meanwhile is shown after it.
     """
     if console.is_terminal:
         # As Text, since names of files may look like markup.

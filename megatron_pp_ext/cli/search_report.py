@@ -36,7 +36,7 @@ _COLUMNS = (
 class Report:
     """The result for the model of the flags ``words`` on ``gpus`` of ``system`` with ``limit`` bytes each.
 
-    ``about`` says what was asked: the model, sequences a step and tokens a sequence, command and date.
+    ``about`` states what was asked: the model, sequences a step and tokens a sequence, command and date.
     ``script`` is the user's training script, ``filled_in`` are those of ``words`` that the user did not give,
     ``not_counted`` what estimates are made without.
     """
@@ -83,7 +83,7 @@ class Report:
         self.show_command("To run the best:", result.best[0])
 
     def _room(self) -> str:
-        """Say how much memory a rank may take."""
+        """Report how much memory a rank may take."""
         offered = self.system.memory_bytes
         left = f", {1 - self.limit / offered:.0%} stay free" if self.limit < offered else ""
         return f"{self.limit / 1e9:.1f} GB a GPU of {offered / 1e9:.1f}{left} (--memory)"
@@ -185,7 +185,7 @@ class Report:
         ]
 
     def _alike(self, one: Evaluated) -> str:
-        """Say which schedules are nearly as fast as that of ``one``: of each family the fastest."""
+        """Report which schedules are nearly as fast as that of ``one``: of each family the fastest."""
         families = {one.candidate.schedule: one}
         for other in self.result.alike[one.candidate]:
             families.setdefault(other.candidate.schedule, other)
@@ -218,5 +218,5 @@ class Report:
         return f"{model} on {self.gpus} x {self.system.name}, {batch} sequences of {length} tokens a step"
 
     def _shown(self) -> list[Evaluated]:
-        """The best, and what is on the frontier beside them."""
+        """The best, and what is on the frontier in addition to them."""
         return [*self.result.best, *(one for one in self.result.frontier if one not in self.result.best)]

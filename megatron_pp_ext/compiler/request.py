@@ -51,7 +51,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """All that decides on a schedule, beside the costs of its stages; ``compiler.make`` makes it.
+    """All that decides on a schedule, apart from the costs of its stages; ``compiler.make`` makes it.
 
     ``schedule`` is a name of the catalogue, one of ``schedule.names`` or ``csv:FILE``.  ``placements`` has
     one entry, except under ``flex``, whose compiler chooses among several.  ``data`` is the data-parallel
@@ -98,7 +98,6 @@ class Request:
 
     @property
     def ranks(self) -> int:
-        """The pipeline-parallel size."""
         return self.placements[0].ranks
 
     @property

@@ -1,7 +1,7 @@
 """The flags of a job that no part of it has, as they are given.
 
 A part of a job (``job.parts``) has what training computes and what an estimate counts.  These are asked for
-besides: by rules about what cannot be combined (``job.rules``), and where a job is started.
+in addition: by rules about what cannot be combined (``job.rules``), and where a job is started.
 """
 
 from dataclasses import dataclass, fields

@@ -2,13 +2,13 @@
 
 Two ranks that exchange anything have one channel in each direction, and a channel is first in,
 first out: the receiver knows from the schedule what the sender will send next, so no message
-carries a tag.  The plan says when each receive is posted (``schedule.messages``, with the proof that
+carries a tag.  The plan states when each receive is posted (``schedule.messages``, with the proof that
 no pipeline can hang whatever the hardware's queues, buffers and synchronizations are): nothing here
 posts a receive by itself, and nothing relies on messages passing each other.
 
 Each direction has a process group.  Under a backend that gives the peers of a group streams of their own,
 a message therefore waits only for messages between the same two ranks.  On a GPU a message is launched
-behind everything that the compute stream has by then, and waiting for one stops the compute stream and
+after everything that the compute stream has by then, and waiting for one stops the compute stream and
 not the host; under gloo, and for messages that announce their shapes, it stops the host.
 
 Gloo copies a message into its socket before ``send`` returns, if the receive is posted by then.  A thread

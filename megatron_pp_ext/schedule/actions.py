@@ -42,7 +42,7 @@ class Action(NamedTuple):
     """Work of one ``kind`` by ``stage`` on ``microbatch``; ``3F0`` is stage 3, forward, microbatch 0.
 
     S and T have the number of their rank's first stage, which is the rank's own number unless the placement
-    has its ends on the last rank.
+    has the embedding and the head on the last rank.
     """
 
     stage: int
@@ -71,7 +71,7 @@ class Schedule:
     ``microbatches`` is m.  A schedule has no times: when an action starts follows from the order,
     the costs and the messages (``simulate``).
 
-    ``paired`` are the forwards that run together with the backward (I or B) right behind them in the order,
+    ``paired`` are the forwards that run together with the backward (I or B) right after them in the order,
     layer by layer, so that each half computes while the other one communicates.  The two start and end
     together.  Everything that counts actions, activations or messages reads the order as it stands.
 

@@ -64,7 +64,7 @@ def test_measured_costs_say_at_which_length(mpp, lengths, tmp_path):
     costs = {"stages": [{"forward": 0.1, "input_gradient": 0.1, "weight_gradient": 0.1}] * 2}
     (tmp_path / "costs.json").write_text(json.dumps(costs))
     words = ("schedule", "1f1b", "-p", 2, "--lengths", lengths, "--costs", tmp_path / "costs.json")
-    assert "does not say for which length its costs are" in mpp(*words).output
+    assert "does not state the length of its costs" in mpp(*words).output
     (tmp_path / "costs.json").write_text(json.dumps({**costs, "sizes": {"seq_length": 8000}}))
     assert mpp(*words).exit_code == 0
 

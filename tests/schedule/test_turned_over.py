@@ -161,7 +161,7 @@ def test_a_placement_and_its_mirror() -> None:
 @pytest.mark.parametrize("placement", [linear(3), loop(3, 2), wave(3, 3)])
 def test_ends_on_two_ranks_stay_there(placement: Placement) -> None:
     assert placement.with_loss_on(LAST) == placement.with_loss_on(FIRST) == placement
-    with pytest.raises(ValueError, match="has its ends on two ranks"):
+    with pytest.raises(ValueError, match="has embedding and head on two ranks"):
         replace(placement, ends_on_last=True)
 
 

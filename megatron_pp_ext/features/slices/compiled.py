@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
-from megatron_pp_ext.compiler.limits import at_most, rooms_beside_messages
+from megatron_pp_ext.compiler.limits import at_most, without_messages
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import of_sizes
 from megatron_pp_ext.features.slices.search import Search
@@ -43,7 +43,7 @@ def _listed(
 ) -> tuple[Timeline, float]:
     """Return the step by list scheduling, and the lower bound."""
     work = equal_work(units, costs, placement)
-    rooms = rooms_beside_messages(placement, len(units), costs, limits)
+    rooms = without_messages(placement, len(units), costs, limits)
     for _ in range(_TRIES):
         plan = Search(units, work, placement, rooms).planned()
         timeline = simulate(plan.schedule, costs)

@@ -5,7 +5,7 @@ TELayerNormColumnParallelLinear, TEColumnParallelLinear, TERowParallelLinear and
 object ``wgrad_store``, which decides whether the weight's gradient is computed at once; if not, the module
 hands it the product and its operands.  Transformer Engine's own store is a queue for each module, which has
 to be enabled when the module is built and runs first in, first out.  The store here leaves the work to the W
-of the stage and microbatch whose I is running, beside that of Megatron's local layers.
+of the stage and microbatch whose I is running, as that of Megatron's local layers does.
 
 The product is bound to its operands in I: the scales of FP8 operands go with them, and the scaling of later
 microbatches cannot change them.

@@ -31,7 +31,6 @@ class FlushedSteps:
         self._plans: dict[tuple[int, bool, Hashable], RankPlan] = {}
 
     def run(self, inputs: StepInputs, recorder: Recorder) -> None:
-        """See ``pipeline_runner.Steps``."""
         plan = self.plan(inputs)
         step = Step(inputs, self._placement, plan, self._transport)
         with ExitStack() as stack:
@@ -99,8 +98,8 @@ def require_same_schedule(schedule: Schedule, groups: Any, in_job: bool = False)
     """
     found = {(schedule.microbatches, schedule.digest): dist.get_rank()}
     if in_job:
-        told = _first_ranks(found, dist.group.WORLD)
-        found = {one: rank for one, rank in told.items() if one[0] == schedule.microbatches}
+        gathered = _first_ranks(found, dist.group.WORLD)
+        found = {one: rank for one, rank in gathered.items() if one[0] == schedule.microbatches}
     for group in filter(None, (getattr(groups, name, None) for name in _GROUPS)):
         found = _first_ranks(found, group)  # what one group has found travels on through the next
     if len(found) == 1:
@@ -119,6 +118,6 @@ def require_same_schedule(schedule: Schedule, groups: Any, in_job: bool = False)
 
 def _first_ranks(found: _Ranks, group: Any) -> _Ranks:
     """Return the lowest rank that ``group`` knows for each schedule; collective over it."""
-    told = [found] * group.size()
-    dist.all_gather_object(told, found, group=group)
-    return {one: min(each[one] for each in told if one in each) for one in set().union(*told)}
+    gathered = [found] * group.size()
+    dist.all_gather_object(gathered, found, group=group)
+    return {one: min(each[one] for each in gathered if one in each) for one in set().union(*gathered)}

@@ -155,7 +155,7 @@ class ModelStage:
         if inputs.forward_only:
             return output
         handed_on: torch.Tensor = output.detach()
-        # The backward needs the graph behind `output`, but not its numbers.
+        # The backward needs the graph of `output`, but not its numbers.
         stock_schedules.deallocate_output_tensor(output, inputs.config.deallocate_pipeline_outputs)
         self.in_flight[microbatch] = activation if self._gives_gradient else None, output
         return handed_on
@@ -177,17 +177,14 @@ class ModelStage:
         )
 
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """See ``rank.Stage``."""
         with self.during_backward(Kind.B, microbatch):
             return self._backward(microbatch, gradient)
 
     def backward_input(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """See ``rank.Stage``."""
         with self.during_backward(Kind.I, microbatch):
             return self._backward(microbatch, gradient)
 
     def backward_weight(self, microbatch: int) -> None:
-        """See ``rank.Stage``."""
         clock = timed(self.inputs.config, "backward-compute", level=2)
         with self._counted(Kind.W, microbatch), clock:
             STORE.run(Owner(self._stage, microbatch))

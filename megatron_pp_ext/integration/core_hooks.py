@@ -1,6 +1,6 @@
 """Where schedules enter megatron.core: placement, the step, updates, checkpoints and what is recorded.
 
-Each hook says the place, the parameters that it has since which release, and what the hook is for.
+Each hook states the place, the parameters that it has since which release, and what the hook is for.
 """
 
 from megatron_pp_ext.features.megatron import HOOKED
@@ -20,9 +20,9 @@ from megatron_pp_ext.integration.core import (
     replicated_ranks,
     stage_optimizer,
 )
-from megatron_pp_ext.integration.mends import of_core
 from megatron_pp_ext.integration.patching import seams_of
 from megatron_pp_ext.integration.runners import choose, cuda_graphs
+from megatron_pp_ext.integration.workarounds import of_core
 
 CORE = (
     # The stages that a placement puts on this rank: groups, tied gradients, replicas, chunks of models.

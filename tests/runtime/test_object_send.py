@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from megatron_pp_ext.runtime.parcel import Parcels
+from megatron_pp_ext.runtime.object_send import ObjectSend
 from tests.support.ranks import run_ranks
 
 LOSS = torch.tensor([1.5, 7.0])
@@ -26,7 +26,7 @@ SAME_LENGTH = [{"lm loss": LOSS}, {"mm loss": LOSS}, {"mm loss": LOSS.flip(0)}]
 
 def exchange(rank: int, trees: list) -> tuple[list, list[int]]:
     dist.init_process_group("gloo")
-    parcels = Parcels(0, 1, dist.group.WORLD, torch.device("cpu"))
+    connection = ObjectSend(0, 1, dist.group.WORLD, torch.device("cpu"))
     counts, send, receive = [], dist.send, dist.recv
 
     def counted(call):
@@ -41,7 +41,7 @@ def exchange(rank: int, trees: list) -> tuple[list, list[int]]:
     for tree in trees:
         counts.append(0)
         try:
-            got.append(parcels.send(tree=tree) if rank == 0 else parcels.receive()["tree"])
+            got.append(connection.send(tree=tree) if rank == 0 else connection.receive()["tree"])
         except ValueError as error:
             got.append(str(error))
     return got, counts

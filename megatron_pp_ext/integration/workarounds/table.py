@@ -1,6 +1,7 @@
-"""Every mend; ``mpp doctor`` lists them with their releases and tests."""
+"""Every workaround; ``mpp doctor`` lists them with their releases and tests."""
 
-from megatron_pp_ext.integration.mends import (
+from megatron_pp_ext.integration.patching import seams_of
+from megatron_pp_ext.integration.workarounds import (
     damaged_checkpoint,
     dataset_helpers,
     growing_batches,
@@ -9,7 +10,6 @@ from megatron_pp_ext.integration.mends import (
     skipped_steps,
     stage_data,
 )
-from megatron_pp_ext.integration.patching import seams_of
 
 MODULES = (
     stage_data,
@@ -21,6 +21,6 @@ MODULES = (
     needed_flags,
 )
 
-MENDS = tuple(module.MEND for module in MODULES)
+WORKAROUNDS = tuple(module.WORKAROUND for module in MODULES)
 
 SEAMS = seams_of(*MODULES)

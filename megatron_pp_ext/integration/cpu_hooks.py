@@ -1,4 +1,4 @@
-"""The seams that only a machine without a GPU needs, where stand-ins for torch.cuda are not enough."""
+"""The hooks that only a machine without a GPU needs, where stubs for torch.cuda are not enough."""
 
 from megatron_pp_ext.cpu import attention, checkpoint_writers, norms, optimizer
 from megatron_pp_ext.integration.patching import Seam

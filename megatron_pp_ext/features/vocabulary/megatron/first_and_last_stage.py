@@ -1,4 +1,4 @@
-"""The two end stages where all ranks of a pipeline share the vocabulary.
+"""The first and the last stage where all ranks of a pipeline share the vocabulary.
 
 What stock does in one forward is done here in two pieces.
 
@@ -91,7 +91,6 @@ class Head:
         return labels.transpose(0, 1).contiguous()
 
     def gradient(self, microbatch: int, losses: torch.Tensor) -> torch.Tensor:
-        """See ``runtime.output.Head``."""
         inputs, chunk = self._inputs, len(self._inputs.model) - 1
         batch, tokens = self._shape
         each = losses.view(tokens, batch).transpose(0, 1).contiguous().requires_grad_(not inputs.forward_only)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch.distributed.checkpoint import FileSystemReader
 
-from megatron_pp_ext.integration.mends.mend import EVERY, Mend
+from megatron_pp_ext.integration.workarounds.workaround import EVERY, Workaround
 
 _TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -20,7 +20,7 @@ def refuse_mixed_steps(folder: str | None, args: Namespace) -> None:
     """End rank 0 with one line if --ckpt-step would load weights and optimizer state of two iterations.
 
     With --ckpt-format torch and a distributed optimizer Megatron takes the optimizer's state from the newest
-    checkpoint, whatever --ckpt-step says, and goes on from there without a word.
+    checkpoint, whatever --ckpt-step is, and goes on from there without a word.
     """
     if args.rank or not folder or not args.ckpt_step or args.no_load_optim or args.finetune:
         return
@@ -91,7 +91,7 @@ def damage(checkpoint: Path) -> str | None:
     return None
 
 
-MEND = Mend(
+WORKAROUND = Workaround(
     "a checkpoint with a file cut short (some ranks wait for ever), or with --ckpt-step of two iterations",
     EVERY,
     "tests/integration/test_damaged_checkpoints.py",

@@ -6,18 +6,18 @@ from typing import Any
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size, update_num_microbatches
 from megatron.training import get_args
 
-from megatron_pp_ext.integration.mends.mend import Mend
 from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.releases import CORE_0_18
+from megatron_pp_ext.integration.workarounds.workaround import Workaround
 
-MEND = Mend(
+WORKAROUND = Workaround(
     "--step-batch-size-schedule with --train-iters",
     "since 0.18",
     "tests/integration/test_training_loop.py::test_data_last_while_batches_grow",
 )
 
 
-@hook("megatron.training.training:get_train_valid_test_num_samples", "", MEND.defect, since=CORE_0_18)
+@hook("megatron.training.training:get_train_valid_test_num_samples", "", WORKAROUND.defect, since=CORE_0_18)
 def count_all_samples(stock: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
     """Return as many training samples as the run takes.
 

@@ -24,7 +24,7 @@ class _Refused:
     problem: str
 
 
-class Parcels:
+class ObjectSend:
     """One end of a connection that takes trees from global rank ``sender`` to ``receiver`` of ``group``.
 
     A tree may hold whatever pickle can copy, tensors of all kinds among it.  They arrive on ``device``,

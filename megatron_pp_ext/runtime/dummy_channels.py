@@ -9,7 +9,7 @@ import torch
 from megatron_pp_ext.runtime.channels import Channels
 
 SCALE = 0.01
-"""Standard deviation of the made-up numbers: small enough, as gradients, for weights to stay finite."""
+"""Standard deviation of the random numbers: small enough, as gradients, for weights to stay finite."""
 
 
 class Done:
@@ -20,7 +20,7 @@ class Done:
         return True
 
 
-class MadeUpChannels(Channels):
+class DummyChannels(Channels):
     """The channels of a rank that runs alone: messages that it sends are dropped, those received are random.
 
     Receives are posted, kept and released when real ones would be, so that they take the same memory.

@@ -2,11 +2,11 @@
 
 Megatron pads the end of each bucket to a multiple of 128 and of the number of replicas.  To save a
 distributed optimizer fully reshardable it gathers the state without this padding, and then takes each
-parameter from where it begins with padding.  So the state of every parameter behind a padded bucket is
+parameter from where it begins with padding.  So the state of every parameter after a padded bucket is
 another's, and the end of the last one is zeros.  The checkpoint loads without a word and trains on with other
 weights.  Tied embeddings are a bucket of their own, so that it takes no flag to have several.
 
-Megatron-LM has mended this in its development version of 21 August 2026 (pull request 5077).
+Megatron-LM has corrected this in its development version of 21 August 2026 (pull request 5077).
 """
 
 import functools
@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
-from megatron_pp_ext.integration.mends.mend import Mend
 from megatron_pp_ext.integration.patching import substitute
+from megatron_pp_ext.integration.workarounds.workaround import Workaround
 
-MEND = Mend(
+WORKAROUND = Workaround(
     "--dist-ckpt-optim-fully-reshardable where gradients are in several buckets",
     "0.17 to 0.19",
     "tests/integration/test_crossing.py::test_goes_on_where_it_was",
@@ -29,12 +29,12 @@ MEND = Mend(
 @substitute(
     "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_fully_reshardable",
     "self model_sharded_state_dict is_loading metadata",
-    MEND.defect,
+    WORKAROUND.defect,
 )
 def count_without_padding(stock: FunctionType) -> Callable[..., Any]:
     """Let a parameter's place be counted as its state is gathered, without the padding of earlier buckets."""
     if "buckets" in stock.__code__.co_names:
-        return stock  # The mended function looks at the padding of each bucket, the other at no bucket.
+        return stock  # The corrected function looks at the padding of each bucket, the other at no bucket.
 
     @functools.wraps(stock)
     def sharded_param_state(self: Any, *args: Any, **kwargs: Any) -> Any:

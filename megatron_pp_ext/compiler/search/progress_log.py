@@ -16,7 +16,7 @@ _PAUSE_SECONDS = 10.0
 """The least time between two lines about how far a search is."""
 
 
-class Diary:
+class ProgressLog:
     """The lines of one search of ``problem`` within ``limits``; no makespan is below ``bound``."""
 
     def __init__(self, problem: Problem, limits: Sequence[float], bound: float) -> None:
@@ -33,7 +33,7 @@ class Diary:
         _LOG.info(f"compiling {self._what}")
 
     def found(self, makespan: float) -> None:
-        """Note one result, and say how far the search is if it has not for a while."""
+        """Note one result, and log how far the search is if it has not for a while."""
         self._shortest = min(self._shortest, makespan)
         now = time.monotonic()
         if now - self._latest >= _PAUSE_SECONDS:
@@ -41,7 +41,7 @@ class Diary:
             _LOG.info(f"compiling {self._what}: so far {self._above()} after {now - self._begin:.0f} s")
 
     def end(self) -> None:
-        """Say how good the best result is and how long the search took."""
+        """Log how good the best result is and how long the search took."""
         seconds = time.monotonic() - self._begin
         _LOG.info(f"compiled {self._what}, in {seconds:.1f} s, {self._above()}")
 

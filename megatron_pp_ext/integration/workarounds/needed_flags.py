@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from megatron_pp_ext.integration.mends.mend import EVERY, Mend
+from megatron_pp_ext.integration.workarounds.workaround import EVERY, Workaround
 
 OUR_SCRIPT = "is_pretrain_gpt"
 """The argument that is true where ``megatron_pp_ext.pretrain_gpt`` trains; no flag sets it."""
@@ -66,7 +66,7 @@ _BY_TRAINING = (
         lambda value: not (value("eval_interval") or value("skip_train") or value("full_validation")),
     ),
 )
-"""What training needs beside that."""
+"""What training needs in addition."""
 
 _DATA = (
     "data_path",
@@ -104,7 +104,7 @@ _BY_OUR_SCRIPT = (
         lambda value: value("tokenizer_type") in _WITH_MODEL and value("tokenizer_model") is None,
     ),
 )
-"""What ``megatron_pp_ext.pretrain_gpt`` needs beside that."""
+"""What ``megatron_pp_ext.pretrain_gpt`` needs in addition."""
 
 
 def require_valid(args: Namespace, defaults: Mapping[str, Any] = NO_DEFAULTS) -> None:
@@ -147,7 +147,7 @@ def failed_check(error: Exception) -> str:
     return f"Megatron refuses these flags: {check} ({frame.f_globals.get('__name__')}, line {line})"
 
 
-MEND = Mend(
+WORKAROUND = Workaround(
     "a flag that training needs is missing: a bare AssertionError, often after the model is built",
     EVERY,
     "tests/integration/test_needed_flags.py",

@@ -1,4 +1,4 @@
-"""Patching Megatron: all seams or none, and nothing changes until a schedule is requested."""
+"""Patching Megatron: all hooks or none, and nothing changes until a schedule is requested."""
 
 import dataclasses
 import functools
@@ -13,16 +13,16 @@ import megatron.training.training as trainer
 import pytest
 import torch
 
-from megatron_pp_ext.integration import install, patching, releases, seams
-from megatron_pp_ext.integration.mends.table import MENDS
+from megatron_pp_ext.integration import hooks, install, patching, releases
 from megatron_pp_ext.integration.places import Place
+from megatron_pp_ext.integration.workarounds.table import WORKAROUNDS
 from tests.support.comparison import assert_same_bits, run
 
-SEAMS = seams.schedule_seams()
+SEAMS = hooks.schedule_hooks()
 
 
 def is_any_applied() -> bool:
-    return any(patching.is_applied(seam) for seam in SEAMS)
+    return any(patching.is_applied(hook) for hook in SEAMS)
 
 
 REQUESTED = os.environ.get("REQUESTED", "")
@@ -39,7 +39,7 @@ def test_this_is_the_requested_package():
 def unpatched():
     """Stock Megatron for one test, but for what it cannot train on a CPU without."""
     patching.undo()
-    patching.apply(seams.launch_seams(cpu=True))
+    patching.apply(hooks.launch_hooks(cpu=True))
     yield
     patching.undo()
     install(cpu=True)
@@ -90,7 +90,7 @@ def test_undo_puts_everything_back(unpatched):
     static = Place("megatron.core.pipeline_parallel.schedules:Static.method", ("",))
     extra = patching.Seam((static,), lambda stock: print, "a test")
     patching.undo()
-    every = [*seams.all_seams(cpu=True), extra]
+    every = [*hooks.all_hooks(cpu=True), extra]
     assert not any(map(patching.is_applied, every))
 
     def held() -> dict:
@@ -116,7 +116,7 @@ def test_undo_puts_everything_back(unpatched):
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_a_seam_that_does_not_fit_is_refused_whole(unpatched, monkeypatch, is_there):
+def test_a_hook_that_does_not_fit_is_refused_whole(unpatched, monkeypatch, is_there):
     def backward_step(input_tensor, output_tensor): ...
 
     if is_there:
@@ -143,12 +143,12 @@ def test_a_wrapper_that_fails_leaves_nothing_behind(unpatched):
     assert not is_any_applied()
     assert trainer.get_forward_backward_func is before
     # What was applied before stays.
-    assert all(patching.is_applied(seam) for seam in seams.launch_seams(cpu=True) if seam.here())
+    assert all(patching.is_applied(seam) for seam in hooks.launch_hooks(cpu=True) if seam.here())
 
 
 @pytest.mark.parametrize("version", ["0.15.3", "0.16.1", "1.17.0", "development"])
 def test_an_unknown_release_is_refused_by_name(unpatched, monkeypatch, version):
-    """It is refused even if all seams would fit, since the code behind them was never tried."""
+    """It is refused even if all hooks would fit, since the code behind them was never tried."""
     monkeypatch.setattr("megatron.core.__version__", version)
     with pytest.raises(
         SystemExit, match=f"megatron_pp_ext: megatron-core is {version}, known are 0.17.x"
@@ -192,14 +192,14 @@ def test_every_place_that_does_not_fit_is_named(unpatched, monkeypatch):
 
 
 def test_seams_are_places_of_their_own():
-    every = [place.path for seam in seams.all_seams(cpu=True) for place in seam.places]
+    every = [place.path for seam in hooks.all_hooks(cpu=True) for place in seam.places]
     assert len({*every}) == len(every)
 
 
-def test_every_mend_names_a_test_that_is_there():
-    for mend in MENDS:
-        file, _, name = mend.test.partition("::")
-        assert f"def {name}" in (Path(__file__).parents[2] / file).read_text(), mend.test
+def test_every_workaround_names_a_test_that_is_there():
+    for workaround in WORKAROUNDS:
+        file, _, name = workaround.test.partition("::")
+        assert f"def {name}" in (Path(__file__).parents[2] / file).read_text(), workaround.test
 
 
 def test_a_function_may_be_missing_before_it_came(unpatched, monkeypatch):

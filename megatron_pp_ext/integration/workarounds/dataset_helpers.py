@@ -10,22 +10,22 @@ from pathlib import Path
 import megatron.core.datasets
 import torch
 
-from megatron_pp_ext.integration.mends.mend import EVERY, Mend
 from megatron_pp_ext.integration.patching import hook
+from megatron_pp_ext.integration.workarounds.workaround import EVERY, Workaround
 
 _NEEDED = (
     "make, a C++ compiler and Python's header files (on Ubuntu apt-get install build-essential python3-dev)"
 )
 
 
-MEND = Mend(
+WORKAROUND = Workaround(
     "a wheel has the helpers built and no Makefile",
     EVERY,
     "tests/integration/test_dataset_helpers.py::test_a_wheel_has_them_and_nothing_to_build_from",
 )
 
 
-@hook("megatron.core.datasets.utils:compile_helpers", "", MEND.defect)
+@hook("megatron.core.datasets.utils:compile_helpers", "", WORKAROUND.defect)
 def skip_if_built(stock: Callable[[], None]) -> None:
     """Build the helpers only where there are none, as ``build`` does.
 
