@@ -108,7 +108,7 @@ OTHER_PRODUCTS = {
     *("view", "verification", "jobs", "cli"),
 }
 
-_SEAMS = {"releases", "patching"}
+_SEAMS = {"releases", "places", "patching"}
 
 REGISTERS = {
     (f"{PACKAGE}.compiler.__init__", "features"),
@@ -124,7 +124,9 @@ imports the runtime, the hooks, estimates or searches gets theirs."""
 
 BELOW_IN_INTEGRATION = {
     "releases": set(),
-    "patching": {"releases"},
+    "places": {"releases"},
+    "tried": set(),
+    "patching": {"releases", "places", "tried"},
     "settings": set(),
     "registry": {"requested"},
     "step_runners": {"registry", "requested"},
@@ -136,13 +138,14 @@ BELOW_IN_INTEGRATION = {
     "runners": {*_SEAMS, "settings", "requested", "step_runners", "settled", "core"},
     "frameworks": {"releases", "patching", "requested", "core"},
     "trainer": {*_SEAMS, "settings", "requested", "registry", "step_runners", "start_up", "core", "mends"},
-    "core_seams": {"patching", "core", "runners", "frameworks"},
+    "core_seams": {"patching", "core", "runners", "frameworks", "mends"},
     "trainer_seams": {"patching", "trainer"},
     "cpu_seams": _SEAMS,
     "seams": {"patching", "core_seams", "trainer_seams", "cpu_seams", "mends"},
     "trainers_tried": set(),
-    "doctor": {"releases", "trainers_tried", "patching", "seams", "mends", "frameworks"},
-    "by_call": {"settings", "requested", "start_up", "patching", "core", "core_seams", "mends"},
+    "hooks_here": {*_SEAMS, "tried", "core_seams", "seams", "mends", "frameworks"},
+    "doctor": {"releases", "trainers_tried", "hooks_here"},
+    "by_call": {"settings", "requested", "start_up", "patching", "core", "core_seams"},
     "__init__": {"patching", "seams"},
 }
 """The same for the rooms of ``integration``."""

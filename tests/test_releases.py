@@ -8,6 +8,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from megatron_pp_ext.integration import tried
 from megatron_pp_ext.integration.releases import NEWEST, RELEASES, Release
 from megatron_pp_ext.job.requested_job import FIRST_ENGINE
 
@@ -35,14 +36,18 @@ def test_the_table_is_in_order() -> None:
             assert version.startswith(f"{dotted(release)}.")
     # What is not published yet comes last: it is newer than what the tests run on.
     assert [release.number for release in RELEASES if release.wheel][-1] == NEWEST
-    assert all(release.wheel for release in RELEASES if release.number <= NEWEST)
+    assert all(release.wheel for release in RELEASES if release.number <= NEWEST and release.by_flags)
 
 
 def test_pyproject_takes_what_is_tested() -> None:
-    """From the oldest wheel that is tested up to the release after the newest."""
-    oldest = next(iter(PUBLISHED))
-    major, minor = NEWEST
-    assert requirement("megatron-core").specifier == SpecifierSet(f">={oldest},<{major}.{minor + 1}")
+    """From the development of the oldest release in the table up to what comes after the last.
+
+    A narrower range would let pip replace the Megatron that a framework pins.
+    """
+    major, minor = RELEASES[-1].number
+    taken = SpecifierSet(f">={dotted(RELEASES[0])}.0rc0,<{major}.{minor + 1}")
+    assert requirement("megatron-core").specifier == taken
+    assert all(one.version in taken for one in tried.commits() if one.is_megatron)
     assert requirement("transformer-engine", extra="gpu").specifier == SpecifierSet(f">={FIRST_ENGINE}")
 
 
@@ -71,12 +76,23 @@ def test_each_checkout_has_a_patch() -> None:
     assert rows == [(f"megatron-{checkout}.patch", f"core_v{checkout}") for checkout in CHECKOUTS]
 
 
+def _kind(release: Release) -> str:
+    return "development" if release.by_flags else "`install` only"
+
+
+def test_the_page_has_every_commit_that_was_tried() -> None:
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    section = page.partition("\n### Commits that frameworks pin\n")[2].partition("\n## ")[0]
+    for one in tried.commits():
+        assert not one.pinned_by or one.commit in section, one
+
+
 def test_the_documents_say_what_was_tried() -> None:
     compatibility = (ROOT / "docs" / "compatibility.md").read_text()
     table = compatibility.partition("\n| megatron-core | |\n|---|---|\n")[2].partition("\n\n")[0]
     assert table.splitlines() == [
         *(
-            f"| {release.wheel or f'{dotted(release)} (development)'} | {release.tried} |"
+            f"| {release.wheel or f'{dotted(release)} ({_kind(release)})'} | {release.tried} |"
             for release in reversed(RELEASES)
         ),
         "| others | refused by name |",

@@ -22,17 +22,14 @@ from megatron_pp_ext.costs.system import System
 from reference.training_runs import PublishedRun, runs
 
 FILE = Path(__file__).with_suffix(".json")
+LATER = FILE.with_name("found_factors.json")
+"""What ``found_factors`` fitted for devices after the A100."""
 
 _SMALL, _EVERY = "vtrain-single", 12
 """The source of all small models: its halves, by a hash of the job, are left out one at a time, since no
 other source tells how fast hosts start kernels.  One in so many of its jobs takes part in fitting."""
 
 TRIED: Mapping[str, Mapping[str, Sequence[float]]] = {
-    "h100": {
-        "clock": (0.85, 0.88, 0.91),
-        "copy": (0.4, 0.45, 0.5, 0.55),
-        "kernel_seconds": (1.2e-5, 2e-5),
-    },
     "a100-80g": {
         "clock": (0.81,),
         "copy": (0.55, 0.65, 0.75),
@@ -40,7 +37,8 @@ TRIED: Mapping[str, Mapping[str, Sequence[float]]] = {
         "kernel_seconds": (3.4e-5, 3.7e-5),
     },
 }
-"""The values of each factor that are tried; the H100's factors are also those of H200 and B200.
+"""The values of each factor that are tried.  Those of later devices are fitted by ``found_factors``, on these
+runs and on others.
 
 The A100's clock is a compromise: steps here ask for less, and the weight gradients of arXiv 2401.10241, table
 9, for more."""
@@ -57,7 +55,7 @@ def with_factors(machine: System, factors: Factors) -> System:
 
 def device_of(run: PublishedRun) -> str:
     """Return the device whose factors ``run``'s device has."""
-    return run.gpu if run.gpu in TRIED else "h100"
+    return "h100" if run.gpu == "h200" else run.gpu
 
 
 def part_of(run: PublishedRun) -> str:
@@ -104,8 +102,9 @@ def keep() -> None:
 @cache
 def factors() -> Mapping[str, Mapping[str, Factors]]:
     """Return the factors that were fitted: for each device without each source, and with all, by ""."""
-    content: Mapping[str, Mapping[str, Factors]] = json.loads(FILE.read_text(encoding="utf-8"))
-    return content
+    content: dict[str, Mapping[str, Factors]] = json.loads(FILE.read_text(encoding="utf-8"))
+    later = json.loads(LATER.read_text(encoding="utf-8"))
+    return {**content, "h100": later["hopper"], "b200": later["blackwell"]}
 
 
 @cache

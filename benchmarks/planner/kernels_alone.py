@@ -16,7 +16,7 @@ from typing import Any
 from megatron_pp_ext.costs import system
 from megatron_pp_ext.costs.gated_delta_net import rule_operations
 from megatron_pp_ext.costs.mamba import CONVOLVED
-from megatron_pp_ext.costs.sent_once import sent_once_seconds
+from megatron_pp_ext.costs.sent_once import Routing, sent_once_seconds
 from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.costs.system_kernels import FLEXIBLE_PROCESSORS, SystemKernelSeconds
 from megatron_pp_ext.job.typed_job import Job
@@ -194,7 +194,7 @@ def sent_once(folder: Path, device: str) -> Iterator[Sample]:
             continue
         for name, number in (("dispatch", 1), ("combine", 2)):
             if int(row[f"{name}_sms"]) == FLEXIBLE_PROCESSORS:
-                seconds = sent_once_seconds(_alone(device), number * tokens * hidden, chosen, 8, 1)
+                seconds = sent_once_seconds(_alone(device), number * tokens * hidden, Routing(chosen), 8, 1)
                 yield f"DeepEP's {name}", device, 1e6 * seconds / float(row[f"{name}_transmit_us"])
 
 

@@ -39,7 +39,11 @@ if TYPE_CHECKING:
     from megatron_pp_ext.planner.step.estimate import Estimate
 
 SystemName = Annotated[
-    str, typer.Option("--system", help="a100-80g, h100, h200, b200, mi300x, or what mpp calibrate wrote.")
+    str,
+    typer.Option(
+        "--system",
+        help="a100-80g, h100, h200, b200, b300, gb200, gb300, mi300x, or what mpp calibrate wrote.",
+    ),
 ]
 Margin = Annotated[
     float, typer.Option(help="For what allocators leave unused: a fraction of what comes and goes.")

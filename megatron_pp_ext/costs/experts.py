@@ -12,6 +12,11 @@ from megatron_pp_ext.costs.mlp import MLP_KERNELS, feed_forward
 from megatron_pp_ext.costs.part import Matrices, Part
 from megatron_pp_ext.costs.router import ROUTER_KERNELS, router
 
+_BIASED = 6
+"""How often the results of experts are read or written for their biases, in the forward and in the backward:
+each bias is multiplied by probabilities, added, and the parts of all experts are joined (``TEGroupedMLP`` in
+megatron.core.transformer.moe.experts)."""
+
 
 def experts(costs: LayerCosts) -> Part:
     """Return a layer of experts and its norm.
@@ -28,8 +33,8 @@ def experts(costs: LayerCosts) -> Part:
     norm = costs.norm(is_recomputed=costs.recomputes_norms)
     kernels = MLP_KERNELS * (2 if costs.job.precision.moe_grouped_gemm else 1 + here)
     # The host waits for the number of tokens of every expert, so no launch of the router's is hidden.
-    routing = costs.kernels.launched(Part(), ROUTER_KERNELS)
-    return routing + costs.kernels.launched(norm + inside + costs.dropped(), kernels)
+    routing = costs.kernels.launched(Part(), ROUTER_KERNELS, has_routed=True)
+    return routing + costs.kernels.launched(norm + inside + costs.dropped(), kernels, has_routed=True)
 
 
 def _routed(costs: LayerCosts, here: int) -> Part:
@@ -44,20 +49,27 @@ def _routed(costs: LayerCosts, here: int) -> Part:
     sent = chosen * costs.sizes.spread(width)
     exchange = costs.kernels.shuffle(sent)
     # Tokens travel to the experts and back, and are put in order by rank and by expert before and after
-    # either way: those of several experts where all that share them have gathered theirs.
-    ordered = 0.0 if parallel.moe_token_dispatcher_type == "flex" else sent
-    ordered += sent * parallel.expert_tensor if here > 1 else 0.0
-    moving = 2 * exchange + costs.kernels.copy(4 * ordered)
-    copies = here * costs.sizes.share / parallel.expert_tensor
+    # either way: those of several experts where all that share them have gathered theirs.  A kernel reads a
+    # token once for all of its copies that it writes, or writes the sum of those that it reads.
+    once = sent / chosen
+    ordered = sent * parallel.expert_tensor if here > 1 else 0.0
+    if parallel.moe_token_dispatcher_type == "flex":
+        came = once * costs.kernels.reached(parallel.expert_model_parallel_size)
+        ordered = (ordered + came) / 2 if ordered else 0.0
+    else:
+        ordered += (sent + once) / 2
+    moving = 2 * exchange + costs.kernels.stream(4 * ordered)
+    if model.add_bias_linear:
+        moving += costs.kernels.copy(_BIASED * chosen * costs.sizes.routed(width))
     return replace(
         one,
         forward_seconds=one.forward_seconds + moving,
         input_gradient_seconds=one.input_gradient_seconds + moving,
         after_forward=one.after_forward + chosen * costs.sizes.routed(width),
         parameters=0.0,
-        expert_parameters=one.parameters * copies,
-        fp8_parameters=one.fp8_parameters * copies,
-        matrices=one.matrices and Matrices(0.0, 0.0, copies * one.matrices.operations, one.matrices.largest),
+        expert_parameters=one.parameters * here,
+        fp8_parameters=one.fp8_parameters * here,
+        matrices=one.matrices and Matrices(0.0, 0.0, here * one.matrices.operations, one.matrices.largest),
         exchanged_seconds=exchange,
     )
 

@@ -71,6 +71,10 @@ class KernelSeconds:
         """Return the seconds to gather ``size`` bytes in a tensor-parallel group, or to reduce-scatter."""
         return 0.0
 
+    def gather_for_experts(self, size: float) -> float:
+        """Return the seconds to gather ``size`` bytes among the ranks that share an expert."""
+        return 0.0
+
     def behind(self, collective: float, product: float) -> float:
         """Return what of a tensor-parallel ``collective`` its ``product`` does not hide, in seconds."""
         return collective
@@ -78,6 +82,10 @@ class KernelSeconds:
     def shuffle(self, size: float) -> float:
         """Return the seconds of sending ``size`` bytes to the experts, or back."""
         return 0.0
+
+    def reached(self, ranks: int) -> float:
+        """Return to how many of ``ranks`` that share the experts a token goes."""
+        return float(ranks)
 
     @property
     def left_beside_exchange(self) -> float:
@@ -95,6 +103,13 @@ class KernelSeconds:
         """
         return seconds
 
-    def launched(self, part: Part, kernels: float) -> Part:
-        """Return ``part`` with the least seconds in which a host starts the ``kernels`` of its forward."""
+    def stream(self, size: float) -> float:
+        """Return the seconds of reading and writing ``size`` bytes in all in a few large copies."""
+        return 0.0
+
+    def launched(self, part: Part, kernels: float, has_routed: bool = False) -> Part:
+        """Return ``part`` with the least seconds in which a host starts the ``kernels`` of its forward.
+
+        With ``has_routed`` the shapes of some depend on where tokens go.
+        """
         return part

@@ -16,9 +16,9 @@ class ActivationSizes:
         parallel = job.parallel
         self.tokens = job.model.seq_length * job.batch.micro_batch_size / parallel.context_parallel_size
         self.bytes = job.precision.weight_size
-        self.waiting = 1 / self.bytes if job.precision.uses_fp8 else 1.0
+        self.waiting = job.precision.operand_size / self.bytes
         self.share = parallel.tensor_model_parallel_size
-        self._expert_tensor = parallel.expert_tensor
+        self.expert_share = parallel.expert_tensor
         self.hidden = job.model.hidden_size
         self._whole_tokens = self.tokens * self.bytes
         self._spread_tokens = self._whole_tokens / parallel.sequence_ranks
@@ -37,7 +37,7 @@ class ActivationSizes:
 
         The tensor-parallel ranks of an expert gather the tokens of all of them.
         """
-        return self.whole(width) * self._expert_tensor / self.share
+        return self.whole(width) * self.expert_share / self.share
 
     def cut(self, width: float) -> float:
         """Return the bytes of an activation of ``width`` that tensor parallelism divides."""
@@ -79,24 +79,27 @@ class ProductCosts:
         """Return the product from a width of ``read``, or the hidden size, to ``width``, which ranks share.
 
         Transformer Engine computes it with the norm before it, if it ``is_normed``.
-        Under sequence parallelism the input is gathered, once more behind I's product for W, and I's result
-        is scattered; without it, I's results are summed.  Either runs behind W where the backward is whole.
+        The ranks of an expert gather its tokens before it, and scatter the sums of their gradients; neither
+        is hidden.  Under sequence parallelism the input is gathered, once more behind I's product for W, and
+        I's result is scattered; without it, I's results are summed.  Either runs behind W where the backward
+        is whole.
         """
         read = read or self._sizes.hidden
         operand = self._sizes.whole if self.gathers_in_i else self._sizes.spread
         kept = (operand if experts is None else self._sizes.routed)(read) + self._sizes.cut(width)
-        parts = self._operand_parts(experts)
         product = self._product(
             read,
-            width / self._sizes.share,
+            width / self._share(experts),
             kept,
             copies,
             experts,
             is_biased,
-            parts=(parts, 1),
+            parts=(self._operand_parts(experts), 1),
             is_normed=is_normed,
         )
-        return self._in_column(product, copies * self._sizes.whole(read), is_operand=experts is None)
+        if experts is not None:
+            return product + self._dispatched(copies * self._sizes.routed(read))
+        return self._in_column(product, copies * self._sizes.whole(read), is_operand=True)
 
     def output(self, vocabulary: int) -> Part:
         """Return the output layer, which has no bias and is not computed in FP8."""
@@ -115,17 +118,19 @@ class ProductCosts:
     ) -> Part:
         """Return the product from ``width``, which ranks share, to a width of ``made``, or the hidden size.
 
-        Its results are summed.
+        Its results are summed, an expert's by a dispatcher.
         """
         made = made or self._sizes.hidden
         kept = self._sizes.cut(width)
         kept += self._sizes.whole(made) if experts is None else self._sizes.routed(made)
         parts = self._operand_parts(experts)
         product = self._product(
-            width / self._sizes.share, made, kept, copies, experts, is_biased, parts=(1, parts)
+            width / self._share(experts), made, kept, copies, experts, is_biased, parts=(1, parts)
         )
+        if experts is not None:
+            return product + self._dispatched(copies * self._sizes.routed(made))
         size = copies * self._sizes.whole(made)
-        summing, gathering = self._gathering(size), self._gathering(size, is_operand=experts is None)
+        summing, gathering = self._gathering(size), self._gathering(size, is_operand=True)
         if not self._is_cut:
             return product + Part(forward_seconds=2 * summing)
         return product + Part(
@@ -140,6 +145,18 @@ class ProductCosts:
         """
         kept = self._sizes.spread(read + made)
         return self._product(read, made, kept, 1 / self._sequence_ranks, is_biased=is_biased)
+
+    def _share(self, experts: int | None) -> int:
+        """Return the ranks that have a part of each weight."""
+        return self._sizes.share if experts is None else self._sizes.expert_share
+
+    def _dispatched(self, size: float) -> Part:
+        """Return the collectives of ``size`` bytes in which a dispatcher gathers tokens, or scatters sums.
+
+        They are of the ranks that share experts' weights (megatron.core.transformer.moe.token_dispatcher).
+        """
+        seconds = self._kernels.gather_for_experts(size)
+        return Part(forward_seconds=seconds, input_gradient_seconds=seconds)
 
     def _operand_parts(self, experts: int | None) -> int:
         """Return the ranks that gather an operand and each cast their part of it."""
@@ -162,7 +179,7 @@ class ProductCosts:
     def _gathering(self, size: float, is_operand: bool = False) -> float:
         """Return the seconds to gather an activation of ``size`` bytes, or to scatter its sums.
 
-        The operand of an FP8 product is gathered in FP8; what a dispatcher gathers for experts is not.
+        The operand of an FP8 product is gathered in FP8.
         """
         if self._sizes.share < 2:
             return 0.0
@@ -188,8 +205,11 @@ class ProductCosts:
         """
         sizes, kernels = self._sizes, self._kernels
         is_grouped = self._is_grouped and experts is not None
+        # The ranks that share an expert gather their tokens; all tensor-parallel ranks have a part of them.
+        tokens = (
+            copies * sizes.tokens * self._share(experts) / sizes.share if experts else copies * sizes.tokens
+        )
         experts = experts or 1
-        tokens = copies * sizes.tokens
         each = tokens / experts
         groups = experts if is_grouped else 1
         seconds = (

@@ -4,6 +4,8 @@ DeepEP, for one, sends a token into each node once, over the network, and from t
 (https://github.com/deepseek-ai/DeepEP, legacy documentation).
 """
 
+from dataclasses import dataclass
+
 from megatron_pp_ext.costs.system import System
 
 _START = 3.7e-5
@@ -15,21 +17,47 @@ _OWN = 1.6
 """The way of a token out of its own rank or back into it, as a part of the way to another."""
 
 
-def sent_once_seconds(system: System, size: float, chosen: int, ranks: int, stride: int) -> float:
+_LAYOUT = {"deepep": 1e-4}
+"""What an exchange takes besides, by the dispatcher: DeepEP first counts the tokens of each rank, and its
+host waits for them.  It is half of what layers of experts on 8 H100 take longer with it than with HybridEP,
+in bf16 (NVIDIA/Megatron-LM, commit 32f2c9cfd, tests/functional_tests/test_cases/common/moe_perf)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a token finds its ``chosen`` experts, of ``limit`` of all ``groups`` of them, or of any if 0."""
+
+    chosen: int
+    groups: int = 0
+    limit: int = 0
+
+    def reached(self, places: float) -> float:
+        """Return how many of ``places``, over which experts are spread in order, a token's experts are at."""
+        if not self.groups or not 0 < self.limit < self.groups:
+            return _reached(self.chosen, places)
+        if places < self.groups:
+            return _reached(self.limit, places)
+        return self.limit * _reached(self.chosen / self.limit, places / self.groups)
+
+
+def sent_once_seconds(
+    system: System, size: float, routing: Routing, ranks: int, stride: int, backend: str = ""
+) -> float:
     """Return the seconds in which every rank sends its ``size`` bytes of tokens, or gets them back.
 
-    Each token goes to the ranks that have one of its ``chosen`` experts, which are spread evenly over
-    ``ranks`` that are ``stride`` apart.  Links within nodes and between them work at the same time.
+    Each token goes to the ranks that have one of its experts, which are spread evenly over ``ranks`` that are
+    ``stride`` apart.  Links within nodes and between them work at the same time.  ``backend`` is the
+    dispatcher's, whose host's time counts; none for its kernels alone.
     """
     if ranks < 2 or size <= 0:
         return 0.0
     near = system.in_a_node(ranks, stride)
     nodes = ranks / near
-    inside = size * (_reached(chosen, ranks) * (1 - 1 / near) + _OWN) / system.node.bytes_per_second
-    between = size * _reached(chosen, nodes) * (1 - 1 / nodes) / system.between_nodes.bytes_per_second
-    return _START + max(inside, between)
+    inside = size * (routing.reached(ranks) * (1 - 1 / near) + _OWN) / system.node.bytes_per_second
+    between = size * routing.reached(nodes) * (1 - 1 / nodes) / system.between_nodes.bytes_per_second
+    return _START + _LAYOUT.get(backend, 0.0) + max(inside, between)
 
 
-def _reached(chosen: int, places: float) -> float:
-    """Return how many of ``places`` a token's ``chosen`` experts are at."""
+def _reached(chosen: float, places: float) -> float:
+    """Return how many of ``places`` have one of ``chosen`` experts that are chosen at random."""
     return places * (1 - (1 - 1 / places) ** chosen)

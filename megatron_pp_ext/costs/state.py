@@ -25,14 +25,15 @@ class ModelState:
     update: Update
 
 
-def _fp8_copies(job: Job) -> int:
-    """Return the bytes that a weight in FP8 takes beside those in the forward's precision.
+def _fp8_copies(job: Job) -> float:
+    """Return the bytes that a weight in FP8 or FP4 takes beside those in the forward's precision.
 
     Transformer Engine keeps two FP8 copies of a weight from a step's first microbatch on, one of which is
     transposed (module/linear.py, as Megatron 0.17 to 0.19 call it).  With --fp8-param-gather these two are
     all there is of the weight, as many bytes as it has in half precision.
     """
-    return 0 if job.precision.fp8_param_gather else 2 * SIZES["fp8"]
+    gathers = job.precision.fp4_param_gather if job.precision.fp4 else job.precision.fp8_param_gather
+    return 0 if gathers else 2 * job.precision.operand_size
 
 
 def model_state(job: Job, part: Part, sharing: Sharing) -> ModelState:
@@ -43,9 +44,11 @@ def model_state(job: Job, part: Part, sharing: Sharing) -> ModelState:
     own = part.matrices.parameters if part.matrices else 0.0
     matrices = own / dense + part.expert_parameters / expert
     moments = moment_bytes(job.memory, matrices / updated if updated else 0.0)
+    weights = job.precision.weight_size * total + _fp8_copies(job) * part.fp8_parameters
+    kept = updated / total if total else 0.0
     return ModelState(
-        weights=job.precision.weight_size * total + _fp8_copies(job) * part.fp8_parameters,
-        gradients=job.precision.gradient_size * total,
+        weights=weights * (kept if job.memory.shards_weights else 1.0),
+        gradients=job.precision.gradient_size * total * (kept if job.memory.shards_gradients else 1.0),
         optimizer=(moments + _copies(job)) * updated * (1 - job.memory.offloaded),
         update=update(job, part, updated, moments, dense, expert),
     )

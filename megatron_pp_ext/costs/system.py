@@ -37,8 +37,9 @@ from megatron_pp_ext.json_input import (
 
 _SHIPPED = resources.files("megatron_pp_ext.costs") / "systems"
 
-DTYPES = ("bf16", "fp32", "fp8", "fp8_block")
-"""The number formats of ``matrix_rates``; fp16 counts as bf16, and FP8 has scales of tensors or of blocks."""
+DTYPES = ("bf16", "fp32", "fp8", "fp8_block", "fp4")
+"""The number formats of ``matrix_rates``; fp16 counts as bf16, FP8 has scales of tensors or of blocks, and
+FP4 is NVFP4."""
 
 _CAPABILITY = {"delayed": 8.9, "tensorwise": 8.9, "blockwise": 9.0, "mxfp8": 10.0}
 """The compute capability of NVIDIA's GPUs from which Transformer Engine has a recipe (quantization.py)."""
@@ -49,7 +50,7 @@ _LOST_AT_THE_END = 0.8
 
 type _Text = Annotated[str, printable()]
 type _Dtype = Annotated[str, one_of(*DTYPES)]
-type _Sustained = Annotated[str, one_of("clock", "copy", "network")]
+type _Sustained = Annotated[str, one_of("clock", "copy", "network", "overlap", "group")]
 type _Positive = Annotated[float, above(0)]
 type _NotNegative = Annotated[float, at_least(0)]
 type _Count = Annotated[int, at_least(1)]
@@ -76,6 +77,9 @@ class Link:
 @dataclass(frozen=True, slots=True)
 class System:
     """One kind of GPU, its nodes of ``gpus_per_node``, and the network between them.
+
+    ``node`` is the link between the GPUs of a node, or of ``gpus_per_domain`` where switches join those of
+    several nodes, as NVLink does in a rack.
 
     ``matrix_rates`` has for each number format rows of (m, n, k, operations a second) for a product of
     m x k with k x n.  ``peak_rates`` are the data sheet's operations a second, for the utilisation; where
@@ -125,6 +129,7 @@ class System:
     gather: Sequence[_Collective] = ()
     all_to_all: Sequence[_Collective] = ()
     fp8_recipes: Sequence[str] | None = None
+    gpus_per_domain: _CountOrNone = 0
     sources: Mapping[_Text, _Text] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -201,6 +206,15 @@ class System:
             fix += f', or add "fp8_recipes" to the file, where {recipe} runs'
         raise ValueError(
             f"--fp8-recipe {recipe} is not for system {self.name}: {why}; {fix}, or another --system"
+        )
+
+    def require_fp4(self) -> None:
+        """Raise ValueError unless products run in NVFP4."""
+        if self.matrix_rates.get("fp4"):
+            return
+        raise ValueError(
+            f"--fp4-format is not for system {self.name}: Transformer Engine has it from compute capability "
+            "10.0 on; leave --fp4-format out, or choose another --system, or add the rates of fp4 to the file"
         )
 
     @property
@@ -288,11 +302,20 @@ class System:
         latency = between * self.network.latency_seconds + (steps - between) * self.node.latency_seconds
         return latency + size * steps / ranks / self.link(ranks, stride).bytes_per_second
 
+    @property
+    def domain(self) -> int:
+        """The GPUs that the links of ``node`` join."""
+        return self.gpus_per_domain or self.gpus_per_node
+
     def in_a_node(self, ranks: int, stride: int) -> int:
-        """Return how many of a group's ``ranks``, ``stride`` apart, are on one node."""
-        if (ranks - 1) * stride < self.gpus_per_node:
+        """Return how many of a group's ``ranks``, ``stride`` apart, the links of ``node`` join.
+
+        Jobs fill as few domains as they can with equally many ranks in each.
+        """
+        if (ranks - 1) * stride < self.domain:
             return ranks
-        return min(ranks, max(1, self.gpus_per_node // stride))
+        joined = min(ranks, max(1, self.domain // stride))
+        return joined if self.domain == self.gpus_per_node else ranks // math.ceil(ranks / joined)
 
     def to_json(self) -> str:
         """Return the description in the form that ``read`` reads."""

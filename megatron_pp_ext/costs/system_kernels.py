@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from megatron_pp_ext.costs.kernels import KernelSeconds
 from megatron_pp_ext.costs.part import Part
-from megatron_pp_ext.costs.sent_once import sent_once_seconds
+from megatron_pp_ext.costs.sent_once import Routing, sent_once_seconds
 from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.job.typed_job import Job
 
@@ -35,6 +35,9 @@ hide them, in FP8 on an H100."""
 
 _RANDOM_WIDTH = 128
 """The width of a head for which it does: there is one number for a score, however wide heads are."""
+
+_STREAMED = 0.9
+"""The part of device memory's rate that large copies reach (benchmarks/planner/kernels_alone.py)."""
 
 _ATTENTION_TILE = 128
 """The queries that a processor works on at a time in fused attention (arXiv 2307.08691, section 3.3)."""
@@ -78,11 +81,13 @@ class SystemKernelSeconds(KernelSeconds):
         self._system = system
         precision, parallel = job.precision, job.parallel
         self._half = "bf16" if precision.is_half else "fp32"
-        self._is_fp8 = bool(precision.fp8) and precision.is_half
-        if self._is_fp8:
+        self._dtype, self._operand = precision.format, precision.operand_size
+        self._is_fp8 = self._dtype in ("fp8", "fp4")
+        if self._dtype == "fp4":
+            system.require_fp4()
+        elif self._is_fp8:
             system.require_fp8(precision.fp8_recipe)
-        of_recipe = "fp8_block" if precision.fp8_recipe == "blockwise" else "fp8"
-        self._dtype = of_recipe if self._is_fp8 else self._half
+            self._dtype = "fp8_block" if precision.fp8_recipe == "blockwise" else "fp8"
         self._bytes = precision.weight_size
         self._tensor = parallel.tensor_model_parallel_size
         self._overlaps = parallel.tp_comm_overlap and parallel.sequence_parallel
@@ -90,10 +95,16 @@ class SystemKernelSeconds(KernelSeconds):
         self._expert = parallel.expert_model_parallel_size
         self._expert_tensor = parallel.expert_tensor
         self._drops = job.model.attention_dropout > 0
-        self._scales_first = precision.fp8_recipe == "tensorwise"
-        self._norms_cast = precision.fp8_recipe in ("delayed", "mxfp8")
+        is_fp4 = self._dtype == "fp4"
+        self._scales_first = not is_fp4 and precision.fp8_recipe == "tensorwise"
+        self._norms_cast = not is_fp4 and precision.fp8_recipe in ("delayed", "mxfp8")
         self._sends_once = parallel.moe_token_dispatcher_type == "flex"
-        self._chosen = job.model.moe_router_topk
+        self._backend = parallel.moe_flex_dispatcher_backend
+        model = job.model
+        self._routing = Routing(
+            model.moe_router_topk, model.moe_router_num_groups, model.moe_router_group_topk
+        )
+        self._graphs = precision.cuda_graph_impl
 
     def product(
         self, m: float, n: float, k: float, adds: bool = False, is_output: bool = False, groups: float = 1
@@ -101,7 +112,7 @@ class SystemKernelSeconds(KernelSeconds):
         """Return the seconds at the shape's rate, or those of reading and writing the operands if more."""
         dtype = self._half if is_output else self._dtype
         seconds = 2 * groups * m * n * k / self._system.rate(dtype, m, n, k, groups)
-        read = (self._bytes if dtype == self._half else 1) * (m * k + k * n)
+        read = (self._bytes if is_output else self._operand) * (m * k + k * n)
         written = (8 if adds else self._bytes) * m * n
         exposed = self._system.exposed_sums * written if adds else 0.0
         behind = groups * exposed / self._system.copy_bytes_per_second
@@ -152,16 +163,16 @@ class SystemKernelSeconds(KernelSeconds):
 
         Numbers that were gathered by rows, or written so by a norm, are read again to write them by columns;
         such a norm writes a byte in the place of its own result.  It cannot where scales are of the tensor
-        itself, which take a pass over it first, or of its blocks.
+        itself, as those of NVFP4 partly are, which take a pass over it first, or of its blocks.
         """
         if not self._is_fp8:
             return 0.0
         if is_normed and self._norms_cast:
-            return self.copy((1 - self._bytes) * numbers / ranks + 2 * numbers)
+            return self.copy((self._operand - self._bytes) * numbers / ranks + 2 * self._operand * numbers)
         read = 2 * self._bytes if self._scales_first else self._bytes
         if ranks == 1:
-            return self.copy((read + 2) * numbers)
-        return self.copy((read + 1) * numbers / ranks + 2 * numbers)
+            return self.copy((read + 2 * self._operand) * numbers)
+        return self.copy((read + self._operand) * numbers / ranks + 2 * self._operand * numbers)
 
     def addition(self, numbers: float) -> float:
         """Return the seconds to read both and to write the sums."""
@@ -173,7 +184,11 @@ class SystemKernelSeconds(KernelSeconds):
 
     def gather(self, size: float) -> float:
         """Return the seconds of the collective, with tensor-parallel ranks next to each other."""
-        return self._system.gather_seconds(size, self._tensor)
+        return self._system.gather_seconds(size, self._tensor) / self._system.sustained.get("group", 1.0)
+
+    def gather_for_experts(self, size: float) -> float:
+        """Return the seconds of the collective, with the ranks of an expert next to each other."""
+        return self._system.gather_seconds(size, self._expert_tensor)
 
     def behind(self, collective: float, product: float) -> float:
         """Return the whole collective, or under --tp-comm-overlap one rank's part and what is longer.
@@ -191,8 +206,13 @@ class SystemKernelSeconds(KernelSeconds):
         """
         ranks, stride = self._expert, self._expert_tensor
         if self._sends_once:
-            return sent_once_seconds(self._system, size / self._chosen, self._chosen, ranks, stride)
+            each = size / self._routing.chosen
+            return sent_once_seconds(self._system, each, self._routing, ranks, stride, self._backend)
         return self._system.all_to_all_seconds(size, ranks, stride)
+
+    def reached(self, ranks: int) -> float:
+        """Return to how many of ``ranks`` a token goes on average."""
+        return self._routing.reached(ranks)
 
     @property
     def left_beside_exchange(self) -> float:
@@ -216,11 +236,18 @@ class SystemKernelSeconds(KernelSeconds):
         message = self._system.link(self._context, self._tensor).seconds(size)
         return part + others * (max(part, message) + self.addition(results))
 
-    def launched(self, part: Part, kernels: float) -> Part:
+    def stream(self, size: float) -> float:
+        """Return the seconds at the rate of device memory that large copies reach."""
+        return size / (_STREAMED * self._system.copy_bytes_per_second)
+
+    def launched(self, part: Part, kernels: float, has_routed: bool = False) -> Part:
         """Return ``part``, none of whose actions is shorter than its launches.
 
-        A backward has two kernels for one of the forward: those of I, and fewer of W.
+        A backward has two kernels for one of the forward: those of I, and fewer of W.  Graphs of whole
+        iterations launch all kernels at once, others those of layers but for experts.
         """
+        if self._graphs == "full_iteration" or (self._graphs != "none" and not has_routed):
+            return part
         least = kernels * self._system.kernel_seconds
         return replace(
             part,

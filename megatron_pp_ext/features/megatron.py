@@ -4,7 +4,12 @@ from megatron_pp_ext.features.guided.megatron.profile_guided import guide
 from megatron_pp_ext.features.lengths.megatron.ordered_data import ordered
 from megatron_pp_ext.features.offload.megatron.host_activations import offloading
 from megatron_pp_ext.features.offload.megatron.host_limit import require_free
-from megatron_pp_ext.features.pairs.megatron import config_checks, planned_stage, token_exchanges
+from megatron_pp_ext.features.pairs.megatron import (
+    config_checks,
+    planned_stage,
+    recomputed_segments,
+    token_exchanges,
+)
 from megatron_pp_ext.features.slices.megatron.steps import sliced
 from megatron_pp_ext.features.vocabulary.megatron.dealing import deal_out, frozen_output
 from megatron_pp_ext.features.vocabulary.megatron.model_vocabulary import shared
@@ -19,8 +24,8 @@ built_chunks.register(deal_out)
 model_options.register(frozen_output)
 
 sources.register(guide)
-chunk_pipelines.register(config_checks.check_as_one_virtual_stage)
+chunk_pipelines.register(config_checks.check_as_planned)
 start_up.register(require_free)
 
-HOOKED = (planned_stage, token_exchanges)
+HOOKED = (planned_stage, recomputed_segments, token_exchanges)
 """The modules with hooks (``integration.patching.hook``)."""

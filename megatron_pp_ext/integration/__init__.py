@@ -15,7 +15,7 @@ def install(cpu: bool = False) -> None:
 
     try:
         # This comes before the trainer is imported: a Megatron that is too old or too new may not have it.
-        patching.require_known_release()
+        patching.require_known_release(by_flags=True)
         # Importing the trainer imports every module that holds a patched name.
         import megatron.training.training  # noqa: F401
 

@@ -289,10 +289,9 @@ def _patch() -> None:
         # This comes first: a Megatron that is too old or too new may not have what the seams import.
         patching.require_known_release()
         from megatron_pp_ext.integration import core_seams
-        from megatron_pp_ext.integration.mends import of_core
 
         _kept = patching.applied()
-        patching.apply((*core_seams.CORE, *of_core.SEAMS))
+        patching.apply(core_seams.INSTALLED)
     except patching.SeamError as error:
         _kept = None
         raise ValueError(f"megatron_pp_ext: {error}") from error

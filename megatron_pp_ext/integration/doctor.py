@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_pp_ext import startup_file
-from megatron_pp_ext.integration import patching, releases, trainers_tried
+from megatron_pp_ext.integration import hooks_here, releases, trainers_tried
 from megatron_pp_ext.job.requested_job import FIRST_ENGINE
 from megatron_pp_ext.runtime.groups import is_nccl2, message_backend
 from megatron_pp_ext.runtime.nccl_version import loaded_nccl
@@ -66,17 +66,18 @@ def examine(console: Console, checkout: Path | None, waiting: Waiting, in_full: 
 
         cpu.install()
     with waiting("importing Megatron"):
-        problem = _import_seams()
-    misfits: list[str] = []
+        problem = hooks_here.problem_of_import()
+    lines: list[str] = []
     if problem is None:
-        misfits = _examine_seams(details)
-    if misfits:
-        fix = "install a release of docs/compatibility.md, or run without megatron_pp_ext"
-        problem = f"{len(misfits)} seam(s) do not fit this Megatron: {fix}"
+        lines = hooks_here.examine(details)
+        if lines:
+            fix = "install a Megatron of docs/compatibility.md, or run without megatron_pp_ext"
+            problem = f"{len(lines)} seam(s) do not fit this Megatron: {fix}"
+        lines.append(hooks_here.commit())
     verdict = f"not ready: {problem}"
     if problem is None:
-        verdict = f"ready: Megatron {releases.own_megatron_version()} fits; {advice}"
-    shown: list[Table | str] = [verdict, *misfits, missing]
+        verdict = f"ready{hooks_here.for_what()}: Megatron {releases.own_megatron_version()} fits; {advice}"
+    shown: list[Table | str] = [verdict, *lines, missing]
     for one in (*shown, *details) if in_full else (*shown, "mpp doctor --full lists all that was looked at."):
         if isinstance(one, str):
             console.print(one, soft_wrap=True, markup=False)
@@ -190,70 +191,6 @@ def _versions() -> Iterator[tuple[str, str]]:
         yield "devices", f"{os.cpu_count()} CPU cores"
 
 
-def _import_seams() -> str | None:
-    """Import Megatron and what patches it; return in one line what is against it, None if nothing is."""
-    try:
-        patching.require_known_release()
-        from megatron_pp_ext.integration import seams  # noqa: F401
-    except patching.SeamError as error:
-        return str(error)
-    except (ImportError, PackageNotFoundError) as error:
-        return (
-            f"Megatron cannot be imported ({error}): install megatron-core[training], or correct PYTHONPATH"
-        )
-    return None
-
-
-def _examine_seams(details: list[Table | str]) -> list[str]:
-    """Add every seam to ``details``, and whether it fits; return a line for each that does not."""
-    from megatron_pp_ext.integration import frameworks, seams
-    from megatron_pp_ext.integration.mends.table import MENDS
-
-    problems = []
-    location = importlib.import_module("megatron.core").__path__[0]
-    table = Table(
-        title=f"Seams into Megatron {releases.own_megatron_version()} in {location}", title_justify="left"
-    )
-    table.add_column("seam", overflow="fold")
-    table.add_column("for")
-    table.add_column("as since")
-    table.add_column("fits")
-    always = (*seams.all_seams(), *frameworks.SEAMS)
-    for seam in (*seams.all_seams(cpu=True), *filter(_can_be_imported, frameworks.SEAMS)):
-        since = seam.since(releases.megatron_release())
-        fits = "not in this release"
-        if since is not None:
-            try:
-                seam.find()
-                fits = "yes"
-            except patching.SeamError as error:
-                problems.append(str(error))
-                fits = "no"
-        why = seam.why if seam in always else f"--cpu: {seam.why}"
-        table.add_row(seam.path.removeprefix("megatron."), why, _dotted(since), fits)
-    mended = Table(
-        "defect", "in", "gone when this passes without the mend", title="Mends of Megatron's own defects"
-    )
-    for mend in MENDS:
-        mended.add_row(mend.defect, mend.releases, mend.test.removeprefix("tests/"))
-    details += [
-        table,
-        mended,
-        "Nothing else of Megatron is replaced. With --cpu, torch.cuda and NCCL are stood in for, and the "
-        "queue of the checkpoint writers is made before the run.",
-    ]
-    return problems
-
-
-def _can_be_imported(seam: patching.Seam) -> bool:
-    """Return whether the framework of ``seam`` is here, with all that it needs."""
-    try:
-        importlib.import_module(seam.module)
-    except ImportError:
-        return False
-    return True
-
-
 def _version(package: str) -> str | None:
     try:
         return version(package)
@@ -263,7 +200,3 @@ def _version(package: str) -> str | None:
 
 def _numbers(found: str) -> tuple[int, ...]:
     return tuple(int(number) for number in found.split("+")[0].split(".")[:2] if number.isdigit())
-
-
-def _dotted(release: tuple[int, ...] | None) -> str:
-    return ".".join(str(number) for number in release or ())

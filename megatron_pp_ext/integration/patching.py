@@ -5,73 +5,44 @@ checked before the first is touched: a Megatron that has moved one of them is re
 A name is replaced in every module that has imported it, whichever package that is of.
 """
 
-import importlib
 import inspect
 import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from inspect import ismodule
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from megatron_pp_ext.around import around
-from megatron_pp_ext.integration import releases
-from megatron_pp_ext.integration.releases import OLDEST
-
-
-class SeamError(RuntimeError):
-    """Megatron does not look as expected; nothing was patched."""
+from megatron_pp_ext.integration import places, releases, tried
+from megatron_pp_ext.integration.places import Known, ParametersOf, Place, SeamError
 
 
 @dataclass(frozen=True, slots=True)
 class Seam:
-    """One name to replace: ``module:name``, where the name may be that of a method, ``Class.method``.
+    """One function to replace.
 
-    ``known`` maps each release that brought a new list of parameters to that list, in order and separated by
-    spaces, or to None where it removed the place.  The parameters are those of the function, or of the
-    class's ``forward`` where the name is an autograd function.  Before the first of these releases Megatron
-    has no such place.  ``wrap`` is the hook: it takes what is there and returns what goes in its place.
-    ``why`` says what the hook is for.
+    ``places`` are where Megatrons have it, the newest first: the first that is there is replaced.  ``wrap``
+    is the hook: it takes what is there and returns what goes in its place.  ``why`` says what the hook is
+    for.  ``since`` is the release from which on every Megatron has the function, None if all have it.
     """
 
-    place: str
-    known: Mapping[releases.Number, str | None]
+    places: tuple[Place, ...]
     wrap: Callable[[Any], Any]
     why: str
+    since: releases.Number | None = None
 
-    @property
-    def path(self) -> str:
-        """The place as it would be written in Python."""
-        return self.place.replace(":", ".")
+    def in_megatron(self, parameters_of: ParametersOf, release: releases.Number) -> Place | None:
+        """Return the place that is replaced in a Megatron; None if it is too old to have the function.
 
-    @property
-    def module(self) -> str:
-        """The module that defines the name."""
-        return self.place.partition(":")[0]
+        Raise SeamError if it does not fit.
+        """
+        return places.choose(self.places, parameters_of, self.since, release)
 
-    @property
-    def name(self) -> str:
-        """The name within its module."""
-        return self.place.partition(":")[2]
-
-    def since(self, release: releases.Number) -> releases.Number | None:
-        """Return the release that brought the parameters of ``release``; None if that has no such place."""
-        since = max((since for since in self.known if since <= release), default=None)
-        return None if since is None or self.known[since] is None else since
-
-    def find(self) -> Any:
-        """Return what is there now; raise SeamError unless it has the parameters known of this release."""
-        try:
-            target = operator.attrgetter(self.name)(importlib.import_module(self.module))
-        except (ImportError, AttributeError) as error:
-            raise SeamError(f"{self.path} is not there ({error}); {_advice()}") from error
-        since = self.since(releases.megatron_release())
-        known = self.known[since] if since else None
-        found = " ".join(inspect.signature(getattr(target, "forward", target)).parameters)
-        if found != known:
-            raise SeamError(f"{self.path} takes ({found}) where ({known}) was known; {_advice()}")
-        return target
+    def here(self) -> Place | None:
+        """Return the place that is replaced in the Megatron that is imported here; see ``in_megatron``."""
+        return self.in_megatron(places.parameters_here, releases.megatron_release())
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,33 +51,62 @@ class Hook:
 
     wrap: Callable[[Any], Any]
     seams: tuple[Seam, ...]
+    ordered: int | None
+    """As in ``Place``."""
 
     def __call__(self, stock: Any) -> Any:
         """Return what takes the place of ``stock``."""
         return self.wrap(stock)
 
 
-Known = str | Mapping[releases.Number, str | None]
-"""The parameters of a place as in ``Seam``, or those that it has in all releases."""
+_NOWHERE: Mapping[str, Known] = MappingProxyType({})
 
 
-def hook(place: str, known: Known, why: str) -> Callable[[Callable[..., Any] | Hook], Hook]:
-    """Let the decorated ``call(stock, *arguments)`` be the calls of the function at ``place``; see ``Seam``.
+def hook(
+    place: str,
+    known: Known,
+    why: str,
+    *,
+    before: Mapping[str, Known] = _NOWHERE,
+    since: releases.Number | None = None,
+) -> Callable[[Callable[..., Any] | Hook], Hook]:
+    """Let the decorated ``call(stock, *arguments)`` be the calls of the function at ``place``.
 
-    A hook that is decorated again has more places.
+    ``known`` are the parameters that the function has, or each list of them where Megatrons differ, of which
+    the order counts as far as ``call`` names its arguments.  ``before`` has the places where older Megatrons
+    have the function, and ``since`` is as in ``Seam``.  A hook that is decorated again replaces more
+    functions.
     """
-    return lambda call: substitute(place, known, why)(call if isinstance(call, Hook) else around(call))
 
-
-def substitute(place: str, known: Known, why: str) -> Callable[[Callable[[Any], Any] | Hook], Hook]:
-    """Let what the decorated function returns, called with what is there, go to ``place``; see ``Seam``."""
-    since = {OLDEST: known} if isinstance(known, str) else known
-
-    def decorate(wrap: Callable[[Any], Any] | Hook) -> Hook:
-        made = wrap if isinstance(wrap, Hook) else Hook(wrap, ())
-        return Hook(made.wrap, (Seam(place, since, made.wrap, why), *made.seams))
+    def decorate(call: Callable[..., Any] | Hook) -> Hook:
+        made = call if isinstance(call, Hook) else Hook(around(call), (), _named_arguments(call))
+        return substitute(place, known, why, before=before, since=since)(made)
 
     return decorate
+
+
+def substitute(
+    place: str,
+    known: Known,
+    why: str,
+    *,
+    before: Mapping[str, Known] = _NOWHERE,
+    since: releases.Number | None = None,
+) -> Callable[[Callable[[Any], Any] | Hook], Hook]:
+    """Let what the decorated function returns, called with what is there, go to ``place``; see ``hook``."""
+
+    def decorate(wrap: Callable[[Any], Any] | Hook) -> Hook:
+        made = wrap if isinstance(wrap, Hook) else Hook(wrap, (), None)
+        seam = Seam(places.places(place, known, before, made.ordered), made.wrap, why, since)
+        return Hook(made.wrap, (seam, *made.seams), made.ordered)
+
+    return decorate
+
+
+def _named_arguments(call: Callable[..., Any]) -> int:
+    """Return how many arguments behind ``stock`` a hook takes by names of its own."""
+    _, *arguments = inspect.signature(call).parameters.values()
+    return sum(one.kind is one.POSITIONAL_OR_KEYWORD for one in arguments)
 
 
 def seams_of(*modules: ModuleType) -> tuple[Seam, ...]:
@@ -115,56 +115,74 @@ def seams_of(*modules: ModuleType) -> tuple[Seam, ...]:
     return tuple(seam for one in hooks for seam in one.seams)
 
 
-def require_known_release() -> None:
-    """Raise SeamError for a Megatron on which no seam was ever tried."""
-    if releases.megatron_release() not in [release.number for release in releases.RELEASES]:
-        raise SeamError(_advice())
+def require_known_release(by_flags: bool = False) -> None:
+    """Raise SeamError for a Megatron on which no hook was ever tried.
 
-
-def seams_of_this_release(seams: Iterable[Seam]) -> list[Seam]:
-    """Return those of ``seams`` whose place the Megatron that would be imported should have."""
-    release = releases.megatron_release()
-    return [seam for seam in seams if seam.since(release)]
-
-
-def _advice() -> str:
-    known = ", ".join("{}.{}.x".format(*release.number) for release in releases.RELEASES)
-    return (
-        f"megatron-core is {releases.own_megatron_version()}, known are {known}: "
-        "install one of these, or run the script without megatron_pp_ext"
-    )
+    Schedules ``by_flags`` need more of Megatron than those of ``megatron_pp_ext.install``.
+    """
+    here = releases.release_here()
+    if here is None or (by_flags and not here.by_flags):
+        rows = [row for row in releases.RELEASES if row.by_flags or not by_flags]
+        known = ", ".join("{}.{}.x".format(*row.number) for row in rows)
+        other = "" if here is None else ", call megatron_pp_ext.install in place of flags"
+        raise SeamError(
+            f"megatron-core is {releases.own_megatron_version()}, known are {known}: install one of "
+            f"these{other}, or run the script without megatron_pp_ext"
+        )
 
 
 _applied: list[tuple[str, Any, str, Any]] = []
-"""(seam, module or class, name, what was there) of every replaced name, in order."""
+"""(place, module or class, name, what was there) of every replaced name, in order."""
 
 
 def apply(seams: Iterable[Seam]) -> None:
-    """Replace all ``seams`` that this release has, or none and raise SeamError.
+    """Replace all ``seams`` that this Megatron has, or none and raise SeamError, which names each misfit.
 
     Seams that are replaced already are left as they are.
     """
     require_known_release()
-    found = [(seam, seam.find()) for seam in seams_of_this_release(seams) if not is_applied(seam)]
+    found: list[tuple[Seam, Place, Any]] = []
+    misfits: list[str] = []
+    wanted = [seam for seam in seams if not is_applied(seam)]
+    for seam in wanted:
+        try:
+            place = seam.here()
+        except SeamError as error:
+            misfits.append(str(error))
+        else:
+            if place is not None:
+                found.append((seam, place, places.target_of(place)))
+    if misfits:
+        raise SeamError(f"{'; '.join(misfits)}; {advice(wanted)}")
     before = len(_applied)
-    known_as = _names_of(target for _, target in found)
+    known_as = _names_of(target for *_, target in found)
     try:
-        for seam, target in found:
+        for seam, place, target in found:
             replacement = seam.wrap(target)
-            owner, _, attribute = seam.name.rpartition(".")
+            owner, _, attribute = place.name.rpartition(".")
             # A method is known by one name, its class's; a function also by those of its importers.
             holders = (
-                [(operator.attrgetter(owner)(sys.modules[seam.module]), attribute)]
+                [(operator.attrgetter(owner)(sys.modules[place.module]), attribute)]
                 if owner
                 else known_as[id(target)]
             )
             for holder, name in holders:
                 # A class may hold a staticmethod around the target, which has to be put back.
-                _applied.append((seam.path, holder, name, vars(holder).get(name, target)))
+                _applied.append((place.path, holder, name, vars(holder).get(name, target)))
                 setattr(holder, name, replacement)
     except BaseException:
         undo(keep=before)
         raise
+
+
+def advice(seams: Iterable[Seam]) -> str:
+    """Return what to do where one of ``seams`` does not fit, and the tried commit that comes nearest."""
+    paths = [place.path for seam in seams for place in seam.places]
+    nearest = tried.nearest({path: places.parameters_here(path) for path in paths})
+    return (
+        f"this is megatron-core {releases.own_megatron_version()}, nearest to {nearest}, which was tried: "
+        "install a Megatron of docs/compatibility.md, or run the script without megatron_pp_ext"
+    )
 
 
 def undo(keep: int = 0) -> None:
@@ -189,7 +207,8 @@ def applied() -> int:
 
 def is_applied(seam: Seam) -> bool:
     """Return whether ``seam`` is replaced at this moment."""
-    return any(path == seam.path for path, *_ in _applied)
+    paths = {place.path for place in seam.places}
+    return any(path in paths for path, *_ in _applied)
 
 
 def _names_of(targets: Iterable[Any]) -> dict[int, list[tuple[Any, str]]]:

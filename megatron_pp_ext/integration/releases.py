@@ -2,8 +2,9 @@
 
 A new release of Megatron is one row of ``RELEASES``; ``docs/extending.md`` lists the steps around it.  What
 has to agree with the table (the range in pyproject.toml, requirements.lock, the Makefile's matrix, the
-documents and patches/) is compared with it by ``tests/test_releases.py``.  The signatures that each release
-has stand beside what is patched, in the tables that ``seams`` puts together.
+documents and patches/) is compared with it by ``tests/test_releases.py``.  A development version has the
+number of the release that it leads to: whether the hooks fit it is judged by what stands in their places,
+and ``tried`` has the commits of which that is known.
 """
 
 import importlib
@@ -13,8 +14,9 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 Number = tuple[int, int]
-"""The first two numbers of a version of megatron-core, by which its signatures are known."""
+"""The first two numbers of a version of megatron-core, which the development before it has, too."""
 
+CORE_0_16: Number = (0, 16)
 CORE_0_17: Number = (0, 17)
 CORE_0_18: Number = (0, 18)
 CORE_0_19: Number = (0, 19)
@@ -33,6 +35,8 @@ class Release:
     patch; None before the release."""
     tried: str
     """What was tried, in the words of the table in docs/compatibility.md."""
+    by_flags: bool = True
+    """Whether it has schedules by flags, too, and not by ``megatron_pp_ext.install`` alone."""
 
 
 _ON_OLDER = (
@@ -41,6 +45,13 @@ _ON_OLDER = (
 )
 
 RELEASES = (
+    Release(
+        CORE_0_16,
+        wheel=None,
+        checkout=None,
+        tried="by `megatron_pp_ext.install` alone, on [four commits](#commits-that-frameworks-pin)",
+        by_flags=False,
+    ),
     Release(CORE_0_17, wheel="0.17.1", checkout="0.17.1", tried=_ON_OLDER),
     Release(CORE_0_18, wheel="0.18.2", checkout="0.18.2", tried=_ON_OLDER),
     Release(CORE_0_19, wheel="0.19.2", checkout="0.19.0", tried="the whole suite"),
@@ -48,14 +59,12 @@ RELEASES = (
         CORE_0_20,
         wheel=None,
         checkout=None,
-        tried="the development version of 22 August 2026: its unmodified `pretrain_gpt.py` trains and "
-        "evaluates under 1F1B and ZB-H1 with stock's losses, and goes on from a checkpoint under V-Half "
-        "within 1e-6 of them",
+        tried="[three commits](#commits-that-frameworks-pin) of August 2026; the unmodified "
+        "`pretrain_gpt.py` of 22 August trains and evaluates under 1F1B and ZB-H1 with stock's losses, and "
+        "goes on from a checkpoint under V-Half within 1e-6 of them",
     ),
 )
-"""Every release on which the seams were tried, oldest first."""
-
-OLDEST = min(release.number for release in RELEASES)
+"""Every release on which the hooks were tried, oldest first."""
 
 NEWEST = max(release.number for release in RELEASES if release.wheel)
 """The newest release that is in the package registry, on which everything is tested."""
@@ -70,22 +79,30 @@ def megatron_version() -> str:
 
 
 def own_megatron_version() -> str:
-    """Return ``megatron_version`` with the commit only where it is Megatron's own.
+    """Return ``megatron_version`` with the commit that a checkout is at, if it is one.
 
-    Megatron adds the commit of the git repository around its folder.  For an installed wheel that is the
-    repository of whatever project the virtual environment lies in.
+    Some Megatrons add a commit themselves: that of the git repository around their folder, which for an
+    installed wheel is whatever project the virtual environment lies in.
     """
-    found = megatron_version()
+    plain = megatron_version().partition("+")[0]
     try:
-        folder = importlib.import_module("megatron.core").__path__[0]
-        tracks = ["git", "-C", folder, "ls-files", "--error-unmatch", "__init__.py"]
-        is_tracked = subprocess.run(tracks, capture_output=True, check=False).returncode == 0
-    except (ImportError, AttributeError, OSError):
-        is_tracked = False
-    return found if is_tracked else found.partition("+")[0]
+        git = ["git", "-C", importlib.import_module("megatron.core").__path__[0]]
+        tracked = subprocess.run(
+            [*git, "ls-files", "--error-unmatch", "__init__.py"], capture_output=True, check=False
+        )
+        head = [*git, "rev-parse", "--short=8", "HEAD"]
+        commit = subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
+    except (ImportError, AttributeError, OSError, subprocess.CalledProcessError):
+        return plain
+    return f"{plain}+{commit}" if tracked.returncode == 0 else plain
 
 
 def megatron_release() -> Number:
     """Return the release of the Megatron that would be imported; (0, 0) if its version has no numbers."""
     found = re.match(r"(\d+)\.(\d+)", megatron_version())
     return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def release_here() -> Release | None:
+    """Return the row of the Megatron that would be imported; None for one that was never tried."""
+    return next((row for row in RELEASES if row.number == megatron_release()), None)

@@ -19,7 +19,6 @@ class Flags:
     batch_invariant_mode: bool | None = None
     check_for_nan_in_loss_and_grad: bool | None = None
     ckpt_format: str | None = None
-    cuda_graph_impl: str | None = None
     dataloader_type: str | None = None
     delay_wgrad_compute: bool | None = None
     encoder_num_layers: int | None = None
@@ -32,7 +31,6 @@ class Flags:
     fine_grained_activation_offloading: bool | None = None
     first_last_layers_bf16: bool | None = None
     fp16_lm_cross_entropy: bool | None = None
-    fp4: str | None = None
     fp8_output_proj: bool | None = None
     full_validation: bool | None = None
     fused_residual_rmsnorm: bool | None = None
@@ -43,12 +41,9 @@ class Flags:
     microbatch_group_size_per_vp_stage: int | None = None
     moe_enable_deepep: bool | None = None
     moe_expert_rank_capacity_factor: float | None = None
-    moe_flex_dispatcher_backend: str | None = None
     moe_paged_stash: bool | None = None
     moe_router_enable_expert_bias: bool | None = None
-    moe_router_group_topk: int | None = None
     moe_router_load_balancing_type: str | list[str] | None = None
-    moe_router_num_groups: int | None = None
     moe_router_padding_for_fp8: bool | None = None
     moe_router_padding_for_quantization: bool | None = None
     moe_router_pre_softmax: bool | None = None
@@ -66,6 +61,7 @@ class Flags:
     pipeline_layer_seeds: bool | None = None
     pipeline_profile_steps: str | None = None
     pipeline_slice_tokens: int | None = None
+    pipeline_unproved: bool | None = None
     profile_pipeline: Path | None = None
     recompute_num_layers: int | None = None
     rehearse_pipeline: Path | None = None

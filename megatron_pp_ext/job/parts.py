@@ -40,6 +40,8 @@ class Model:
     num_experts: int = 0
     moe_layer_freq: int | tuple[int, ...] = 1
     moe_router_topk: int = 2
+    moe_router_num_groups: int = 0
+    moe_router_group_topk: int = 0
     moe_ffn_hidden_size: int = 0
     moe_shared_expert_intermediate_size: int = 0
     moe_shared_expert_gate: bool = False
@@ -160,6 +162,7 @@ class Parallel:
     overlap_param_gather: bool = False
     overlap_moe_expert_parallel_comm: bool = False
     moe_token_dispatcher_type: str = "allgather"
+    moe_flex_dispatcher_backend: str = "deepep"
     scatter_gather_tensors_in_pipeline: bool = False
     async_tensor_model_parallel_allreduce: bool = True
     defer_embedding_wgrad_compute: bool = False
@@ -220,6 +223,8 @@ class Precision:
     fp8: str | None = None
     fp8_recipe: str = "delayed"
     fp8_param_gather: bool = False
+    fp4: str | None = None
+    fp4_param_gather: bool = False
     fp32_residual_connection: bool = False
     grad_reduce_in_bf16: bool = False
     accumulate_allreduce_grads_in_fp32: bool = False
@@ -227,6 +232,7 @@ class Precision:
     transformer_impl: str = "transformer_engine"
     attention_backend: str = "auto"
     moe_grouped_gemm: bool = False
+    cuda_graph_impl: str = "none"
     bias_gelu_fusion: bool = True
     bias_swiglu_fusion: bool = True
     use_fused_weighted_squared_relu: bool = False
@@ -250,8 +256,23 @@ class Precision:
 
     @property
     def uses_fp8(self) -> bool:
-        """Whether the products of the layers are computed in FP8."""
-        return bool(self.fp8) and self.transformer_impl != "local"
+        """Whether the products of the layers are computed in FP8, or in FP4."""
+        return bool(self.fp8 or self.fp4) and self.transformer_impl != "local"
+
+    @property
+    def operand_size(self) -> float:
+        """The bytes of a number in an operand of the layers' products.
+
+        In NVFP4 sixteen numbers of half a byte share a scale of a byte.
+        """
+        return (0.5 + 1 / 16 if self.fp4 else 1) if self.uses_fp8 else self.weight_size
+
+    @property
+    def format(self) -> str:
+        """The format of the layers' products, as a system names it (``costs.system.DTYPES``)."""
+        if not self.is_half or not (self.fp8 or self.fp4):
+            return "bf16" if self.is_half else "fp32"
+        return "fp4" if self.fp4 else "fp8"
 
     @property
     def is_unfused(self) -> bool:
@@ -265,7 +286,9 @@ class Precision:
     def words(self) -> str:
         """The formats of weights and of products, such as ``bf16 with FP8 (delayed)``."""
         whole = "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
-        return f"{whole} with FP8 ({self.fp8_recipe})" if self.uses_fp8 else whole
+        if not self.uses_fp8:
+            return whole
+        return f"{whole} with NVFP4" if self.fp4 else f"{whole} with FP8 ({self.fp8_recipe})"
 
 
 @dataclass(frozen=True)
@@ -283,6 +306,8 @@ class Memory:
     optimizer: str = "adam"
     sgd_momentum: float = 0.9
     use_distributed_optimizer: bool = False
+    use_megatron_fsdp: bool = False
+    data_parallel_sharding_strategy: str = "no_shard"
     muon_num_ns_steps: int = 5
     muon_scalar_optimizer: str = "adam"
     optimizer_cpu_offload: bool = False
@@ -295,7 +320,18 @@ class Memory:
     @property
     def shards_state(self) -> bool:
         """Whether data-parallel ranks share the optimizer's state, with Muon by whole weights."""
-        return self.use_distributed_optimizer or self.optimizer == "dist_muon"
+        is_sharded = self.use_megatron_fsdp and self.data_parallel_sharding_strategy != "no_shard"
+        return self.use_distributed_optimizer or is_sharded or self.optimizer == "dist_muon"
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether data-parallel ranks share gradients, which are reduced in each microbatch."""
+        return self.use_megatron_fsdp and self.data_parallel_sharding_strategy.startswith("optim_grads")
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether data-parallel ranks share weights, which are gathered for each forward and backward."""
+        return self.use_megatron_fsdp and self.data_parallel_sharding_strategy == "optim_grads_params"
 
     @property
     def treats_matrices_apart(self) -> bool:

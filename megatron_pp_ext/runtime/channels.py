@@ -126,7 +126,7 @@ class Channels:
                 "make all stages and microbatches hand on tensors of one shape"
             )
         self._send(peer, payload)
-        while self._sending and (len(self._sending) > SENDS_AHEAD or self._sending[0][0].is_completed()):
+        while len(self._sending) > SENDS_AHEAD or self._has_left():
             self._finish_oldest()
 
     def close(self) -> None:
@@ -136,6 +136,15 @@ class Channels:
         if self._posted:
             raise RuntimeError(f"messages that no action took by the end of the step: {[*self._posted]}")
         self.is_closed = True
+
+    def _has_left(self) -> bool:
+        """Return whether the oldest message is sent, as far as that may be asked.
+
+        A graph that is being captured must not ask the device.
+        """
+        if not self._sending or (self._wire.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            return False
+        return self._sending[0][0].is_completed()
 
     def _finish_oldest(self) -> None:
         # A finished send is waited for too: only then does torch release the tensor and raise an error.

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from megatron_pp_ext.integration import doctor, releases, trainers_tried
+from megatron_pp_ext.integration import doctor, hooks_here, releases, trainers_tried
 
 COMMAND = [sys.executable, "-c", "from megatron_pp_ext.cli import app; app()", "doctor"]
 
@@ -47,6 +47,8 @@ def test_all_seams_fit_the_installed_megatron() -> None:
     verdict = run.stdout.splitlines()[0]
     assert re.match(r"ready: Megatron 0\.\d+\S* fits; ", verdict)
     assert "--cpu" in verdict or torch.cuda.is_available()
+    version = re.search(r"Megatron (\S+) fits", verdict)[1].partition("+")[0]
+    assert run.stdout.splitlines()[1].startswith(f"Its hooked functions are those of {version} (NVIDIA/")
 
 
 def test_frameworks_that_are_here_are_told_with_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,12 +83,12 @@ def test_another_megatron_is_refused_by_name(tmp_path: Path) -> None:
     (core / "__init__.py").write_text("__version__ = '0.99.0'\n")
     run = examine("--megatron", str(tmp_path))
     assert run.returncode == 1
-    assert run.stdout.splitlines()[0].startswith("not ready: megatron-core is 0.99.0, known are 0.17.x")
+    assert run.stdout.splitlines()[0].startswith("not ready: megatron-core is 0.99.0, known are 0.16.x")
 
 
 def test_without_megatron_it_says_what_to_install(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "megatron", None)
-    monkeypatch.setattr(doctor, "_import_seams", lambda: "install megatron-core[training]")
+    monkeypatch.setattr(hooks_here, "problem_of_import", lambda: "install megatron-core[training]")
     console = Console(file=io.StringIO(), width=120)
     doctor.examine(console, None, lambda what: nullcontext())
     shown = console.file.getvalue()
@@ -104,9 +106,11 @@ def test_a_commit_is_megatrons_only_in_its_own_repository(tracked: bool, tmp_pat
     (tmp_path / "other").write_text("")
     for words in (("init", "-q"), ("add", "." if tracked else "other"), (*author, "commit", "-qm", "first")):
         subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    head = ("git", "-C", str(tmp_path), "rev-parse", "--short=8", "HEAD")
+    commit = subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
     found = types.SimpleNamespace(__version__="0.19.2+abc1234", __path__=[str(core)])
     monkeypatch.setitem(sys.modules, "megatron.core", found)
-    assert releases.own_megatron_version() == ("0.19.2+abc1234" if tracked else "0.19.2")
+    assert releases.own_megatron_version() == (f"0.19.2+{commit}" if tracked else "0.19.2")
 
 
 def test_a_folder_without_megatron_gets_one_line(mpp, tmp_path: Path) -> None:

@@ -67,10 +67,58 @@ def test_experts_of_the_same_node_take_its_links_and_others_the_network() -> Non
 def test_a_dispatcher_that_sends_a_token_once_to_a_node() -> None:
     """Eight experts of a token are on both of two nodes but for one in 128, and on five of eight ranks."""
     sent = {"num_experts": 16, "moe_router_topk": 8, "moe_token_dispatcher_type": "flex"}
+    sent |= {"moe_flex_dispatcher_backend": "hybridep"}
     far = kernels(**sent, expert_model_parallel_size=16).shuffle(8e6) - 37e-6
     assert far == pytest.approx(1e6 * 2 * (1 - 0.5**8) / 2 / 1e10)
     near = kernels(**sent, expert_model_parallel_size=8).shuffle(8e6) - 37e-6
     assert near == pytest.approx(1e6 * (8 * (1 - (7 / 8) ** 8) * 7 / 8 + 1.6) / 1e11)
+    deepep = kernels(**{**sent, "moe_flex_dispatcher_backend": "deepep"}, expert_model_parallel_size=8)
+    assert deepep.shuffle(8e6) - 37e-6 == pytest.approx(near + 1e-4)
+
+
+def test_groups_of_experts_limit_the_ranks_that_a_token_reaches() -> None:
+    """Four of eight groups, each on a rank of its own; of 16 ranks each group has two, of four ranks two."""
+    routed = {"num_experts": 32, "moe_router_topk": 8, "moe_router_num_groups": 8, "moe_router_group_topk": 4}
+    found = kernels(**routed)
+    assert found.reached(8) == 4
+    assert found.reached(16) == pytest.approx(4 * 2 * (1 - 0.5**2))
+    assert found.reached(4) == pytest.approx(4 * (1 - 0.75**4))
+    assert kernels(num_experts=32, moe_router_topk=8).reached(8) == pytest.approx(8 * (1 - (7 / 8) ** 8))
+
+
+def test_tokens_are_gathered_among_the_ranks_of_an_expert() -> None:
+    """With all of a weight on one rank nothing is gathered, however many tensor-parallel ranks there are."""
+    parallel = {"num_experts": 8, "tensor_model_parallel_size": 4, "sequence_parallel": True}
+    assert kernels(**parallel, expert_tensor_parallel_size=1).gather_for_experts(4e6) == 0
+    assert kernels(**parallel).gather_for_experts(4e6) == kernels(**parallel).gather(4e6) > 0
+
+
+def test_collectives_in_a_step_are_slower_than_alone() -> None:
+    parallel = {"tensor_model_parallel_size": 4, "sequence_parallel": True}
+    alone, shared = kernels(**parallel), kernels({"sustained": {"group": 0.5}}, **parallel)
+    assert shared.gather(4e6) == pytest.approx(2 * alone.gather(4e6))
+
+
+@pytest.mark.parametrize(
+    ("graphs", "layers", "experts"),
+    [("none", 1e-5, 1e-5), ("transformer_engine", 0, 1e-5), ("local", 0, 1e-5), ("full_iteration", 0, 0)],
+)
+def test_graphs_launch_layers_but_for_experts(graphs: str, layers: float, experts: float) -> None:
+    found = kernels(cuda_graph_impl=graphs)
+    assert found.launched(Part(), 10).forward_seconds == pytest.approx(layers)
+    assert found.launched(Part(), 10, has_routed=True).forward_seconds == pytest.approx(experts)
+
+
+def test_fp4_products_run_at_its_rate_and_cost_casts() -> None:
+    """Two bytes are read, and nine sixteenths of a byte are written by rows and by columns."""
+    rates = {"bf16": [[1, 1, 1, 1e12]], "fp4": [[1, 1, 1, 4e12]]}
+    half, four = kernels({"matrix_rates": rates}), kernels({"matrix_rates": rates}, fp4="e2m1")
+    assert four.product(4096, 4096, 4096) == pytest.approx(half.product(4096, 4096, 4096) / 4)
+    assert four.cast(1e6) == pytest.approx((2 + 2 * 9 / 16) * 1e6 / 1e12)
+    with pytest.raises(
+        ValueError, match="--fp4-format is not for system test: Transformer Engine has it from"
+    ):
+        kernels(fp4="e2m1")
 
 
 @pytest.mark.parametrize(("dispatcher", "processors"), [("flex", 20), ("alltoall", 32)])

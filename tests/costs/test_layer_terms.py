@@ -43,6 +43,9 @@ class Only(KernelSeconds):
     def copy(self, size):
         return size if self.kind == "copy" else 0
 
+    def stream(self, size):
+        return self.copy(size)
+
     def cast(self, numbers, ranks=1, is_normed=False):
         return numbers / ranks if self.kind == "cast" else 0
 
@@ -182,12 +185,14 @@ def test_what_dropout_copies():
 
 def test_what_is_copied_in_a_layer_of_experts():
     """Its own inner width twice a token and twice more where it is multiplied by probabilities, the tokens
-    put in order four times, read and written each, and the router's three numbers for eight experts each."""
+    put in order four times, read and written each, of which two times a token is read or written once
+    for its two experts, six more for the biases of its results, and the router's three numbers for eight
+    experts each."""
     inner, sent, routed = 2 * 2 * S * B * 384, 2 * HIDDEN, 2 * 3 * 4 * S * B * 8
     found = seconds(experts(costs("copy", **EXPERTS)))
     assert found == (
-        5 * HIDDEN + 4 * inner + 8 * sent + routed,
-        5 * HIDDEN + 6 * inner + 8 * sent + routed,
+        5 * HIDDEN + 4 * inner + (7 + 6) * sent + routed,
+        5 * HIDDEN + 6 * inner + (7 + 6) * sent + routed,
         0,
     )
 

@@ -50,6 +50,15 @@ def test_other_collectives_are_measured_by_themselves_within_a_node_alone():
         assert getattr(machine, kind)(2e6, 2, 4) == getattr(plain, kind)(2e6, 2, 4)
 
 
+def test_links_of_a_node_may_join_the_gpus_of_several() -> None:
+    """Of 16 ranks that are 2 apart a domain of 12 has six, and jobs put four of them in each."""
+    rack = made(gpus_per_domain=12)
+    assert (rack.in_a_node(12, 1), rack.in_a_node(6, 2), rack.in_a_node(16, 2)) == (12, 6, 5)
+    assert rack.gather_seconds(1e6, 12) < made().gather_seconds(1e6, 12)
+    assert rack.message_link(3, 4) == rack.node
+    assert rack.message_link(4, 4) == rack.between_nodes
+
+
 def test_messages_between_nodes_are_slower_than_rings():
     """Rings across nodes reach the network's whole rate, and single messages what is sustained."""
     machine = made(sustained={"network": 0.25})
@@ -66,7 +75,7 @@ def test_messages_between_nodes_are_slower_than_rings():
         ({"peak_rates": []}, r"peak_rates is \[\], but must be an object"),
         ({"processors": -1}, "processors is -1, but must be a number of 0 or more"),
         ({"kernel_seconds": "x"}, 'kernel_seconds is "x", but must be a finite number'),
-        ({"sustained": {"bf17": 1}}, "sustained bf17: 'bf17' is unknown: give one of clock, copy, network"),
+        ({"sustained": {"bf17": 1}}, "sustained bf17: 'bf17' is unknown: give one of clock, copy, network, "),
         ({"sustained": {"copy": 0}}, "sustained: copy is 0, but must be a number above 0"),
         ({"attention_rates": [[1, 2]]}, r"attention_rates: 0 is \[1, 2\], but must be a list of 3"),
         ({"around_loop": {"bf16": -1}}, "around_loop: bf16 is -1, but must be a number of 0 or more"),

@@ -50,7 +50,7 @@ def test_uneven_stages_are_cut_as_megatron_cuts_them():
         ("--num-experts 4 --moe-router-topk 5", "--moe-router-topk 5 is more than --num-experts 4: lower it"),
         ("--bf16 --fp16", "contradict each other"),
         ("--yaml-cfg x", "sizes are read from flags alone; leave it out of the estimate"),
-        ("--use-megatron-fsdp", "it shards weights in a way that is not modelled"),
+        ("--use-torch-fsdp2", "it shards weights in a way that is not modelled"),
         (
             "--use-kitchen-attention",
             "^the planner does not support --use-kitchen-attention: this attention is not modelled; leave it "

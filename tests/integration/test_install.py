@@ -12,17 +12,17 @@ import torch
 from megatron_pp_ext import startup_file
 from tests.support.own_loop import CHUNKS, COUNTS, TIED, assert_same
 from tests.support.rounding import of_losses
-from tests.support.training import since
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    """What both ranks found; see ``own_loop_runs``."""
+    """What both ranks found; see ``own_loop_runs``.  MEGATRON_LM may name a checkout to run on."""
     file = tmp_path_factory.mktemp("own_loop") / "found.pickle"
     command = [sys.executable, "-m", "tests.support.own_loop_runs", str(file)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    folders = filter(None, (os.environ.get("MEGATRON_LM"), str(ROOT)))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
     run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
     assert run.returncode == 0, run.stderr[-4000:]
     ranks: list[dict] = pickle.loads(file.read_bytes())
@@ -37,8 +37,9 @@ def test_installed_schedules_equal_stock(found, name, tied) -> None:
     assert_same([rank[name, tied] for rank in found], [rank["stock", tied] for rank in found])
 
 
-@since((0, 19), "megatron-core before 0.19 builds hybrid models of Mamba layers alone")
 def test_a_hybrid_model(found) -> None:
+    if ("v-half", "hybrid") not in found[0]:
+        pytest.skip("megatron-core before 0.19 builds hybrid models of Mamba layers alone")
     assert_same([rank["v-half", "hybrid"] for rank in found], [rank["stock", "hybrid"] for rank in found])
 
 

@@ -21,7 +21,7 @@ from megatron_pp_ext.job.rules.rule import Refused, Rule, Rules
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.formats import csv_file
 from megatron_pp_ext.schedule.placement import Placement, Shape
-from tests.support.flags import PP4, arguments, read
+from tests.support.flags import PP4, arguments, read, requested_by
 from tests.support.training import has_flag
 
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -34,14 +34,28 @@ REPLICAS = f"{PP2} {UNTIED} --global-batch-size 3 --pipeline-schedule pipedream 
 SHARED = "--pipeline-vocabulary shared"
 SLICES = "--pipeline-slice-tokens 8"
 
+GRAPHS, PER_LAYER = "--cuda-graph-impl full_iteration", "--cuda-graph-impl transformer_engine"
+
 CASES: dict[str, dict[str, str]] = {
+    f"Beside CUDA graphs|{PP4} {UNTIED} --pipeline-unproved {GRAPHS} --pipeline-schedule v-half": {
+        "without a flush no step is like": "--pipeline-schedule pipedream",
+        "a schedule that changes: a graph holds": "--pipeline-profile-steps 1-2",
+        "--rampup-batch-size: a graph": "--rampup-batch-size 4 4 100",
+        "--step-batch-size-schedule: a graph": "--step-batch-size-schedule 0:8",
+        "--cuda-graph-warmup-steps 0: the first step": "--cuda-graph-warmup-steps 0",
+        "--pipeline-offload: the host waits": "--pipeline-offload 0.5",
+        "would take the graph of another": f"{PER_LAYER} --recompute-granularity full",
+        "actions within a graph have no times": "--pipeline-trace x.json",
+        "a V moves the losses of predictions": "--mtp-num-layers 1",
+    },
     f"Under every schedule of this package|{PP4} --pipeline-schedule v-half": {
         "--use-megatron-fsdp: FSDP reduces": "--use-megatron-fsdp",
         "--use-torch-fsdp2: FSDP reduces": "--use-torch-fsdp2",
         "--delay-wgrad-compute: schedules split": "--delay-wgrad-compute",
-        "--cuda-graph-impl: graphs are captured": "--cuda-graph-impl local",
-        "--enable-cuda-graph: graphs": "--enable-cuda-graph",
-        "--external-cuda-graph: graphs": "--external-cuda-graph",
+        "local: Megatron's own schedules make": "--cuda-graph-impl local --pipeline-unproved",
+        "were never run on a GPU; try scripts/gpu_check.sh graphs": "--cuda-graph-impl transformer_engine",
+        "--enable-cuda-graph: Megatron's own schedules make": "--enable-cuda-graph",
+        "--external-cuda-graph: it is an older name": "--external-cuda-graph",
         "--hybrid-context-parallel: its microbatches differ": "--hybrid-context-parallel",
         "or choose breadth-first, whose": "--microbatch-group-size-per-virtual-pipeline-stage 4",
         "in the warm-up and the flush too": "--overlap-p2p-communication-warmup-flush",
@@ -152,12 +166,17 @@ CASES: dict[str, dict[str, str]] = {
         "its order has no pairs; choose ": "--pipeline-schedule v-half",
         "--expert-model-parallel-size 1: tokens then": "--expert-model-parallel-size 1",
         "allgather: it gathers": "--moe-token-dispatcher-type allgather",
-        "full: a plan takes": "--recompute-granularity full --recompute-method uniform",
+        "--distribute-saved-activations: the layers of a plan": "--recompute-granularity full "
+        "--distribute-saved-activations",
+        "would count twice for its scales": "--recompute-granularity full --fp8-format hybrid",
         "moe: its tokens": "--recompute-granularity selective --recompute-modules moe",
         "--moe-shared-expert-overlap: a plan": "--moe-shared-expert-overlap",
         "--mtp-num-layers above 1: a plan": "--mtp-num-layers 2",
         "--pipeline-vocabulary: its exchanges": SHARED,
         "--pipeline-profile-steps: it measures": "--pipeline-profile-steps 1-2",
+    },
+    f"In pairs under Megatron's own schedule|{PAIRS}": {
+        "full is not Megatron's in pairs": "--recompute-granularity full",
     },
     f"Beside `--overlap-moe-expert-parallel-comm`|{PAIRS.replace('--bf16 ', '')}": {
         "full precision: Megatron plans": "--pipeline-schedule 1f1b"
@@ -440,9 +459,23 @@ def test_releases_are_compared_as_numbers(version: str | None, is_refused: bool)
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("num_microbatches_with_partial_activation_checkpoints", 1), ("cuda_graph_impl", "local")],
+    [("num_microbatches_with_partial_activation_checkpoints", 1), ("delay_wgrad_compute", True)],
 )
 def test_what_only_the_model_s_config_has(setting: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"does not support {setting} in the model's config"):
         refuse_config(SimpleNamespace(**{setting: value}))
     refuse_config(Namespace(cuda_graph_impl="none"))
+
+
+def test_pairs_put_weight_gradients_off_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flag is accepted, and layers are built without it."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    args = arguments(f"{PAIRS} --pipeline-schedule dualpipe-v --delay-wgrad-compute")
+    assert requested_by(args)
+    assert not args.delay_wgrad_compute
+
+
+@pytest.mark.parametrize("graphs", [GRAPHS, PER_LAYER])
+@pytest.mark.parametrize("schedule", ["v-half", "zb-h1", "interleaved", "1f1b"])
+def test_graphs_are_permitted_unproved(graphs: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read(monkeypatch, f"{PP4} {graphs} --pipeline-unproved --pipeline-schedule {schedule}")

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import os
+import re
 import sys
 import types
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from megatron_pp_ext.integration import install, patching, releases, seams
 from megatron_pp_ext.integration.mends.table import MENDS
+from megatron_pp_ext.integration.places import Place
 from tests.support.comparison import assert_same_bits, run
 
 SEAMS = seams.schedule_seams()
@@ -85,12 +87,8 @@ def test_undo_puts_everything_back(unpatched):
         def method(): ...
 
     schedules.Static = Static
-    extra = patching.Seam(
-        "megatron.core.pipeline_parallel.schedules:Static.method",
-        {(0, 17): ""},
-        lambda stock: print,
-        "a test",
-    )
+    static = Place("megatron.core.pipeline_parallel.schedules:Static.method", ("",))
+    extra = patching.Seam((static,), lambda stock: print, "a test")
     patching.undo()
     every = [*seams.all_seams(cpu=True), extra]
     assert not any(map(patching.is_applied, every))
@@ -145,11 +143,10 @@ def test_a_wrapper_that_fails_leaves_nothing_behind(unpatched):
     assert not is_any_applied()
     assert trainer.get_forward_backward_func is before
     # What was applied before stays.
-    stay = patching.seams_of_this_release(seams.launch_seams(cpu=True))
-    assert all(map(patching.is_applied, stay))
+    assert all(patching.is_applied(seam) for seam in seams.launch_seams(cpu=True) if seam.here())
 
 
-@pytest.mark.parametrize("version", ["0.16.1", "1.17.0", "development"])
+@pytest.mark.parametrize("version", ["0.15.3", "0.16.1", "1.17.0", "development"])
 def test_an_unknown_release_is_refused_by_name(unpatched, monkeypatch, version):
     """It is refused even if all seams would fit, since the code behind them was never tried."""
     monkeypatch.setattr("megatron.core.__version__", version)
@@ -161,46 +158,42 @@ def test_an_unknown_release_is_refused_by_name(unpatched, monkeypatch, version):
     assert not is_any_applied()
 
 
-@pytest.mark.skipif(
-    releases.megatron_release() < releases.CORE_0_19, reason="an older release lacks the newest signatures"
-)
-def test_a_new_release_is_one_row_and_the_signatures_that_it_changed(unpatched, monkeypatch):
-    """The steps of docs/extending.md, for a release that gave one of the patched functions a parameter."""
+def test_a_new_parameter_is_refused_until_its_hook_knows_it(unpatched, monkeypatch):
+    """The steps of docs/extending.md, for a Megatron that gave one of the patched functions a parameter."""
 
     def backward_step(input_tensor, output_tensor, output_tensor_grad, config, colour): ...
 
     monkeypatch.setattr(schedules, "backward_step", backward_step)
-    monkeypatch.setattr("megatron.core.__version__", "0.21.0")
-    with pytest.raises(patching.SeamError, match=r"megatron-core is 0\.21\.0, known are [^:]* 0\.20\.x:"):
-        patching.apply(SEAMS)
-
-    row = releases.Release((0, 21), wheel=None, checkout=None, tried="nothing yet")
-    monkeypatch.setattr(releases, "RELEASES", (*releases.RELEASES, row))
     refused = (
         r"schedules\.backward_step takes \(input_tensor output_tensor output_tensor_grad config colour\) "
-        r"where \(input_tensor output_tensor output_tensor_grad config\) was known; megatron-core is 0\.21\.0"
+        r"where \(input_tensor output_tensor output_tensor_grad config\) was known; this is megatron-core "
+        rf"{re.escape(releases.own_megatron_version())}, nearest to .*, which was tried: "
     )
-    # 0.20 changed the linear function: the installed one cannot stand in for it.
-    fitting = [seam for seam in SEAMS if releases.CORE_0_20 not in seam.known]
     with pytest.raises(patching.SeamError, match=refused):
-        patching.apply(fitting)
+        patching.apply(SEAMS)
     assert not is_any_applied()
 
-    (changed,) = (seam for seam in fitting if seam.name == "backward_step")
+    (changed,) = (seam for seam in SEAMS if seam.places[0].name == "backward_step")
+    (place,) = changed.places
     parameters = "input_tensor output_tensor output_tensor_grad config colour"
-    updated = dataclasses.replace(changed, known={**changed.known, row.number: parameters})
-    patching.apply(updated if seam is changed else seam for seam in fitting)
+    wider = dataclasses.replace(place, known=(*place.known, parameters))
+    updated = dataclasses.replace(changed, places=(wider,))
+    patching.apply(updated if seam is changed else seam for seam in SEAMS)
     assert schedules.backward_step is not backward_step
     patching.undo()
     assert schedules.backward_step is backward_step
 
 
-def test_seams_are_places_of_their_own_with_signatures_of_releases_in_the_table():
-    numbers = {release.number for release in releases.RELEASES}
-    every = seams.all_seams(cpu=True)
-    assert len({seam.path for seam in every}) == len(every)
-    assert [seam.path for seam in every if not set(seam.known) <= numbers] == []
-    assert [seam.path for seam in every if list(seam.known) != sorted(seam.known)] == []
+def test_every_place_that_does_not_fit_is_named(unpatched, monkeypatch):
+    monkeypatch.delattr(schedules, "backward_step")
+    monkeypatch.delattr(schedules, "forward_step")
+    with pytest.raises(patching.SeamError, match=r"forward_step is not there; .*backward_step is not"):
+        patching.apply(SEAMS)
+
+
+def test_seams_are_places_of_their_own():
+    every = [place.path for seam in seams.all_seams(cpu=True) for place in seam.places]
+    assert len({*every}) == len(every)
 
 
 def test_every_mend_names_a_test_that_is_there():
@@ -209,17 +202,48 @@ def test_every_mend_names_a_test_that_is_there():
         assert f"def {name}" in (Path(__file__).parents[2] / file).read_text(), mend.test
 
 
-def test_a_seam_is_only_looked_for_in_its_releases(unpatched, monkeypatch):
-    no_such = functools.partial(patching.Seam, "megatron.core:no_such_name", wrap=dict, why="")
+def test_a_function_may_be_missing_before_it_came(unpatched, monkeypatch):
+    no_such = functools.partial(patching.Seam, (Place("megatron.core:no_such_name", ("a b",)),), dict, "")
     monkeypatch.setattr("megatron.core.__version__", "0.17.1")
-    patching.apply([no_such({(0, 18): "a b"})])
-    patching.apply([no_such({(0, 16): "a b", (0, 17): None})])
-    with pytest.raises(patching.SeamError, match="no_such_name is not there"):
-        patching.apply([no_such({(0, 17): "a b"})])
-    # What one release has in a place is not what another may have there.
-    seam = next(seam for seam in SEAMS if seam.name == "get_forward_backward_func")
-    with pytest.raises(patching.SeamError, match=r"megatron-core is 0\.17\.1"):
-        patching.apply([dataclasses.replace(seam, known={(0, 17): "pp_size"})])
+    patching.apply([no_such((0, 18))])
+    for since in ((0, 17), None):
+        with pytest.raises(patching.SeamError, match="no_such_name is not there"):
+            patching.apply([no_such(since)])
+
+
+def test_where_a_function_has_moved_the_newer_place_is_taken(unpatched):
+    def known_in(*paths: str) -> patching.Seam:
+        places = tuple(Place(path, ("vp_stage",)) for path in paths)
+        return patching.Seam(places, lambda stock: print, "a test")
+
+    parameters = {"new:f": "vp_stage", "old:f": "vp_stage"}
+    both = known_in("new:f", "old:f")
+    assert both.in_megatron(parameters.get, (0, 19)).path == "new:f"
+    assert both.in_megatron({"old:f": "vp_stage"}.get, (0, 17)).path == "old:f"
+    with pytest.raises(patching.SeamError, match=r"new\.f takes \(colour\)"):
+        both.in_megatron({**parameters, "new:f": "colour"}.get, (0, 19))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "fits"),
+    [
+        ("self config vp_stage logit_dtype", True),
+        ("self logit_dtype config vp_stage", True),
+        ("config self logit_dtype vp_stage", False),
+        ("self config vp_stage", False),
+        ("self config vp_stage logit_dtype colour", False),
+    ],
+)
+def test_the_order_counts_as_far_as_the_hook_names_arguments(parameters, fits):
+    @patching.hook("a:b", "self config vp_stage logit_dtype", "a test")
+    def wrap(stock, model, *args, **kwargs): ...
+
+    (seam,) = wrap.seams
+    if fits:
+        seam.in_megatron({"a:b": parameters}.get, (0, 20))
+    else:
+        with pytest.raises(patching.SeamError, match=r"a\.b takes"):
+            seam.in_megatron({"a:b": parameters}.get, (0, 20))
 
 
 def test_without_our_flag_megatron_is_stock(unpatched):

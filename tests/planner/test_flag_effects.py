@@ -57,11 +57,17 @@ MODELS = {
     "gated experts": f"{SIZES} --vocab-size 1000 --pipeline-model-parallel-size 2 --bf16 --num-experts 16 "
     "--moe-ffn-hidden-size 256 --quick-geglu --global-batch-size 64",
     "gated without biases": f"{SIZES} --vocab-size 1000 --bf16 --quick-geglu --disable-bias-linear",
+    "of sharded weights": f"{SIZES} --vocab-size 1000 --bf16 --use-megatron-fsdp",
+    "in FP4": f"{SIZES} --vocab-size 1000 --bf16 --fp4-format e2m1",
+    "of groups of experts": f"{SIZES} --vocab-size 1000 --bf16 --num-experts 16 --moe-ffn-hidden-size 256 "
+    "--expert-model-parallel-size 8 --global-batch-size 64 --disable-bias-linear --moe-router-topk 4 "
+    "--moe-token-dispatcher-type flex --moe-router-num-groups 8 --moe-router-group-topk 3",
     "of a batch that does not divide": f"{SIZES} --global-batch-size 18 --vocab-size 1000 {ON_4}",
 }  # fmt: skip
 """Models that need different flags; that of seven layers and the last need one flag more."""
 
-GPUS = {"experts": 64, "of encoders": 1, "latent": 64, "gated experts": 64}
+SYSTEMS = {"in FP4": "b200"}
+GPUS = {"experts": 64, "of groups of experts": 8, "of encoders": 1, "latent": 64, "gated experts": 64}
 
 
 EIGHT = Path(support.__file__).with_name("eight_blocks.json")
@@ -108,7 +114,9 @@ def estimated(model: str, *more: str) -> Estimate | None:
     """Return the estimate of one of ``MODELS`` with more flags; None where that is refused."""
     try:
         asked = described.read([*MODELS[model].split(), *more], None).counted()
-        return estimate_request(asked.job, system.read("h100"), for_world(asked, GPUS.get(model, 16)))
+        return estimate_request(
+            asked.job, system.read(SYSTEMS.get(model, "h100")), for_world(asked, GPUS.get(model, 16))
+        )
     except ValueError:
         return None
 

@@ -33,6 +33,9 @@ STARTED = {
     "the order of stock's chunks, which pairs need, is asked of the schedule": (
         "If enabling EP A2A overlap, virtual_pipeline_model_parallel_size must be specified"
     ),
+    "the environment, which the printed command leaves alone for FSDP": (
+        "FSDP requires CUDA_DEVICE_MAX_CONNECTIONS > 1 or unset"
+    ),
 }
 """What is estimated though Megatron does not start, by the reason."""
 

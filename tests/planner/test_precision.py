@@ -15,6 +15,7 @@ MODEL = (
     "--max-position-embeddings 8192 --vocab-size 32000 --attention-dropout 0 --global-batch-size 1"
 )
 RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
+BLACKWELL = ("b200", "b300", "gb200", "gb300")
 
 
 def estimated(flags: str, machine: str = "h100") -> Estimate:
@@ -56,7 +57,7 @@ def test_a_recipe_runs_where_transformer_engine_has_it(machine: str) -> None:
         with pytest.raises(ValueError, match=f"--fp8-recipe {recipe} is not for system {machine}: ") as error:
             estimated(flags, machine)
         assert "add" not in str(error.value)
-    assert ("mxfp8" in known) == (machine == "b200") and bool(known) == (machine != "a100-80g")
+    assert ("mxfp8" in known) == (machine in BLACKWELL) and bool(known) == (machine != "a100-80g")
 
 
 def test_a_utilisation_above_1_is_no_estimate() -> None:

@@ -5,6 +5,7 @@ Weights and batches depend on names and numbers alone, so that runs on any place
 
 import hashlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -74,11 +75,22 @@ def gpt(config: TransformerConfig, **given: Any) -> GPTModel:
 
 def predicting(config: TransformerConfig, **given: Any) -> GPTModel:
     """The same with multi-token prediction, in the stage where the config's layout has it."""
+    _make_classes_of_engine()
     layer = get_gpt_layer_local_spec()
     prediction = get_gpt_mtp_block_spec(
         config, layer, use_transformer_engine=False, vp_stage=given["vp_stage"]
     )
     return GPTModel(config, layer, mtp_block_spec=prediction, position_embedding_type="rope", **given)
+
+
+def _make_classes_of_engine() -> None:
+    """Put a class where Megatron 0.20 has none without Transformer Engine, and asks what is one of it."""
+    with suppress(ImportError):
+        from megatron.core.tensor_parallel import inference_layers
+
+        for name, value in vars(inference_layers).items():
+            if name.endswith("ColumnParallelLinear") and not isinstance(value, type):
+                setattr(inference_layers, name, type(name, (), {}))
 
 
 def hybrid(config: TransformerConfig, **given: Any) -> Any:

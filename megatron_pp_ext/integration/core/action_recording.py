@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
+from megatron_pp_ext.around import bound
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.runtime.activation_meter import keep_shape
@@ -55,6 +56,7 @@ def recorder() -> StepRecorder | None:
 
 _STOCK = "megatron.core.pipeline_parallel.schedules"
 _BUCKETS = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
+_BACKWARD = "input_tensor output_tensor output_tensor_grad"
 _OF_STOCK, _OF_REDUCTION = "--pipeline-trace of stock's schedules", "--pipeline-trace of gradient reduction"
 
 
@@ -73,8 +75,8 @@ def record_forward(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     placement = requested.require().placement
     rank = parallel_state.get_pipeline_model_parallel_rank()
     stage = placement.stage_of(rank, kwargs.get("vp_stage") or 0)
-    microbatch = kwargs["current_microbatch"]
-    received, config = args[4], args[6]
+    given = bound(stock, *args, **kwargs).arguments
+    microbatch, received, config = given["current_microbatch"], given["input_tensor"], given["config"]
     for tensor in received if isinstance(received, list) else [received]:
         if tensor is not None and config.distribute_saved_activations:
             keep_shape(tensor)
@@ -84,7 +86,11 @@ def record_forward(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return output, tokens
 
 
-@hook(f"{_STOCK}:backward_step", "input_tensor output_tensor output_tensor_grad config", _OF_STOCK)
+@hook(
+    f"{_STOCK}:backward_step",
+    (f"{_BACKWARD} config", f"{_BACKWARD} model_type config"),
+    _OF_STOCK,
+)
 def record_backward(
     stock: Callable[..., Any], input_tensor: Any, output_tensor: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -96,7 +102,7 @@ def record_backward(
         return stock(input_tensor, output_tensor, *args, **kwargs)
 
 
-@hook(f"{_BUCKETS}.start_grad_sync", "self force_all_reduce", _OF_REDUCTION)
+@hook(f"{_BUCKETS}.start_grad_sync", ("self force_all_reduce", "self"), _OF_REDUCTION)
 def record_reduction_start(stock: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
     """Report when a reduction of gradients begins."""
     if _recorder is not None:
@@ -104,7 +110,7 @@ def record_reduction_start(stock: Callable[..., Any], group: Any, *args: Any, **
     return stock(group, *args, **kwargs)
 
 
-@hook(f"{_BUCKETS}.finish_grad_sync", "self force_all_reduce", _OF_REDUCTION)
+@hook(f"{_BUCKETS}.finish_grad_sync", ("self force_all_reduce", "self"), _OF_REDUCTION)
 def record_reduction_end(stock: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
     """Report when the step has waited for it."""
     result = stock(group, *args, **kwargs)

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
 from megatron_pp_ext.integration.core.data_parallel import Gradients, defer_weights
 from megatron_pp_ext.runtime.split import STORE, has_hooks
@@ -44,8 +45,11 @@ class DeferringStore:
     def delay_wgrad_compute(self) -> bool:
         """Return whether the module may hand its product over.
 
-        The answer is yes during forwards, since the backward calls again, and then only during an I.
+        The answer is yes during forwards, since the backward calls again, and then only during an I.  It is
+        no where a graph is captured, which computes both halves.
         """
+        if is_graph_capturing():
+            return False
         is_in_backward = torch._C._current_graph_task_id() != -1
         has_watchers = any(map(has_hooks, (*self._weights, *self._biases)))
         return (STORE.is_collecting and not has_watchers) or not is_in_backward

@@ -14,7 +14,6 @@ from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
 from megatron_pp_ext.integration.core.data_parallel import Gradients, defer_weights
 from megatron_pp_ext.integration.patching import substitute
-from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_19, CORE_0_20
 from megatron_pp_ext.runtime.split import STORE, has_hooks
 
 _LINEAR = (
@@ -25,11 +24,7 @@ _LINEAR = (
 
 @substitute(
     "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication",
-    {
-        CORE_0_17: _LINEAR,
-        CORE_0_19: f"{_LINEAR} gtp_remat_size",
-        CORE_0_20: f"{_LINEAR} gtp_remat_size output_dtype",
-    },
+    (_LINEAR, f"{_LINEAR} gtp_remat_size", f"{_LINEAR} gtp_remat_size output_dtype"),
     "the backward in two halves",
 )
 def split_backward(stock: type[torch.autograd.Function]) -> type[torch.autograd.Function]:

@@ -18,7 +18,6 @@ from megatron_pp_ext.integration.core import built_chunks, chunk_pipelines
 from megatron_pp_ext.integration.core.embedding_copies import tie_ends
 from megatron_pp_ext.integration.core.mirrored_chunks import build_chunk_placed
 from megatron_pp_ext.integration.patching import hook
-from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_18, CORE_0_20
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.job.call_words import in_words_of_call
 
@@ -32,13 +31,14 @@ _GPT = (
     "rotary_percent rotary_base rope_scaling rope_scaling_factor scatter_embedding_sequence_parallel "
     "seq_len_interpolation_factor mtp_block_spec pg_collection vp_stage"
 )
-_PATTERN = (
-    "vocab_size max_sequence_length hybrid_layer_pattern hybrid_attention_ratio hybrid_mlp_ratio "
-    "hybrid_override_pattern pre_process post_process fp16_lm_cross_entropy parallel_output "
-    "share_embeddings_and_output_weights position_embedding_type rotary_percent rotary_base "
-    "scatter_embedding_sequence_parallel seq_len_interpolation_factor pg_collection vp_stage"
+_RATIOS = (
+    "vocab_size max_sequence_length hybrid_attention_ratio hybrid_mlp_ratio hybrid_override_pattern "
+    "pre_process post_process fp16_lm_cross_entropy parallel_output share_embeddings_and_output_weights "
+    "position_embedding_type rotary_percent rotary_base scatter_embedding_sequence_parallel "
+    "seq_len_interpolation_factor pg_collection"
 )
-_HYBRID = f"self config hybrid_stack_spec {_PATTERN}"
+_HYBRID = f"self config hybrid_stack_spec {_RATIOS} hybrid_layer_pattern vp_stage"
+_MAMBA = f"self config mamba_stack_spec {_RATIOS}"
 
 
 _WHY = "chunks of a V or wave from the other end, whoever builds them"
@@ -46,19 +46,21 @@ _WHY = "chunks of a V or wave from the other end, whoever builds them"
 
 @hook(
     "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
-    {CORE_0_17: _GPT, CORE_0_20: f"{_GPT} logit_dtype"},
+    (_GPT, f"{_GPT} logit_dtype"),
     _WHY,
 )
 @hook(
     "megatron.core.models.hybrid.hybrid_model:HybridModel.__init__",
-    {CORE_0_18: _HYBRID, CORE_0_20: f"{_HYBRID} logit_dtype"},
+    (_HYBRID, f"{_HYBRID} logit_dtype"),
     _WHY,
-)
-# Later ones make it of a HybridModel.
-@hook(
-    "megatron.core.models.mamba.mamba_model:MambaModel.__init__",
-    {CORE_0_17: f"self config mamba_stack_spec {_PATTERN}", CORE_0_18: None},
-    _WHY,
+    # Newer ones make a MambaModel of a HybridModel.
+    before={
+        "megatron.core.models.mamba.mamba_model:MambaModel.__init__": (
+            _MAMBA,
+            f"{_MAMBA} vp_stage",
+            f"{_MAMBA} hybrid_layer_pattern vp_stage",
+        )
+    },
 )
 def build_placed(stock: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
     """Build a chunk of a model for its placement.

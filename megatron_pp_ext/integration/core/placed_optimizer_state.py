@@ -14,7 +14,6 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_pp_ext.integration.core import chunk_pipelines
 from megatron_pp_ext.integration.patching import hook
-from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_19
 from megatron_pp_ext.schedule.placement import Placement
 
 _FORMAT, _PLACEMENT = "param_state_sharding_type", "megatron_pp_ext_placement"
@@ -53,15 +52,17 @@ def name_placement(
     return state
 
 
-_LOAD = "validate_access_integrity strict verify_integrity"
+_WHENCE = "sharded_state_dict checkpoint_dir sharded_strategy"
+_LOAD = "validate_access_integrity strict"
 
 
 @hook(
     "megatron.core.dist_checkpointing.serialization:load",
-    {
-        CORE_0_17: f"sharded_state_dict checkpoint_dir sharded_strategy common_strategy {_LOAD}",
-        CORE_0_19: f"sharded_state_dict checkpoint_dir sharded_strategy {_LOAD} process_group",
-    },
+    (
+        f"{_WHENCE} common_strategy {_LOAD}",
+        f"{_WHENCE} common_strategy {_LOAD} verify_integrity",
+        f"{_WHENCE} {_LOAD} verify_integrity process_group",
+    ),
     _WHY,
 )
 def load_where_saved(

@@ -19,7 +19,6 @@ from megatron_pp_ext.around import bound
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core.embedding_copies import embed_on_one_rank
 from megatron_pp_ext.integration.patching import hook
-from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_18, CORE_0_19
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 
 
@@ -83,11 +82,13 @@ _RANKS = "rank_offset local_world_size"
 
 @hook(
     "megatron.core.parallel_state:initialize_model_parallel",
-    {
-        CORE_0_17: f"{_SIZES} {_GROUPS} create_all_gather_group {_RANKS}",
-        CORE_0_18: f"{_SIZES} {_GROUPS} {_RANKS}",
-        CORE_0_19: f"{_SIZES} gtp_remat_size expert_gtp_remat_size {_GROUPS} {_RANKS}",
-    },
+    (
+        f"{_SIZES} {_GROUPS}",
+        f"{_SIZES} {_GROUPS} create_all_gather_group",
+        f"{_SIZES} {_GROUPS} create_all_gather_group {_RANKS}",
+        f"{_SIZES} {_GROUPS} {_RANKS}",
+        f"{_SIZES} gtp_remat_size expert_gtp_remat_size {_GROUPS} {_RANKS}",
+    ),
     "under a V one rank has both ends of the model; replicas have groups of their own",
 )
 def initialize_replicas(stock: Callable[..., None], *args: Any, **kwargs: Any) -> None:

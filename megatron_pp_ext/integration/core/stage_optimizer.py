@@ -13,7 +13,6 @@ from megatron.core import parallel_state
 from megatron_pp_ext.around import bound
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.patching import hook
-from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_19
 
 
 def updates_by_stage() -> bool:
@@ -33,7 +32,7 @@ _ZEROS = "parameters grad_stats_parallel_group use_decoupled_grad tp_group"
 )
 @hook(
     f"{_CLIP}:count_zeros_fp32",
-    {CORE_0_17: _ZEROS, CORE_0_19: f"{_ZEROS} expert_tp_group"},
+    (_ZEROS, f"{_ZEROS} expert_tp_group"),
     "counts of zeros in a pipeline that never flushes",
 )
 def sum_within_stage(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

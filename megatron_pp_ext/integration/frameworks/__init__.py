@@ -13,4 +13,4 @@ SEAMS = patching.seams_of(megatron_bridge)
 
 def put_in_place() -> None:
     """Replace the places of the frameworks that are imported by now; SeamError where one does not fit."""
-    patching.apply(seam for seam in SEAMS if seam.module in sys.modules)
+    patching.apply(seam for seam in SEAMS if seam.places[0].module in sys.modules)

@@ -17,7 +17,7 @@ MEND = Mend(
 )
 
 
-@hook("megatron.training.training:get_train_valid_test_num_samples", {CORE_0_18: ""}, MEND.defect)
+@hook("megatron.training.training:get_train_valid_test_num_samples", "", MEND.defect, since=CORE_0_18)
 def count_all_samples(stock: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
     """Return as many training samples as the run takes.
 

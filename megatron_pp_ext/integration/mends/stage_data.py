@@ -13,7 +13,6 @@ from megatron.training import get_args
 from megatron_pp_ext.around import bound
 from megatron_pp_ext.integration.mends.mend import EVERY, Mend
 from megatron_pp_ext.integration.patching import hook
-from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_18, CORE_0_19
 
 MEND = Mend(
     "attention within documents on every stage and every tensor-parallel rank",
@@ -48,14 +47,10 @@ _WHOLE_BATCH = (
 
 
 @hook(
-    "megatron.training.utils:get_batch_on_this_tp_rank",
-    {CORE_0_17: "data_iterator mtp_on_this_rank", CORE_0_18: None},
-    MEND.defect,
-)
-@hook(
     "megatron.core.utils:get_batch_on_this_tp_rank",
-    {CORE_0_18: f"batch is_sft {_WHOLE_BATCH}", CORE_0_19: f"batch has_cu_seqlens {_WHOLE_BATCH}"},
+    (f"batch is_sft {_WHOLE_BATCH}", f"batch has_cu_seqlens {_WHOLE_BATCH}"),
     MEND.defect,
+    before={"megatron.training.utils:get_batch_on_this_tp_rank": "data_iterator mtp_on_this_rank"},
 )
 def send_whole_batch(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Send the whole batch to all tensor-parallel ranks where every stage needs it.

@@ -12,7 +12,6 @@ from megatron_pp_ext.integration import patching, requested
 from megatron_pp_ext.integration.core import chunk_pipelines
 from megatron_pp_ext.integration.core.built_layers import require_as_placed
 from megatron_pp_ext.integration.patching import hook
-from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_19
 from megatron_pp_ext.integration.runners.flushed import FlushedSteps
 from megatron_pp_ext.integration.runners.losses_to_last_rank import LossesOnLastRank
 from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner, refuse_multimodule
@@ -29,10 +28,7 @@ from megatron_pp_ext.runtime.first_rank import print_rank_0
 
 @hook(
     "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
-    {
-        CORE_0_17: "pp_size vp_size",
-        CORE_0_19: "pp_size vp_size schedule_pg_collection",
-    },
+    ("pp_size vp_size", "pp_size vp_size schedule_pg_collection"),
     "the schedule itself",
 )
 def choose_runner(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:

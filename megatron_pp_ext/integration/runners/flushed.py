@@ -56,6 +56,16 @@ class FlushedSteps:
             self._plans[kind] = plan_rank(schedule, inputs.group.rank())
         return self._plans[kind]
 
+    def training_plan(self) -> RankPlan:
+        """Return what this rank does in the training steps so far; RuntimeError unless that is one plan."""
+        found = [plan for (_, forward_only, _), plan in self._plans.items() if not forward_only]
+        if len(found) != 1:
+            raise RuntimeError(
+                f"graphs hold the order of one training step, and {len(found)} orders have run: raise "
+                "--cuda-graph-warmup-steps to 1 or more, and keep the number of microbatches"
+            )
+        return found[0]
+
     def _reduce_as_replicas(self, inputs: StepInputs, plan: RankPlan) -> None:
         """Let gradients be reduced in one order in all replicas, whatever the numbers of their microbatches.
 

@@ -12,6 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_pp_ext.integration.core.data_parallel import DataParallel, LastActions, last_actions
 from megatron_pp_ext.integration.core.mirrored_chunks import as_chunk
+from megatron_pp_ext.integration.core.stock_backward import backward_of_stock
 from megatron_pp_ext.runtime.activation_meter import Owner, keep_shape
 from megatron_pp_ext.runtime.plan import RankPlan
 from megatron_pp_ext.runtime.split import STORE
@@ -211,7 +212,8 @@ class ModelStage:
     def _backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         activation, output = self.in_flight.pop(microbatch)
         with self.at_work():
-            return stock_schedules.backward_step(activation, output, gradient, self.inputs.config)
+            found: torch.Tensor | None = backward_of_stock(activation, output, gradient, self.inputs.config)
+            return found
 
 
 @contextmanager

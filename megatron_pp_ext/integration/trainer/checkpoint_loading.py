@@ -17,7 +17,6 @@ from megatron_pp_ext.integration.core.checkpoint_copies import separate_copies
 from megatron_pp_ext.integration.core.placed_optimizer_state import describe
 from megatron_pp_ext.integration.mends import damaged_checkpoint
 from megatron_pp_ext.integration.patching import hook
-from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_19
 from megatron_pp_ext.schedule.placement import Placement, Shape
 
 _PARAMETERS = "load_dir args rank0 sharded_state_dict checkpointing_context"
@@ -25,7 +24,7 @@ _PARAMETERS = "load_dir args rank0 sharded_state_dict checkpointing_context"
 
 @hook(
     "megatron.training.checkpointing:_load_base_checkpoint",
-    {CORE_0_17: _PARAMETERS, CORE_0_19: f"{_PARAMETERS} dp_cp_group expt_dp_group gpt_compat_layer_maps"},
+    (_PARAMETERS, f"{_PARAMETERS} dp_cp_group expt_dp_group gpt_compat_layer_maps"),
     "state for the stages of this rank, a copy of it for each tied weight",
 )
 def load_placed(

@@ -25,7 +25,7 @@ from megatron.training import get_args
 from megatron_pp_ext.around import around, bound
 from megatron_pp_ext.integration.core.mirrored_chunks import build_chunks_placed
 from megatron_pp_ext.integration.patching import hook
-from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_18, CORE_0_19, CORE_0_20
+from megatron_pp_ext.integration.releases import CORE_0_18
 
 FLAG = "--pipeline-layer-seeds"
 
@@ -46,7 +46,7 @@ _WHY = "initial weights that do not depend on the placement"
 
 @hook(
     "megatron.training.initialize:_set_random_seed",
-    {CORE_0_17: _SEED, CORE_0_19: _GROUPS, CORE_0_20: f"{_GROUPS} gtp_remat_group egtp_remat_group"},
+    (_SEED, _GROUPS, f"{_GROUPS} gtp_remat_group egtp_remat_group"),
     _WHY,
 )
 def remember_seeding(stock: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -85,8 +85,9 @@ def seed_of(seed: int, part: str) -> int:
 )
 @hook(
     "megatron.training.models.dist_utils:build_virtual_pipeline_stages",
-    {CORE_0_18: "build_model_func pg_collection vp_size model_type"},
+    "build_model_func pg_collection vp_size model_type",
     "chunks of a V or wave from the other end, made from a model config",
+    since=CORE_0_18,
 )
 def draw_chunks(stock: Callable[..., Any], build_chunk: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Build the chunks where they are placed, each drawn from the seeds of its parts."""

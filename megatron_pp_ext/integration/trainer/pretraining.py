@@ -1,8 +1,10 @@
 """The calls of a pre-training script that differ between Megatron's releases.
 
-A checkout's script fits its own release; ours, which runs on the wheel alone, has to fit all of them.
+A checkout's script fits its own release; ours, which runs on the wheel alone, has to fit all of them.  What
+Megatron's functions take tells them apart, since a development version has the number of a later release.
 """
 
+import inspect
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +21,6 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron.training import arguments, get_args, pretrain
 
 from megatron_pp_ext.integration.mends.needed_flags import OUR_SCRIPT
-from megatron_pp_ext.integration.releases import CORE_0_18, CORE_0_19, megatron_release
 from megatron_pp_ext.integration.trainer.agreement import refused
 from megatron_pp_ext.job.layers import predicting_stage
 from megatron_pp_ext.job.typed_job import Job
@@ -48,7 +49,8 @@ def pretrain_gpt(
     for data that cannot be trained on.  Either ends the process with one line, before process groups exist.
     """
     model_type = ModelType.encoder_or_decoder
-    if megatron_release() < CORE_0_18:
+    wanted = inspect.signature(pretrain).parameters
+    if "cfg_container" not in wanted:  # before 0.18
         args = arguments.parse_args(extra_args_provider=_mark)
         _refuse(args, (*refuse, *NOT_PROVIDED))
         _require_data(args, require_data)
@@ -66,7 +68,7 @@ def pretrain_gpt(
 
     args = arguments.parse_and_validate_args(extra_args_provider=_mark, args_defaults=DEFAULTS)
     _require_data(args, require_data)
-    if megatron_release() < CORE_0_19:
+    if wanted["model_provider"].default is inspect.Parameter.empty:  # before 0.19
         _refuse(args, (*refuse, *NOT_PROVIDED))
         config = pretrain_cfg_container_from_args(args)
         pretrain(config, datasets, provide_gpt, model_type, forward_step, get_embedding_ranks=embedding_ranks)
@@ -174,5 +176,6 @@ def predicts_here(vp_stage: int | None) -> bool:
 
 def part_of_context(batch: dict[str, Any]) -> dict[str, Any]:
     """Return of every tensor of ``batch`` [rows, tokens, ...] the tokens of this context-parallel rank."""
-    plain = {} if megatron_release() < CORE_0_18 else {"is_hybrid_cp": False}
+    wanted = inspect.signature(get_batch_on_this_cp_rank).parameters
+    plain = {"is_hybrid_cp": False} if "is_hybrid_cp" in wanted else {}
     return get_batch_on_this_cp_rank(batch, **plain, cp_group=mpu.get_context_parallel_group())

@@ -15,7 +15,6 @@ from megatron_pp_ext.around import bound
 from megatron_pp_ext.files import read_bytes
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.patching import hook
-from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_19
 from megatron_pp_ext.integration.trainer.agreement import require_agreement
 from megatron_pp_ext.job.our_flags import add_flags
 from megatron_pp_ext.schedule.names import CSV_PREFIX
@@ -29,7 +28,7 @@ _PARAMETERS = "get_embedding_ranks get_position_embedding_ranks store"
 
 @hook(
     "megatron.training.initialize:_initialize_distributed",
-    {CORE_0_17: _PARAMETERS, CORE_0_19: f"{_PARAMETERS} skip_model_parallel_init"},
+    (_PARAMETERS, f"{_PARAMETERS} skip_model_parallel_init"),
     "one schedule, from the same flags and files, on all ranks of the job",
 )
 def compare_before_groups(stock: Callable[..., Any], *given: Any, **kwargs: Any) -> Any:

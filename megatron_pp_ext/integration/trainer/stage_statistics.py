@@ -5,17 +5,16 @@ from typing import Any
 
 from megatron_pp_ext.integration.core.stage_optimizer import updates_by_stage
 from megatron_pp_ext.integration.patching import hook
-from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_19
 
 
 @hook(
     "megatron.training.utils:logical_and_across_model_parallel_group",
-    {CORE_0_17: "input", CORE_0_19: "input group"},
+    ("input", "input group"),
     "updates of a pipeline that never flushes",
 )
 @hook(
     "megatron.training.utils:reduce_max_stat_across_model_parallel_group",
-    {CORE_0_17: "stat", CORE_0_19: "stat group"},
+    ("stat", "stat group"),
     "logs of a pipeline that never flushes",
 )
 def keep_within_stage(stock: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:

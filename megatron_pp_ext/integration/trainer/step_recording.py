@@ -13,7 +13,6 @@ from megatron.training import get_args
 from megatron_pp_ext.around import bound
 from megatron_pp_ext.integration.core.global_names import global_parameters
 from megatron_pp_ext.integration.patching import substitute
-from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_19
 from megatron_pp_ext.runtime import gradients_file
 from megatron_pp_ext.schedule.formats import run_record
 
@@ -29,7 +28,7 @@ _PARAMETERS = (
 
 @substitute(
     "megatron.training.training:train_step",
-    {CORE_0_17: _PARAMETERS, CORE_0_19: f"{_PARAMETERS} pg_collection p2p_communicator"},
+    (_PARAMETERS, f"{_PARAMETERS} pg_collection p2p_communicator"),
     "losses and gradients that mpp verify compares",
 )
 def record_step(stock: Callable[..., Any]) -> Callable[..., Any]:

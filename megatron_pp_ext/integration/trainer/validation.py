@@ -152,6 +152,8 @@ def pipeline_of(asked: RequestedJob, layout: str) -> requested.Pipeline:
     except OSError as error:
         raise ValueError(f"--pipeline-schedule {args.pipeline_schedule}: {error}") from error
     _settle_chunks(args, asked.job, request, source.placement)
+    # Pairs put weight gradients off by themselves; layers that do so too would do it twice.
+    args.delay_wgrad_compute = False
     if request.updates is not None:
         args.rerun_mode = "disabled"  # its checks make all ranks wait for each other in every step
     rehearsed: tuple[int, ...] = ()

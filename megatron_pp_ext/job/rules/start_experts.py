@@ -22,13 +22,13 @@ def has_cut_biases(job: RequestedJob) -> bool:
 
 def has_uneven_groups(job: RequestedJob) -> bool:
     """Whether groups of experts, among which routers choose, are not equally large."""
-    groups = job.flags.moe_router_num_groups if job.flags.moe_router_group_topk else 0
+    groups = job.model.moe_router_num_groups if job.model.moe_router_group_topk else 0
     return bool(groups and job.model.num_experts % groups)
 
 
 def has_too_few_groups(job: RequestedJob) -> bool:
     """Whether a router is to choose more groups of experts than there are."""
-    chosen, groups = job.flags.moe_router_group_topk or 0, job.flags.moe_router_num_groups
+    chosen, groups = job.model.moe_router_group_topk or 0, job.model.moe_router_num_groups
     return bool(groups and chosen > groups)
 
 
@@ -52,7 +52,7 @@ def pads_routing(job: RequestedJob) -> bool:
 def can_pad_routing(job: RequestedJob) -> bool:
     """Whether there is something to pad tokens for, and a dispatcher that does."""
     is_padded = job.parallel.moe_token_dispatcher_type in ("alltoall", "flex")
-    return is_padded and bool(job.precision.fp8 or job.flags.fp4)
+    return is_padded and bool(job.precision.fp8 or job.precision.fp4)
 
 
 ROWS = (
@@ -93,7 +93,7 @@ ROWS = (
     ),
     Rule(
         "--moe-router-group-topk",
-        when=lambda job: job.flags.moe_router_group_topk and not job.flags.moe_router_num_groups,
+        when=lambda job: job.model.moe_router_group_topk and not job.model.moe_router_num_groups,
         why="needs the number of groups",
         fix="add --moe-router-num-groups",
     ),
@@ -125,7 +125,7 @@ ROWS = (
     Rule(
         "--moe-flex-dispatcher-backend ncclep",
         when=lambda job: (
-            job.flags.moe_flex_dispatcher_backend == "ncclep"
+            job.parallel.moe_flex_dispatcher_backend == "ncclep"
             and job.parallel.moe_token_dispatcher_type != "flex"
         ),
         why="is for --moe-token-dispatcher-type flex",
@@ -141,7 +141,7 @@ ROWS = (
         "--moe-expert-rank-capacity-factor",
         when=lambda job: (
             job.flags.moe_expert_rank_capacity_factor is not None
-            and job.flags.moe_flex_dispatcher_backend not in ("hybridep", "ncclep")
+            and job.parallel.moe_flex_dispatcher_backend not in ("hybridep", "ncclep")
         ),
         why="is for --moe-flex-dispatcher-backend hybridep or ncclep",
         fix="choose one of these",

@@ -223,7 +223,7 @@ ROWS = (
     Rule(
         "--cuda-graph-impl full_iteration",
         when=lambda job: (
-            job.flags.cuda_graph_impl == "full_iteration" and job.flags.check_for_nan_in_loss_and_grad
+            job.precision.cuda_graph_impl == "full_iteration" and job.flags.check_for_nan_in_loss_and_grad
         ),
         why="cannot look at losses",
         fix="add --no-check-for-nan-in-loss-and-grad",

@@ -86,7 +86,7 @@ RULES = (
             ),
             Rule(
                 "--fp4-format",
-                when=lambda job: job.flags.fp4,
+                when=lambda job: job.precision.fp4,
                 why="its weights are cast once a step, and change within",
             ),
             Rule(

@@ -60,7 +60,7 @@ def kind_of(job: Job, system: System, gpus: int) -> str:
         return EXPERTS
     if job.model.hidden_size <= _SMALL_HIDDEN and gpus <= system.gpus_per_node:
         return SMALL
-    if job.precision.fp8:
+    if job.precision.uses_fp8:
         return FP8
     return A100 if system.name.startswith("a100") else DENSE
 

@@ -221,10 +221,9 @@ def estimate(
     """
     taken = paced or pace(work, order, name, microbatches)
     job, gpus = work.job, work.gpus
-    dtype = ("fp8" if job.precision.fp8 else "bf16") if job.precision.is_half else "fp32"
     tokens = job.model.seq_length * job.batch.micro_batch_size * work.data * microbatches
     seconds, file = taken.step_seconds, job.pipeline.pipeline_costs if work.model.measured else None
-    possible = seconds * gpus * work.system.peak(dtype)
+    possible = seconds * gpus * work.system.peak(job.precision.format)
     return Estimate(
         step_seconds=seconds,
         pipeline_seconds=taken.pipeline_seconds,

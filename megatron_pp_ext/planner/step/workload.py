@@ -114,8 +114,33 @@ class Workload:
 
     @cached_property
     def parts(self) -> list[Part]:
-        """The costs of each stage."""
-        return stage_parts(self.job, self.model, self.layers, self.placement.splits_head)
+        """The costs of each stage, with what is exchanged for each microbatch of weights that are sharded."""
+        parts = stage_parts(self.job, self.model, self.layers, self.placement.splits_head)
+        return _once(self._sharded, parts) if self.job.memory.shards_gradients else parts
+
+    def _sharded(self, part: Part) -> Part:
+        """Return ``part``, in which weights are gathered and gradients reduced layer by layer.
+
+        Megatron-FSDP does so beside the computation of other layers, which loses as in ``exposed``.
+        """
+        waits = self._waits(part, self.sharing)
+        gathering = waits.gathering if self.job.memory.shards_weights else 0.0
+        return replace(
+            part,
+            forward_seconds=part.forward_seconds + self._shown(gathering, part.forward_seconds),
+            input_gradient_seconds=part.input_gradient_seconds
+            + self._shown(gathering + waits.reduction, part.backward_seconds),
+        )
+
+    def _shown(self, traffic: float, computation: float, least: float = 0.0) -> float:
+        """Return the seconds of data-parallel ``traffic`` that a ``computation`` beside it does not hide.
+
+        It hides none of the ``least`` part.  Of what is hidden a part is lost, since the computation has
+        fewer processors and less of the memory; in a pipeline this falls into idle time.
+        """
+        lost = 1 - self.system.sustained.get("overlap", 1.0) if self.placement.ranks == 1 else 0.0
+        shown = max(least * traffic, traffic - computation)
+        return shown + lost * (traffic - shown)
 
     @cached_property
     def costs(self) -> Costs:
@@ -219,10 +244,13 @@ class Workload:
         """
         wait, least = self.waits[rank], self.last_bucket(rank)
         reduction, gathering = wait.reduction, wait.gathering
-        if self.job.parallel.overlap_grad_reduce:
-            reduction = max(least * reduction, reduction - self.backward_seconds(rank))
+        if self.job.memory.shards_gradients:
+            reduction = 0.0
+            gathering = 0.0 if self.job.memory.shards_weights else gathering
+        elif self.job.parallel.overlap_grad_reduce:
+            reduction = self._shown(reduction, self.backward_seconds(rank), least)
         if self.job.parallel.overlap_param_gather:
-            gathering = max(least * gathering, gathering - self.by_rank[rank].forward_seconds)
+            gathering = self._shown(gathering, self.by_rank[rank].forward_seconds, least)
         return replace(wait, reduction=reduction, gathering=gathering)
 
     @property

@@ -1,5 +1,7 @@
 """Orders of slices: families keep their shape, list scheduling keeps limits and never gets stuck."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,6 +11,8 @@ from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.features.lengths.length_costs import LengthCosts
+from megatron_pp_ext.features.offload.options import Offload
+from megatron_pp_ext.features.pairs.options import paired
 from megatron_pp_ext.features.slices.cuts import cut, ordered
 from megatron_pp_ext.features.slices.options import Slices
 from megatron_pp_ext.features.slices.plan import Planner
@@ -16,6 +20,7 @@ from megatron_pp_ext.features.slices.shift import more, require_chain_order, shi
 from megatron_pp_ext.features.slices.slice_costs import of_equal_slices
 from megatron_pp_ext.features.slices.units import equal_slices
 from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import linear, loop, v
@@ -139,3 +144,14 @@ def test_a_file_that_takes_slices_in_another_order_is_refused() -> None:
         require_chain_order(schedule, equal_slices(2, 2, 2))
     with pytest.raises(ValueError, match="for 4 units, but there are 6"):
         require_chain_order(schedule, equal_slices(3, 2, 2))
+
+
+def test_slices_go_with_pairs_and_a_split_head_but_not_with_copies() -> None:
+    costs = Costs.per_rank(4, 1)
+    in_slices = named("1f1b", 4, 4).with_option(Slices(1, 4))
+    split = make(replace(in_slices, splits_head=True), lambda stages, splits_head: costs).schedule
+    assert sum(action.kind is Kind.T for action in split) == 4 * 4 * 4
+    pairs = make(paired(named("dualpipe-v", 4, 8)).with_option(Slices(1, 3))).schedule
+    assert pairs.paired and pairs.microbatches == 24
+    with pytest.raises(ValueError, match="not copied to the host"):
+        make(in_slices.with_option(Offload(0.5)), lambda stages, splits_head: costs)

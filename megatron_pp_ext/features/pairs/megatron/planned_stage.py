@@ -25,7 +25,6 @@ from megatron.core.pipeline_parallel.utils import set_streams
 
 from megatron_pp_ext.features.pairs.runtime.operations import Pair, PairRunner
 from megatron_pp_ext.integration.patching import hook
-from megatron_pp_ext.integration.releases import CORE_0_17, CORE_0_19
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.runners.model_stage import ModelStage
 from megatron_pp_ext.integration.runners.step_parts import Step, StepPart
@@ -84,18 +83,11 @@ class PlannedStage(ModelStage):
         return input_gradient
 
 
-_WHY = "weight gradients of a backward in a pair, while tokens travel"
-
-
-@hook(
-    "megatron.core.models.gpt.fine_grained_callables:TransformerLayerNode.backward_dw",
-    {CORE_0_17: "self", CORE_0_19: None},
-    _WHY,
-)
 @hook(
     "megatron.core.models.common.utils:TransformerLayerNode.backward_dw",
-    {CORE_0_19: "self"},
-    _WHY,
+    "self",
+    "weight gradients of a backward in a pair, while tokens travel",
+    before={"megatron.core.models.gpt.fine_grained_callables:TransformerLayerNode.backward_dw": "self"},
 )
 def run_where_planned(stock: Callable[[Any], None], self: Any) -> None:
     """Run the weight gradients that a backward in a pair has put off so far."""

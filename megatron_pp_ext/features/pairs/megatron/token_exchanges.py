@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_pp_ext.integration.core import action_recording
 from megatron_pp_ext.integration.patching import hook
+from megatron_pp_ext.integration.releases import CORE_0_17
 from megatron_pp_ext.schedule.spans import Label
 
 _NAMES = ("moe_dispatch", "moe_combine")
@@ -16,6 +17,7 @@ _NAMES = ("moe_dispatch", "moe_combine")
     "megatron.core.pipeline_parallel.utils:ScheduleNode.stream_acquire_context",
     "self name",
     "--pipeline-trace of exchanges of tokens",
+    since=CORE_0_17,
 )
 @contextmanager
 def record_exchange(stock: Callable[..., Any], self: Any, name: str | None = None) -> Iterator[None]:

@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel import schedules as stock_schedules
 from megatron.core.utils import unwrap_model
 
 from megatron_pp_ext.features.vocabulary.megatron.parts import EmbeddingPart, OutputPart
+from megatron_pp_ext.integration.core.stock_backward import backward_of_stock
 from megatron_pp_ext.integration.runners.model_stage import ForwardStep, ModelStage, StepInputs
 
 
@@ -114,7 +115,7 @@ class Head:
         inputs.tokens += counted
         if inputs.forward_only:
             return losses
-        gradient: torch.Tensor = stock_schedules.backward_step(each, loss, None, inputs.config)
+        gradient: torch.Tensor = backward_of_stock(each, loss, None, inputs.config)
         return gradient.transpose(0, 1).reshape(-1)
 
 

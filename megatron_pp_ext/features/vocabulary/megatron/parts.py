@@ -114,16 +114,16 @@ class OutputPart(VocabularyPart):
     labels: torch.Tensor | None = None
 
     def forward(
-        self, hidden: torch.Tensor | None = None, **unused: Any
+        self, input_: torch.Tensor | None = None, **unused: Any
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return ``hidden`` where logits were, and no bias.
+        """Return the hidden state, by Megatron's name for it, where logits were, and no bias.
 
         It is returned in another tensor with the same memory: a stage's output is emptied once it is sent,
         which must not touch what the layer before has kept of it.
         """
-        if hidden is None:
+        if input_ is None:
             return None, None
-        return MakeViewlessTensor.apply(hidden, hidden.requires_grad), None
+        return MakeViewlessTensor.apply(input_, input_.requires_grad), None
 
     def keep_labels(self, labels: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Stand for ``compute_language_model_loss``: the loss is computed when all ranks have their part."""

@@ -1,0 +1,115 @@
+"""How far are estimates from published steps that no fit saw?
+
+python -m benchmarks.planner.found_errors RUNS --before benchmarks/planner/found_before.json
+
+RUNS is the folder of ``found_runs``; runs of ``reference.training_runs`` are compared too.  Each is estimated
+with the factors that were fitted without its publisher (``found_factors``, ``held_out``).  BEFORE has the
+errors of an earlier version, as ``--json`` writes them.
+"""
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Annotated
+
+import typer
+
+from benchmarks.planner import found_factors, held_out
+from benchmarks.planner.found_runs import BLACKWELL, Compared, FoundRun, compared, found
+from benchmarks.report import Row, table
+from megatron_pp_ext.costs import system
+from megatron_pp_ext.planner.step import error_band
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """The mean absolute and the mean relative error of so many ``runs``."""
+
+    runs: int
+    absolute: float
+    bias: float
+
+
+def estimated(run: FoundRun) -> Compared:
+    """Return ``run`` with its estimate by the factors that were fitted without its publisher."""
+    factors = found_factors.held_out(run)
+    if not factors:
+        return compared(run)
+    try:
+        return compared(run, held_out.with_factors(system.read(run.gpu), factors))
+    except ValueError as error:
+        return Compared(run, None, str(error))
+
+
+def training_runs() -> Iterator[tuple[str, float]]:
+    """Yield the kind of each run of ``reference.training_runs``, and its estimate over its measurement."""
+    for one in held_out.held_out():
+        device = "Blackwell" if one.run.gpu in BLACKWELL else one.run.gpu.upper()
+        kinds = {
+            error_band.DENSE: f"dense, {device}",
+            error_band.FP8: f"FP8, {one.run.gpu.upper()}",
+            error_band.EXPERTS: f"experts, {device}",
+        }
+        yield kinds.get(one.kind, one.kind), one.ratio
+
+
+def errors(ratios: Sequence[float]) -> Errors:
+    """Return the errors of estimates over measurements."""
+    return Errors(
+        len(ratios),
+        round(mean(abs(ratio - 1) for ratio in ratios), 4),
+        round(mean(ratio - 1 for ratio in ratios), 4),
+    )
+
+
+def by_kind(every: Sequence[Compared]) -> Mapping[str, Errors]:
+    """Return the errors of each kind, of ``every`` run and of those of ``training_runs``."""
+    ratios = defaultdict(list)
+    for one in every:
+        if one.estimated is not None:
+            ratios[one.run.kind].append(one.ratio)
+    for kind, ratio in training_runs():
+        ratios[kind].append(ratio)
+    return {kind: errors(found) for kind, found in sorted(ratios.items())}
+
+
+def main(
+    folder: Annotated[Path, typer.Argument(help="The folder of found_runs.")],
+    before: Annotated[Path | None, typer.Option(help="The errors of an earlier version.")] = None,
+    write: Annotated[Path | None, typer.Option("--json", help="Write the errors to a file.")] = None,
+    each: Annotated[bool, typer.Option("--each", help="Print every run too.")] = False,
+) -> None:
+    """Print the errors of each kind, and why rows cannot be estimated."""
+    every = list(map(estimated, found(folder)))
+    known = [one for one in every if one.estimated is not None]
+    now = by_kind(every)
+    old = json.loads(before.read_text(encoding="utf-8")) if before else {}
+    print(f"{len(known)} of {len(every)} rows can be estimated\n")
+    print(table(("kind", "runs", "absolute error", "mean error", "before", "before"), _rows(now, old)))
+    refused = Counter(one.why[:100] for one in every if one.estimated is None)
+    print(table(("not estimated, since", "rows"), refused.most_common()))
+    if each:
+        print(table(("kind", "publisher", "run", "measured", "error"), map(_row, known)))
+    if write:
+        content = {kind: asdict(one) for kind, one in now.items()}
+        write.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _rows(now: Mapping[str, Errors], old: Mapping[str, Mapping[str, float]]) -> Iterator[Row]:
+    for kind, one in now.items():
+        row = old.get(kind, {})
+        was = (f"{row['absolute']:.1%}", f"{row['bias']:+.1%}") if row else ("", "")
+        yield kind, one.runs, f"{one.absolute:.1%}", f"{one.bias:+.1%}", *was
+
+
+def _row(one: Compared) -> Row:
+    run = one.run
+    name = f"{run.name}, {run.gpus} {run.gpu}, {run.precision}"
+    return run.kind, run.publisher, name, f"{run.seconds:.3f}", f"{one.ratio - 1:+.1%}"
+
+
+if __name__ == "__main__":
+    typer.run(main)

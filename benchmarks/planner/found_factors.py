@@ -1,0 +1,133 @@
+"""The factors of the systems, fitted on all published steps but those of one publisher at a time.
+
+python -m benchmarks.planner.found_factors RUNS   # half an hour of a core for each family
+
+RUNS is the folder of ``found_runs``.  Runs of ``reference.training_runs`` take part, each source as a
+publisher of its own.  What is minimized is the mean error over kinds; in a kind a publisher counts by the
+root of its number of runs, since its runs are alike, and no error by more than ``_MOST``, since some recipes
+are not those that ran.  What shipped systems have is the best of all publishers.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from pathlib import Path
+from statistics import mean
+from typing import Annotated
+
+import typer
+
+from benchmarks.planner.found_runs import FoundRun, compared, found
+from benchmarks.planner.held_out import with_factors
+from benchmarks.planner.judged import judged
+from megatron_pp_ext.costs import system
+from reference.training_runs import runs
+
+FILE = Path(__file__).with_suffix(".json")
+_MOST, _EVERY = 0.35, 24
+
+FAMILIES: Mapping[str, Sequence[str]] = {
+    "hopper": ("h100", "h200"),
+    "blackwell": ("b200", "b300", "gb200", "gb300"),
+}
+TRIED: Mapping[str, Mapping[str, Sequence[float]]] = {
+    "hopper": {
+        "clock": (0.88, 0.91),
+        "copy": (0.5, 0.56),
+        "kernel_seconds": (2e-5, 2.6e-5),
+    },
+    "blackwell": {
+        "clock": (0.82, 0.86, 0.9, 0.94),
+        "copy": (0.42, 0.5, 0.58),
+        "kernel_seconds": (2e-5, 2.6e-5, 3.2e-5),
+    },
+}
+"""The values of each factor that are tried for the systems of a family.
+
+Copies on the H100 reach half of the memory's rate or more: 0.45 with a clock of 0.91 fits as well."""
+
+type Factors = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """What a run of ``publisher`` is estimated to take for each second measured."""
+
+    publisher: str
+    kind: str
+    ratio: float
+
+
+def fitted(folder: Path, family: str) -> dict[str, Factors]:
+    """Return the factors of ``family`` without each publisher, and with all of them, by ""."""
+    own = [run for run in found(folder) if run.gpu in FAMILIES[family] and not run.is_doubtful]
+    names = list(TRIED[family])
+    tried = {
+        point: _ratios(own, family, dict(zip(names, point, strict=True)))
+        for point in product(*TRIED[family].values())
+    }
+    publishers = {one.publisher for one in next(iter(tried.values()))}
+    return {
+        left_out: dict(zip(names, min(tried, key=lambda point: _error(tried[point], left_out)), strict=True))
+        for left_out in ("", *sorted(publishers))
+    }
+
+
+def _ratios(own: Sequence[FoundRun], family: str, factors: Factors) -> list[Ratio]:
+    ratios = []
+    for run in own:
+        one = compared(run, with_factors(system.read(run.gpu), factors))
+        if one.estimated is not None:
+            ratios.append(Ratio(run.publisher, _kind(run.kind), one.ratio))
+    for number, job in enumerate(job for job in runs() if job.seconds and job.gpu in FAMILIES[family]):
+        if job.source != "vtrain-single" or not number % _EVERY:
+            other = judged(job, with_factors(system.read(job.gpu), factors))
+            ratios.append(Ratio(job.source, _kind(other.kind), other.ratio))
+    return ratios
+
+
+def _kind(name: str) -> str:
+    """Return the kind whose error counts, of those that ``name`` has the word of."""
+    return next(word for word in ("experts", "small", "FP8", "dense") if word in name)
+
+
+def _error(ratios: Sequence[Ratio], left_out: str) -> float:
+    errors: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for one in ratios:
+        if one.publisher != left_out:
+            errors[one.kind][one.publisher].append(min(abs(one.ratio - 1), _MOST))
+    return mean(_weighted(by_publisher.values()) for by_publisher in errors.values())
+
+
+def _weighted(errors: Sequence[Sequence[float]]) -> float:
+    weights = [len(own) ** 0.5 for own in errors]
+    return sum(mean(own) * weight for own, weight in zip(errors, weights, strict=True)) / sum(weights)
+
+
+@cache
+def factors() -> Mapping[str, Mapping[str, Factors]]:
+    """Return the factors that were fitted, by family and by the publisher that is left out."""
+    content: Mapping[str, Mapping[str, Factors]] = json.loads(FILE.read_text(encoding="utf-8"))
+    return content
+
+
+def held_out(run: FoundRun) -> Factors:
+    """Return the factors that were fitted without the publisher of ``run``; none for what was not fitted."""
+    for family, names in FAMILIES.items():
+        if run.gpu in names:
+            known = factors()[family]
+            return known.get(run.publisher, known[""])
+    return {}
+
+
+def main(folder: Annotated[Path, typer.Argument(help="The folder of found_runs.")]) -> None:
+    """Fit the factors of all families and write them."""
+    content = {family: fitted(folder, family) for family in FAMILIES}
+    FILE.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,115 @@
+"""What ``mpp doctor`` reports of this machine's Megatron: whether the hooks fit, and which commit it is."""
+
+import importlib
+from importlib.metadata import PackageNotFoundError
+
+from rich.table import Table
+
+from megatron_pp_ext.integration import patching, places, releases, tried
+
+
+def problem_of_import() -> str | None:
+    """Import Megatron and its hooks; return in one line what is against it, None if nothing is."""
+    try:
+        patching.require_known_release()
+        _seams()
+    except patching.SeamError as error:
+        return str(error)
+    except (ImportError, PackageNotFoundError) as error:
+        return (
+            f"Megatron cannot be imported ({error}): install megatron-core[training], or correct PYTHONPATH"
+        )
+    return None
+
+
+def for_what() -> str:
+    """Return for which of the two ways to request a schedule this Megatron is, if it is not for both."""
+    return "" if _takes_flags() else " for megatron_pp_ext.install, but not for flags"
+
+
+def commit() -> str:
+    """Return in one line which of the commits that were tried this Megatron is, by what stands in it."""
+    found = {place.path: places.parameters_here(place.path) for seam in _seams() for place in seam.places}
+    same = tried.agreeing(found)
+    if not same:
+        return f"No commit with exactly its functions was tried. The nearest is {tried.nearest(found)}."
+    version = releases.megatron_version().partition("+")[0]
+    mine = [one for one in same if one.version == version] or same
+    return f"Its hooked functions are those of {', and of '.join(map(str, mine))}, which ran the tests."
+
+
+def examine(details: list[Table | str]) -> list[str]:
+    """Add every hook to ``details``, and whether it fits; return a line for each that does not."""
+    from megatron_pp_ext.integration import frameworks
+    from megatron_pp_ext.integration.mends import of_core
+
+    problems = []
+    location = importlib.import_module("megatron.core").__path__[0]
+    table = Table(
+        title=f"Seams into Megatron {releases.own_megatron_version()} in {location}", title_justify="left"
+    )
+    table.add_column("seam", overflow="fold")
+    table.add_column("for")
+    table.add_column("as in")
+    table.add_column("fits")
+    always = (*_seams(cpu=False), *frameworks.SEAMS)
+    for seam in (*_seams(), *filter(_can_be_imported, frameworks.SEAMS)):
+        shown, since, fits = seam.places[0], "", "not in this release"
+        try:
+            place = seam.here()
+            if place is not None:
+                shown, since, fits = place, _first_with(place), "yes"
+        except patching.SeamError as error:
+            problems.append(str(error))
+            fits = "no"
+        why = seam.why if seam in always else f"--cpu: {seam.why}"
+        table.add_row(shown.dotted.removeprefix("megatron."), why, since, fits)
+    mended = Table(
+        "defect", "in", "gone when this passes without the mend", title="Mends of Megatron's own defects"
+    )
+    mends = [module.MEND for module in of_core.MODULES]
+    if _takes_flags():
+        from megatron_pp_ext.integration.mends.table import MENDS
+
+        mends = [*MENDS]
+    for mend in mends:
+        mended.add_row(mend.defect, mend.releases, mend.test.removeprefix("tests/"))
+    details += [
+        table,
+        mended,
+        "Nothing else of Megatron is replaced. With --cpu, torch.cuda and NCCL are stood in for, and the "
+        "queue of the checkpoint writers is made before the run.",
+    ]
+    return problems
+
+
+def _takes_flags() -> bool:
+    here = releases.release_here()
+    return here is not None and here.by_flags
+
+
+def _seams(cpu: bool = True) -> tuple[patching.Seam, ...]:
+    """Return what is replaced here, with ``cpu`` on a machine without a GPU."""
+    if not _takes_flags():
+        from megatron_pp_ext.integration import core_seams
+
+        return core_seams.INSTALLED
+    from megatron_pp_ext.integration import seams
+
+    return seams.all_seams(cpu)
+
+
+def _first_with(place: places.Place) -> str:
+    """Return the oldest of the tried commits that has in ``place`` what is there now."""
+    here = places.parameters_here(place.path)
+    having = (one for one in tried.commits() if tried.signatures(one.name).get(place.path) == here)
+    return next((one.name for one in having), "")
+
+
+def _can_be_imported(seam: patching.Seam) -> bool:
+    """Return whether the framework of ``seam`` is here, with all that it needs."""
+    try:
+        importlib.import_module(seam.places[0].module)
+    except ImportError:
+        return False
+    return True

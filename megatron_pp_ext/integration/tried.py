@@ -1,0 +1,78 @@
+"""The commits of Megatron on which the hooks were tried, and the parameters that they have in each place.
+
+``signatures.json`` is written by ``scripts/tried_commits.py``.  Its ``commits`` are told by name, with the
+repository, the date, the version in the source, and whose pin a commit is.  Each of its ``places`` is what
+stands in one place, by the text of parameters as in ``places``, and in which ``commits``, where those are not
+all of Megatron's.  A commit without a row for a place lacks it.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).with_name("signatures.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A commit that was tried.  As text it is what to look for in which repository."""
+
+    name: str
+    repository: str
+    commit: str
+    date: str
+    version: str
+    pinned_by: str
+    """Who has it in images or submodules; empty where it is a release."""
+    patch: str = ""
+    """What its user changes in it, in words."""
+
+    @property
+    def is_megatron(self) -> bool:
+        """Whether it is one of Megatron's, and not one of a framework that is hooked."""
+        return self.repository.endswith("/Megatron-LM")
+
+    def __str__(self) -> str:
+        where = f"{self.repository} {self.commit}".strip()
+        patch = f" with {self.patch}" if self.patch else ""
+        return f"{self.name} ({where}{patch}, {self.date})"
+
+
+@cache
+def _read() -> dict[str, Any]:
+    read: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+    return read
+
+
+@cache
+def commits() -> tuple[Commit, ...]:
+    """Return every commit of the table, the oldest first, those of frameworks too."""
+    rows = [Commit(name=name, **row) for name, row in _read()["commits"].items()]
+    return tuple(sorted(rows, key=lambda row: row.date))
+
+
+@cache
+def signatures(name: str) -> Mapping[str, str]:
+    """Return the parameters by place of the commit that is called ``name``."""
+    every = [commit.name for commit in commits() if commit.is_megatron]
+    rows = _read()["places"]
+    return {row["place"]: row["parameters"] for row in rows if name in row.get("commits", every)}
+
+
+def agreeing(found: Mapping[str, str | None]) -> list[Commit]:
+    """Return Megatron's commits with all that was ``found``, parameters by place, which the table has."""
+    return [commit for commit in commits() if commit.is_megatron and _differing(commit, found) == 0]
+
+
+def nearest(found: Mapping[str, str | None]) -> Commit:
+    """Return Megatron's commit with the fewest other places than were ``found``; of several the newest."""
+    newest_first = [commit for commit in reversed(commits()) if commit.is_megatron]
+    return min(newest_first, key=lambda commit: _differing(commit, found))
+
+
+def _differing(commit: Commit, found: Mapping[str, str | None]) -> int:
+    known, places = signatures(commit.name), {row["place"] for row in _read()["places"]}
+    return sum(known.get(place) != parameters for place, parameters in found.items() if place in places)

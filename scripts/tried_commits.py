@@ -1,0 +1,166 @@
+"""Keep the table of Megatron's commits that were tried, and try commits.
+
+    python -m scripts.tried_commits table 'core 0.19.0=CHECKOUT' 'main=GITDIR@COMMIT'
+    python -m scripts.tried_commits train CHECKOUT ...
+
+``table`` reads the parameters in every place that a hook takes, without importing what it reads, and
+replaces what ``megatron_pp_ext/integration/signatures.json`` has of the named commits.  A name that is new
+there is written into its ``commits`` by hand first.  ``train`` runs the tests of ``megatron_pp_ext.install``
+on each checkout: small models train on two CPU ranks with it and without it, to the same bits.
+"""
+
+import argparse
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_pp_ext.integration import tried
+
+ROOT = Path(__file__).parents[1]
+
+Tables = dict[str, dict[str, str]]
+"""The parameters by place, by the names of commits."""
+
+
+class Source:
+    """The files of a commit: those of a folder, or of ``GITDIR@COMMIT``."""
+
+    def __init__(self, where: str) -> None:
+        folder, _, commit = where.partition("@")
+        self._folder, self._commit = Path(folder), commit
+
+    def module(self, name: str) -> tuple[ast.Module, str] | None:
+        """Return the source of a module and the package that its relative imports are from; None without."""
+        for root in ("", "src/"):
+            path = root + name.replace(".", "/")
+            for file, package in ((f"{path}.py", name.rpartition(".")[0]), (f"{path}/__init__.py", name)):
+                text = self._text(file)
+                if text is not None:
+                    return ast.parse(text), package
+        return None
+
+    def _text(self, path: str) -> str | None:
+        if self._commit:
+            show = ["git", "-C", str(self._folder), "show", f"{self._commit}:{path}"]
+            shown = subprocess.run(show, capture_output=True, text=True, check=False)
+            return shown.stdout if shown.returncode == 0 else None
+        file = self._folder / path
+        return file.read_text(encoding="utf-8") if file.exists() else None
+
+
+def parameters_in(source: Source, place: str) -> str | None:
+    """Return the parameters of what stands in ``place``, separated by spaces; None if nothing does."""
+    module, _, name = place.partition(":")
+    first, *others = name.split(".")
+    found = _exported(source, module, first)
+    for part in others:
+        found = _named(found, part)
+    if isinstance(found, ast.ClassDef):  # an autograd function
+        found = _named(found, "forward")
+    if found is None:
+        return None
+    given = found.args
+    ordered = [*given.posonlyargs, *given.args, given.vararg, *given.kwonlyargs, given.kwarg]
+    names = [one.arg for one in ordered if one is not None]
+    is_of_class = any(isinstance(one, ast.Name) and one.id == "classmethod" for one in found.decorator_list)
+    return " ".join(names[is_of_class:])
+
+
+def _exported(source: Source, module: str, name: str) -> Any:
+    """Return the function or class that a module has under ``name``, its own or one that it imports."""
+    read = source.module(module)
+    if read is None:
+        return None
+    tree, package = read
+    found = _named(tree, name)
+    for one in ast.walk(tree) if found is None else ():
+        if found is None and isinstance(one, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - one.level + 1] if one.level else []
+            origin = ".".join([*above, *filter(None, [one.module])])
+            for alias in one.names:
+                if name == (alias.asname or alias.name):
+                    found = _exported(source, origin, alias.name)
+                elif alias.name == "*":
+                    found = found or _exported(source, origin, name)
+    return found
+
+
+def _named(scope: ast.AST | None, name: str) -> Any:
+    """Return the function or class ``name`` of ``scope``, the last of several, as Python does."""
+    defined = [one for one in _definitions(scope) if one.name == name] if scope is not None else []
+    return defined[-1] if defined else None
+
+
+def _definitions(scope: ast.AST) -> Iterator[Any]:
+    for one in ast.iter_child_nodes(scope):
+        if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield one
+        elif isinstance(one, (ast.If, ast.Try, ast.ExceptHandler)):
+            yield from _definitions(one)
+
+
+def hooked_places() -> list[str]:
+    """Return every place in which some Megatron or framework is hooked."""
+    from megatron_pp_ext import cpu
+
+    cpu.install()
+    from megatron_pp_ext.integration import frameworks, seams
+
+    every = (*seams.all_seams(cpu=True), *frameworks.SEAMS)
+    return [place.path for seam in every for place in seam.places]
+
+
+def written(commits: Mapping[str, Any], tables: Tables) -> str:
+    """Return the content of the file; a place with its parameters is a line."""
+    having: dict[tuple[str, str], list[str]] = {}
+    for name in commits:
+        for place, parameters in tables[name].items():
+            having.setdefault((place, parameters), []).append(name)
+    megatrons = [name for name, row in commits.items() if tried.Commit(name, **row).is_megatron]
+    rows = []
+    for (place, parameters), names in sorted(having.items()):
+        some = {} if names == megatrons else {"commits": names}
+        rows.append(json.dumps({"place": place, "parameters": parameters, **some}))
+    told = [f"{json.dumps(name)}: {json.dumps(row)}" for name, row in commits.items()]
+    lines = (",\n  ".join(one) for one in (told, rows))
+    return '{{\n "commits": {{\n  {}\n }},\n "places": [\n  {}\n ]\n}}\n'.format(*lines)
+
+
+def _write(sources: Mapping[str, Source]) -> None:
+    commits = json.loads(tried.FILE.read_text(encoding="utf-8"))["commits"]
+    unknown = [name for name in sources if name not in commits]
+    if unknown:
+        raise SystemExit(f"{tried.FILE.name} has no commit {unknown[0]!r}: write it into its commits first")
+    tables: Tables = {name: dict(tried.signatures(name)) for name in commits}
+    for name, source in sources.items():
+        found = {place: parameters_in(source, place) for place in hooked_places()}
+        tables[name] = {place: parameters for place, parameters in found.items() if parameters is not None}
+    tried.FILE.write_text(written(commits, tables), encoding="utf-8")
+
+
+def _train(checkout: str) -> bool:
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-W", "ignore", "tests/integration/test_install.py"]
+    environment = {**os.environ, "MEGATRON_LM": str(Path(checkout).resolve())}
+    return subprocess.run(command, check=False, cwd=ROOT, env=environment).returncode == 0
+
+
+def main() -> int:
+    """Run the command line; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    what = parser.add_subparsers(dest="what", required=True)
+    what.add_parser("table").add_argument("sources", nargs="+", metavar="NAME=SOURCE")
+    what.add_parser("train").add_argument("checkouts", nargs="+", metavar="CHECKOUT")
+    given = parser.parse_args()
+    if given.what == "table":
+        _write({name: Source(where) for name, _, where in (one.partition("=") for one in given.sources)})
+        return 0
+    return 0 if all([_train(checkout) for checkout in given.checkouts]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

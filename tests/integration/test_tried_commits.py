@@ -1,0 +1,111 @@
+"""Every hook fits every commit that was tried, by the table of parameters that is kept of them."""
+
+import json
+
+import pytest
+
+from megatron_pp_ext.integration import (
+    core_seams,
+    frameworks,
+    install,
+    patching,
+    places,
+    releases,
+    seams,
+    tried,
+)
+from scripts import tried_commits
+
+MEGATRONS = [commit for commit in tried.commits() if commit.is_megatron]
+FRAMEWORKS = [commit for commit in tried.commits() if not commit.is_megatron]
+
+
+def number(version: str) -> releases.Number:
+    major, minor, *_ = version.split(".")
+    return int(major), int(minor)
+
+
+@pytest.mark.parametrize("commit", MEGATRONS, ids=lambda commit: commit.name)
+def test_hooks_fit(commit: tried.Commit) -> None:
+    release = number(commit.version)
+    (row,) = (row for row in releases.RELEASES if row.number == release)
+    for seam in seams.all_seams(cpu=True) if row.by_flags else core_seams.INSTALLED:
+        seam.in_megatron(tried.signatures(commit.name).get, release)
+
+
+@pytest.mark.parametrize("commit", FRAMEWORKS, ids=lambda commit: commit.name)
+def test_hooks_into_frameworks_fit(commit: tried.Commit) -> None:
+    for seam in frameworks.SEAMS:
+        assert seam.in_megatron(tried.signatures(commit.name).get, number(commit.version))
+
+
+def test_what_hooks_know_is_in_some_commit() -> None:
+    """No hook knows parameters that were never seen; a commit that is dropped takes them with it."""
+    seen = {(place, found) for one in tried.commits() for place, found in tried.signatures(one.name).items()}
+    for seam in (*seams.all_seams(cpu=True), *frameworks.SEAMS):
+        for place in seam.places:
+            found = [parameters for path, parameters in seen if path == place.path]
+            for known in place.known:
+                alone = places.Place(place.path, (known,), place.ordered)
+                assert any(_fits(alone, parameters) for parameters in found), (place.path, known)
+
+
+def _fits(place: places.Place, parameters: str) -> bool:
+    try:
+        place.require(parameters)
+    except places.SeamError:
+        return False
+    return True
+
+
+def test_the_table_has_what_python_finds() -> None:
+    """The table is read from source; the installed Megatron is one of its commits."""
+    every = {place.path for seam in seams.all_seams(cpu=True) for place in seam.places}
+    patching.undo()
+    found = {path: places.parameters_here(path) for path in every}
+    install(cpu=True)
+    version = releases.megatron_version().partition("+")[0]
+    assert version in [commit.version for commit in tried.agreeing(found)]
+
+
+def test_the_nearest_commit_is_the_newest_of_those_that_differ_least() -> None:
+    found = dict(tried.signatures("main"))
+    assert tried.nearest(found).name == "main"
+    found["megatron.core.pipeline_parallel.schedules:backward_step"] = "colour"
+    assert tried.agreeing(found) == []
+    assert tried.nearest(found).name == "main"
+
+
+SOURCES = {
+    "package/__init__.py": "from .part import moved as here\nfrom package.star import *\n",
+    "package/part.py": "def moved(a, *others, b=1, **more): ...\n",
+    "package/star.py": "try:\n    import torch\nexcept ImportError:\n    def shown(x): ...\n",
+    "package/classes.py": (
+        "class Linear(Function):\n    @staticmethod\n    def forward(ctx, input): ...\n"
+        "class Manager:\n    @classmethod\n    def instance(cls, size): ...\n"
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("place", "parameters"),
+    [
+        ("package:here", "a others b more"),
+        ("package:shown", "x"),
+        ("package.classes:Linear", "ctx input"),
+        ("package.classes:Manager.instance", "size"),
+        ("package.classes:Manager.gone", None),
+        ("package.gone:here", None),
+    ],
+)
+def test_parameters_are_read_without_importing(tmp_path, place: str, parameters: str | None) -> None:
+    (tmp_path / "package").mkdir()
+    for name, text in SOURCES.items():
+        (tmp_path / name).write_text(text)
+    assert tried_commits.parameters_in(tried_commits.Source(str(tmp_path)), place) == parameters
+
+
+def test_the_table_is_written_as_it_is_read() -> None:
+    commits = json.loads(tried.FILE.read_text())["commits"]
+    tables = {name: dict(tried.signatures(name)) for name in commits}
+    assert tried_commits.written(commits, tables) == tried.FILE.read_text()
