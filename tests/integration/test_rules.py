@@ -136,6 +136,7 @@ CASES: dict[str, dict[str, str]] = {
         "the state of such attention": "--experimental-attention-variant gated_delta_net "
         "--linear-attention-freq 4 --spec my.layers stack",
         "the state of Mamba": "--hybrid-layer-pattern M*|M*|M*|M*|M*|M*|M*|M* --spec my.layers stack",
+        "another number of keys in each": "--cuda-graph-impl transformer_engine --pipeline-unproved",
         "--tp-comm-overlap: its buffers": "--tp-comm-overlap",
         "--fine-grained-activation-offloading: it counts": "--fine-grained-activation-offloading",
         "--pipeline-offload: slices share": "--pipeline-offload auto",

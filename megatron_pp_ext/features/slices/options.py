@@ -7,10 +7,15 @@ from typing import Any, ClassVar
 
 from megatron_pp_ext.compiler.request import Option, Request
 from megatron_pp_ext.features.slices.units import Units, equal_slices
-from megatron_pp_ext.job import options, our_flags
+from megatron_pp_ext.job import options, other_sums, our_flags
+from megatron_pp_ext.job.other_sums import OtherSums
 from megatron_pp_ext.job.requested_job import RequestedJob
 
 _FLAG = "--pipeline-slice-tokens"
+
+# In lower precision every slice rounds its part of a weight's gradient.
+SUMS = OtherSums(_FLAG, "gradients are summed over slices of sequences", fp32=1e-5, lower=1e-1)
+"""The sums of a job with the flag."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +72,4 @@ def register() -> None:
     options.register(read)
     options.register_flags(_flags)
     options.register_argument(options.Argument("slice_tokens", _read_argument))
+    other_sums.register(SUMS)

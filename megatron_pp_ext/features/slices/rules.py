@@ -2,6 +2,7 @@
 
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules.rule import Rule, Rules
+from megatron_pp_ext.job.rules.schedules import has_graphs
 
 
 def _cuts(job: RequestedJob) -> bool:
@@ -74,6 +75,11 @@ RULES = (
                 "--hybrid-layer-pattern with M or G",
                 when=has_states,
                 why="the state of Mamba and of a gated delta net is not carried from slice to slice",
+            ),
+            Rule(
+                "--cuda-graph-impl {cuda_graph_impl}",
+                when=has_graphs,
+                why="attention has another number of keys in each slice",
             ),
             Rule("--tp-comm-overlap", why="its buffers have the size of whole sequences"),
             Rule("--fine-grained-activation-offloading", why="it counts whole microbatches"),

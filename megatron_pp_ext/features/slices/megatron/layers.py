@@ -79,19 +79,24 @@ def _with_prefix(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     arguments = _named(module.forward, args, kwargs)
     for what in ("key", "value"):
         arguments[what] = here.sequence.grown((module, what), arguments[what], here.start)
-    if here.start and arguments.get("attention_mask") is None:
+    if here.start:
         _mask(module, arguments, here)
     return (), arguments
 
 
 def _mask(module: torch.nn.Module, arguments: dict[str, Any], here: Slice) -> None:
     """Let the slice's first token see all tokens before it: the diagonal ends at the last row and column."""
-    if "transformer_engine" in type(module).__module__:
-        arguments["attn_mask_type"] = AttnMaskType.causal_bottom_right
+    if arguments.get("attn_mask_type") == AttnMaskType.causal and _is_of_engine(module):
+        arguments["attn_mask_type"] = AttnMaskType.causal_bottom_right  # whatever mask is given besides
+    if arguments.get("attention_mask") is not None or _is_of_engine(module):
         return
     device = arguments["query"].device
     rows = torch.arange(here.start, here.end, device=device)[:, None]
     arguments["attention_mask"] = (torch.arange(here.end, device=device) > rows)[None, None]
+
+
+def _is_of_engine(module: torch.nn.Module) -> bool:
+    return any("transformer_engine" in kind.__module__ for kind in type(module).__mro__)
 
 
 def _from_start(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
