@@ -46,7 +46,7 @@ def check_late(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Put checks off where ``put_off`` is true; in a rehearsal, whose numbers are dummies, all succeed."""
+    """Put checks off within ``put_off``; in a rehearsal, whose numbers are dummies, all succeed."""
     if _late is None:
         stock(machine, result, rejection_func, *args, **kwargs)
         return
