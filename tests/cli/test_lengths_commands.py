@@ -6,7 +6,8 @@ import re
 import pytest
 
 from megatron_pp_ext.features.lengths.compared import NAMES
-from megatron_pp_ext.schedule import catalog, csv_file
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.formats import csv_file
 
 STEP = [[4000, 300], [9000], [700] * 8, [52000], [5000], [6000, 6000], [800], [20000]]
 
