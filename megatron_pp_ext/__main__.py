@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 -m megatron_pp_ext [--cpu] SCRIPT.py ARGS...
 
 The script stays as it is. Before it starts, its folder goes first on the module search path, so that a
-Megatron-LM checkout wins over an installed megatron-core; then Megatron is imported and its seams are
+Megatron-LM checkout wins over an installed megatron-core; then Megatron is imported and its hooks are
 replaced. From there on the script runs as if it had been started by itself.
 """
 
@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from megatron_pp_ext.activation import refuse_beside_flags
+from megatron_pp_ext.activation import refuse_with_flags
 from megatron_pp_ext.launch_errors import PREFIX, in_one_line
 
 USAGE = "usage: python -m megatron_pp_ext [--cpu] SCRIPT.py ARGS..."
@@ -23,18 +23,18 @@ Runs a Megatron-LM training script with this package's pipeline schedules instal
 
     torchrun --nproc-per-node 8 -m megatron_pp_ext pretrain_gpt.py --pipeline-schedule v-half ...
 
-  --cpu     run on CPUs with gloo: put stand-ins for torch.cuda in place and add the flags that a CPU needs
+  --cpu     run on CPUs with gloo: put stubs of torch.cuda in place and add the flags that a CPU needs
   --help    show this text; --help after SCRIPT.py shows the flags of the script
 """
 
 
 def prepare(cpu: bool = False) -> None:
-    """Install the schedules into Megatron, and before that, on a CPU, the stand-ins for torch.cuda.
+    """Install the schedules into Megatron, and before that, on a CPU, the stubs of torch.cuda.
 
     This has to run before anything imports Megatron. It takes ``--cpu`` out of sys.argv, and puts the flags
     that a CPU needs in.  ValueError where the environment asks for a schedule as well.
     """
-    refuse_beside_flags()
+    refuse_with_flags()
     if {"--exit-signal-handler", "SIGINT"} <= set(sys.argv[1:]):
         # Training takes this signal over, and saves. Before that there is nothing to save, and no traceback
         # of whatever was being imported helps.
@@ -43,16 +43,16 @@ def prepare(cpu: bool = False) -> None:
         cpu = True
         sys.argv.remove("--cpu")
     if cpu:
-        from megatron_pp_ext import cpu as stand_ins
+        from megatron_pp_ext import cpu as stubs
 
-        stand_ins.install()
+        stubs.install()
 
     from megatron_pp_ext.launch import install
 
     install(cpu)
     if cpu:
-        sys.argv[1:] = stand_ins.with_cpu_flags(sys.argv[1:])
-        stand_ins.fork_checkpoint_writers(sys.argv[1:])
+        sys.argv[1:] = stubs.with_cpu_flags(sys.argv[1:])
+        stubs.fork_checkpoint_writers(sys.argv[1:])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(HELP, end="")
             return
         if option != "--cpu":
-            _fail(f"unknown option {option}; options of the training script go behind SCRIPT.py")
+            _fail(f"unknown option {option}; options of the training script go after SCRIPT.py")
         cpu = True
     if not words:
         _fail("no training script given")

@@ -2,7 +2,7 @@
 
 ``mpp activate`` puts a file into site-packages (``startup_file``) whose one line Python runs at every start.
 Where a variable of ``VARIABLES`` is set, or one that resembles them, ``megatron_pp_ext.install`` is called
-with what the variables say, right after ``megatron.core`` is imported and so before any of its functions can
+by the variables, right after ``megatron.core`` is imported and so before any of its functions can
 be imported from it by name.
 
 This module imports nothing but the standard library until then, because it may run at every start of Python.
@@ -55,7 +55,7 @@ _NEEDED = {
 def arguments(environment: Mapping[str, str]) -> dict[str, Any]:
     """Return the arguments of ``megatron_pp_ext.install`` that ``environment`` gives.
 
-    ValueError for a variable that is unknown, is missing or does not say a number where it must.
+    ValueError for a variable that is unknown, is missing or is not a number where it must.
     """
     ours = _ours(environment)
     for name in ours:
@@ -81,7 +81,7 @@ def _ours(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name.startswith(PREFIX) and name != CACHE}
 
 
-def refuse_beside_flags() -> None:
+def refuse_with_flags() -> None:
     """Raise ValueError where both doors are open: the environment's and that of ``--pipeline-schedule``."""
     for name, value in _ours(os.environ).items():
         raise ValueError(

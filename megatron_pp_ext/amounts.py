@@ -1,4 +1,4 @@
-"""Amounts of bytes as people write them: a number, with a unit behind it or none, as in 60GB and 6.4e10."""
+"""Amounts of bytes as people write them: a number, with a unit after it or none, as in 60GB and 6.4e10."""
 
 import re
 

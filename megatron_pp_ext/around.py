@@ -7,7 +7,7 @@ from typing import Any
 
 
 def around(hook: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Let ``hook(stock, *arguments)`` be the calls of what is made of ``stock``, as a seam's ``wrap``."""
+    """Let ``hook(stock, *arguments)`` be the calls of what is made of ``stock``: the ``wrap`` of a patch."""
 
     @functools.wraps(hook)
     def wrap(stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ TEXT = "utf-8-sig"
 
 
 LARGEST = 2**26
-"""The most bytes of a file that is read where nothing else is said: twice as many as any tokenizer has."""
+"""The most bytes of a file that is read where no other limit is given: twice as many as any tokenizer has."""
 
 
 def read_bytes(path: Path, largest: int = LARGEST) -> bytes:
@@ -70,7 +70,7 @@ def make_private(folder: Path) -> None:
 def whole(path: Path) -> Iterator[Path]:
     """Yield a place for a file that appears at ``path`` when the context ends, as a whole or not at all.
 
-    The place is in a folder of its own beside ``path``, whose name nobody can foresee and in which nobody
+    The place is in a folder of its own next to ``path``, whose name nobody can foresee and in which nobody
     else can write; it is gone at the end.  The file's mode is the one that ``open`` would have given it.
     What is no ordinary file, such as /dev/stdout, a pipe or a link, is written in its place.
 

@@ -29,7 +29,7 @@ def in_one_line() -> Iterator[None]:
     """End the process with status 2 for an error of this package that is raised inside, in one line.
 
     Such an error is a SystemExit whose text starts with ``PREFIX``, or a ValueError that this package raises.
-    An ImportError that says what to install, as Megatron raises for a model's package, ends it likewise.
+    An ImportError that states what to install, as Megatron raises for a model's package, ends it likewise.
     Everything else passes, and keeps its traceback.
     """
     try:
@@ -43,7 +43,7 @@ def in_one_line() -> Iterator[None]:
             raise
         problem = f"{PREFIX}{error}"
     except ImportError as error:
-        # Each module around the one that needs the package adds its name behind these words.
+        # Each module around the one that needs the package adds its name after these words.
         said = str(error).partition(" when instantiating ")[0]
         if "not installed" not in said:
             raise

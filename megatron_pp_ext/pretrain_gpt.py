@@ -120,8 +120,8 @@ def _reads(vp_stage: int | None) -> bool:
 def get_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> Batch:
     """Return the next microbatch: the fields are None on a stage that needs no data.
 
-    Stages between the ends need some where attention stays within documents (``hooks.stage_data``), and
-    those with multi-token prediction always do.
+    Stages between the first and the last need some where attention stays within documents
+    (``hooks.stage_data``), and those with multi-token prediction always do.
     """
     if not _reads(vp_stage):
         return dict.fromkeys(FIELDS)
@@ -154,7 +154,7 @@ def forward_step(
 ) -> tuple[Any, Any]:
     """Run one microbatch through this stage; return its output and the function from output to loss.
 
-    With ``return_schedule_plan``, which Megatron asks for where a forward runs layer by layer beside a
+    With ``return_schedule_plan``, which Megatron asks for where a forward runs layer by layer with a
     backward, return in the output's place the plan of what would have run.
     """
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))

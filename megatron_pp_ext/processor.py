@@ -1,4 +1,4 @@
-"""What a process gets of its machine's processors, as far as the system tells."""
+"""What a process gets of its machine's processors, as far as the system reports."""
 
 import os
 from pathlib import Path
@@ -20,7 +20,7 @@ class ProcessorTime(NamedTuple):
 
     @classmethod
     def now(cls) -> Self:
-        """Return both since the process began; zeros where the system does not tell."""
+        """Return both since the process began; zeros where the system does not report it."""
         try:
             ran, waited, *_ = map(int, _SCHEDSTAT.read_text(encoding="ascii").split())
         except (OSError, ValueError):

@@ -53,7 +53,7 @@ class TextDataError(ValueError):
 def prepare(source: Path | None, prefix: Path) -> Prepared:
     """Write the text under ``source`` to ``prefix``.bin and ``prefix``.idx as Megatron's indexed dataset.
 
-    Both files are replaced once the new ones are whole. The indices that Megatron has cached beside data of
+    Both files are replaced once the new ones are whole. The indices that Megatron has cached next to data of
     that name are removed; those in another --data-cache-path are not. Each file is a document, of one
     sequence if there are many files, otherwise of as many as the default split needs.
     """
@@ -126,7 +126,7 @@ def _is_text(path: Path) -> bool:
 
 
 def _pieces(text: bytes, length: int) -> Iterator[bytes]:
-    """Cut ``text`` behind the first line end after every ``length`` bytes, or else after twice as many."""
+    """Cut ``text`` after the first line end after every ``length`` bytes, or else after twice as many."""
     start = 0
     while start < len(text):
         line_end = text.find(b"\n", start + length - 1, start + 2 * length)

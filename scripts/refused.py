@@ -49,12 +49,12 @@ def _section(rules: Rules) -> str:
 
 
 def _row(rules: Rules, rule: Rule) -> str:
-    what, reason, fix = map(_marked, (rule.flag, rules.why_of(rule), rules.fix_of(rule)))
-    where = f" (with {_marked(rule.releases)})" if rule.releases else ""
+    what, reason, fix = map(marked, (rule.flag, rules.why_of(rule), rules.fix_of(rule)))
+    where = f" (with {marked(rule.releases)})" if rule.releases else ""
     return f"| {what}{where} | {reason} | {fix} |"
 
 
-def _marked(words: str) -> str:
+def marked(words: str) -> str:
     """Return ``words`` of a rule with flags as code."""
     words = re.sub(r"--([a-z][a-z-]+) \{(\w+)\}", _without_own_value, words)
     words = re.sub(r"\{(\w+)\}", lambda found: f"*{found[1].replace('_', ' ')}*", words)

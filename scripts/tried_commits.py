@@ -109,9 +109,9 @@ def hooked_places() -> list[str]:
     from megatron_pp_ext import cpu
 
     cpu.install()
-    from megatron_pp_ext.integration import frameworks, seams
+    from megatron_pp_ext.integration import frameworks, hooks
 
-    every = (*seams.all_seams(cpu=True), *frameworks.SEAMS)
+    every = (*hooks.all_hooks(cpu=True), *frameworks.SEAMS)
     return [place.path for seam in every for place in seam.places]
 
 

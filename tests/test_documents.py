@@ -234,12 +234,6 @@ def test_all_commands_and_flags_are_described() -> None:
     assert {name for name in commands() if f"mpp {name}" not in text} == set()
 
 
-def test_the_readme_is_short() -> None:
-    readme = (ROOT / "README.md").read_text()
-    assert len(readme.splitlines()) <= 150
-    assert len(readme.split()) <= 900
-
-
 def test_refusals_are_those_of_the_rules() -> None:
     """Write them anew by ``python -m scripts.refused``."""
     assert refused.FILE.read_text() == refused.text()

@@ -108,14 +108,14 @@ OTHER_PRODUCTS = {
     *("view", "verification", "jobs", "cli"),
 }
 
-_SEAMS = {"releases", "places", "patching"}
+_HOOKS = {"releases", "places", "patching"}
 
 REGISTERS = {
     (f"{PACKAGE}.compiler.__init__", "features"),
     (f"{PACKAGE}.job.__init__", "features"),
     (f"{PACKAGE}.job.rules.table", "features"),
     (f"{PACKAGE}.runtime.__init__", "features.runtime"),
-    (f"{PACKAGE}.integration.core_seams", "features.megatron"),
+    (f"{PACKAGE}.integration.core_hooks", "features.megatron"),
     (f"{PACKAGE}.planner.step.__init__", "features.planner"),
     (f"{PACKAGE}.planner.search.__init__", "features.planner"),
 }
@@ -132,21 +132,30 @@ BELOW_IN_INTEGRATION = {
     "step_runners": {"registry", "requested"},
     "requested": {"settings"},
     "start_up": {"requested"},
-    "mends": _SEAMS,
-    "core": {*_SEAMS, "requested"},
+    "workarounds": _HOOKS,
+    "core": {*_HOOKS, "requested"},
     "settled": {"requested", "core"},
-    "runners": {*_SEAMS, "settings", "requested", "step_runners", "settled", "core"},
+    "runners": {*_HOOKS, "settings", "requested", "step_runners", "settled", "core"},
     "frameworks": {"releases", "patching", "requested", "core"},
-    "trainer": {*_SEAMS, "settings", "requested", "registry", "step_runners", "start_up", "core", "mends"},
-    "core_seams": {"patching", "core", "runners", "frameworks", "mends"},
-    "trainer_seams": {"patching", "trainer"},
-    "cpu_seams": _SEAMS,
-    "seams": {"patching", "core_seams", "trainer_seams", "cpu_seams", "mends"},
+    "trainer": {
+        *_HOOKS,
+        "settings",
+        "requested",
+        "registry",
+        "step_runners",
+        "start_up",
+        "core",
+        "workarounds",
+    },
+    "core_hooks": {"patching", "core", "runners", "frameworks", "workarounds"},
+    "trainer_hooks": {"patching", "trainer"},
+    "cpu_hooks": _HOOKS,
+    "hooks": {"patching", "core_hooks", "trainer_hooks", "cpu_hooks", "workarounds"},
     "trainers_tried": set(),
-    "hooks_here": {*_SEAMS, "tried", "core_seams", "seams", "mends", "frameworks"},
+    "hooks_here": {*_HOOKS, "tried", "core_hooks", "hooks", "workarounds", "frameworks"},
     "doctor": {"releases", "trainers_tried", "hooks_here"},
-    "by_call": {"settings", "requested", "start_up", "patching", "core", "core_seams"},
-    "__init__": {"patching", "seams"},
+    "by_call": {"settings", "requested", "start_up", "patching", "core", "core_hooks"},
+    "__init__": {"patching", "hooks"},
 }
 """The same for the rooms of ``integration``."""
 
@@ -290,13 +299,13 @@ def test_torch_and_megatron_stay_in_their_rooms() -> None:
 
 
 IMPORTS_TRAINER = {
-    "integration.mends.growing_batches",
-    "integration.mends.stage_data",
+    "integration.workarounds.growing_batches",
+    "integration.workarounds.stage_data",
     "integration.__init__",
     "cpu.flags",
     "pretrain_gpt",
 }
-"""What imports megatron.training outside of ``integration.trainer``: two mends of its own defects, the
+"""What imports megatron.training outside of ``integration.trainer``: two workarounds of its own defects, the
 installation, which waits for it, and what starts it."""
 
 

@@ -1,7 +1,6 @@
 """What names a release of Megatron agrees with the one table, ``integration/releases.py``."""
 
 import re
-import shlex
 import tomllib
 from pathlib import Path
 
@@ -49,17 +48,6 @@ def test_pyproject_takes_what_is_tested() -> None:
     assert requirement("megatron-core").specifier == taken
     assert all(one.version in taken for one in tried.commits() if one.is_megatron)
     assert requirement("transformer-engine", extra="gpu").specifier == SpecifierSet(f">={FIRST_ENGINE}")
-
-
-def test_a_container_gets_all_but_its_torch() -> None:
-    """The README's row installs what pyproject asks for; megatron-core brings numpy and packaging."""
-    row = re.search(r"`pip install --no-deps \. && pip install (.*)`", (ROOT / "README.md").read_text())
-    assert row
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = {each.name: each for each in map(Requirement, project["dependencies"])}
-    given = {each.name: each for each in map(Requirement, shlex.split(row[1]))}
-    assert given.keys() == asked.keys() - {"torch", "numpy", "packaging"}
-    assert given["megatron-core"] == asked["megatron-core"]
 
 
 def test_the_newest_is_installed_and_the_older_ones_are_in_the_matrix() -> None:

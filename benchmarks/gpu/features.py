@@ -63,6 +63,17 @@ FEATURES = {
         "--fp8-format hybrid --fp8-recipe delayed",
         needs="transformer_engine",
     ),
+    "graphs": Feature(
+        "Losses with CUDA graphs",
+        "--te-rng-tracker --no-check-for-nan-in-loss-and-grad",
+        {
+            f"{name}-{kind}": f"--pipeline-schedule {name} --pipeline-unproved --cuda-graph-warmup-steps 1 "
+            f"--cuda-graph-impl {impl}"
+            for kind, impl in (("whole", "full_iteration"), ("layers", "transformer_engine"))
+            for name in ("1f1b", "interleaved", "zb-h1", "v-half")
+        },
+        needs="transformer_engine",
+    ),
     "cp": Feature(
         "Losses with context parallelism, p = 2",
         "--pipeline-model-parallel-size 2 --context-parallel-size 2 --position-embedding-type rope",

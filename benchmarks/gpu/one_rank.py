@@ -14,10 +14,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_pp_ext.features.offload.runtime.copy_streams import CopyStreams
 from megatron_pp_ext.features.offload.runtime.host_buffers import HostBuffers
 from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations
+from megatron_pp_ext.runtime.dummy_channels import DummyChannels
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.runtime.rank import Rank
-from megatron_pp_ext.runtime.stand_in_channels import MadeUpChannels
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from tests.support.module_stage import ModuleStage
@@ -80,7 +80,7 @@ class OneRank:
     def run(self, schedule: Schedule | None = None, away: OffloadedActivations | None = None) -> None:
         """Run a step, of the same orders with copies if ``schedule`` has them, and wait for the device."""
         plan = plan_rank(schedule or self.schedule, RANK)
-        execute(plan, Rank(self._stages, MadeUpChannels(*self._channels), parts=[away] if away else []))
+        execute(plan, Rank(self._stages, DummyChannels(*self._channels), parts=[away] if away else []))
         torch.cuda.synchronize()
 
 

@@ -42,7 +42,7 @@ def calibrate(ranks: int, on_gpu: bool, report: Callable[[str], None]) -> tuple[
     """Measure with ``ranks`` processes at once; ``report`` gets the name of each part that is done.
 
     With the figures goes the part of its time for which a rank waited for a processor, the most of any; None
-    where the system does not tell.  RuntimeError when a rank fails.
+    where the system does not report it.  RuntimeError when a rank fails.
     """
     # A process that has touched a GPU cannot be forked; without one, forking saves seconds of imports.
     context: Any = processes.get_context("spawn" if on_gpu else "fork")

@@ -81,7 +81,7 @@ def _show(system: System) -> None:
         f"messages {system.node.bytes_per_second / 1e9:.4g} GB/s, {system.node.latency_seconds * 1e6:.4g} us"
     )
     for width, rate, keys in system.attention_rates:
-        console.print(f"attention, heads of {width:.0f}: {rate / 1e9:,.1f} Gop/s, beside {keys:,.0f} keys")
+        console.print(f"attention, heads of {width:.0f}: {rate / 1e9:,.1f} Gop/s, with {keys:,.0f} keys")
     collectives = Table("ranks", "bytes", "all-reduce, us", "all-gather, us", "all-to-all, us")
     for rows in zip(system.all_reduce, system.gather, system.all_to_all, strict=True):
         ranks, size, _ = rows[0]

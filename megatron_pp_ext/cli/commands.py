@@ -18,6 +18,9 @@ from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.features.offload.cli.options import LEGEND, Offloading, some_limits
 from megatron_pp_ext.features.pairs.options import Pairs, paired
+from megatron_pp_ext.features.slices.cli import by_length as in_units
+from megatron_pp_ext.features.slices.cli.options import LEGEND as SLICES_LEGEND
+from megatron_pp_ext.features.slices.cli.options import Slicing
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.formats import csv_file
@@ -97,6 +100,7 @@ def schedule(
     times: ask.Times,
     lengths: Lengths,
     offload: Offloading,
+    slicing: Slicing,
     files: ask.Files,
 ) -> None:
     """Build a schedule, simulate it and show it.
@@ -107,6 +111,7 @@ def schedule(
     """
     name = catalog.canonical(name)
     count = lengths.count(microbatches)
+    slicing.require_lengths(lengths.lengths is not None)
     if lengths.lengths is not None and (shared_vocabulary or offload.is_given):
         raise ValueError(
             "--lengths goes neither with --shared-vocabulary nor with --offload: leave these out"
@@ -133,6 +138,9 @@ def schedule(
         catalog.entry(name)  # refuses what only training runs
         request = named(name, ranks, count, chunks)
         make_it, about = make, f"simulating {request.schedule}"
+    if slicing.is_given and (shared_vocabulary or offload.is_given):
+        raise ValueError("--slices goes neither with --shared-vocabulary nor with --offload: leave these out")
+    slicing.require_size(request)
     require_size(request, files)
     costs = offload.costs(times.costs(ranks, request.finest.chunks, shared_vocabulary), ranks)
     request = replace(
@@ -142,6 +150,9 @@ def schedule(
     )
 
     request = paired(request, times.pair_time is not None or (can.takes_limit and costs.pair < 1))
+    if slicing.slice_tokens is not None:
+        in_units.show_schedule(request, costs, times, lengths, slicing, by_length.units(times), files)
+        return
     if lengths.lengths is not None:
         by_length.show_schedule(request, costs, times, lengths, files, make_it, order)
         return
@@ -152,8 +163,8 @@ def schedule(
         return costs
 
     with waiting(about):
-        made = make_it(offload.added_to(request), costs_of)
-        timeline = simulate(made.schedule, costs.merged(made.schedule.placement.stages))
+        made = make_it(slicing.added_to(offload.added_to(request)), costs_of)
+        timeline = simulate(made.schedule, slicing.costs(costs.merged(made.schedule.placement.stages)))
         notes = [*offload.notes(request, costs_of, timeline, files)]
         bound = bound_of(timeline) if made.lower_bound is None else made.lower_bound
         report(timeline, bound, times.units, files, notes)
@@ -187,6 +198,7 @@ def compare(
     times: ask.Times,
     lengths: Lengths,
     offload: Offloading,
+    slicing: Slicing,
     pictures: ask.Pictures,
 ) -> None:
     """Compare all schedules of one or two chunks a rank: a table, and a picture of memory and step time.
@@ -194,13 +206,16 @@ def compare(
     Times are those of a whole rank.  With --chunk-units and --costs they are those of one of two chunks a
     rank, and an action of a schedule with one chunk takes twice as long.  With --output-layer each schedule
     has a second row, where all ranks share the output layer, and with --pair-time a row with pairs if it has
-    any.  With --offload each has one with activations on the host.  With --lengths a row has the step with
-    each order of the microbatches, as a multiple of the work of a rank.
+    any.  With --offload each has one with activations on the host, and with --slices one in slices.  With
+    --lengths a row has the step with each order of the microbatches, as a multiple of the work of a rank.
     """
     count = lengths.count(microbatches)
+    slicing.require_lengths(lengths.lengths is not None)
     if lengths.lengths is not None:
         if offload.is_given:
             raise ValueError("--lengths and --offload do not go together: leave one out")
+        if slicing.slice_tokens is not None:
+            raise ValueError("--slice-tokens is an option of mpp schedule: leave it out of mpp compare")
         by_length.show_comparison(ranks, times, lengths, pictures)
         return
     from megatron_pp_ext.cli import flex
@@ -209,6 +224,7 @@ def compare(
     requests = [named(name, ranks, count) for name, entry in catalog.ENTRIES.items() if entry.chunks <= 2]
     for request in requests:
         require_size(request)
+        slicing.require_size(request)
     halves = offload.costs(times.costs(ranks, 2), ranks)
     shared_halves = times.costs(ranks, 2, splits_head=True) if times.output_layer else halves
 
@@ -225,10 +241,15 @@ def compare(
             rows[" +P"] = paired(request)
         if times.output_layer:
             rows[" +S"] = replace(request, splits_head=True)
+        if slicing.is_given:
+            rows[f" /{slicing.slices}"] = slicing.added_to(request)
         with waiting(f"simulating {request.schedule}"):
             for ending, row in rows.items():
                 costs = costs_of(request.finest.stages, bool(row.splits_head))
-                timelines[f"{request.schedule}{ending}"] = simulate(make(row, costs_of).schedule, costs)
+                schedule = make(row, costs_of).schedule
+                timelines[f"{request.schedule}{ending}"] = simulate(
+                    schedule, slicing.costs(costs) if schedule.units else costs
+                )
     console.print(f"{ranks} ranks, {count} microbatches")
     with waiting("counting activations and messages"):
         console.print(terminal.summary_table(timelines))
@@ -237,6 +258,7 @@ def compare(
         (times.output_layer, "+S: all ranks share the output layer, else the last stage has it"),
         (times.pair_time is not None, "+P: forwards and backwards in pairs"),
         (offload.is_given, LEGEND),
+        (slicing.is_given, SLICES_LEGEND.format(slicing.slices, slicing.slices)),
     ):
         if is_shown:
             console.print(note, style="dim")
@@ -317,12 +339,12 @@ def doctor(
         typer.Option(help="A Megatron-LM checkout to examine instead of the installed megatron-core."),
     ] = None,
     full: Annotated[
-        bool, typer.Option("--full", help="List versions, how messages go, and every seam too.")
+        bool, typer.Option("--full", help="List versions, how messages go, and every hook too.")
     ] = False,
 ) -> None:
-    """Report what this machine lacks, and whether every seam into Megatron fits.
+    """Report what this machine lacks, and whether every hook into Megatron fits.
 
-    The first line says whether schedules can run here, and what they need.
+    The first line reports whether schedules can run here, and what they need.
     """
     with waiting("importing torch"):
         from megatron_pp_ext.integration.doctor import examine

@@ -153,7 +153,7 @@ def with_layout(words: Sequence[str], asked: RequestedJob, gpus: int) -> tuple[l
     )
     flag, replaced = "--pipeline-model-parallel-layout", "--num-virtual-stages-per-pipeline-rank"
     kept = [
-        word for name, behind in by_name(words) if name not in (flag, replaced) for word in (name, *behind)
+        word for name, values in by_name(words) if name not in (flag, replaced) for word in (name, *values)
     ]
     return [*kept, flag, str(asked.pipeline.pipeline_model_parallel_layout)], asked, chosen
 
@@ -234,16 +234,16 @@ def show_by_length(expected: "ByLength", others: float) -> None:
 
 
 def show_not_counted(lines: Sequence[str]) -> None:
-    """Say what the step is beside its estimate, which is made without these flags."""
+    """Report how the step differs from its estimate, which is made without these flags."""
     if lines:
         console.print(f"a step may be other than estimated, which is made without {'; '.join(lines)}")
 
 
 def show_launch(title: str, launch: Launch, filled_in: Sequence[str]) -> None:
-    """Print the command that starts training, and which of its flags are stand-ins for the user's."""
+    """Print the command that starts training, and which of its flags are placeholders for the user's."""
     console.print(title)
     # Not by the console, which would cut or fold words of a line that is to be copied.
     typer.echo(launch.text)
     if filled_in:
         names = ", ".join(name for name, _ in by_name(filled_in))
-        console.print(f"Stand-ins, to be replaced by yours: {names}", style="dim")
+        console.print(f"Placeholders, to be replaced by yours: {names}", style="dim")

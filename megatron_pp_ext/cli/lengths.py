@@ -49,7 +49,7 @@ def show_schedule(
     in_step = _in_step(costs, times, lengths)
     with waiting("planning the order of microbatches"):
         plans, steps = _steps(request, in_step, lengths, make_it)
-        report(steps[shown], bound_of(steps[shown]), _units(times), files)
+        report(steps[shown], bound_of(steps[shown]), units(times), files)
     table = terminal.Numbers("order", ["step", "over\nwork", "bubble", "peak,\ntokens"])
     for name, step in steps.items():
         tokens = f"{peak_tokens(step):,.0f}"
@@ -109,7 +109,7 @@ def _in_step(costs: Costs, times: ask.Times, lengths: Lengths) -> UnitCosts:
     return lengths.costs(times, costs).of(lengths.microbatches)
 
 
-def _units(times: ask.Times) -> Units:
+def units(times: ask.Times) -> Units:
     """Return what 1 stands for, where microbatches differ."""
     if times.costs_file is not None:
         return times.units

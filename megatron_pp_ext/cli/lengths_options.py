@@ -81,7 +81,7 @@ class Lengths:
     def costs(self, times: ask.Times, costs: Costs) -> LengthCosts:
         """Return ``costs``, those that ``times`` asks for, by the lengths of documents.
 
-        ValueError for a costs file that does not say for which sizes it is.
+        ValueError for a costs file that does not state for which sizes it is.
         """
         assert self.microbatches is not None
         equal_at = EQUAL_AT if self.equal_at is None else self.equal_at
@@ -93,7 +93,7 @@ class Lengths:
         length, documents = costs.sizes.get("seq_length"), costs.sizes.get("micro_batch_size", 1)
         if not length:
             raise ValueError(
-                f"{times.costs_file} does not say for which length its costs are, which --lengths needs: add "
+                f"{times.costs_file} does not state the length of its costs, which --lengths needs: add "
                 '"sizes": {"seq_length": ..., "micro_batch_size": ...}'
             )
         return LengthCosts.measured(costs, length, documents, equal_at)

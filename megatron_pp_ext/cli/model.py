@@ -1,4 +1,4 @@
-"""The model that a planner's command describes: by name, by file, by flags behind ``--``, or all of them."""
+"""The model that a planner's command describes: by name, by file, by flags after ``--``, or all of them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,13 +16,13 @@ from megatron_pp_ext.planner.search.launch_lines import one_a_line
 if TYPE_CHECKING:
     from megatron_pp_ext.planner.described import Described
 
-Flags = Annotated[list[str] | None, typer.Argument(help="Behind --: Megatron's flags.")]
+Flags = Annotated[list[str] | None, typer.Argument(help="After --: Megatron's flags.")]
 Model = Annotated[
     str | None,
     typer.Option(
         "--model",
         help="A name from `mpp models`, a Hugging Face config.json or its folder, or a JSON of Megatron's "
-        "names.  Flags behind -- add to it and replace its own.",
+        "names.  Flags after -- add to it and replace its own.",
         metavar="NAME|FILE",
     ),
 ]
@@ -89,7 +89,7 @@ def to_be_started(
     script: Path | None = None,
     sizes: Mapping[str, int | None] | None = None,
 ) -> "Described":
-    """Return the model of a job that is started from here, and print what is to be said of it.
+    """Return the model of a job that is started from here, and print its notes.
 
     ``script`` is the user's training script, whose own flags cannot be checked; ``sizes`` are given by
     options, under the names of arguments.

@@ -148,7 +148,6 @@ class Pictures:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The requested files."""
         return tuple(path for path in (self.svg, self.png) if path is not None)
 
 

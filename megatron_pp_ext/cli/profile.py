@@ -32,7 +32,7 @@ def profile(
         Path, typer.Argument(help="The profile, which is written if flags follow and read otherwise.")
     ],
     flags: Annotated[
-        list[str] | None, typer.Argument(help="Behind --, the flags of a Megatron model to measure.")
+        list[str] | None, typer.Argument(help="After --, the flags of a Megatron model to measure.")
     ] = None,
     model: Model = None,
     print_only: PrintFlags = False,
@@ -56,7 +56,7 @@ def profile(
     if flags or model is not None:
         _measure(file, to_be_started(flags, model, script).words, script)
     elif script is not None:
-        raise ValueError(f"--script {script} is for measuring: give --model or the model's flags behind --")
+        raise ValueError(f"--script {script} is for measuring: give --model or the model's flags after --")
     measured = profile_file.read(file)
     if json is not None:
         profile_file.write(measured, json)
@@ -80,7 +80,7 @@ def training_flags(file: Path, flags: list[str]) -> list[str]:
 
 
 def _measure(file: Path, flags: list[str], script: Path | None) -> None:
-    """Train for a few steps, with the log beside ``file``; ValueError if the run fails."""
+    """Train for a few steps, with the log next to ``file``; ValueError if the run fails."""
     require_folder(file)
     log = file.with_suffix(".log")
     with tempfile.TemporaryDirectory(prefix="profile-") as folder:

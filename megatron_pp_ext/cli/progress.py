@@ -1,4 +1,4 @@
-"""Says what a command waits for: a spinner on a terminal, elsewhere a line after two seconds, more later."""
+"""Reports what a command waits for: a spinner on a terminal, elsewhere a line after two seconds and later."""
 
 import sys
 import time

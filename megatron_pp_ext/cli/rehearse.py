@@ -34,9 +34,7 @@ _WARM_UP = 1
 
 @app.command()
 def rehearse(
-    flags: Annotated[
-        list[str] | None, typer.Argument(help="Behind --, the flags of the planned job.")
-    ] = None,
+    flags: Annotated[list[str] | None, typer.Argument(help="After --, the flags of the planned job.")] = None,
     model: Model = None,
     print_only: PrintFlags = False,
     ranks: Annotated[
@@ -70,7 +68,7 @@ def rehearse(
 ) -> None:
     """Run ranks of a pipeline one by one on this machine, and simulate the step of all of them together.
 
-    Each rank runs its own share of the job for a few steps, on made-up tensors from its neighbours.
+    Each rank runs its own share of the job for a few steps, on dummy tensors from its neighbours.
     Checkpoints are neither read nor written.  A rank that is not run is assumed to be like the middle one.
     Seconds from a machine that was busy with something else are refused.
 

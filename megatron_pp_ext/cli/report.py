@@ -49,7 +49,8 @@ def record(timeline: Timeline, bound: float, units: Units) -> dict[str, Any]:
     return {
         "schedule": schedule.name,
         "ranks": schedule.ranks,
-        "microbatches": schedule.microbatches,
+        "microbatches": schedule.whole_microbatches,
+        "units": schedule.microbatches,
         "chunks": schedule.placement.chunks,
         "makespan": timeline.makespan,
         "span": timeline.span,

@@ -62,7 +62,7 @@ class Job:
         if asked.pipeline.pipeline_replicas is not None:
             raise ValueError(
                 f"--pipeline-replicas {asked.pipeline.pipeline_replicas}: a search gives all stages as many: "
-                "leave it out; mpp partition finds replicas, and mpp estimate tells what they take"
+                "leave it out; mpp partition finds replicas, and mpp estimate reports what they take"
             )
         return asked, words
 
@@ -107,7 +107,7 @@ class Machines:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What is tried beside all parallel sizes."""
+    """What is tried in addition to all parallel sizes."""
 
     schedules: Annotated[
         str | None, typer.Option(help="Families, with commas between; flex compiles.  [default: all]")
@@ -138,8 +138,8 @@ class Tried:
         if asked.pipeline.pipeline_loss_rank is not None:
             raise ValueError(
                 f"--pipeline-loss-rank {asked.pipeline.pipeline_loss_rank}: a search counts ranks from the "
-                "one with both ends of a V, and steps are the same either way: leave it out, and add it to "
-                "the command that you start, with a --pipeline-memory-limit by rank in reverse"
+                "one with a V's embedding and head, and steps are the same either way: leave it out, and "
+                "add it to the command that you start, with a --pipeline-memory-limit by rank in reverse"
             )
         names, compiles, stock = self._schedules(asked)
         flag, is_measured = stages_flag(asked.job), asked.pipeline.pipeline_costs is not None

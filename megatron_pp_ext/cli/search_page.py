@@ -18,7 +18,7 @@ _STYLE = (
 _LABELS: Mapping[str, str] = {
     "tp, cp, ep, etp, pp, dp": "ranks that share tensors, context, experts, an expert, layers, and data",
     "mb": "sequences of a microbatch",
-    "v-half, 1f1b, ...": "the schedule; a number behind it is that of its chunks a rank, from three on",
+    "v-half, 1f1b, ...": "the schedule; a number after it is that of its chunks a rank, from three on",
     "shared": "all pipeline ranks share the embedding and the output layer",
     "recompute-...": "activations that the backward computes again: full ones, or of some modules",
     "uneven": "stages have different numbers of layers, which the command has as a layout",

@@ -36,7 +36,7 @@ _COLUMNS = (
 class Report:
     """The result for the model of the flags ``words`` on ``gpus`` of ``system`` with ``limit`` bytes each.
 
-    ``about`` says what was asked: the model, sequences a step and tokens a sequence, command and date.
+    ``about`` states what was asked: the model, sequences a step and tokens a sequence, command and date.
     Peaks may be above their estimates by the part ``above``.  ``script`` is the user's training script,
     ``filled_in`` are those of ``words`` that the user did not give, ``not_counted`` what estimates are made
     without.
@@ -86,7 +86,7 @@ class Report:
         self.show_command("To run the best:", result.best[0])
 
     def _room(self) -> str:
-        """Say how much memory a rank may take."""
+        """Report how much memory a rank may take."""
         offered = self.system.memory_bytes
         left = f", {1 - self.limit / offered:.0%} stay free" if self.limit < offered else ""
         measured = f"; measured peaks were up to {self.above:.0%} above their estimates"
@@ -195,7 +195,7 @@ class Report:
         return f"{total / 1e9:.1f}-{(1 + self.above) * total / 1e9:.1f}"
 
     def _alike(self, one: Evaluated) -> str:
-        """Say which schedules are nearly as fast as that of ``one``: of each family the fastest."""
+        """Report which schedules are nearly as fast as that of ``one``: of each family the fastest."""
         families = {one.candidate.schedule: one}
         for other in self.result.alike[one.candidate]:
             families.setdefault(other.candidate.schedule, other)
@@ -228,5 +228,5 @@ class Report:
         return f"{model} on {self.gpus} x {self.system.name}, {batch} sequences of {length} tokens a step"
 
     def _shown(self) -> list[Evaluated]:
-        """The best, and what is on the frontier beside them."""
+        """The best, and what is on the frontier in addition to them."""
         return [*self.result.best, *(one for one in self.result.frontier if one not in self.result.best)]

@@ -27,7 +27,7 @@ def verify(
         str, typer.Argument(help=f"Your training script, or {_OUR_SCRIPT}, which is the default.")
     ] = _OUR_SCRIPT,
     flags: Annotated[
-        list[str] | None, typer.Argument(help="Behind --, the flags of your job with --pipeline-schedule.")
+        list[str] | None, typer.Argument(help="After --, the flags of your job with --pipeline-schedule.")
     ] = None,
     steps: Annotated[int, typer.Option(help="Training steps to compare.")] = 3,
     ranks: Annotated[
@@ -118,7 +118,6 @@ def verify(
 
 
 def _path(script: str) -> Path | None:
-    """Return the script's path; None for this package's own."""
     path = Path(script)
     if script == _OUR_SCRIPT or (path.name == "pretrain_gpt.py" and path.parent.name == "megatron_pp_ext"):
         return None
@@ -179,5 +178,4 @@ def _report(kind: str, rows: "list[Row]", largest: "Row") -> None:
 
 
 def _number(value: float | None) -> str:
-    """Return all digits of a number of single precision."""
     return "skipped" if value is None else f"{value:.9g}"

@@ -10,7 +10,7 @@ window  Until the first gradient reaches a rank it can only do F, and no more th
 memory  Little's law: a microbatch keeps a stage's activations at least as long as its way from F to
         the end of I, and W after it.  All microbatches together cannot keep more than the limit times
         the makespan, less what the rank cannot use of the limit while it fills up and runs empty.
-turns   A microbatch that is on its way behind a stage keeps what the rank has of it up to this stage, for
+turns   A microbatch that is on its way after a stage keeps what the rank has of it up to this stage, for
         a V's last rank two activations.  So only some can be there at once, and the others wait for their
         turn; where the limit is a multiple of what each keeps, until all W before them have run.
 
@@ -146,7 +146,7 @@ def _memory(
     A microbatch counts from the start of F to the end of I, and while its W runs.  As a rank does one action
     at a time, few can count soon after its first F, shortly before its last I, and shortly before its last
     W, when those that still count need both their I and their W.  The bound is the longer of two: until
-    the last W of the rank, and until the last I, behind which other ranks have their I.
+    the last W of the rank, and until the last I, after which other ranks have their I.
     """
     kept = sum(
         cost.activation * (route.ends[route.gradient(stage)] - route.starts[stage])
@@ -165,7 +165,7 @@ def _memory(
     both = min(cost.input_gradient + cost.weight_gradient for cost in own)
     tail = route.tails[route.gradient(stages[0])]
     # What is kept at the end of the last I counts only while its W runs, and one W runs at a time.
-    behind = min(largest * tail, limit * max(cost.weight_gradient for cost in own))
+    at_end = min(largest * tail, limit * max(cost.weight_gradient for cost in own))
 
     def filled(counted: float, empty: float) -> float:
         plain, ramps = counted / limit, fill + empty
@@ -173,14 +173,14 @@ def _memory(
         return longer if longer >= steps * ramps else plain
 
     until_last_weight = filled(microbatches * kept, both)
-    until_last_gradient = filled(microbatches * kept - behind, last)
+    until_last_gradient = filled(microbatches * kept - at_end, last)
     return max(until_last_weight, until_last_gradient + tail)
 
 
 def _turns(
     route: _Route, stages: Sequence[int], own: Sequence[StageCosts], microbatches: int, limit: float
 ) -> Iterator[float]:
-    """Yield bounds for each stage of the rank, behind which microbatches go on in turns.
+    """Yield bounds for each stage of the rank, after which microbatches go on in turns.
 
     A turn lasts from a microbatch's F of the stage to its I, during which the rank keeps all it has of it up
     to this stage; or, if W gives back what counts, to the first W of these.
@@ -202,7 +202,7 @@ def _turns(
                 more = _most(max(0.0, limit - at_once * each), min(parts), 1)
                 all_done = until_all
                 if at_once == 1 and more == 0:
-                    # The next microbatch's F of the stages before have room only behind the first W.
+                    # The next microbatch's F of the stages before have room only after the first W.
                     all_done = max(all_done, returns[-1] + rest + sum(cost.forward for cost in kept[:-1]))
                 last = _last_start(microbatches, at_once, more, turn, all_done, kept[-1].forward)
                 yield start + last + returns[-1] + after

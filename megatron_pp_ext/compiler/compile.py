@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from megatron_pp_ext.compiler.bounds import lower_bound
-from megatron_pp_ext.compiler.limits import at_most, least_limits, rooms_beside_messages
+from megatron_pp_ext.compiler.limits import at_most, least_limits, without_messages
 from megatron_pp_ext.compiler.search import cache
 from megatron_pp_ext.compiler.search.problem import TOLERANCE, Problem, problem_of
 from megatron_pp_ext.schedule import catalog
@@ -33,7 +33,7 @@ type _Feasible = tuple[Placement, Costs, tuple[float, ...]]
 
 
 Variants = Callable[[Timeline, str, Sequence[tuple[Placement, Costs]], int], Iterable[tuple[Timeline, str]]]
-"""A feature's orders besides what the search found.
+"""A feature's orders in addition to what the search found.
 
 Called with that and its origin, the placements with the costs of their stages, and the microbatches; returns
 simulated schedules that are named "flex", and their origins.
@@ -91,7 +91,7 @@ def compile_schedule(
     allows are considered (``placements_of``).  ``memory_limit`` is in the unit of
     ``StageCosts.activation``, one number for all ranks or one for each; no rank's
     ``Timeline.peak_memory`` exceeds it.  ``trials`` bounds the search; with 0 only the published families
-    are compared.  ``turn`` is entered where the schedule is not in the cache.  Where ``costs`` say that a
+    are compared.  ``turn`` is entered where the schedule is not in the cache.  Where ``costs`` state that a
     pair takes less than its two actions (``Costs.pair``), the schedule may have pairs.
 
     The schedule is never longer than one of a published family, with pairs or without and with one of the
@@ -195,7 +195,7 @@ def _feasible(
 ) -> list[_Feasible]:
     """Return the placements for which an order keeps ``limits``, of the finest cut's ``costs``."""
     return [
-        (placement, cut, rooms_beside_messages(placement, microbatches, cut, limits))
+        (placement, cut, without_messages(placement, microbatches, cut, limits))
         for placement in placements
         if all(map(at_most, least_limits(costs, placement, microbatches), limits))
         for cut in [costs.merged(placement.stages)]
@@ -207,10 +207,10 @@ def _infeasible(least: Iterable[tuple[float, ...]], limits: Sequence[float], cos
     needs = min(least, key=lambda needs: (max(needs), needs))
     rank = next(r for r, least in enumerate(needs) if not at_most(least, limits[r]))
     same = len(set(limits)) == 1
-    beside = " and a few messages" if costs.message else ""
+    messages = " and a few messages" if costs.message else ""
     return InfeasibleLimit(
         f"memory limit {limits[rank]:g} of rank {{rank}} is infeasible, it must keep one microbatch's "
-        f"activations of all its stages{beside}: raise the limit to at least "
+        f"activations of all its stages{messages}: raise the limit to at least "
         f"{max(needs) if same else needs[rank]:g}",
         rank,
     )
@@ -299,8 +299,8 @@ def _with_variants(
 def _is_dominated(placement: Placement, cuts: Sequence[tuple[Placement, Costs]]) -> bool:
     """Whether the search skips ``placement``, as another of ``cuts`` with as many chunks is better.
 
-    A placement that turns round at the last rank has fewer hops than one that jumps back to the first, and
-    its ranks need equal memory, which those of a loop do not.
+    A placement that turns round at the last rank has fewer messages between ranks than one that jumps back to
+    the first, and its ranks need equal memory, which those of a loop do not.
     """
     turns = {other.chunks for other, _ in cuts if other.shape is not Shape.LOOP}
     return placement.shape is Shape.LOOP and placement.chunks in turns

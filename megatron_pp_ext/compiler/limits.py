@@ -119,7 +119,7 @@ def _sent(placement: Placement, rank: int) -> int:
     return sum(not placement.is_local(edge) for edge in edges)
 
 
-def rooms_beside_messages(
+def without_messages(
     placement: Placement, microbatches: int, costs: Costs, limits: Sequence[float]
 ) -> tuple[float, ...]:
     """Return what every limit leaves for activations at most; all of it where a rank keeps no activations."""

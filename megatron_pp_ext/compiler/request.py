@@ -26,6 +26,8 @@ class Option:
 
     splits_backward: ClassVar[bool] = False
     """Whether weight gradients may come later than input gradients, whatever the order says."""
+    evaluates: ClassVar[bool] = False
+    """Whether the feature is part of evaluations too."""
 
     @property
     def measured_by(self) -> str:
@@ -49,7 +51,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """All that decides on a schedule, beside the costs of its stages; ``compiler.make`` makes it.
+    """All that decides on a schedule, apart from the costs of its stages; ``compiler.make`` makes it.
 
     ``schedule`` is a name of the catalogue, one of ``schedule.names`` or ``csv:FILE``.  ``placements`` has
     one entry, except under ``flex``, whose compiler chooses among several.  ``data`` is the data-parallel
@@ -96,7 +98,6 @@ class Request:
 
     @property
     def ranks(self) -> int:
-        """The pipeline-parallel size."""
         return self.placements[0].ranks
 
     @property
@@ -205,11 +206,17 @@ def named(
     return Request(entry.name, (entry.placement(ranks, chunks),), microbatches, entry.splits_backward)
 
 
-def evaluation(placement: Placement, microbatches: int) -> Request:
-    """Return the request for the forwards of an evaluation with this placement, whichever schedule trains."""
+def evaluation(placement: Placement, microbatches: int, options: tuple[Option, ...] = ()) -> Request:
+    """Return the request for the forwards of an evaluation with this placement, whichever schedule trains.
+
+    Of the ``options`` of training it has those of features that are part of evaluations.
+    """
     alone = replace(placement, splits_head=False)
     splits_head = placement.splits_head
-    return Request(FORWARD_ONLY, (alone,), microbatches, splits_backward=False, splits_head=splits_head)
+    kept = tuple(option for option in options if option.evaluates)
+    return Request(
+        FORWARD_ONLY, (alone,), microbatches, splits_backward=False, splits_head=splits_head, options=kept
+    )
 
 
 def of_sizes(

@@ -61,12 +61,10 @@ class Source:
 
     @property
     def name(self) -> str:
-        """The name of the schedule that was requested."""
         return self.request.schedule
 
     @property
     def placement(self) -> Placement:
-        """Where the stages are."""
         return self.ordinary.placement
 
     @property

@@ -37,7 +37,7 @@ def in_turn(name: str) -> Iterator[None]:
     log = logging.getLogger("megatron_pp_ext.compiler")
     level = log.level
     if problem and os.environ.get("LOCAL_RANK", "0") != "0":
-        log.setLevel(logging.WARNING)  # the others beside the first one would all say the same
+        log.setLevel(logging.WARNING)  # all ranks would log the same
     elif problem:
         print(
             f"megatron_pp_ext: {problem}; the schedule is compiled without waiting for others",

@@ -146,12 +146,13 @@ def _prediction(costs: LayerCosts, layers: Sequence[Part]) -> Part:
     """Return a depth of multi-token prediction: its layers are those of its pattern, or one as the last is.
 
     Full recomputation keeps both of its inputs, but not where it is that of a stage's first layers
-    (``MultiTokenPredictionLayer`` in megatron.core.transformer).
+    (``MultiTokenPredictionLayer`` in megatron.core.transformer), nor in pairs.
     """
     pattern, memory = costs.job.model.predicting_pattern, costs.job.memory
     own = _of_pattern(costs, pattern) if pattern else layers[-1:]
     depth = sum(own, ends.prediction(costs))
-    if memory.recomputes_layers and not memory.recomputes_first:
+    in_pairs = costs.job.parallel.overlap_moe_expert_parallel_comm
+    if memory.recomputes_layers and not memory.recomputes_first and not in_pairs:
         # The input of the norm behind, which the head has, is not kept beside both.
         return depth.recomputed(kept=costs.hidden_bytes)
     return depth

@@ -1,4 +1,4 @@
-"""Megatron-LM on a machine without a GPU: torch.cuda stand-ins and gloo.
+"""Megatron-LM on a machine without a GPU: stubs of torch.cuda and gloo.
 
 Megatron-LM has no CPU mode. It does little on a GPU that a CPU cannot do, though: it names the device
 "cuda", brackets copies with streams and events, and requests nccl. ``install`` answers those requests with
@@ -9,7 +9,7 @@ Each file has one task: ``devices`` puts tensors on the CPU, ``streams`` stands 
 memory counters, ``generators`` keeps random states, ``gloo`` replaces nccl, ``flags`` picks the Megatron
 flags that a CPU needs, ``checkpoint_writers`` forks processes that Megatron would start afresh, and
 ``orphans`` ends them with their rank. Hooks into Megatron itself are in ``attention``,
-``checkpoint_writers``, ``norms`` and ``optimizer``; ``integration.cpu_seams`` lists them.
+``checkpoint_writers``, ``norms`` and ``optimizer``; ``integration.cpu_hooks`` lists them.
 """
 
 import sys
@@ -25,7 +25,7 @@ _installed = False
 
 
 def install() -> None:
-    """Put every stand-in in place, once; a second call does nothing.
+    """Put every stub in place, once; a second call does nothing.
 
     Megatron binds some of the replaced names while it is imported, so this has to come first.
     """

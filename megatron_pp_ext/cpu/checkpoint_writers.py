@@ -1,7 +1,7 @@
 """Fork the processes that write checkpoints from the ranks, and give them copies of the tensors.
 
 Megatron starts these processes as fresh interpreters, each of which imports the training script and Megatron
-again.  On a CPU that takes longer than the training of a small model, and these imports find no stand-ins for
+again.  On a CPU that takes longer than the training of a small model, and these imports find no stubs of
 torch.cuda.
 """
 
@@ -48,7 +48,7 @@ def _starter(holder: Any, name: str) -> Callable[..., Any] | None:
 
 
 def _fork(start: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``start``, and let it fork what it starts, whatever the call says."""
+    """Call ``start``, and let it fork what it starts, whatever the call requests."""
     call = bound(start, *args, **kwargs)
     call.arguments["mp_mode"] = "fork"
     return start(*call.args, **call.kwargs)

@@ -33,7 +33,7 @@ ENVIRONMENT = {
 
 
 def with_cpu_flags(argv: Sequence[str], known: Collection[str] | None = None) -> list[str]:
-    """Return ``argv`` and, behind it, every flag that a CPU needs and ``argv`` does not set.
+    """Return ``argv`` and, after it, every flag that a CPU needs and ``argv`` does not set.
 
     ``known`` holds the flags that Megatron's parser accepts: a needed flag that this release of Megatron
     does not have yet, or no longer has, is left out. By default they are those of the installed Megatron.

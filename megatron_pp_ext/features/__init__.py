@@ -9,17 +9,20 @@ from megatron_pp_ext.features.offload import options as offload_options
 from megatron_pp_ext.features.offload.order import offloaded
 from megatron_pp_ext.features.pairs import options as pairs_options
 from megatron_pp_ext.features.pairs.order import compiled, counted, paired
+from megatron_pp_ext.features.slices import options as slices_options
+from megatron_pp_ext.features.slices.order import sliced
 from megatron_pp_ext.features.vocabulary import options as vocabulary_options
 from megatron_pp_ext.features.vocabulary.order import shared, without_frozen_weight
 from megatron_pp_ext.job import options, our_flags
 
-for one in (paired, shared, offloaded, without_frozen_weight):
+for one in (paired, shared, offloaded, without_frozen_weight, sliced):
     make.register(one)
 make.register_costs(counted)
 compile.register(compiled)
 vocabulary_options.register()
 ordering.register()
 offload_options.register()
+slices_options.register()
 for read in (pairs_options.read, guided_options.read):
     options.register(read)
 our_flags.FILES.append(Path(__file__).with_name("guided") / "flags.toml")

@@ -1,6 +1,8 @@
 """What features add to the estimates of steps.  They register here."""
 
 from megatron_pp_ext.features.offload.planner.estimates import Offloaded
+from megatron_pp_ext.features.slices.planner.estimates import Sliced
 from megatron_pp_ext.planner.step.additions import register
 
-register(Offloaded())
+for one in (Offloaded(), Sliced()):
+    register(one)

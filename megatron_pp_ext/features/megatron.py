@@ -4,7 +4,13 @@ from megatron_pp_ext.features.guided.megatron.profile_guided import guide
 from megatron_pp_ext.features.lengths.megatron.ordered_data import ordered
 from megatron_pp_ext.features.offload.megatron.host_activations import offloading
 from megatron_pp_ext.features.offload.megatron.host_limit import require_free
-from megatron_pp_ext.features.pairs.megatron import config_checks, planned_stage, token_exchanges
+from megatron_pp_ext.features.pairs.megatron import (
+    config_checks,
+    planned_stage,
+    recomputed_segments,
+    token_exchanges,
+)
+from megatron_pp_ext.features.slices.megatron.steps import sliced
 from megatron_pp_ext.features.vocabulary.megatron.dealing import deal_out, frozen_output
 from megatron_pp_ext.features.vocabulary.megatron.model_vocabulary import shared
 from megatron_pp_ext.integration import start_up
@@ -12,14 +18,14 @@ from megatron_pp_ext.integration.core import built_chunks, chunk_pipelines
 from megatron_pp_ext.integration.runners import model_options, sources
 from megatron_pp_ext.integration.runners.step_parts import register
 
-for make in (ordered, shared, planned_stage.planned, offloading):
+for make in (ordered, shared, planned_stage.planned, offloading, sliced):
     register(make)
 built_chunks.register(deal_out)
 model_options.register(frozen_output)
 
 sources.register(guide)
-chunk_pipelines.register(config_checks.check_as_one_virtual_stage)
+chunk_pipelines.register(config_checks.check_as_planned)
 start_up.register(require_free)
 
-HOOKED = (planned_stage, token_exchanges)
+HOOKED = (planned_stage, recomputed_segments, token_exchanges)
 """The modules with hooks (``integration.patching.hook``)."""

@@ -3,6 +3,7 @@
 from megatron_pp_ext.features.guided import rules as guided
 from megatron_pp_ext.features.offload import rules as offload
 from megatron_pp_ext.features.pairs import rules as pairs
+from megatron_pp_ext.features.slices import rules as slices
 from megatron_pp_ext.features.vocabulary import rules as vocabulary
 from megatron_pp_ext.job.rules.registry import Topic, register
 
@@ -10,3 +11,4 @@ register(Topic("guided", guided.RULES), after="measuring")
 register(Topic("vocabulary", vocabulary.RULES, is_of_models=True), after="schedules")
 register(Topic("pairs", pairs.RULES, is_of_models=True), after="vocabulary")
 register(Topic("offload", offload.RULES), after="without_flush")
+register(Topic("slices", slices.RULES, is_of_models=True), after="offload")

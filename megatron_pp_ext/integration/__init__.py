@@ -1,14 +1,14 @@
 """The places where schedules enter Megatron-LM.
 
-Besides ``cpu`` and the entry points, only this package imports Megatron; importing the package itself imports
-nothing of it, ``install`` does.
+Apart from ``cpu`` and the entry points, only this package imports Megatron; importing the package itself
+imports nothing of it, ``install`` does.
 """
 
 
 def install(cpu: bool = False) -> None:
-    """Put the schedules into Megatron, and with ``cpu`` what it needs to run without a GPU; see ``seams``.
+    """Put the schedules into Megatron, and with ``cpu`` what it needs to run without a GPU; see ``hooks``.
 
-    End the process with a one-line message, and Megatron untouched, if a seam does not fit or the release is
+    End the process with a one-line message, and Megatron untouched, if a hook does not fit or the release is
     not in the table of ``releases``.
     """
     from megatron_pp_ext.integration import patching
@@ -19,8 +19,8 @@ def install(cpu: bool = False) -> None:
         # Importing the trainer imports every module that holds a patched name.
         import megatron.training.training  # noqa: F401
 
-        from megatron_pp_ext.integration import seams
+        from megatron_pp_ext.integration import hooks
 
-        patching.apply(seams.all_seams(cpu))
+        patching.apply(hooks.all_hooks(cpu))
     except patching.SeamError as error:
         raise SystemExit(f"megatron_pp_ext: {error}") from error

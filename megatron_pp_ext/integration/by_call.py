@@ -1,6 +1,6 @@
 """``megatron_pp_ext.install``: schedules for any trainer on megatron.core, without flags.
 
-The seams of megatron.core are put in place by the first call.  What is installed applies to the models that
+The hooks of megatron.core are put in place by the first call.  What is installed applies to the models that
 are built while it is: their chunks are placed by it, and their steps run by it whatever is installed later.
 """
 
@@ -57,7 +57,7 @@ class InForce:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Call:
     """What a call asks for, with the contents of its files, to tell whether another one asks for the same."""
 
     request: Request
@@ -103,7 +103,7 @@ def _asked(
     timeout: float | timedelta | None = None,
     loss_rank: str = LAST,
     **of_features: Any,
-) -> _Asked:
+) -> _Call:
     """Return what the arguments of ``install`` ask for; ValueError, in one line, for what cannot be read.
 
     ``of_features`` are those of ``job.options.arguments``.
@@ -123,7 +123,7 @@ def _asked(
     stages = None if given is None else len(given.stages)
     sizes = ranks, microbatches, chunks
     request = call.requested(schedule, *sizes, memory_limit, stages, loss_rank, **of_features)
-    return _Asked(request, given, file, None if timeout is None else _patience(timeout))
+    return _Call(request, given, file, None if timeout is None else _patience(timeout))
 
 
 def _least_fraction(request: Request, costs: Costs) -> float:
@@ -162,11 +162,11 @@ def _patience(timeout: float | timedelta) -> timedelta:
     raise ValueError(f"timeout is {timeout}, but must be above 0; give minutes, such as 10")
 
 
-_installed: tuple[_Asked, requested.Pipeline, InForce] | None = None
+_installed: tuple[_Call, requested.Pipeline, InForce] | None = None
 """What ``install`` has put in force."""
 
 _kept: int | None = None
-"""The names that were replaced already when the seams were put in place; None while they are not."""
+"""The names that were replaced already when the hooks were put in place; None while they are not."""
 
 
 def install(
@@ -181,6 +181,7 @@ def install(
     trace: str | Path | None = None,
     timeout: float | timedelta | None = None,
     offload: float | str | None = None,
+    slice_tokens: int | None = None,
     loss_rank: str = LAST,
     order: str | None = None,
     lengths: LengthsOf | None = None,
@@ -198,6 +199,7 @@ def install(
     "auto". ``trace`` is a file for the times of each step's actions.  ``timeout`` is how long a message may
     take, a timedelta or minutes (10).  ``offload`` lets activations wait on the host: a share of them, or
     "auto" for as many as cost no time, and for as few as keep ``memory_limit`` where there is one.
+    ``slice_tokens`` cuts sequences into slices of so many tokens, which go through the pipeline one by one.
     ``loss_rank`` is the pipeline rank with both ends of the model where a schedule has them on one, as a V
     does: "last", where other trainers look for the loss, or "first", as in the papers.
 
@@ -223,6 +225,7 @@ def install(
         trace=trace,
         timeout=timeout,
         offload=offload,
+        slice_tokens=slice_tokens,
         loss_rank=loss_rank,
         order=order,
         lengths=lengths,
@@ -272,7 +275,7 @@ def uninstall() -> None:
 
 
 def _patch() -> None:
-    """Put the seams of megatron.core in place, once; ValueError, in one line, where they do not fit."""
+    """Put the hooks of megatron.core in place, once; ValueError, in one line, where they do not fit."""
     global _kept
     flags = requested.pipeline()
     if flags is not None and not flags.is_per_model:
@@ -283,12 +286,12 @@ def _patch() -> None:
     if _kept is not None:
         return
     try:
-        # This comes first: a Megatron that is too old or too new may not have what the seams import.
+        # This comes first: a Megatron that is too old or too new may not have what the hooks import.
         patching.require_known_release()
-        from megatron_pp_ext.integration import core_seams
+        from megatron_pp_ext.integration import core_hooks
 
         _kept = patching.applied()
-        patching.apply(core_seams.INSTALLED)
+        patching.apply(core_hooks.INSTALLED)
     except patching.SeamError as error:
         _kept = None
         raise ValueError(f"megatron_pp_ext: {error}") from error

@@ -41,14 +41,14 @@ def commit() -> str:
 def examine(details: list[Table | str]) -> list[str]:
     """Add every hook to ``details``, and whether it fits; return a line for each that does not."""
     from megatron_pp_ext.integration import frameworks
-    from megatron_pp_ext.integration.mends import of_core
+    from megatron_pp_ext.integration.workarounds import of_core
 
     problems = []
     location = importlib.import_module("megatron.core").__path__[0]
     table = Table(
-        title=f"Seams into Megatron {releases.own_megatron_version()} in {location}", title_justify="left"
+        title=f"Hooks into Megatron {releases.own_megatron_version()} in {location}", title_justify="left"
     )
-    table.add_column("seam", overflow="fold")
+    table.add_column("hook", overflow="fold")
     table.add_column("for")
     table.add_column("as in")
     table.add_column("fits")
@@ -64,19 +64,19 @@ def examine(details: list[Table | str]) -> list[str]:
             fits = "no"
         why = seam.why if seam in always else f"--cpu: {seam.why}"
         table.add_row(shown.dotted.removeprefix("megatron."), why, since, fits)
-    mended = Table(
-        "defect", "in", "gone when this passes without the mend", title="Mends of Megatron's own defects"
+    workarounds = Table(
+        "defect", "in", "gone when this passes without it", title="Workarounds of Megatron's own defects"
     )
-    mends = [module.MEND for module in of_core.MODULES]
+    found = [module.WORKAROUND for module in of_core.MODULES]
     if _takes_flags():
-        from megatron_pp_ext.integration.mends.table import MENDS
+        from megatron_pp_ext.integration.workarounds.table import WORKAROUNDS
 
-        mends = [*MENDS]
-    for mend in mends:
-        mended.add_row(mend.defect, mend.releases, mend.test.removeprefix("tests/"))
+        found = [*WORKAROUNDS]
+    for one in found:
+        workarounds.add_row(one.defect, one.releases, one.test.removeprefix("tests/"))
     details += [
         table,
-        mended,
+        workarounds,
         "Nothing else of Megatron is replaced. With --cpu, torch.cuda and NCCL are stood in for, and the "
         "queue of the checkpoint writers is made before the run.",
     ]
@@ -91,12 +91,12 @@ def _takes_flags() -> bool:
 def _seams(cpu: bool = True) -> tuple[patching.Seam, ...]:
     """Return what is replaced here, with ``cpu`` on a machine without a GPU."""
     if not _takes_flags():
-        from megatron_pp_ext.integration import core_seams
+        from megatron_pp_ext.integration import core_hooks
 
-        return core_seams.INSTALLED
-    from megatron_pp_ext.integration import seams
+        return core_hooks.INSTALLED
+    from megatron_pp_ext.integration import hooks
 
-    return seams.all_seams(cpu)
+    return hooks.all_hooks(cpu)
 
 
 def _first_with(place: places.Place) -> str:

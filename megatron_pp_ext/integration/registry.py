@@ -1,7 +1,7 @@
 """Registries: what features and other products add to training, which imports none of them.
 
-Whoever adds something says which pipelines it is for.  ``megatron_pp_ext.launch`` registers what the planner
-and PipeDream add.
+Whoever adds something states which pipelines it is for.  ``megatron_pp_ext.launch`` registers what the
+planner and PipeDream add.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """The pipeline that is in force in this process, if one is.
 
 Flags set it once, while Megatron validates its arguments; a call of ``install`` sets it for the models that
-are built from then on.  Where there is none, every seam does what stock does.
+are built from then on.  Where there is none, every hook does what stock does.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ class Pipeline:
     """The training run that the pipeline is part of."""
     trace: Path | None = None
     predicting: int | None = None
-    """The stage that has multi-token prediction, with a copy of the embedding."""
+    """The stage that has multi-token prediction (MTP), with a copy of the embedding."""
     profile: Path | None = None
     """The file for the costs of every layer, measured under stock's schedules."""
     rehearsal: Path | None = None
@@ -38,7 +38,7 @@ class Pipeline:
     layers: tuple[int, ...] = ()
     """The number of layers of each stage; only a rehearsal sets it."""
     is_per_model: bool = False
-    """Whether it is that of the models that are built under it, beside which others may run stock's schedule;
+    """Whether it is that of the models that are built under it, while others may run stock's schedule;
     else it is that of the one model of the process."""
     costs: Costs | None = None
     """The costs that a call gave; None where a model tells them, or flags did."""
@@ -59,17 +59,18 @@ class Pipeline:
 
     @property
     def name(self) -> str:
-        """The schedule's name, for people."""
         return self.source.name if self.source else f"stock {self.placement.shape}"
 
     @property
-    def has_both_ends_on_one_rank(self) -> bool:
+    def has_embedding_with_head(self) -> bool:
         """Whether one rank holds the first and the last stage, as under a V; stock has them on two."""
-        return self.source is not None and self.ends == self.placement.rank_of(self.placement.stages - 1)
+        return self.source is not None and self.embedding_rank == self.placement.rank_of(
+            self.placement.stages - 1
+        )
 
     @property
-    def ends(self) -> int:
-        """The rank with the first stage; under a V, whichever end it is turned to, with the last one too."""
+    def embedding_rank(self) -> int:
+        """The rank with the first stage, and, under a V, with the last stage too."""
         return self.placement.rank_of(0)
 
     @property
@@ -98,14 +99,14 @@ def require() -> Pipeline:
 
 
 def activate(pipeline: Pipeline | None) -> None:
-    """Make ``pipeline`` the one that the seams serve; None returns to stock."""
+    """Make ``pipeline`` the one that the hooks serve; None returns to stock."""
     global _pipeline
     _pipeline = pipeline
 
 
 @contextmanager
 def using(pipeline: Pipeline | None) -> Iterator[None]:
-    """Make ``pipeline`` the one that the seams serve within the context."""
+    """Make ``pipeline`` the one that the hooks serve within the context."""
     before = _pipeline
     activate(pipeline)
     try:

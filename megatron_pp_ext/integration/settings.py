@@ -1,7 +1,7 @@
-"""What hooks and runners have to know of a training run beside its schedule.
+"""What hooks and runners have to know of a training run in addition to its schedule.
 
 Whoever requests a pipeline fills it in.  Megatron's own trainer does so from its arguments
-(``trainer.run_settings``); the defaults are for a training loop that says nothing of itself.
+(``trainer.run_settings``); the defaults are for a training loop that sets nothing itself.
 """
 
 from collections.abc import Callable
@@ -52,7 +52,7 @@ class Settings:
     communicators: Path | None = None
     """A YAML file of settings of NCCL's groups, as Megatron reads it; messages take those of ``pp``."""
     has_priority: bool = False
-    """Whether messages have streams of a high priority whatever that file says."""
+    """Whether messages have streams of a high priority whatever that file has."""
     clip_grad: float = 0.0
     """The gradient norm that updates are clipped to; 0 where they are not."""
     train_steps: Callable[[], int] | None = None
@@ -62,6 +62,6 @@ class Settings:
     message_bytes: Callable[[], float] = lambda: 0.0
     """Returns the bytes of a message, for schedules that are compiled from measurements."""
     advice: Advice | None = None
-    """Looks for a better layout behind the steps that were measured; None where nobody wants one."""
+    """Looks for a better layout after the steps that were measured; None where nobody wants one."""
     caveat: Callable[[], str] = lambda: ""
-    """Returns what makes the run differ from one under 1F1B; said once, before the first step."""
+    """Returns what makes the run differ from one under 1F1B; logged once, before the first step."""

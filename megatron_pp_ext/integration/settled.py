@@ -80,5 +80,5 @@ def settle(pipeline: Pipeline, model: Sequence[torch.nn.Module], sequence: int, 
 
 
 def _is_of_engine(chunk: torch.nn.Module) -> bool:
-    """Whether ``chunk`` has a layer of Transformer Engine, whatever its config says."""
+    """Whether ``chunk`` has a layer of Transformer Engine, whatever its config has."""
     return any("transformer_engine" in type(part).__module__ for part in chunk.modules())

@@ -1,4 +1,4 @@
-"""What a run logs at its start, the schedule with its prediction, and what the machine must then have."""
+"""What a run logs at its start, the schedule with its estimate, and what the machine must then have."""
 
 import functools
 from collections.abc import Callable
@@ -47,7 +47,8 @@ def summary(pipeline: Pipeline, costs_of: CostsOf) -> str:
     ``costs_of`` returns what the stages cost: those of --pipeline-costs, otherwise the estimate from
     the model's arithmetic, in which messages take no time.  The peak is that of the rank with the highest, in
     microbatches' activations of all stages of the rank; the bubble is the share of ranks x time in which
-    ranks are idle.  Where the model cannot be estimated, every F, I and W counts as 1, which the line says.
+    ranks are idle.  Where the model cannot be estimated, every F, I and W counts as 1, which the line
+    reports.
 
     The order of microbatches and a layout that this package chose come last.
 
@@ -108,7 +109,7 @@ def _schedule(pipeline: Pipeline) -> Schedule:
 
 
 def _costs(pipeline: Pipeline, costs_of: CostsOf) -> tuple[Costs, str]:
-    """Return the costs of the stages, and words that say so where they are not those of the model."""
+    """Return the costs of the stages, and a note where they are not those of the model."""
     request = pipeline.request
     try:
         costs = costs_of(request.finest.stages, pipeline.placement.splits_head)

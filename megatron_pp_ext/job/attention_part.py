@@ -7,9 +7,9 @@ _FREQUENCY = int | tuple[int, ...]
 
 @dataclass(frozen=True)
 class Attention:
-    """The kinds of attention and what they have beside heads.  A size that nobody gives is 0.
+    """The kinds of attention and what they have in addition to heads.  A size that nobody gives is 0.
 
-    ``window_size`` are the tokens before and behind a token that it sees, as a text or as two numbers;
+    ``window_size`` are the tokens before and after a token that it sees, as a text or as two numbers;
     ``window_attn_skip_freq`` is a number k, for windows in all layers but every k-th, or a 1 for each layer
     with one, and ``linear_attention_freq`` the same for linear attention.
     """
@@ -61,9 +61,9 @@ class Attention:
         return min(length, seen(self.window_size) or length) if has_one else length
 
     def chooses(self, number: int) -> bool:
-        """Whether sparse attention in layer ``number`` has an indexer, which serves layers behind it too."""
-        behind = max(0, number - max(1, self.dsa_indexer_skip_topk_offset))
-        return behind % self.dsa_indexer_topk_freq == 0
+        """Whether sparse attention in layer ``number`` has an indexer, which serves layers after it too."""
+        after = max(0, number - max(1, self.dsa_indexer_skip_topk_offset))
+        return after % self.dsa_indexer_topk_freq == 0
 
     @property
     def compresses_at_once(self) -> bool:

@@ -17,7 +17,7 @@ def by_call(line: str) -> str:
 
 @contextmanager
 def in_words_of_call() -> Iterator[None]:
-    """Let errors that leave the context say what a call can change."""
+    """Let errors that leave the context state what a call can change."""
     try:
         yield
     except (Exception, SystemExit) as error:

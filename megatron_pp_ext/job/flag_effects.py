@@ -1,7 +1,7 @@
 """What each of Megatron's arguments does to the time and the memory of a training step.
 
 ``flag_effects.toml`` has them all: those that the costs of a step count, those that change a step somewhat
-and are said beside an estimate (``bounds``), those with which it would be of something else and is refused,
+and are reported with an estimate (``bounds``), those with which it would be of something else and is refused,
 and those without effect.  An argument that has its default value is not asked.
 """
 
@@ -16,7 +16,7 @@ from megatron_pp_ext.job.requested_job import RequestedJob
 
 FILE = Path(__file__).with_name("flag_effects.toml")
 
-_BESIDE_COSTS = "what a model is beside its costs", "how tokens are routed: each expert gets as many"
+_NOT_COSTS = "what a model is apart from its costs", "how tokens are routed: each expert gets as many"
 """The arguments without effect that a description of a model may have."""
 
 
@@ -37,8 +37,8 @@ def counted() -> set[str]:
 def described() -> set[str]:
     """Return the names of the arguments that a description of a model and its training may have."""
     others = table()["bounds"], table()["refused"]["stages"], table()["refused"]["step"]
-    beside = [table()["without_effect"][group].split() for group in _BESIDE_COSTS]
-    return counted().union(*beside, *map(_by_name, others))
+    apart = [table()["without_effect"][group].split() for group in _NOT_COSTS]
+    return counted().union(*apart, *map(_by_name, others))
 
 
 def refused(what: str) -> dict[str, str]:
@@ -54,7 +54,7 @@ def is_asked(asked: RequestedJob, name: str) -> bool:
 
 
 def not_counted(asked: RequestedJob) -> list[str]:
-    """Return the flags in ``asked`` that an estimate is made without, with what a step is beside it.
+    """Return the flags in ``asked`` that an estimate is made without, with what a step is in truth.
 
     Such as ``--qk-layernorm (longer: kernels are added, or no longer fused or hidden)``.
     """

@@ -3,7 +3,7 @@
 ``megatron_flags.json`` is written by ``scripts/flag_table.py`` from Megatron's own parser.  Each of its
 ``rows`` has the ``flags`` that set one argument, and of the argument its name ``dest`` where that is not the
 first flag's, its ``default`` where it has one, and either the value that a flag ``sets`` by itself, or the
-``type``, number (``nargs``, in argparse's words) and ``choices`` of the values behind it.  ``releases`` are
+``type``, number (``nargs``, in argparse's words) and ``choices`` of the values after it.  ``releases`` are
 those whose parser has the row, where not all do.
 """
 
@@ -79,7 +79,7 @@ def parse(words: Sequence[str], start: Mapping[str, Any], has_others: bool = Fal
 
 def _about_unknown(word: str) -> str:
     if not word.startswith("--"):
-        return f"{word} stands behind no flag that takes it: leave it out"
+        return f"{word} follows no flag that takes it: leave it out"
     flag = word.partition("=")[0]
     known = [known for known in parser()._option_string_actions if known.startswith("--")]
     otherwise = "leave it out if it is a training script's own, or see Megatron's --help"

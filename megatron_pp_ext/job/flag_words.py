@@ -11,18 +11,18 @@ _EXCLUSIVE = {"bf16": "fp16", "fp16": "bf16", "hybrid_layer_pattern": "num_layer
 
 
 def by_name(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each flag of a command line with the words behind it; a word without a flag goes by itself."""
+    """Yield each flag of a command line with the words after it; a word without a flag goes by itself."""
     rest = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
     while rest:
-        behind = list(takewhile(lambda word: not word.startswith("--"), rest[1:]))
-        yield rest[0], behind
-        rest = rest[1 + len(behind) :]
+        values = list(takewhile(lambda word: not word.startswith("--"), rest[1:]))
+        yield rest[0], values
+        rest = rest[1 + len(values) :]
 
 
 def by_argument(words: Sequence[str]) -> dict[str, list[str]]:
-    """Return the words behind the last flag of each argument that ``words``, a command line, set."""
+    """Return the words after the last flag of each argument that ``words``, a command line, set."""
     known = flag_table.parser()._option_string_actions
-    return {known[name].dest: behind for name, behind in by_name(words) if name in known}
+    return {known[name].dest: values for name, values in by_name(words) if name in known}
 
 
 def spelled(values: Mapping[str, Any]) -> list[str]:
@@ -31,11 +31,11 @@ def spelled(values: Mapping[str, Any]) -> list[str]:
     for name, value in values.items():
         flag = None if value is None else flag_table.flag_of(name, value)
         if flag is not None:
-            words += [flag, *_behind(flag, value)]
+            words += [flag, *_values(flag, value)]
     return words
 
 
-def _behind(flag: str, value: Any) -> list[str]:
+def _values(flag: str, value: Any) -> list[str]:
     if isinstance(value, bool):
         return []
     if not isinstance(value, list | tuple):

@@ -1,7 +1,7 @@
 """The flags of a job that no part of it has, as they are given.
 
 A part of a job (``job.parts``) has what training computes and what an estimate counts.  These are asked for
-besides: by rules about what cannot be combined (``job.rules``), and where a job is started.
+in addition: by rules about what cannot be combined (``job.rules``), and where a job is started.
 """
 
 from dataclasses import dataclass, fields
@@ -60,6 +60,8 @@ class Flags:
     overlap_param_gather_with_optimizer_step: bool | None = None
     pipeline_layer_seeds: bool | None = None
     pipeline_profile_steps: str | None = None
+    pipeline_slice_tokens: int | None = None
+    pipeline_unproved: bool | None = None
     profile_pipeline: Path | None = None
     recompute_num_layers: int | None = None
     rehearse_pipeline: Path | None = None

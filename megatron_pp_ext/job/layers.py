@@ -22,16 +22,16 @@ ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-laye
 LAYOUT = "--pipeline-model-parallel-layout"
 
 SPREAD = (*ENDS, "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
-"""The flags beside which Megatron builds no model from a layout: they spread layers in another way."""
+"""The flags with which Megatron builds no model from a layout: they spread layers in another way."""
 
 CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage")
 
 
 def spread(job: Job) -> int:
-    """The number of layers that are spread over the stages, with the ends that count as layers."""
+    """The number of layers that are spread over stages, embedding and loss among them where they count."""
     split = job.pipeline
-    ends = split.account_for_embedding_in_pipeline_split + split.account_for_loss_in_pipeline_split
-    return job.model.layers + ends
+    counted = split.account_for_embedding_in_pipeline_split + split.account_for_loss_in_pipeline_split
+    return job.model.layers + counted
 
 
 def layout(job: Job) -> tuple[str, ...] | None:
@@ -69,7 +69,7 @@ def stages_described(job: Job) -> int | None:
 
 
 def predicting_stage(job: Job, stages: int) -> int | None:
-    """The one of ``stages`` stages that has multi-token prediction, with a copy of the embedding; or None.
+    """The one of ``stages`` stages that has MTP layers and their copy of the embedding; or None.
 
     It is the last unless a layout puts the m elsewhere.
     """
@@ -80,17 +80,17 @@ def predicting_stage(job: Job, stages: int) -> int | None:
 
 
 def predicts_before_the_end(job: Job) -> bool:
-    """Whether a layout puts multi-token prediction into another stage than the last."""
+    """Whether a layout puts MTP into another stage than the last."""
     return job.pipeline.has_layout and any("m" in stage for stage in (layout(job) or ())[:-1])
 
 
 def stages_for_prediction(placement: Placement) -> list[int]:
-    """Return the stages where Megatron can build and train multi-token prediction.
+    """Return the stages where Megatron can build and train MTP layers.
 
     Megatron builds it in the last chunk of a rank (``MultiTokenPredictionBlock``).  On the first rank it sums
     the gradients of the first stage's embedding with other ranks' (``_allreduce_embedding_grad`` in
     ``megatron.core.distributed.finalize_model_grads``) and would leave out a copy in another of its stages.
-    Where the last rank has both ends, that sum is not Megatron's (``embedding_copies``).
+    Where the last rank has embedding and head, that sum is not Megatron's (``embedding_copies``).
     """
     stages = placement.stages
     return [
@@ -108,10 +108,10 @@ def joined(job: Job, stages: int) -> dict[str, str]:
     described, pattern = layout(job), job.model.hybrid_layer_pattern or ""
     if described is not None:
         return {"pipeline_model_parallel_layout": spelled(_neighbours(described, stages))}
-    segments, slash, prediction = pattern.partition("/")
+    segments, slash, mtp = pattern.partition("/")
     if "|" not in segments:
         return {}
-    return {"hybrid_layer_pattern": "|".join(_neighbours(segments.split("|"), stages)) + slash + prediction}
+    return {"hybrid_layer_pattern": "|".join(_neighbours(segments.split("|"), stages)) + slash + mtp}
 
 
 def _neighbours(described: Sequence[str], stages: int) -> list[str]:
@@ -119,7 +119,7 @@ def _neighbours(described: Sequence[str], stages: int) -> list[str]:
 
 
 def can_predict(job: Job, placement: Placement) -> bool:
-    """Whether ``job`` puts multi-token prediction nowhere, or where Megatron can build and train it."""
+    """Whether ``job`` puts MTP nowhere, or where Megatron can build and train it."""
     stage = predicting_stage(job, placement.stages)
     return stage is None or stage in stages_for_prediction(placement)
 
@@ -144,11 +144,10 @@ def by_stage(job: Job, stages: int) -> list[int]:
 
 
 def _evenly(job: Job, stages: int) -> list[int]:
-    """The layers of each stage where no flag describes the stages."""
     each, left = divmod(spread(job), stages)
     if left:
-        ends = spread(job) - job.model.layers
-        below, above = each * stages - ends, (each + 1) * stages - ends
+        counted = spread(job) - job.model.layers
+        below, above = each * stages - counted, (each + 1) * stages - counted
         nearest = f"{below} or {above}" if below > 0 else f"{above}"
         raise ValueError(
             f"--num-layers {job.model.layers} does not fill {stages} stages evenly; "
@@ -161,7 +160,7 @@ def _evenly(job: Job, stages: int) -> list[int]:
 
 
 def _uneven_fix(job: Job, stages: int) -> str:
-    """Say how the model of ``job`` gets ``stages`` with different numbers of layers."""
+    """Describe how the model of ``job`` gets ``stages`` with different numbers of layers."""
     if job.model.pattern:
         return f"write --hybrid-layer-pattern as {cut_evenly(job.model.pattern, stages)}, for example"
     if job.pipeline.pipeline_replicas is not None:
@@ -204,7 +203,7 @@ def _in_place(job: Job) -> str:
 
 
 def as_v(job: Job) -> str:
-    """The layout of a V that cuts each rank's layers in two, with the smaller parts at the model's ends."""
+    """The layout of a V that cuts each rank's layers in two, the smaller parts next to embedding and head."""
     by_rank = _by_rank(job)
     halves = [part for layers in by_rank for part in (layers - layers // 2, layers // 2)]
     halves[0], halves[1] = halves[1], halves[0]

@@ -1,6 +1,6 @@
 """A model's config in the words of Megatron's flags, where a trainer has no flags.
 
-Rules and costs read flags.  Most settings have one name in both; ``arguments`` says the others.
+Rules and costs read flags.  Most settings have one name in both; ``arguments`` maps the others.
 """
 
 from argparse import Namespace

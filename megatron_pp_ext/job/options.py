@@ -8,7 +8,7 @@ from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.job.requested_job import RequestedJob
 
 Read = Callable[[RequestedJob, Request], Request]
-"""Adds to a request what the flags of a feature say (``Request.with_option``).
+"""Adds to a request what the flags of a feature request (``Request.with_option``).
 
 ValueError, in one line, if that cannot be.
 """
@@ -26,8 +26,8 @@ class Argument:
     """An argument of ``megatron_pp_ext.install`` that is a feature's, and has a flag of the same name.
 
     ``read`` gets the request, the value and the memory limit of the call, and returns the request with what
-    the value says; ValueError, in one line, if that cannot be.  Where ``has_limit`` of a value is true, the
-    memory limit is the feature's under schedules that have none.
+    the value requests; ValueError, in one line, if that cannot be.  Where ``has_limit`` of a value is true,
+    the memory limit is the feature's under schedules that have none.
     """
 
     name: str
@@ -54,7 +54,7 @@ def register_permitted(permitted: Permitted) -> None:
 
 
 def register_flags(flags: Flags) -> None:
-    """Let ``flags`` tell those that would request the same, for candidates and for calls without flags."""
+    """Let ``flags`` name those that would request the same, for candidates and for calls without flags."""
     if flags not in _flags:
         _flags.append(flags)
 

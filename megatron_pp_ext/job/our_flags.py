@@ -19,14 +19,14 @@ FILES = [Path(__file__).with_name("our_flags.toml")]
 
 
 def _bytes(given: str) -> float:
-    """Return the bytes of a flag's value, whose errors argparse puts behind the flag."""
+    """Return the bytes of a flag's value, whose errors argparse puts after the flag."""
     try:
         return amounts.read(given, "the value")
     except ValueError as error:
         raise ArgumentTypeError(str(error)) from None
 
 
-_OURS = {"beside_stock", "text_or_number"}
+_OURS = {"with_stock", "text_or_number"}
 """The keys of a row that argparse does not know."""
 
 _TYPES = {"schedule": catalog.canonical, "file": Path, "int": int, "float": float, "bytes": _bytes}
@@ -70,5 +70,5 @@ def texts_or_numbers() -> dict[str, str]:
 
 
 def of_schedules() -> dict[str, int]:
-    """Return the flags that only a schedule needs, each with the number of words behind it."""
-    return {flag: int("action" not in row) for flag, row in _table().items() if "beside_stock" not in row}
+    """Return the flags that only a schedule needs, each with the number of words after it."""
+    return {flag: int("action" not in row) for flag, row in _table().items() if "with_stock" not in row}

@@ -59,13 +59,13 @@ class Model:
     def pattern(self) -> str | None:
         """The layers of --hybrid-layer-pattern, a letter each, with a | between stages; None without one.
 
-        What follows a slash is multi-token prediction, which belongs to the last stage.
+        What follows a slash is multi-token prediction (MTP), which belongs to the last stage.
         """
         return self.hybrid_layer_pattern.partition("/")[0] if self.hybrid_layer_pattern else None
 
     @property
     def predicting_pattern(self) -> str | None:
-        """The layers of one depth of multi-token prediction, a letter each; None without a pattern."""
+        """The layers of one depth of MTP, a letter each; None without a pattern."""
         return (self.hybrid_layer_pattern or "").partition("/")[2].partition("/")[0] or None
 
     @property
@@ -103,7 +103,6 @@ class Model:
 
     @property
     def head_width(self) -> int:
-        """The width of an attention head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
@@ -127,7 +126,6 @@ class Model:
 
     @property
     def expert_width(self) -> int:
-        """The width of an expert."""
         return self.moe_ffn_hidden_size or self.mlp_width
 
     @property
@@ -195,7 +193,7 @@ class Parallel:
 
     @property
     def divides_messages(self) -> bool:
-        """Whether tensor-parallel ranks each send a part of what all of them have, and gather it behind.
+        """Whether tensor-parallel ranks each send a part of what all of them have, and gather it afterwards.
 
         Megatron did so by default (arXiv 2104.04473, section 4.1), as DeepSpeed's pipelines do.  Under
         sequence parallelism ranks have parts anyway.

@@ -44,7 +44,7 @@ def read(asked: RequestedJob, data: int) -> Request:
     request = _read_schedule(asked, chunks, microbatches)
     if (loss := job.pipeline.pipeline_loss_rank) is not None:
         request = request.with_loss_on(loss)
-    # flex chooses among the placements that have a place for a prediction, if any has.
+    # flex chooses among the placements that have a place for MTP, if any has.
     suited = tuple(one for one in request.placements if layers.can_predict(job, one))
     request = options.read(asked, replace(request, placements=suited or request.placements))
     all_rules.refuse(
@@ -163,9 +163,13 @@ def _read_compiled(asked: RequestedJob, name: str, chunks: int | None, microbatc
     """The request for ``flex`` or ``auto``: the compiler chooses among the cuts that the layers allow."""
     job = asked.job
     ranks, given = job.parallel.pipeline_model_parallel_size, job.pipeline.pipeline_memory_limit
-    can, stages, has_ends = catalog.abilities(name), layers.stages_described(job), layers.given_ends(job)
+    can, stages, has_own_numbers = (
+        catalog.abilities(name),
+        layers.stages_described(job),
+        layers.given_ends(job),
+    )
     if chunks is None:
-        is_uncut = has_ends or job.model.pattern or asked.model.has_heterogeneous_layers
+        is_uncut = has_own_numbers or job.model.pattern or asked.model.has_heterogeneous_layers
         chunks = COMPILED_CHUNKS if not is_uncut and layers.spread(job) % (2 * ranks) == 0 else 1
     if can.measures_memory:
         accepted = chunks <= COMPILED_CHUNKS or stages is not None
@@ -174,12 +178,12 @@ def _read_compiled(asked: RequestedJob, name: str, chunks: int | None, microbatc
     request = named(name, ranks, microbatches, chunks, limit)
     if can.measures_memory and chunks > COMPILED_CHUNKS and stages is not None:
         return replace(request, placements=(wave(ranks, chunks),))
-    if can.takes_limit and (stages is not None or has_ends):
+    if can.takes_limit and (stages is not None or has_own_numbers):
         # These fix the number of stages, and a number of layers for one end has no meaning under a V.
         fixed = tuple(
             placement
             for placement in request.placements
-            if placement.chunks == chunks and not (has_ends and placement.turns_round)
+            if placement.chunks == chunks and not (has_own_numbers and placement.turns_round)
         )
         request = replace(request, placements=fixed)
     return request

@@ -67,35 +67,28 @@ class RequestedJob:
 
     @property
     def model(self) -> Model:
-        """What is trained."""
         return self.job.model
 
     @property
     def attention(self) -> Attention:
-        """The kinds of attention."""
         return self.job.attention
 
     @property
     def parallel(self) -> Parallel:
-        """The sizes of every kind of parallelism."""
         return self.job.parallel
 
     @property
     def batch(self) -> Batch:
-        """The samples of a step."""
         return self.job.batch
 
     @property
     def precision(self) -> Precision:
-        """The formats of numbers, and the kernels."""
         return self.job.precision
 
     @property
     def memory(self) -> Memory:
-        """What ranks keep."""
         return self.job.memory
 
     @property
     def pipeline(self) -> Pipeline:
-        """The pipeline's schedule and its stages."""
         return self.job.pipeline

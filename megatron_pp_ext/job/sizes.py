@@ -45,7 +45,7 @@ def data_parallel_size(job: Job, world_size: int) -> int:
 
 
 def require_vocabulary(asked: RequestedJob) -> None:
-    """Raise ValueError where neither a flag nor a tokenizer tells the size of the vocabulary."""
+    """Raise ValueError where neither a flag nor a tokenizer gives the size of the vocabulary."""
     if not (asked.model.padded_vocab_size or asked.model.vocab_size or asked.flags.tokenizer_type):
         raise ValueError(
             "cannot estimate the output layer without the size of the vocabulary; give --tokenizer-type and "

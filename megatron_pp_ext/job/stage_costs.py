@@ -27,7 +27,7 @@ def sizes(job: Job) -> dict[str, int]:
 def read(job: Job) -> Costs:
     """Return the costs in the file of --pipeline-costs.
 
-    ValueError where the file says that they were measured at other sizes than those of ``job``.
+    ValueError where the file states that they were measured at other sizes than those of ``job``.
     """
     file = job.pipeline.pipeline_costs
     assert file is not None
@@ -46,8 +46,9 @@ def cut(costs: Costs, job: Job, stages: int, splits_head: bool = False) -> Costs
     """Return the costs of ``stages`` stages of ``job`` from ``costs``, those in the file of --pipeline-costs.
 
     It has an object for each stage, or for each of several stages that are joined in one.  Where a layout
-    says which layers a stage has, it may have one for each layer, the ends with embedding and loss.
-    ValueError for any other number, and where ranks split a head whose parts it does not have.
+    states which layers a stage has, it may have one for each layer, the first with the embedding and the last
+    with the loss.  ValueError for any other number, and where ranks split a head whose parts it does not
+    have.
     """
     described, pipeline = layers.layout(job), job.pipeline
     if splits_head and costs.head is None:

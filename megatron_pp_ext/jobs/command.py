@@ -42,7 +42,7 @@ def words_of(flags: Iterable[str]) -> list[str]:
 
 
 def last(words: Sequence[str], name: str) -> str | None:
-    """Return the word behind the last flag ``name``, "" where there is none; None without the flag."""
+    """Return the word after the last flag ``name``, "" where there is none; None without the flag."""
     if name not in words:
         return None
     at = len(words) - words[::-1].index(name)
@@ -50,16 +50,16 @@ def last(words: Sequence[str], name: str) -> str | None:
 
 
 def whole_number(words: Sequence[str], name: str, default: int = 1) -> int:
-    """Return the number behind the last flag ``name``, or ``default`` where it is not given."""
+    """Return the number after the last flag ``name``, or ``default`` where it is not given."""
     given = last(words, name)
     try:
         return default if given is None else int(given)
     except ValueError:
-        raise ValueError(f"{name} needs a whole number behind it: correct the model's flags") from None
+        raise ValueError(f"{name} needs a whole number after it: correct the model's flags") from None
 
 
 def missing(flags: Sequence[str]) -> list[str]:
-    """Return stand-ins for the flags that Megatron needs for training and ``flags`` lack.
+    """Return placeholders for the flags that Megatron needs for training and ``flags`` lack.
 
     None of them changes what a step costs.  The model's sizes are not among them.
     """
@@ -67,7 +67,7 @@ def missing(flags: Sequence[str]) -> list[str]:
     given = set(words)
     length = last(words, "--seq-length")
     is_computed_again = last(words, "--recompute-granularity") == "full"
-    stand_ins: tuple[tuple[Collection[str], list[str]], ...] = (
+    placeholders: tuple[tuple[Collection[str], list[str]], ...] = (
         (("--micro-batch-size",), ["--micro-batch-size", "1"]),
         (("--max-position-embeddings",), ["--max-position-embeddings", length] if length else []),
         (("--train-iters", "--train-samples"), ["--train-iters", "100"]),
@@ -80,7 +80,9 @@ def missing(flags: Sequence[str]) -> list[str]:
         (("--recompute-num-layers",), ["--recompute-num-layers", "1"] if is_computed_again else []),
         (("--save-interval",), ["--save-interval", "1000"] if "--save" in given else []),
     )
-    return [word for names, stand_in in stand_ins if not given.intersection(names) for word in stand_in]
+    return [
+        word for names, placeholder in placeholders if not given.intersection(names) for word in placeholder
+    ]
 
 
 def short_run(flags: Sequence[str], steps: int, changed: Mapping[str, Any]) -> list[str]:
@@ -97,7 +99,7 @@ def short_run(flags: Sequence[str], steps: int, changed: Mapping[str, Any]) -> l
 
 
 def without(flags: Iterable[str], names: Mapping[str, int] = _FILES) -> Iterator[str]:
-    """Yield ``flags`` without those of ``names``, each of which has so many words behind it.
+    """Yield ``flags`` without those of ``names``, each of which has so many words after it.
 
     By default these are the flags that name files of the real run.
     """

@@ -1,11 +1,11 @@
-"""The one line of a failed run's output that says why it failed."""
+"""The one line of a failed run's output that states why it failed."""
 
 import re
 from collections.abc import Iterator
 
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|OutOfMemoryError|oom.kill", re.IGNORECASE)
 _REASON = re.compile(r"megatron_pp_ext: |[\w.]*(Error|Exception)(: |$)|[^:]*: error: |what\(\): ")
-# What a rank says because another one has ended.
+# What a rank reports because another one has ended.
 _CONSEQUENCE = re.compile(
     r"Connection (closed|reset) by peer|Connection was likely closed|Broken pipe|remote process exit"
     r"|^srun: error: .*[Ee]xited with exit code"
@@ -24,7 +24,7 @@ def is_out_of_memory(output: str) -> bool:
 
 
 def reason(output: str, out_of_memory: bool = False) -> str:
-    """Return the line of a failed run's ``output`` that most likely says why it failed.
+    """Return the line of a failed run's ``output`` that most likely states why it failed.
 
     That is the last line that looks like an error of this package, of Python or of a parser of flags, better
     one that does not follow from the end of another rank, or else the last one that is no warning; if
@@ -34,7 +34,7 @@ def reason(output: str, out_of_memory: bool = False) -> str:
         output = "\n".join(filter(is_out_of_memory, output.splitlines()))
     lines: list[tuple[str, str]] = []
     for rank, line in _without_warnings(output):
-        # What torchrun adds is always the same, except for a rank that was killed and could say nothing.
+        # What torchrun adds is always the same, except for a rank that was killed and could report nothing.
         if failed := _TORCHRUN_FAILED.match(line):
             if failed[1] == "-9":
                 return "a rank was killed, as happens when the machine's memory is full"
@@ -59,7 +59,7 @@ def _weight(line: str) -> int:
 
 
 def _without_warnings(output: str) -> Iterator[tuple[str, str]]:
-    """Yield the lines of ``output`` that say something, each behind what names its rank."""
+    """Yield the lines of ``output`` that have words, each after what names its rank."""
     warned: set[str] = set()
     for prefix, line in _LINE.findall("\n".join(output.splitlines())):
         rank = prefix.strip()  # the last space may belong to the line

@@ -39,7 +39,6 @@ class State(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Whether the job has ended."""
         return self in (State.COMPLETED, State.OOM, State.TIMEOUT, State.FAIL)
 
 

@@ -65,7 +65,6 @@ class FlushFreeSteps:
         return self._running.done % parts, parts
 
     def run(self, inputs: StepInputs, recorder: Recorder) -> None:
-        """See ``pipeline_runner.Steps``."""
         if self._place is None:
             assert self._pipeline.updates is not None
             place = _Place(self._pipeline.updates.replicas, inputs.group, self._pipeline.settings)
@@ -163,7 +162,7 @@ class _RunningPipeline:
 
 
 def steps_to_come(settings: Settings, inputs: StepInputs) -> int:
-    """Return the updates from this one to the run's last; ValueError where nobody has said."""
+    """Return the updates from this one to the run's last; ValueError where no number of steps is known."""
     if settings.train_steps is None:
         raise ValueError(
             "train_steps is not given, but a pipeline that never flushes has to know its last training step; "

@@ -224,14 +224,14 @@ class _ChunkProfiler:
 
 
 def _now() -> Any:
-    """Record an event on the device; on a machine without one, its stand-in holds the time of a clock."""
+    """Record an event on the device; on a machine without one, its stub holds the time of a clock."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 
 
 def _output(chunk: Any) -> Piece:
-    """Return the piece behind the layers, with the weights it would have on a stage of its own.
+    """Return the piece after the layers, with the weights it would have on a stage of its own.
 
     There, the output layer has a copy of weights that are tied to the embedding's.
     """

@@ -39,7 +39,6 @@ class WeightVersions:
 
     @property
     def bytes_of_one(self) -> int:
-        """The bytes of one version."""
         return sum(parameter.nbytes for parameter in self.parameters)
 
     @property
@@ -49,7 +48,7 @@ class WeightVersions:
 
     @property
     def kept(self) -> list[int]:
-        """The versions that are kept beside the newest, oldest first."""
+        """The versions that are kept in addition to the newest, oldest first."""
         return sorted(self._kept)
 
     @contextmanager
@@ -98,17 +97,14 @@ class VersionedStage:
         self.stage, self.versions, self.version_of = stage, versions, version_of
 
     def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor:
-        """See ``rank.Stage``."""
         with self.versions.using(self.version_of(microbatch)):
             return self.stage.forward(microbatch, activation)
 
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """See ``rank.Stage``."""
         with self.versions.using(self.version_of(microbatch)):
             return self.stage.backward(microbatch, gradient)
 
     def backward_input(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """See ``rank.Stage``."""
         with self.versions.using(self.version_of(microbatch)):
             return self.stage.backward_input(microbatch, gradient)
 

@@ -2,13 +2,13 @@
 
 Two ranks that exchange anything have one channel in each direction, and a channel is first in,
 first out: the receiver knows from the schedule what the sender will send next, so no message
-carries a tag.  The plan says when each receive is posted (``schedule.messages``, with the proof that
+carries a tag.  The plan states when each receive is posted (``schedule.messages``, with the proof that
 no pipeline can hang whatever the hardware's queues, buffers and synchronizations are): nothing here
 posts a receive by itself, and nothing relies on messages passing each other.
 
 Each direction has a process group.  Under a backend that gives the peers of a group streams of their own,
 a message therefore waits only for messages between the same two ranks.  On a GPU a message is launched
-behind everything that the compute stream has by then, and waiting for one stops the compute stream and
+after everything that the compute stream has by then, and waiting for one stops the compute stream and
 not the host; under gloo, and for messages that announce their shapes, it stops the host.
 
 Gloo copies a message into its socket before ``send`` returns, if the receive is posted by then.  A thread
@@ -126,7 +126,7 @@ class Channels:
                 "make all stages and microbatches hand on tensors of one shape"
             )
         self._send(peer, payload)
-        while self._sending and (len(self._sending) > SENDS_AHEAD or self._sending[0][0].is_completed()):
+        while len(self._sending) > SENDS_AHEAD or self._has_left():
             self._finish_oldest()
 
     def close(self) -> None:
@@ -136,6 +136,15 @@ class Channels:
         if self._posted:
             raise RuntimeError(f"messages that no action took by the end of the step: {[*self._posted]}")
         self.is_closed = True
+
+    def _has_left(self) -> bool:
+        """Return whether the oldest message is sent, as far as that may be asked.
+
+        A graph that is being captured must not ask the device.
+        """
+        if not self._sending or (self._wire.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            return False
+        return self._sending[0][0].is_completed()
 
     def _finish_oldest(self) -> None:
         # A finished send is waited for too: only then does torch release the tensor and raise an error.

@@ -1,4 +1,4 @@
-"""Lines that a job says once."""
+"""Lines that a job logs once."""
 
 import torch.distributed as dist
 

@@ -20,7 +20,7 @@ def write(folder: Path, rank: int, gradients: Mapping[str, torch.Tensor]) -> Non
 def files_by_name(folder: Path) -> dict[str, Path]:
     """Return the file that holds each parameter's gradient, by the parameter's global name.
 
-    A tensor that several ranks have is listed once; a name says of which tensor-parallel and
+    A tensor that several ranks have is listed once; a name states of which tensor-parallel and
     expert-parallel rank it is a part.
     """
     files: dict[str, Path] = {}

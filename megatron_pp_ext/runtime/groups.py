@@ -56,7 +56,7 @@ class MessageBackend:
 def message_backend(default: str = "nccl", bound: bool = False) -> MessageBackend:
     """Return the backend of a pipeline's messages in a job whose default process group uses ``default``.
 
-    ``default`` may name backends by device ("cpu:gloo,cuda:nccl").  ``bound`` says whether the default group
+    ``default`` may name backends by device ("cpu:gloo,cuda:nccl").  ``bound`` is whether the default group
     is bound to a device.  Neither a process group nor a GPU is needed.  ValueError if none of the backends
     can carry messages.
     """
@@ -166,7 +166,7 @@ def _default_backend() -> tuple[MessageBackend, torch.device]:
     """Return the backend of this job's messages, and the device that it sends from and receives on."""
     if not dist.is_initialized():
         raise RuntimeError(
-            "there is no default process group, and those for messages are made beside it; call "
+            "there is no default process group, and those for messages are made in addition to it; call "
             "torch.distributed.init_process_group first"
         )
     world = dist.group.WORLD

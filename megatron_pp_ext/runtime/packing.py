@@ -96,7 +96,7 @@ class _Packer(pickle.Pickler):
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is its numbers in memory, and nothing besides."""
+    """Whether ``tensor`` is its numbers in memory, and nothing else."""
     is_special = tensor.is_nested or tensor.is_quantized or tensor.is_meta or tensor.layout != torch.strided
     return not is_special and not vars(tensor)
 

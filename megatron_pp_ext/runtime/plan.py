@@ -29,10 +29,14 @@ NO_COPIES = Copies()
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """Everything that one rank does in a training step, computed once; ``actions`` are its schedule's."""
+    """Everything that one rank does in a training step, computed once.
+
+    ``actions`` are its schedule's, ``steps`` the same with those together that run together.
+    """
 
     rank: int
     actions: tuple[Action, ...]
+    steps: tuple[tuple[Action, ...], ...]
     operations: tuple[Operation, ...]
 
     def has(self, kind: type[Operation]) -> bool:
@@ -81,7 +85,7 @@ def plan_orders(
         operations += one.at_end()
     if flushes:
         operations.append(transfers.Drain())
-    return RankPlan(rank, actions, tuple(operations))
+    return RankPlan(rank, actions, tuple(order.steps), tuple(operations))
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,11 +54,9 @@ class Unrecorded:
     """A ``Recorder`` that keeps nothing."""
 
     def during(self, action: Action) -> AbstractContextManager[None]:
-        """See ``Recorder``."""
         return nullcontext()
 
     def span(self, label: Label) -> AbstractContextManager[None]:
-        """See ``Recorder``."""
         return nullcontext()
 
 

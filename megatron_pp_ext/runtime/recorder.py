@@ -71,7 +71,6 @@ class StepRecorder:
 
     @contextmanager
     def during(self, action: Action) -> Iterator[None]:
-        """See ``rank.Recorder``."""
         start, worked = self._mark(), clock_offset.processor_seconds()
         owner = Owner(action.stage, action.microbatch)
         with self.meter.forward(owner) if action.kind is Kind.F and self._is_metered else nullcontext():
@@ -81,7 +80,6 @@ class StepRecorder:
 
     @contextmanager
     def span(self, label: Label) -> Iterator[None]:
-        """See ``rank.Recorder``."""
         start = self._mark()
         yield
         self._spans.append((label, start, self._mark()))
@@ -97,7 +95,6 @@ class StepRecorder:
 
     @property
     def record(self) -> RankRecord:
-        """The record of the steps so far."""
         if self._origin is not None:
             torch.accelerator.synchronize()
         return RankRecord(

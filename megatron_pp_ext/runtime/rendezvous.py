@@ -23,7 +23,7 @@ _kept: list[dist.Store] = []
 """The store: it has to stay until the process group, which uses the same server, is made."""
 
 
-def can_meet() -> bool:
+def can_rendezvous() -> bool:
     """Whether this process is a rank of a job with others whose default process group is yet to be made."""
     variables = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     known = all(os.environ.get(name) for name in variables)
@@ -38,18 +38,18 @@ def meet(report: str, judge: Judge, patience: timedelta, store: dist.Store | Non
     Raises RuntimeError if there is no store to be reached within ``patience``.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    meeting = dist.PrefixStore("megatron_pp_ext", store or _rendezvous(rank, world_size, patience))
-    meeting.set(str(rank), report)
+    shared = dist.PrefixStore("megatron_pp_ext", store or _rendezvous(rank, world_size, patience))
+    shared.set(str(rank), report)
     try:
-        if meeting.add("reports", 1) < world_size:
-            meeting.wait([_ANSWER], patience)
+        if shared.add("reports", 1) < world_size:
+            shared.wait([_ANSWER], patience)
     except RuntimeError:
         pass  # some rank has not come
-    if not meeting.check([_ANSWER]):
-        meeting.set(_ANSWER, judge([_report_of(rank, meeting) for rank in range(world_size)]))
-    answer = meeting.get(_ANSWER).decode()
+    if not shared.check([_ANSWER]):
+        shared.set(_ANSWER, judge([_report_of(rank, shared) for rank in range(world_size)]))
+    answer = shared.get(_ANSWER).decode()
     if answer:
-        _wait_until_heard(meeting, world_size, is_host=rank == 0 and store is None and not _is_served())
+        _wait_until_heard(shared, world_size, is_host=rank == 0 and store is None and not _is_served())
     return answer
 
 
@@ -75,14 +75,14 @@ def _is_served() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _report_of(rank: int, meeting: dist.Store) -> str | None:
-    return meeting.get(str(rank)).decode() if meeting.check([str(rank)]) else None
+def _report_of(rank: int, shared: dist.Store) -> str | None:
+    return shared.get(str(rank)).decode() if shared.check([str(rank)]) else None
 
 
-def _wait_until_heard(meeting: dist.Store, world_size: int, is_host: bool) -> None:
+def _wait_until_heard(shared: dist.Store, world_size: int, is_host: bool) -> None:
     """Keep the store, if it is this rank's, until all others have the answer: this rank is about to end."""
-    if meeting.add("hearers", 1) == world_size:
-        meeting.set(_HEARD, "")
+    if shared.add("hearers", 1) == world_size:
+        shared.set(_HEARD, "")
     elif is_host:
         with contextlib.suppress(RuntimeError):
-            meeting.wait([_HEARD], PATIENCE)
+            shared.wait([_HEARD], PATIENCE)

@@ -1,4 +1,4 @@
-"""The memory behind tensors, some of which keep their numbers in other tensors.
+"""The memory of tensors, some of which keep their numbers in other tensors.
 
 Such wrappers are the weights of FP8 training.  Torch refuses the storage of a wrapper, and Transformer Engine
 answers with an empty one.
@@ -29,7 +29,7 @@ def plain_tensors(held: Any) -> Iterator[torch.Tensor]:
 
 
 def storages(held: Any) -> dict[torch.UntypedStorage, int]:
-    """Return the bytes of each storage behind ``held`` that has any; see ``plain_tensors``.
+    """Return the bytes of each storage of the tensors in ``held`` that has any; see ``plain_tensors``.
 
     An address would not do for a storage: it passes to another where the first is emptied.
     """

@@ -42,7 +42,7 @@ class Action(NamedTuple):
     """Work of one ``kind`` by ``stage`` on ``microbatch``; ``3F0`` is stage 3, forward, microbatch 0.
 
     S and T have the number of their rank's first stage, which is the rank's own number unless the placement
-    has its ends on the last rank.
+    has the embedding and the head on the last rank.
     """
 
     stage: int
@@ -53,6 +53,16 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
+class UnitName(NamedTuple):
+    """Which slice of which microbatch a unit is, where sequences go through the pipeline in slices."""
+
+    microbatch: int
+    slice: int
+
+    def __str__(self) -> str:
+        return f"{self.microbatch}.{self.slice}"
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """One training step of a pipeline as data: the actions of every rank in their order.
@@ -61,11 +71,14 @@ class Schedule:
     ``microbatches`` is m.  A schedule has no times: when an action starts follows from the order,
     the costs and the messages (``simulate``).
 
-    ``paired`` are the forwards that run together with the backward (I or B) right behind them in the order,
+    ``paired`` are the forwards that run together with the backward (I or B) right after them in the order,
     layer by layer, so that each half computes while the other one communicates.  The two start and end
     together.  Everything that counts actions, activations or messages reads the order as it stands.
 
     ``copies`` are those of activations to the host and back; without any, all activations stay on the device.
+
+    Where sequences are cut into slices, microbatches are *units*: a slice, or a pack of short sequences.
+    ``units`` then has the name of each by its number, and is empty elsewhere.
     """
 
     name: str
@@ -74,6 +87,16 @@ class Schedule:
     orders: tuple[tuple[Action, ...], ...]
     paired: frozenset[Action] = frozenset()
     copies: Copies = field(default_factory=Copies)
+    units: tuple[UnitName, ...] = ()
+
+    @property
+    def whole_microbatches(self) -> int:
+        """The number of microbatches, of which units are parts."""
+        return 1 + max(unit.microbatch for unit in self.units) if self.units else self.microbatches
+
+    def unit_name(self, microbatch: int) -> str:
+        """Return what people call the unit of this number: ``3``, or ``3.1`` for slice 1 of microbatch 3."""
+        return str(self.units[microbatch] if self.units else microbatch)
 
     @property
     def ranks(self) -> int:
@@ -118,6 +141,8 @@ class Schedule:
             text += "\npairs " + ",".join(map(str, sorted(self.paired)))
         if self.copies:
             text += f"\ncopies {self.copies}"
+        if self.units:
+            text += "\nunits " + ",".join(map(str, self.units))
         where = self.placement
         shape = f"{where.shape}/{where.ranks}/{where.chunks}" + "/shared" * where.splits_head
         shape += "/ends on last" * where.ends_on_last

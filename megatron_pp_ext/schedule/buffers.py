@@ -3,7 +3,7 @@
 from megatron_pp_ext.schedule.columns import Column, as_list
 from megatron_pp_ext.schedule.loops import Loop
 from megatron_pp_ext.schedule.messages import SENDS_AHEAD, in_line
-from megatron_pp_ext.schedule.program import HOP, Columns, T
+from megatron_pp_ext.schedule.program import P2P, Columns, T
 from megatron_pp_ext.schedule.walk import Walk
 
 
@@ -44,14 +44,14 @@ def _count_buffers(
     """Count the ``most`` buffers of every rank, with the actions launched as they stand in ``line``.
 
     ``receiver`` is that of an action's message, plus 1, and 0 where it sends none; ``takes`` is 1 where it
-    takes one.  Rank r posts receives in front of each of its actions, and behind the last: at
+    takes one.  Rank r posts receives in front of each of its actions, and after the last: at
     ``bounds[r] + r`` in ``posted`` and on.
     """
     _, kind, _, rank_of, _, bounds, begins, needed, wires = columns
     for action in range(len(kind)):
         for entry in range(begins[action], begins[action + 1]):
             is_remote = rank_of[needed[entry]] != rank_of[action]
-            if is_remote and wires[entry] == HOP and kind[action] != T:
+            if is_remote and wires[entry] == P2P and kind[action] != T:
                 receiver[needed[entry]] = rank_of[action] + 1
                 takes[action] = 1
     for action in line:

@@ -141,11 +141,11 @@ def _check_stages(schedule: Schedule, is_evaluation: bool) -> None:
                     raise InvalidSchedule(f"rank {rank}: {whole} is missing: add it, or {i} with {w}")
                 if len(halves) == 1:
                     absent = w if i in halves else i
-                    raise InvalidSchedule(f"rank {rank}: {absent} is missing beside {halves[0]}: add it")
+                    raise InvalidSchedule(f"rank {rank}: {absent} is missing next to {halves[0]}: add it")
 
 
 def _check_pairs(schedule: Schedule) -> None:
-    """Raise unless every pair is a forward with a backward right behind it."""
+    """Raise unless every pair is a forward with a backward right after it."""
     if not schedule.paired:
         return
     if schedule.placement.splits_head:
@@ -154,14 +154,14 @@ def _check_pairs(schedule: Schedule) -> None:
         )
     left = set(schedule.paired)
     for rank, order in enumerate(schedule.orders):
-        for action, behind in zip_longest(order, order[1:]):
+        for action, following in zip_longest(order, order[1:]):
             if action not in left:
                 continue
             left.remove(action)
-            if action.kind is not Kind.F or behind is None or behind.kind not in (Kind.I, Kind.B):
+            if action.kind is not Kind.F or following is None or following.kind not in (Kind.I, Kind.B):
                 raise InvalidSchedule(
-                    f"rank {rank}: {action} begins a pair, and {behind or 'nothing'} stands behind it: a "
-                    "pair is an F with an I or a B behind it"
+                    f"rank {rank}: {action} begins a pair, and {following or 'nothing'} follows it: a "
+                    "pair is an F with an I or a B after it"
                 )
     if left:
         raise InvalidSchedule(f"{min(left)} is to begin a pair, but no rank does it: add it or take it out")
@@ -180,7 +180,7 @@ def _check_copies(schedule: Schedule) -> None:
             )
     for rank, order in enumerate(schedule.orders):
         place = {action: at for at, action in enumerate(order)}
-        seconds = {behind for action, behind in pairwise(order) if action in schedule.paired}
+        seconds = {following for action, following in pairwise(order) if action in schedule.paired}
         for stage in placement.stages_of(rank):
             for microbatch in range(schedule.microbatches):
                 if (action := reloads.get((stage, microbatch))) is None:
@@ -200,7 +200,7 @@ def _check_copies(schedule: Schedule) -> None:
 def _not_between(
     forward: Action, action: Action, last: Action, place: Mapping[Action, int], seconds: Container[Action]
 ) -> str:
-    """Return what is wrong with ``action`` as one behind ``forward`` and not behind ``last``, and the fix."""
+    """Return what is wrong with ``action`` as one after ``forward`` and not after ``last``, and the fix."""
     if action not in place:
         return f"which the rank does not do: choose an action between {forward} and {last}"
     if not place[forward] < place[action] <= place[last]:

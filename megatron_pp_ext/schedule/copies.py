@@ -36,7 +36,7 @@ class Copies:
     at the latest.  A pair is one launch, so that the action is never the second one of a pair.
 
     ``frees`` has the action of the same rank before which the memory on the device is freed, after the F and
-    at the latest where the copy back is launched; ``freed_before`` says where that is for what it leaves out.
+    at the latest where the copy back is launched; ``freed_before`` is where that is for what it leaves out.
     """
 
     reloads: "Mapping[Kept, Action]" = field(default_factory=dict, hash=False)

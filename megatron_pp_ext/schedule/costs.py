@@ -1,7 +1,7 @@
 """The costs of actions: seconds of work, seconds on the wire, activations and messages kept.
 
 Times and memory may be in any units that are the same throughout; those of a Timeline are the same.
-The papers' unit cost (every F, I and W takes 1, a hop takes 0) is ``Costs.unit``.
+The papers' unit cost (every F, I and W takes 1, a message takes 0) is ``Costs.unit``.
 """
 
 import math
@@ -107,7 +107,7 @@ class HeadCosts:
             _require_finite(self, one.name, positive=one.name in ("scores", "weight_gradient"))
 
     def exchanged_over(self, hop: float) -> Self:
-        """Return the costs with messages of ``hop`` seconds: one of a hidden state, two behind an S."""
+        """Return the costs with messages of ``hop`` seconds: one of a hidden state, two after an S."""
         return replace(self, hidden=hop, sums=2 * hop)
 
 
@@ -129,7 +129,7 @@ class Costs:
     hides anything of the other, and 1/2 where one of two equal actions is free.
 
     ``sizes`` are those at which the costs were measured, by the names of Megatron's arguments; none where
-    nobody says.
+    nothing states it.
     """
 
     __pydantic_config__: ClassVar = {**STRICT, "alias_generator": in_files}
@@ -221,7 +221,7 @@ class Costs:
 
     @classmethod
     def unit(cls, placement: Placement) -> Self:
-        """Return the papers' unit costs: F, I and W take 1, a hop takes 0, a chunk's activations count 1.
+        """Return the papers' unit costs: F, I and W take 1, a message takes 0, a chunk's activations count 1.
 
         A split head takes 1 as well, of which each rank has its part.
         """
@@ -284,7 +284,7 @@ class Costs:
     def merged(self, stages: int) -> Self:
         """Return the costs of the same model cut into fewer ``stages``, each made of neighbouring ones.
 
-        Times and activations add up; the hops between merged stages disappear.  Raises ValueError
+        Times and activations add up; the messages between merged stages disappear.  Raises ValueError
         where the stages do not merge evenly.
         """
         neighbours, left = divmod(len(self.stages), stages)

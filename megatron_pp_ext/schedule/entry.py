@@ -49,7 +49,6 @@ class Entry:
 
     @property
     def abilities(self) -> Abilities:
-        """What the schedule can do."""
         return _abilities(self.splits_backward, self.make_paired is not None)
 
     def accepts(self, chunks: int) -> bool:

@@ -25,7 +25,7 @@ from megatron_pp_ext.files import make_private, user_folder
 _PACKAGE = Path(__file__).parents[1]
 
 FIRST_TIME = "compiling inner loops for this machine, which takes about ten seconds the first time"
-"""Logged for each loop without code, by whose module goes who is told; all loops of a room take so long."""
+"""Logged by the module of each loop without code; all loops of a package take so long together."""
 
 
 def part_of_loop[Function: Callable[..., Any]](function: Function) -> Function:

@@ -9,14 +9,14 @@ message may have to wait for its other end, and the host itself stops wherever s
 device.  A rank may therefore wait at any moment for anything that it has launched already.  Such a
 pipeline cannot hang if all launches stand in one line that every rank keeps to:
 
-* ``launch_line`` puts the actions of all ranks in one line.  Every action stands behind those before it
-  on its rank and behind the one whose output it takes.
-* A rank sends a message right behind the action that made it, and posts the receive of a message where
+* ``launch_line`` puts the actions of all ranks in one line.  Every action stands after those before it
+  on its rank and after the one whose output it takes.
+* A rank sends a message right after the action that made it, and posts the receive of a message where
   the *sender's* action stands in the line.
 * What all ranks exchange about a split head has one place in the line, where every rank launches it.
-* The two actions of a pair have one place in the line, behind everything that either of them needs.  The
-  rank sends the messages of both behind the pair.
-* A copy of activations to the host is launched right behind their forward, and one back right before another
+* The two actions of a pair have one place in the line, after everything that either of them needs.  The
+  rank sends the messages of both after the pair.
+* A copy of activations to the host is launched right after their forward, and one back right before another
   action.  A rank waits for its own copies alone, and a copy for what its rank has launched before.
 
 To see this, take the first launch in the line that is not done.  Everything that it waits for on its own
@@ -59,7 +59,7 @@ With one, the lookup would begin when the forward before ends, and the first sta
 """
 
 WORK = {Kind.F: 20, Kind.I: 22, Kind.W: 14, Kind.B: 36, Kind.S: 8, Kind.T: 4}
-HOP = HIDDEN = 1
+P2P = HIDDEN = 1
 SUMS = 2
 """The simulated times of actions and messages, in the usual proportions of a transformer's layers.
 
@@ -90,15 +90,15 @@ class Exchanged(StrEnum):
     EMBEDDED = "embedded tokens"
     """The sum of what each rank looks up, to the first stage; ``EMBEDS_AHEAD`` of its forwards ahead."""
     HIDDEN = "hidden state"
-    """The last stage's output, to all; launched behind its forward."""
+    """The last stage's output, to all; launched after its forward."""
     STATISTICS = "statistics"
-    """Each rank's largest logits and sums of exponentials, to all; behind the last S."""
+    """Each rank's largest logits and sums of exponentials, to all; after the last S."""
     GRADIENT = "gradient"
-    """The sum of all parts of the hidden state's gradient, to the last stage; a hop later, if it trains."""
+    """The sum of all parts of the hidden state's gradient, to the last stage; later by P2P, if it trains."""
     LOSS = "loss"
-    """The gradient of the loss of every token, to all; behind the last stage's backward."""
+    """The gradient of the loss of every token, to all; after the last stage's backward."""
     INPUT = "gradient of embedded tokens"
-    """The gradient of what was looked up, to all; behind the first stage's backward."""
+    """The gradient of what was looked up, to all; after the first stage's backward."""
 
 
 class Exchange(NamedTuple):
@@ -116,7 +116,7 @@ class Arrival(NamedTuple):
 
 
 type Launch = Arrival | Exchange
-"""What a rank launches beside its actions and what they send."""
+"""What a rank launches in addition to its actions and what they send."""
 
 
 _ONWARDS = {Kind.F: 1, Kind.I: -1, Kind.B: -1}
@@ -144,10 +144,10 @@ def planned_launches(
     paired: frozenset[Action] = frozenset(),
     ends_on_last: bool = False,
 ) -> list[list[tuple[Launch, ...]]]:
-    """Return what every rank launches beside its actions and their sends: receives and exchanges.
+    """Return what every rank launches in addition to its actions and their sends: receives and exchanges.
 
     ``[r][i]`` is what rank r launches right before its action i, in this order.  Each list has one entry more
-    than the rank has actions, for launches behind the last one.  Messages received there are in flight at the
+    than the rank has actions, for launches after the last one.  Messages received there are in flight at the
     end of ``orders``, for later orders to take.  ``paired`` are those of the schedule; nothing is launched
     between the two actions of a pair.  ``ends_on_last`` is that of the placement.
 
@@ -190,14 +190,14 @@ def planned_launches(
             if scored[microbatch] == len(orders):
                 exchange(Exchanged.STATISTICS, microbatch)
                 if not is_evaluation:
-                    due.append((end + HOP, Exchange(Exchanged.GRADIENT, microbatch)))
+                    due.append((end + P2P, Exchange(Exchanged.GRADIENT, microbatch)))
     for _, left in due:
         exchange(*left)
     return [[tuple(launches) for launches in of_rank] for of_rank in planned]
 
 
 def _lookups(microbatches: Sequence[int]) -> Iterator[list[Exchange]]:
-    """Yield the exchanges of a shared embedding: those of the beginning, then those behind each forward.
+    """Yield the exchanges of a shared embedding: those of the beginning, then those after each forward.
 
     ``microbatches`` are those of the first stage's forwards, in their order.
     """
@@ -249,7 +249,7 @@ def in_line(walk: Walk) -> tuple[Column, Column]:
     alone += WORK[Kind.S], WORK[Kind.T], 0
     durations = [*alone, *(alone[first] + alone[second] for first, second in program.pairs)]
     durations += [0] * program.placement.stages  # copies, which change nothing about when messages leave
-    _, of_steps = walk.times(durations, (HOP, HIDDEN, SUMS, SUMS))
+    _, of_steps = walk.times(durations, (P2P, HIDDEN, SUMS, SUMS))
     ends = program.make.taken(of_steps, walk.step_of[:-1])
     numbers = _in_order(program, ends)
     return program.make.taken(ends, numbers), numbers

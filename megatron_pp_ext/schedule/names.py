@@ -1,7 +1,7 @@
 """Names of schedules that are no entries of the catalogue.
 
-They are the names that ``--pipeline-schedule`` accepts beside those of the entries, the names that other
-projects give to the entries, and the names of schedules that are not offered here.
+They are the names that ``--pipeline-schedule`` accepts in addition to those of the entries, the names that
+other projects give to the entries, and the names of schedules that are not offered here.
 """
 
 from typing import NamedTuple
@@ -80,7 +80,7 @@ OTHERS = (
         Abilities(flushes=False, has_two_versions=True, order="1f1b"),
     ),
 )
-"""The names that ``--pipeline-schedule`` accepts beside those of the catalogue."""
+"""The names that ``--pipeline-schedule`` accepts in addition to those of the catalogue."""
 
 ALIASES = {
     # arXiv 2401.10241 and its fork of Megatron-LM

@@ -13,15 +13,15 @@ Four shapes are in use.  They differ in where the pipeline goes when it reaches 
             last stage (controllable-memory schedules, arXiv 2405.15362, section 3).
 ``wave``    turns round at every end, any number of chunks: the V repeated.
 
-A V, and a wave of an even number of chunks, has both ends of the model on one rank.  That is rank 0 in the
-papers; such a placement may be turned over, so that it is the last one (``Placement.ends_on_last``).
+A V, and a wave of an even number of chunks, has the embedding and the output head on one rank.  That is rank
+0 in the papers; such a placement may be turned over, so that it is the last one (``Placement.ends_on_last``).
 """
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 FIRST, LAST = "first", "last"
-"""The ranks that may have both ends of the model."""
+"""The ranks that may have the embedding and the output head."""
 
 
 class Shape(StrEnum):
@@ -40,9 +40,10 @@ class Placement:
     ``ranks`` is the pipeline-parallel size p, ``chunks`` the number of stages a rank holds.  With
     ``splits_head`` every rank holds an equal part of the output layer, the head, and does an S and a T of it
     for every microbatch; else the last stage holds it.  With ``ends_on_last`` the ranks count from the other
-    end: rank r holds what rank p - 1 - r holds without, so that both ends of the model are on the last rank.
+    end: rank r holds what rank p - 1 - r holds without, so that the embedding and the output head are on the
+    last rank.
 
-    Raises ValueError where the shape cannot have that many chunks, or has no rank with both ends.
+    Raises ValueError where the shape cannot have that many chunks, or has no rank with both.
     """
 
     shape: Shape
@@ -61,8 +62,8 @@ class Placement:
             raise ValueError(f"{self.shape} placement has {wanted} chunk(s) a rank, got {self.chunks}")
         if self.ends_on_last and not self.folds:
             raise ValueError(
-                f"{self.shape} placement with {self.chunks} chunk(s) a rank has its ends on two ranks: only "
-                "a V, or a wave of an even number of chunks, can have both on the last one"
+                f"{self.shape} placement with {self.chunks} chunk(s) a rank has embedding and head on two "
+                "ranks: only a V, or a wave of an even number of chunks, can have both on the last one"
             )
 
     @property
@@ -81,7 +82,7 @@ class Placement:
         return replace(self, ends_on_last=not self.ends_on_last)
 
     def with_loss_on(self, rank: str) -> "Placement":
-        """Return the placement with both ends on the ``FIRST`` or the ``LAST`` rank, where it ``folds``.
+        """Return the placement with embedding and head on the ``FIRST`` or ``LAST`` rank, where it ``folds``.
 
         Any other one has the loss on the rank on which it always is.
         """
@@ -94,7 +95,6 @@ class Placement:
 
     @property
     def stages(self) -> int:
-        """The number of stages that the model is cut into."""
         return self.ranks * self.chunks
 
     def is_mirrored(self, chunk: int) -> bool:

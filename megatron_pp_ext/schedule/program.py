@@ -1,7 +1,7 @@
 """A program: what all ranks launch, in their order, and what each of these actions waits for, as numbers.
 
 An action goes by its number: those of the first rank come first, in its order, then those of the next.  A
-column has a number for each action.  What an action waits for is said by ``actions.needs`` alone, of which
+column has a number for each action.  What an action waits for is defined by ``actions.needs`` alone, of which
 ``_waits`` is a table.
 """
 
@@ -23,7 +23,7 @@ _CODES = bytes.maketrans("".join(KINDS).encode(), bytes(range(len(KINDS))))
 _DELIVERED = {Kind.F: 0, Kind.I: 1, Kind.S: 2}
 """What actions wait for; a whole backward delivers what its I would."""
 
-WIRES = HOP, HIDDEN, SUMS, OWN = range(4)
+WIRES = P2P, HIDDEN, SUMS, OWN = range(4)
 """The wires over which an output comes.
 
 They lead from stage to stage, from the last stage to a rank's part of a split head, from all of these
@@ -31,7 +31,7 @@ to the backward of the last stage, and there from the one of the same rank.
 """
 
 NO_WORK, PAIRS = 2, 3
-"""Places of durations behind those of the stages, S and T: that of no work, and that of the first pair."""
+"""Places of durations after those of the stages, S and T: that of no work, and that of the first pair."""
 
 type Orders = Sequence[Sequence[Action]]
 """One list of actions a rank."""
@@ -45,7 +45,7 @@ class Columns(NamedTuple):
     has the pair's.  Rank r has the actions from ``bounds[r]`` to ``bounds[r + 1]``.
 
     Action a waits for those in ``needed`` from ``begins[a]`` to ``begins[a + 1]``, over ``wires``.  One that
-    is not here has the number behind the last, and never ends.
+    is not here has the number after the last, and never ends.
     """
 
     stage: Column
@@ -122,7 +122,6 @@ class Program:
 
     @cached_property
     def actions(self) -> list[Action]:
-        """The actions by their numbers."""
         stage, kind, microbatch, *_ = map(as_list, self.columns)
         return list(map(Action, stage, map(KINDS.__getitem__, kind), microbatch))
 
@@ -145,7 +144,7 @@ def _waits(placement: Placement) -> tuple[list[int], list[int], list[int]]:
             for need in needs(Action(stage, kind, 0), placement):
                 needed.append(_DELIVERED[need.kind] * placement.stages + need.stage)
                 is_sums = need.kind is Kind.S and kind is not Kind.T
-                wires.append(HIDDEN if kind is Kind.S else SUMS if is_sums else HOP)
+                wires.append(HIDDEN if kind is Kind.S else SUMS if is_sums else P2P)
             begins.append(len(needed))
     return begins, needed, wires
 

@@ -71,8 +71,10 @@ class RankRecord(NamedTuple):
 
     @property
     def paired(self) -> frozenset[Action]:
-        """The forwards that ran in a pair with the action behind them, which began before they ended."""
-        return frozenset(event.action for event, behind in pairwise(self.events) if behind.start < event.end)
+        """The forwards that ran in a pair with the action after them, which began before they ended."""
+        return frozenset(
+            event.action for event, following in pairwise(self.events) if following.start < event.end
+        )
 
     def moved(self, seconds: float, clock_error: float) -> Self:
         """Return the record on a clock that is ``seconds`` ahead, with an error of up to ``clock_error``."""

@@ -15,21 +15,21 @@ def measured_costs(steps: Sequence[RecordedStep]) -> Costs:
     """Return the costs measured in ``steps`` of one placement, in which all backwards are split in halves.
 
     Bytes are those of the first step, the only one that must have counted them.  Seconds are medians over all
-    microbatches of the other steps, where there are others, since counting takes time.  The hop is the median
-    time under way of the messages for which their receiver was waiting.
+    microbatches of the other steps, where there are others, since counting takes time.  The P2P latency is
+    the median time under way of the messages for which their receiver was waiting.
     """
     first, *others = steps
     timed = others or [first]
     seconds = kind_seconds(
         (record for step in timed for record in step.records), lambda found: max(_SHORTEST, median(found))
     )
-    hops = [hop for step in timed for hop in message_seconds(step)]
+    latencies = [seconds for step in timed for seconds in message_seconds(step)]
     placement = first.placement
     return Costs(
         tuple(
             stage_costs(stage, seconds, first.records[placement.rank_of(stage)])
             for stage in range(placement.stages)
         ),
-        max(0.0, median(hops)) if hops else 0.0,
+        max(0.0, median(latencies)) if latencies else 0.0,
         head=head_costs(first.records) if placement.splits_head else None,
     )

@@ -18,10 +18,10 @@ from megatron_pp_ext.schedule.walk import Walk
 def on_own_cores(step: RecordedStep) -> RecordedStep:
     """Return ``step`` with each action as long as its processor time, on a clock that starts at 0.
 
-    Its name says that it is replayed.  Without a flush, a recording may begin in the middle of microbatches;
-    inputs from before it are there from the start.  Reductions of gradients are left out: they are not the
-    work of the rank's thread.  Raises ValueError if the step has no processor times, because it ran on a
-    device or was simulated.
+    Its name states that it is replayed.  Without a flush, a recording may begin in the middle of
+    microbatches; inputs from before it are there from the start.  Reductions of gradients are left out: they
+    are not the work of the rank's thread.  Raises ValueError if the step has no processor times, because it
+    ran on a device or was simulated.
     """
     seconds: dict[Action, float] = {}
     for record in step.records:

@@ -94,7 +94,7 @@ class _Running:
                 self._free[rank] = done
 
     def position(self, update: int) -> Hashable:
-        """Return where the pipeline is behind ``update``; from the same position it goes on the same way.
+        """Return where the pipeline is after ``update``; from the same position it goes on the same way.
 
         Times count from that of the first rank, and microbatches from the first one of the next update.
         """

@@ -137,8 +137,11 @@ class Timeline:
 
         In this unit, schedules with different numbers of chunks compare.
         """
-        stages = self.schedule.placement.stages_of
-        wholes = (sum(self.costs.stages[s].activation for s in stages(r)) for r in range(len(self.events)))
+        stages, schedule = self.schedule.placement.stages_of, self.schedule
+        units = schedule.microbatches / schedule.whole_microbatches
+        wholes = (
+            units * sum(self.costs.stages[s].activation for s in stages(r)) for r in range(len(self.events))
+        )
         return tuple(
             peak / whole if whole else 0.0 for peak, whole in zip(self.peak_activations, wholes, strict=True)
         )

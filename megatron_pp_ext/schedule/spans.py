@@ -1,4 +1,4 @@
-"""What a rank does besides its actions, as recorded and shown in a trace: copies, exchanges of tokens."""
+"""What a rank does apart from its actions, as recorded and shown in a trace: copies, exchanges of tokens."""
 
 from typing import NamedTuple
 

@@ -70,7 +70,7 @@ class ScheduleTimer:
     def makespan(self, seconds: Callable[[Action], float], costs: Costs) -> float:
         """The time from 0 to the last end where every action takes ``seconds`` of its own.
 
-        ``costs`` has the times of messages, and says how long a pair takes.
+        ``costs`` has the times of messages, and how long a pair takes.
         """
         return max(as_list(self._times_of_each(seconds, costs)[1]))
 
@@ -88,7 +88,6 @@ class ScheduleTimer:
         )
 
     def _busy(self, costs: Costs, starts: Column, ends: Column) -> list[float]:
-        """The working time of each rank."""
         if not costs.are_alike:
             return [
                 sum(float(ends[step] - starts[step]) for step in dict.fromkeys(own)) for own in self.steps
@@ -114,6 +113,5 @@ class ScheduleTimer:
 
 
 def _delays(costs: Costs) -> tuple[float, ...]:
-    """The seconds that an output is on each wire."""
     shared = costs.head
     return costs.hop, shared.hidden if shared else 0.0, shared.sums if shared else 0.0, 0.0

@@ -20,7 +20,7 @@ class Updates:
     replicas: Replicas
 
     def copies(self, stage: int) -> int:
-        """Return how many copies of its weights ``stage`` keeps beside the optimizer's own.
+        """Return how many copies of its weights ``stage`` keeps in addition to the optimizer's own.
 
         Once the pipeline is full, its gradients are stale by as many updates at most.
         """

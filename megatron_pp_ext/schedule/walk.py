@@ -59,7 +59,8 @@ class Walk:
         self.program, make = program, program.make
         columns, count, ranks = program.columns, program.count, program.ranks
         self.step_of, self.at = make.zeros(count + 1), make.of(columns.bounds[:-1])
-        # Beside an action's own, a step for each further input, which the backward behind an S alone has.
+        # In addition to an action's own, a step for each further input, which only the backward after an S
+        # has.
         steps = Steps(*(make.zeros(1 + len(columns.needed) - count) for _ in Steps._fields))
         waiting = make.zeros(count + 1), make.zeros(ranks), make.of(range(ranks)), make.zeros(ranks)
         filled = _walk(columns, program.no_work, *waiting, self.at, self.step_of, steps)
@@ -152,9 +153,9 @@ def _walk(
         rank = runnable[able]
         while at[rank] < bounds[rank + 1]:
             first = at[rank]
-            behind = first + 2 if place_of[first] > no_work else first + 1
+            after = first + 2 if place_of[first] > no_work else first + 1
             missing = -1
-            for entry in range(begins[first], begins[behind]):
+            for entry in range(begins[first], begins[after]):
                 if not step_of[needed[entry]]:
                     missing = needed[entry]
                     break
@@ -168,7 +169,7 @@ def _walk(
                 last_waiting[missing] = rank + 1
                 break
             own, sender, over = latest[rank], 0, 0
-            for entry in range(begins[first], begins[behind]):
+            for entry in range(begins[first], begins[after]):
                 need, by = needed[entry], wires[entry]
                 if rank_of[need] == rank:
                     if by != SUMS:
@@ -182,8 +183,8 @@ def _walk(
             filled += 1
             before[filled], sends[filled], wire[filled], place[filled] = own, sender, over, place_of[first]
             latest[rank] = filled
-            at[rank] = behind
-            for action in range(first, behind):
+            at[rank] = after
+            for action in range(first, after):
                 step_of[action] = filled
                 last = last_waiting[action] - 1
                 if last >= 0:
@@ -199,7 +200,6 @@ def _walk(
 
 @Loop
 def _time(steps: Steps, durations: Column, delays: Column, starts: Column, ends: Column) -> None:
-    """Fill ``starts`` and ``ends``."""
     before, sends, wire, place = steps
     for step in range(1, len(before)):
         start = ends[before[step]]
@@ -224,7 +224,7 @@ def _follow(steps: Steps, starts: Column, ends: Column, halves: Column, pair: fl
         at = place[step] - len(counts)
         if at < 0:
             counts[at] += 1
-        elif 2 * at < len(halves):  # places behind those of pairs are of copies
+        elif 2 * at < len(halves):  # places after those of pairs are of copies
             counts[halves[2 * at]] += pair
             counts[halves[2 * at + 1]] += pair
         step = before[step] if ends[before[step]] == starts[step] else sends[step]

@@ -26,7 +26,7 @@ SCHEDULE_FLAGS: Mapping[str, int] = {
     "--num-layers-per-virtual-pipeline-stage": 1,
     "--overlap-moe-expert-parallel-comm": 0,
 }
-"""The flags that only a schedule needs, each with the number of words behind it: stock's 1F1B has none."""
+"""The flags that only a schedule needs, each with the number of words after it: stock's 1F1B has none."""
 
 _LAYOUT = "--pipeline-model-parallel-layout"
 _PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
@@ -60,7 +60,7 @@ def schedule_of(flags: Sequence[str]) -> str:
     words = words_of(flags)
     name = last(words, "--pipeline-schedule")
     if not name:
-        raise ValueError("the flags name no schedule to verify: add --pipeline-schedule NAME behind --")
+        raise ValueError("the flags name no schedule to verify: add --pipeline-schedule NAME after --")
     can = catalog.abilities(name)
     if not can.flushes:
         raise ValueError(
@@ -102,7 +102,7 @@ def planned(
 ) -> list[Run]:
     """Return the runs in the order in which they start.
 
-    Without a ``checkpoint``, which may also stand behind --load, one step of stock's 1F1B makes it.
+    Without a ``checkpoint``, which may also be given with --load, one step of stock's 1F1B makes it.
     ``repeat`` runs stock a second time.  Raises ValueError for flags that cannot be compared.
     """
     name = schedule_of(flags)
@@ -190,10 +190,10 @@ def _merged_layout(text: str, ranks: int) -> str:
 
 
 def _merged_pattern(text: str, ranks: int) -> str:
-    """The same for the layers of a hybrid model; multi-token prediction stays behind its slash."""
-    main, slash, prediction = text.partition("/")
+    """The same for the layers of a hybrid model; MTP layers stay after their slash."""
+    main, slash, mtp = text.partition("/")
     stages = main.split("|")
-    return text if len(stages) <= ranks else "|".join(_merged(stages, ranks)) + slash + prediction
+    return text if len(stages) <= ranks else "|".join(_merged(stages, ranks)) + slash + mtp
 
 
 def _merged(stages: Sequence[str], ranks: int) -> Iterator[str]:

@@ -156,7 +156,7 @@ _REPLICAS = "more than two replicas are summed in an order that goes by a gradie
 
 
 def _apart(words: Sequence[str]) -> int:
-    """See ``Arithmetic``: the logits of every prediction use the output weight again.
+    """See ``Arithmetic``: the logits of every MTP depth use the output weight again.
 
     A tied one is looked up too, for which no W waits.  In pairs each part of a plan adds its own gradient.
     """
@@ -171,4 +171,4 @@ def _clip(words: Sequence[str]) -> float:
     try:
         return _CLIP_BY_DEFAULT if given is None else float(given)
     except ValueError:
-        raise ValueError("--clip-grad needs a number behind it: correct the job's flags") from None
+        raise ValueError("--clip-grad needs a number after it: correct the job's flags") from None

@@ -1,4 +1,4 @@
-"""Names beside points, each where it covers nothing and nothing cuts it."""
+"""Names next to points, each where it covers nothing and nothing cuts it."""
 
 from collections.abc import Mapping
 from itertools import pairwise
@@ -11,7 +11,7 @@ _SIDES = [(right, up) for up in (-12, 4, -23, 15, -34, 26) for right in (7, -7)]
 
 
 def write_names(axes: Any, names: Mapping[tuple[float, float], str], size: float, colour: str) -> None:
-    """Write each of ``names`` in ``size`` points beside its place, which is in the coordinates of ``axes``.
+    """Write each of ``names`` in ``size`` points next to its place, which is in the coordinates of ``axes``.
 
     All else has to be drawn already, and the limits set: a name keeps clear of points, lines, the legend and
     the names before it, and stays within the figure.  Where no side is free it takes the least covered one.

@@ -36,7 +36,7 @@ _BELOW_COPIES = 0.69
 # Points, of 72 an inch.
 _LARGEST_FONT, _SMALLEST_FONT = 7.5, 4.5
 _DIGIT = 0.66
-"""The width of a digit in units of its font size; a number needs a margin of 0.4 digits besides."""
+"""The width of a digit in units of its font size; a number needs a margin of 0.4 digits more."""
 
 _IDLE = "#eef0f2"
 _MEMORY, _MEMORY_EDGE = "#d9cfe6", "#8e78ad"
@@ -50,8 +50,8 @@ _Box = list[tuple[float, float]]
 def draw(timelines: Mapping[str, Timeline], path: str | Path, time_unit: str = "") -> None:
     """Draw one panel for each of ``timelines``, titled with its key, into ``path``.
 
-    The suffix chooses the format: .svg, .png or .pdf.  ``time_unit`` says beside the time axis what 1 stands
-    for.  Raises ValueError for another suffix, when there is nothing to draw, and for more than fits.
+    The suffix chooses the format: .svg, .png or .pdf.  ``time_unit`` is the unit that the label of the time
+    axis gives.  Raises ValueError for another suffix, when there is nothing to draw, and for more than fits.
     """
     draw_groups([timelines], path, time_unit)
 
@@ -156,7 +156,7 @@ def _draw_actions(axes: Axes, timeline: Timeline, scale: float, font: float) -> 
             for index, part in enumerate(parts(kind)):
                 corner = left + index * width
                 boxes[colour(part, chunk)].append(_box(corner, corner + width, rank, top, bottom))
-            label = str(microbatch)
+            label = timeline.schedule.unit_name(microbatch)
             if font >= _SMALLEST_FONT and (len(label) + 0.4) * font * _DIGIT <= (end - start) * scale:
                 centre = left + (end - start) / 2, rank + _ACTIONS * (top + bottom) / 2
                 labels[label, ink(chunk)].append(centre)
@@ -170,7 +170,6 @@ def _draw_actions(axes: Axes, timeline: Timeline, scale: float, font: float) -> 
 
 
 def _box(left: float, right: float, rank: int, top: float = 0.0, bottom: float = 1.0) -> _Box:
-    """Return a box in the row of ``rank``, from ``top`` to ``bottom`` as parts of the row's height."""
     above, below = rank + _ACTIONS * top, rank + _ACTIONS * bottom
     return [(left, above), (right, above), (right, below), (left, below)]
 
@@ -215,7 +214,8 @@ def _write_head(axes: Axes, title: str, timeline: Timeline) -> None:
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=18, parse_math=False)
     schedule = timeline.schedule
     numbers = (
-        f"{schedule.ranks} ranks, {schedule.microbatches} microbatches",
+        f"{schedule.ranks} ranks, {schedule.whole_microbatches} microbatches"
+        + (f" in {schedule.microbatches} units" if schedule.units else ""),
         f"makespan {timeline.makespan:.5g}",
         f"longest span {timeline.span:.5g}",
         f"bubble {timeline.bubble:.1%}",

@@ -131,26 +131,26 @@ class Numbers:
         """Yield one table, or as many as the width asks for."""
         first, title = 1, self.title
         while first <= len(self.headings):
-            behind = len(self.headings) + 1
-            while behind > first + 1 and self._least(console, options, first, behind) > options.max_width:
-                behind -= 1
-            yield self._table(first, behind, title)
-            first, title = behind, None
+            end = len(self.headings) + 1
+            while end > first + 1 and self._least(console, options, first, end) > options.max_width:
+                end -= 1
+            yield self._table(first, end, title)
+            first, title = end, None
 
-    def _least(self, console: Console, options: ConsoleOptions, first: int, behind: int) -> int:
-        """Return the least width in columns of the table of the numbers from ``first`` to ``behind``."""
-        table = self._table(first, behind)
+    def _least(self, console: Console, options: ConsoleOptions, first: int, end: int) -> int:
+        """Return the least width in columns of the table of the numbers from ``first`` to ``end``."""
+        table = self._table(first, end)
         table.columns[0].max_width = table.columns[0].min_width
         return Measurement.get(console, options.update_width(_UNLIMITED), table).maximum
 
-    def _table(self, first: int, behind: int, title: str | None = None) -> Table:
+    def _table(self, first: int, end: int, title: str | None = None) -> Table:
         table = Table(title=title, title_justify="left")
         longest = max(map(len, [self.heading, *(name for name, *_ in self.rows)]))
         table.add_column(self.heading, overflow="fold", min_width=min(longest, _NAME))
-        for heading in self.headings[first - 1 : behind - 1]:
+        for heading in self.headings[first - 1 : end - 1]:
             table.add_column(heading, justify="right", no_wrap=True)
         for name, *numbers in self.rows:
-            table.add_row(name, *numbers[first - 1 : behind - 1])
+            table.add_row(name, *numbers[first - 1 : end - 1])
         return table
 
 

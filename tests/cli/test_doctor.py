@@ -34,7 +34,7 @@ def test_all_seams_fit_the_installed_megatron() -> None:
         "training.get_model",
         "get_forward_backward_func",
         "compile_helpers",
-        "Mends of Megatron's own defects",
+        "Workarounds of Megatron's own defects",
         "--step-batch-size-schedule with --train-iters",
         "hardware queues",
         "MEGATRON_PP_SCHEDULE has no effect before mpp activate",

@@ -6,7 +6,8 @@ import re
 import pytest
 
 from megatron_pp_ext.features.lengths.compared import NAMES
-from megatron_pp_ext.schedule import catalog, csv_file
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.formats import csv_file
 
 STEP = [[4000, 300], [9000], [700] * 8, [52000], [5000], [6000, 6000], [800], [20000]]
 
@@ -64,7 +65,7 @@ def test_measured_costs_say_at_which_length(mpp, lengths, tmp_path):
     costs = {"stages": [{"forward": 0.1, "input_gradient": 0.1, "weight_gradient": 0.1}] * 2}
     (tmp_path / "costs.json").write_text(json.dumps(costs))
     words = ("schedule", "1f1b", "-p", 2, "--lengths", lengths, "--costs", tmp_path / "costs.json")
-    assert "does not say for which length its costs are" in mpp(*words).output
+    assert "does not state the length of its costs" in mpp(*words).output
     (tmp_path / "costs.json").write_text(json.dumps({**costs, "sizes": {"seq_length": 8000}}))
     assert mpp(*words).exit_code == 0
 

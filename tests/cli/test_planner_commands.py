@@ -246,7 +246,7 @@ def test_the_fastest_measured_is_told(mpp, model, monkeypatch):
     monkeypatch.setattr(measure.Where, "check", lambda *_: None)
     output = mpp(*SEARCH, "--top", 2, "--measure", "--model", model()).output
     estimated, measured = output.split("To run the best:")[1].split("To run the fastest measured:")
-    best, fastest = (text.split("Stand-ins")[0] for text in (estimated, measured))
+    best, fastest = (text.split("Placeholders")[0] for text in (estimated, measured))
     assert "torchrun " in best
     assert "torchrun " in fastest
     assert best != fastest
@@ -278,7 +278,7 @@ def test_what_is_printed_is_read_by_a_shell_and_fits_80_columns(mpp, monkeypatch
         assert max(map(len, output.splitlines())) <= 80
     assert any(line.split()[-1:] == ["15"] for line in shown.output.splitlines())
     content = json.loads((tmp_path / "a.json").read_text())
-    command = shown.stdout.split("To train it:\n")[1].split("Stand-ins")[0]
+    command = shown.stdout.split("To train it:\n")[1].split("Placeholders")[0]
     asked = "torchrun() { echo $CUDA_DEVICE_MAX_CONNECTIONS; printf '%s\\n' \"$@\"; }\nMASTER_ADDR=a\n"
     heard = subprocess.run(["bash", "-c", asked + command], capture_output=True, text=True, check=True)
     queues, *given = heard.stdout.splitlines()

@@ -1,6 +1,6 @@
 """Tests here patch Megatron: in this process once, so that every forked rank finds it patched.
 
-Without --pipeline-schedule the patches must change nothing; ``test_seams`` holds them to it.
+Without --pipeline-schedule the patches must change nothing; ``test_hooks`` holds them to it.
 """
 
 import os

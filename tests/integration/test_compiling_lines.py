@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pp_ext.compiler.search import annealing, diary, list_scheduling, problem, timed_order
+from megatron_pp_ext.compiler.search import annealing, list_scheduling, problem, progress_log, timed_order
 from megatron_pp_ext.integration import start_up
 from megatron_pp_ext.schedule import buffers, loops, program, walk
 from tests.support.training import train
@@ -24,7 +24,7 @@ def new_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for loop in vars(module).values():
             if isinstance(loop, loops.Loop):
                 monkeypatch.setattr(loop, "_compiled", None)
-    monkeypatch.setattr(diary, "_PAUSE_SECONDS", math.inf)
+    monkeypatch.setattr(progress_log, "_PAUSE_SECONDS", math.inf)
 
 
 def test_one_rank_says_what_it_compiles_and_only_the_first_time(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pp_ext.integration.mends.damaged_checkpoint import refuse_damage
+from megatron_pp_ext.integration.workarounds.damaged_checkpoint import refuse_damage
 from tests.support.ranks import RankError
 from tests.support.training import train
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_pp_ext.integration.mends import dataset_helpers
+from megatron_pp_ext.integration.workarounds import dataset_helpers
 
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 

@@ -128,7 +128,7 @@ def _mark_with_a_function(model: GPTModel) -> None:
     first(
         1,
         [
-            (_add_adapter, "embedding has adapter.weight beside its weight"),
+            (_add_adapter, "embedding has adapter.weight in addition to its weight"),
             (_hook_output, "output layer has hooks"),
             (_hook_gradient, "embedding has a weight that has a gradient hook"),
             (_mark_with_a_function, "output layer has a weight that has an attribute 'decays'"),

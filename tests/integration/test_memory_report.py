@@ -48,5 +48,5 @@ def test_activations_are_those_in_flight() -> None:
 def test_a_v_has_the_output_layer_beside_the_embedding() -> None:
     for name, expected in (("v-half", 2000.0), ("1f1b", 1000.0)):
         activate(name)
-        assert memory_report.weights_of_both_ends(weights)(ARGS) == expected
+        assert memory_report.weights_of_embedding_and_head(weights)(ARGS) == expected
     assert ARGS.padded_vocab_size == 100

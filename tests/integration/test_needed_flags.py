@@ -16,7 +16,7 @@ from megatron.training.global_vars import destroy_global_vars
 
 from megatron_pp_ext import cpu, pretrain_gpt
 from megatron_pp_ext.integration import releases
-from megatron_pp_ext.integration.mends import needed_flags
+from megatron_pp_ext.integration.workarounds import needed_flags
 
 DATA = ("--mock-data",)
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_pp_ext.integration.mends import skipped_steps
+from megatron_pp_ext.integration.workarounds import skipped_steps
 
 
 @pytest.mark.parametrize("iterators", [2, 1, 0])

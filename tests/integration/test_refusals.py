@@ -166,7 +166,7 @@ def test_stock_trace_knows_the_placement(monkeypatch):
 
 def test_a_yaml_configuration_is_refused(monkeypatch):
     monkeypatch.setattr("sys.argv", ["train.py", "--yaml-cfg", "x.yaml", "--pipeline-schedule", "1f1b"])
-    with pytest.raises(SystemExit, match="--pipeline-schedule has no effect beside --yaml-cfg"):
+    with pytest.raises(SystemExit, match="--pipeline-schedule has no effect with --yaml-cfg"):
         yaml_arguments.validate_yaml(None)
 
 

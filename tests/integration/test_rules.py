@@ -21,7 +21,7 @@ from megatron_pp_ext.job.rules.rule import Refused, Rule, Rules
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.formats import csv_file
 from megatron_pp_ext.schedule.placement import Placement, Shape
-from tests.support.flags import PP4, arguments, read
+from tests.support.flags import PP4, arguments, read, requested_by
 from tests.support.training import has_flag
 
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -32,15 +32,30 @@ EXPERTS = "--num-experts 4 --disable-bias-linear --moe-token-dispatcher-type all
 PAIRS = f"{PP2} --expert-model-parallel-size 2 {EXPERTS} --bf16 --overlap-moe-expert-parallel-comm"
 REPLICAS = f"{PP2} {UNTIED} --global-batch-size 3 --pipeline-schedule pipedream --pipeline-replicas 3-1"
 SHARED = "--pipeline-vocabulary shared"
+SLICES = "--pipeline-slice-tokens 8"
+
+GRAPHS, PER_LAYER = "--cuda-graph-impl full_iteration", "--cuda-graph-impl transformer_engine"
 
 CASES: dict[str, dict[str, str]] = {
+    f"Beside CUDA graphs|{PP4} {UNTIED} --pipeline-unproved {GRAPHS} --pipeline-schedule v-half": {
+        "without a flush no step is like": "--pipeline-schedule pipedream",
+        "a schedule that changes: a graph holds": "--pipeline-profile-steps 1-2",
+        "--rampup-batch-size: a graph": "--rampup-batch-size 4 4 100",
+        "--step-batch-size-schedule: a graph": "--step-batch-size-schedule 0:8",
+        "--cuda-graph-warmup-steps 0: the first step": "--cuda-graph-warmup-steps 0",
+        "--pipeline-offload: the host waits": "--pipeline-offload 0.5",
+        "would take the graph of another": f"{PER_LAYER} --recompute-granularity full",
+        "actions within a graph have no times": "--pipeline-trace x.json",
+        "a V moves the losses of predictions": "--mtp-num-layers 1",
+    },
     f"Under every schedule of this package|{PP4} --pipeline-schedule v-half": {
         "--use-megatron-fsdp: FSDP reduces": "--use-megatron-fsdp",
         "--use-torch-fsdp2: FSDP reduces": "--use-torch-fsdp2",
         "--delay-wgrad-compute: schedules split": "--delay-wgrad-compute",
-        "--cuda-graph-impl: graphs are captured": "--cuda-graph-impl local",
-        "--enable-cuda-graph: graphs": "--enable-cuda-graph",
-        "--external-cuda-graph: graphs": "--external-cuda-graph",
+        "local: Megatron's own schedules make": "--cuda-graph-impl local --pipeline-unproved",
+        "were never run on a GPU; try scripts/gpu_check.sh graphs": "--cuda-graph-impl transformer_engine",
+        "--enable-cuda-graph: Megatron's own schedules make": "--enable-cuda-graph",
+        "--external-cuda-graph: it is an older name": "--external-cuda-graph",
         "--hybrid-context-parallel: its microbatches differ": "--hybrid-context-parallel",
         "or choose breadth-first, whose": "--microbatch-group-size-per-virtual-pipeline-stage 4",
         "in the warm-up and the flush too": "--overlap-p2p-communication-warmup-flush",
@@ -106,6 +121,34 @@ CASES: dict[str, dict[str, str]] = {
     f"Without `--pipeline-offload`|{PP4} --pipeline-schedule 1f1b": {
         "is for activations that wait on the host": "--pipeline-offload-host-bytes 1e9"
     },
+    f"What `--pipeline-slice-tokens` needs|{PP4} {SLICES}": {
+        "no effect under Megatron's own schedules; add --pipeline-schedule, v-half": "",
+        "cannot be shared out over --tensor": "--pipeline-schedule v-half --tensor-model-parallel-size 4 "
+        "--sequence-parallel --pipeline-slice-tokens 6",
+    },
+    f"Beside `--pipeline-slice-tokens`|{PP4} {SLICES}": {
+        "would do so within a sequence": f"{UNTIED} --pipeline-schedule pipedream",
+        "the file orders microbatches": "--pipeline-schedule csv:x.csv",
+    },
+    f"Beside `--pipeline-slice-tokens`|{PP4} {SLICES} --pipeline-schedule v-half": {
+        "--context-parallel-size above 1: each": "--context-parallel-size 2",
+        "--mtp-num-layers: the prediction at": "--mtp-num-layers 1",
+        "the state of such attention": "--experimental-attention-variant gated_delta_net "
+        "--linear-attention-freq 4 --spec my.layers stack",
+        "the state of Mamba": "--hybrid-layer-pattern M*|M*|M*|M*|M*|M*|M*|M* --spec my.layers stack",
+        "another number of keys in each": "--cuda-graph-impl transformer_engine --pipeline-unproved",
+        "--tp-comm-overlap: its buffers": "--tp-comm-overlap",
+        "--fine-grained-activation-offloading: it counts": "--fine-grained-activation-offloading",
+        "--pipeline-offload: slices share": "--pipeline-offload auto",
+        "--pipeline-vocabulary: its exchanges are of": SHARED,
+        "--pipeline-profile-steps: what it compiles": "--pipeline-profile-steps 1-2",
+    },
+    f"Beside `--pipeline-slice-tokens`|{PP2} --fake-process-group {SLICES}": {
+        "--rehearse-pipeline: a rehearsal": "--pipeline-schedule 1f1b --rehearse-pipeline x.json",
+    },
+    f"Beside `--pipeline-slice-tokens`|{PAIRS} {SLICES}": {
+        "-expert-parallel-comm: Megatron plans layers of": "--pipeline-schedule 1f1b",
+    },
     f"Bytes of the host|{PP4} --pipeline-schedule 1f1b --pipeline-offload 0.5": {
         "-host-bytes {pipeline_offload_host_bytes} must be": "--pipeline-offload-host-bytes 0"
     },
@@ -124,12 +167,17 @@ CASES: dict[str, dict[str, str]] = {
         "its order has no pairs; choose ": "--pipeline-schedule v-half",
         "--expert-model-parallel-size 1: tokens then": "--expert-model-parallel-size 1",
         "allgather: it gathers": "--moe-token-dispatcher-type allgather",
-        "full: a plan takes": "--recompute-granularity full --recompute-method uniform",
+        "--distribute-saved-activations: the layers of a plan": "--recompute-granularity full "
+        "--distribute-saved-activations",
+        "would count twice for its scales": "--recompute-granularity full --fp8-format hybrid",
         "moe: its tokens": "--recompute-granularity selective --recompute-modules moe",
         "--moe-shared-expert-overlap: a plan": "--moe-shared-expert-overlap",
         "--mtp-num-layers above 1: a plan": "--mtp-num-layers 2",
         "--pipeline-vocabulary: its exchanges": SHARED,
         "--pipeline-profile-steps: it measures": "--pipeline-profile-steps 1-2",
+    },
+    f"In pairs under Megatron's own schedule|{PAIRS}": {
+        "full is not Megatron's in pairs": "--recompute-granularity full",
     },
     f"Beside `--overlap-moe-expert-parallel-comm`|{PAIRS.replace('--bf16 ', '')}": {
         "full precision: Megatron plans": "--pipeline-schedule 1f1b"
@@ -412,9 +460,23 @@ def test_releases_are_compared_as_numbers(version: str | None, is_refused: bool)
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("num_microbatches_with_partial_activation_checkpoints", 1), ("cuda_graph_impl", "local")],
+    [("num_microbatches_with_partial_activation_checkpoints", 1), ("delay_wgrad_compute", True)],
 )
 def test_what_only_the_model_s_config_has(setting: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"does not support {setting} in the model's config"):
         refuse_config(SimpleNamespace(**{setting: value}))
     refuse_config(Namespace(cuda_graph_impl="none"))
+
+
+def test_pairs_put_weight_gradients_off_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flag is accepted, and layers are built without it."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    args = arguments(f"{PAIRS} --pipeline-schedule dualpipe-v --delay-wgrad-compute")
+    assert requested_by(args)
+    assert not args.delay_wgrad_compute
+
+
+@pytest.mark.parametrize("graphs", [GRAPHS, PER_LAYER])
+@pytest.mark.parametrize("schedule", ["v-half", "zb-h1", "interleaved", "1f1b"])
+def test_graphs_are_permitted_unproved(graphs: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read(monkeypatch, f"{PP4} {graphs} --pipeline-unproved --pipeline-schedule {schedule}")

@@ -5,13 +5,13 @@ import json
 import pytest
 
 from megatron_pp_ext.integration import (
-    core_seams,
+    core_hooks,
     frameworks,
+    hooks,
     install,
     patching,
     places,
     releases,
-    seams,
     tried,
 )
 from scripts import tried_commits
@@ -29,7 +29,7 @@ def number(version: str) -> releases.Number:
 def test_hooks_fit(commit: tried.Commit) -> None:
     release = number(commit.version)
     (row,) = (row for row in releases.RELEASES if row.number == release)
-    for seam in seams.all_seams(cpu=True) if row.by_flags else core_seams.INSTALLED:
+    for seam in hooks.all_hooks(cpu=True) if row.by_flags else core_hooks.INSTALLED:
         seam.in_megatron(tried.signatures(commit.name).get, release)
 
 
@@ -42,7 +42,7 @@ def test_hooks_into_frameworks_fit(commit: tried.Commit) -> None:
 def test_what_hooks_know_is_in_some_commit() -> None:
     """No hook knows parameters that were never seen; a commit that is dropped takes them with it."""
     seen = {(place, found) for one in tried.commits() for place, found in tried.signatures(one.name).items()}
-    for seam in (*seams.all_seams(cpu=True), *frameworks.SEAMS):
+    for seam in (*hooks.all_hooks(cpu=True), *frameworks.SEAMS):
         for place in seam.places:
             found = [parameters for path, parameters in seen if path == place.path]
             for known in place.known:
@@ -60,7 +60,7 @@ def _fits(place: places.Place, parameters: str) -> bool:
 
 def test_the_table_has_what_python_finds() -> None:
     """The table is read from source; the installed Megatron is one of its commits."""
-    every = {place.path for seam in seams.all_seams(cpu=True) for place in seam.places}
+    every = {place.path for seam in hooks.all_hooks(cpu=True) for place in seam.places}
     patching.undo()
     found = {path: places.parameters_here(path) for path in every}
     install(cpu=True)

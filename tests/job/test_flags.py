@@ -33,11 +33,11 @@ def test_what_is_given_is_read_and_the_rest_is_as_it_was(words: str, found: dict
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--bf16 yes", "yes stands behind no flag that takes it"),
+        ("--bf16 yes", "yes follows no flag that takes it"),
         ("--num-layers", "--num-layers: expected one argument"),
-        ("--num-layers 8 9", "9 stands behind no flag"),
+        ("--num-layers 8 9", "9 follows no flag"),
         ("--num-layer=8", "--num-layer is none of Megatron's: did you mean '--num-layers'"),
-        ("word", "word stands behind no flag"),
+        ("word", "word follows no flag"),
         ("--pipeline-vocabulary all", "invalid choice: 'all'"),
         ("--num-layers eight", "invalid int value: 'eight'"),
         ("--lr fast", "invalid float value: 'fast'"),

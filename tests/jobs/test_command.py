@@ -19,7 +19,7 @@ def test_the_last_of_two_values_counts() -> None:
     words = command.words_of(["--tensor-model-parallel-size=2", "--x", "--tensor-model-parallel-size", "4"])
     assert command.whole_number(words, "--tensor-model-parallel-size") == 4
     assert command.whole_number(words, "--pipeline-model-parallel-size") == 1
-    with pytest.raises(ValueError, match="--x needs a whole number behind it"):
+    with pytest.raises(ValueError, match="--x needs a whole number after it"):
         command.whole_number(words, "--x")
 
 

@@ -70,7 +70,7 @@ def test_estimates_accept_what_megatron_starts_with() -> None:
         ("Et*4|t*4", "must end with its only L"),
         ("Et*4L|t*4L", "must end with its only L"),
         ("Et*4|t*4mL", "has 1 m, but --mtp-num-layers is 0"),
-        ("Et*4|t*3mtL --mtp-num-layers 1", r"a layer \(t\) behind multi-token"),
+        ("Et*4|t*3mtL --mtp-num-layers 1", r"a layer \(t\) after multi-token"),
         ("Et*8m|mL --mtp-num-layers 2", r"\(m\) in 2 stages"),
     ],
 )

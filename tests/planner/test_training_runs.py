@@ -1,6 +1,5 @@
 """Estimates against published training runs: errors by kind, the order within sweeps, and what fits."""
 
-from pathlib import Path
 from statistics import mean
 
 import pytest
@@ -88,10 +87,3 @@ def test_forward_and_both_halves_of_backward(times: StageTimes) -> None:
     found = (stage.forward, stage.input_gradient, stage.weight_gradient)
     for seconds, measured, tolerance in zip(found, times.milliseconds, (0.15, 0.15, 0.27), strict=True):
         assert 1e3 * seconds == pytest.approx(measured, rel=tolerance)
-
-
-def test_the_document_has_the_shipped_bands() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
-    for kind, found in error_band.validation().items():
-        numbers = f"{found['error']:.1%} | {found['low']:.2f} to {found['high']:.2f} |"
-        assert f"| {kind} | {found['rows']} | {numbers}" in text

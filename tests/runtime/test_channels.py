@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_pp_ext.runtime.channels import LARGE, Channels, direction_groups
-from megatron_pp_ext.runtime.stand_in_channels import MadeUpChannels
+from megatron_pp_ext.runtime.dummy_channels import DummyChannels
 from megatron_pp_ext.schedule.actions import Action, Kind
 from megatron_pp_ext.schedule.messages import SENDS_AHEAD, Message, outgoing_message
 from tests.support.ranks import run_ranks
@@ -239,7 +239,7 @@ def test_only_what_was_posted_can_be_taken() -> None:
 
 def made_up(rank: int) -> tuple[int, bool]:
     dist.init_process_group("gloo")
-    ends = MadeUpChannels([0], dist.group.WORLD, dist.group.WORLD, SHAPE, torch.float, torch.device("cpu"))
+    ends = DummyChannels([0], dist.group.WORLD, dist.group.WORLD, SHAPE, torch.float, torch.device("cpu"))
     got = []
     for number in range(3):
         ends.post(1, message(number))

@@ -66,9 +66,9 @@ def test_the_store_that_torchrun_serves_is_used() -> None:
 def test_only_ranks_of_a_job_meet(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert rendezvous.can_meet()
+    assert rendezvous.can_rendezvous()
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert not rendezvous.can_meet()
+    assert not rendezvous.can_rendezvous()
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv(missing)
-    assert not rendezvous.can_meet()
+    assert not rendezvous.can_rendezvous()

@@ -56,8 +56,8 @@ def test_another_order_of_forwards_is_valid_but_reads_other_samples():
     [
         (WHOLE, 2, "2F3", "", "rank 2: 2F3 is missing"),
         (WHOLE, 0, "0B5", "", "rank 0: 0B5 is missing"),
-        (HALVED, 1, "6I2", "", "rank 1: 6I2 is missing beside 6W2"),
-        (HALVED, 1, "6W2", "", "rank 1: 6W2 is missing beside 6I2"),
+        (HALVED, 1, "6I2", "", "rank 1: 6I2 is missing next to 6W2"),
+        (HALVED, 1, "6W2", "", "rank 1: 6W2 is missing next to 6I2"),
         (WHOLE, 2, "", "2B3", "rank 2: 2B3 is doubled"),
         (WHOLE, 2, "", "4F0", "rank 2: 4F0 is unknown, stages are 0..3"),
         (WHOLE, 2, "", "2F6", "rank 2: 2F6 is unknown"),

@@ -13,7 +13,6 @@ from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import Request, evaluation, named
 from megatron_pp_ext.features.offload.options import Offload
 from megatron_pp_ext.features.pairs.options import paired
-from megatron_pp_ext.features.vocabulary.names import SHARED
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
@@ -35,7 +34,7 @@ def costs_of(stages: int) -> Costs:
         tuple(StageCosts(3 + s % 3, 4 + s % 2, 2 + s % 5, 1.0 + s / 8) for s in range(stages)),
         hop=0.5,
         message=0.25,
-        vocabulary=HeadCosts(1.0, 0.5, 0.125),
+        head=HeadCosts(1.0, 0.5, 0.125),
     )
 
 
@@ -54,14 +53,14 @@ def both(request: Request) -> tuple[Timeline, Timeline]:
 @given(
     ranks=st.integers(2, 6),
     microbatches=st.integers(1, 12),
-    vocabulary=st.sampled_from([None, SHARED]),
+    splits_head=st.booleans(),
     offload=st.sampled_from([None, 0.5]),
 )
 def test_the_same_schedule(
-    name: str, ranks: int, microbatches: int, vocabulary: str | None, offload: float | None
+    name: str, ranks: int, microbatches: int, splits_head: bool, offload: float | None
 ) -> None:
     try:
-        request = replace(named(name, ranks, microbatches), vocabulary=vocabulary)
+        request = replace(named(name, ranks, microbatches), splits_head=splits_head)
         first, last = both(request if offload is None else request.with_option(Offload(offload)))
     except ValueError:  # the family has no schedule for these sizes
         return
@@ -92,10 +91,10 @@ def _planned(schedule: Schedule) -> list[list[tuple[Launch, ...]]]:
 
 
 @pytest.mark.parametrize("name", FOLDED)
-@pytest.mark.parametrize("vocabulary", [None, SHARED])
-def test_the_same_launches(name: str, vocabulary: str | None) -> None:
+@pytest.mark.parametrize("splits_head", [False, True])
+def test_the_same_launches(name: str, splits_head: bool) -> None:
     """Also where actions end at the same time: ranks differ in their numbers alone."""
-    first, last = (one.schedule for one in both(replace(named(name, 4, 9), vocabulary=vocabulary)))
+    first, last = (one.schedule for one in both(replace(named(name, 4, 9), splits_head=splits_head)))
     stages = first.placement.stages
     before = launch_line(first.orders, stages)
     after = launch_line(last.orders, stages, ends_on_last=True)
@@ -161,13 +160,13 @@ def test_a_placement_and_its_mirror() -> None:
 @pytest.mark.parametrize("placement", [linear(3), loop(3, 2), wave(3, 3)])
 def test_ends_on_two_ranks_stay_there(placement: Placement) -> None:
     assert placement.with_loss_on(LAST) == placement.with_loss_on(FIRST) == placement
-    with pytest.raises(ValueError, match="has its ends on two ranks"):
+    with pytest.raises(ValueError, match="has embedding and head on two ranks"):
         replace(placement, ends_on_last=True)
 
 
-@pytest.mark.parametrize("vocabulary", [None, SHARED])
-def test_files_keep_it(tmp_path: Path, vocabulary: str | None) -> None:
-    request = replace(named("v-half", 3, 4), vocabulary=vocabulary).with_loss_on(LAST)
+@pytest.mark.parametrize("splits_head", [False, True])
+def test_files_keep_it(tmp_path: Path, splits_head: bool) -> None:
+    request = replace(named("v-half", 3, 4), splits_head=splits_head).with_loss_on(LAST)
     schedule = make(request).schedule
     csv_file.write(schedule, tmp_path / "v-half.csv")
     assert csv_file.read(tmp_path / "v-half.csv") == schedule

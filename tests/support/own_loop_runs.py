@@ -37,7 +37,7 @@ from megatron_pp_ext.compiler.source import Source  # noqa: E402
 from megatron_pp_ext.features.guided.options import ProfileSteps  # noqa: E402
 from megatron_pp_ext.features.offload.megatron import host_activations  # noqa: E402
 from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations  # noqa: E402
-from megatron_pp_ext.integration import core, core_seams, patching, requested, runners, start_up  # noqa: E402
+from megatron_pp_ext.integration import core, core_hooks, patching, requested, runners, start_up  # noqa: E402
 from megatron_pp_ext.integration.releases import CORE_0_19, megatron_release  # noqa: E402
 from megatron_pp_ext.schedule.costs import Costs  # noqa: E402
 from megatron_pp_ext.schedule.placement import loop  # noqa: E402
@@ -98,7 +98,7 @@ def core_alone(rank: int) -> list[tuple[str, str]]:
     for room in (core, runners):
         for module in pkgutil.iter_modules(room.__path__, f"{room.__name__}."):
             importlib.import_module(module.name)
-    patching.apply(core_seams.CORE)
+    patching.apply(core_hooks.CORE)
 
     def costs(stages: int, splits_head: bool = False) -> Costs:
         return Costs.unit(loop(2, stages // 2))

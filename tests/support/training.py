@@ -34,12 +34,12 @@ from megatron.training.global_vars import get_tensorboard_writer
 
 from megatron_pp_ext import cpu, pretrain_gpt
 from megatron_pp_ext.cpu.flags import megatron_flags
-from megatron_pp_ext.integration import patching, releases, seams
+from megatron_pp_ext.integration import hooks, patching, releases
 from megatron_pp_ext.integration.core.global_names import global_parameters
 from megatron_pp_ext.job.rules import unknown_costs
 from tests.support import frozen
 
-patching.apply(seams.launch_seams(cpu=True))
+patching.apply(hooks.launch_hooks(cpu=True))
 
 MockGPTLowLevelDataset.size = 1000  # documents; to index the usual 100,000 takes a second a rank
 

@@ -133,7 +133,6 @@ def walk(
 
 @part_of_loop
 def _write(tables: Tables, state: TimedOrder, best: Integers) -> None:
-    """Write the codes of the order of ``state`` into ``best``."""
     ranks, actions = best.shape
     for rank in range(ranks):
         for place in range(actions):

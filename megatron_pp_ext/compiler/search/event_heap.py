@@ -13,7 +13,7 @@ from megatron_pp_ext.schedule.loops import part_of_loop
 
 
 class Heap(NamedTuple):
-    """Room for every action; ``waits`` says whether an action is in the heap.
+    """Room for every action; ``waits`` is whether an action is in the heap.
 
     An item is a time multiplied by the number of actions, plus an action.
     """

@@ -156,8 +156,8 @@ def _schedule(
                 if count > oldest:
                     ahead = 0
                     for chunk in own[rank, :chunks]:
-                        behind = done[chunk] - oldest + (1 if chunk == station else 0)
-                        ahead += kept[chunk] * max(1, behind)
+                        after = done[chunk] - oldest + (1 if chunk == station else 0)
+                        ahead += kept[chunk] * max(1, after)
                     if ahead > limits[rank]:
                         continue
             first_due = min(first_due, at)

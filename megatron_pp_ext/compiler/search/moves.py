@@ -5,7 +5,7 @@ from megatron_pp_ext.compiler.search.timed_order import TimedOrder
 from megatron_pp_ext.schedule.loops import part_of_loop
 
 _REPAIRS = 3
-"""The number of W that may be pulled forward to mend one move."""
+"""The number of W that may be pulled forward to repair one move."""
 
 _REACH = 64
 """How far such a W may be."""
@@ -17,8 +17,8 @@ def rearranged(
 ) -> tuple[int, int]:
     """Write into ``new`` the order of ``rank`` in which ``width`` actions from ``at`` on go ``steps`` places.
 
-    The move ends where it would pass what has to stay before or behind.  W are pulled forward where the limit
-    is broken.  Return the first place that changes and the one behind the last; equal ones mean that there is
+    The move ends where it would pass what has to stay before or after.  W are pulled forward where the limit
+    is broken.  Return the first place that changes and the one after the last; equal ones mean that there is
     none, or that the limit cannot be kept.
     """
     row = timed.order[rank]
@@ -76,7 +76,7 @@ def _possible(tables: Tables, row: Integers, at: int, width: int, steps: int) ->
 def _has_to_stay(tables: Tables, one: int, other: int) -> bool:
     """Whether two actions of a rank have one order alone: those of a stage and kind, and of a microbatch.
 
-    A W has to stay behind its I only.
+    A W has to stay after its I only.
     """
     m = tables.microbatches
     if one // m == other // m:
@@ -100,7 +100,7 @@ def _partner(tables: Tables, action: int) -> int:
 def _weight(
     tables: Tables, timed: TimedOrder, rank: int, new: Integers, first: int, place: int, last: int
 ) -> int:
-    """Return where the next W behind ``place`` is whose I is before it; -1 where none is near.
+    """Return where the next W after ``place`` is whose I is before it; -1 where none is near.
 
     ``new`` has the places from ``first`` to ``last``.
     """

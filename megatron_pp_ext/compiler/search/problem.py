@@ -46,9 +46,9 @@ class Problem:
 
     ``stations_by_rank`` are each rank's stations in the order in which a microbatch visits them.
     ``duration`` and ``home``, the rank, are indexed by code (stations, W, whole backwards).  ``delay`` is
-    indexed by station and is the hop to the next one, 0 on the same rank.  A code's action has ``kept`` units
-    of memory from its start or, below 0, gives them back at its end.  ``limits`` are per rank.  ``scale`` is
-    the number of integer time units in one unit of the costs.
+    indexed by station and is the P2P latency to the next one, 0 on the same rank.  A code's action has
+    ``kept`` units of memory from its start or, below 0, gives them back at its end.  ``limits`` are per rank.
+    ``scale`` is the number of integer time units in one unit of the costs.
     """
 
     placement: Placement

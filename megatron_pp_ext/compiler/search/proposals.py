@@ -1,19 +1,19 @@
 """Propose orders for a pipeline, from the published families or from a search, that keep its limits.
 
-A limit has to hold messages beside activations.  How many messages a rank holds follows from the complete
-orders of all ranks, so no search can count them on its way.  A search is given limits that leave room for
-messages, and its results are then judged with their own number of messages.
+A limit has to hold messages in addition to activations.  How many messages a rank holds follows from the
+complete orders of all ranks, so no search can count them on its way.  A search is given limits that leave
+room for messages, and its results are then judged with their own number of messages.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_pp_ext.compiler.limits import at_most, least_limits, rooms_beside_messages
-from megatron_pp_ext.compiler.search.diary import Diary
+from megatron_pp_ext.compiler.limits import at_most, least_limits, without_messages
 from megatron_pp_ext.compiler.search.integer_timing import time_orders
 from megatron_pp_ext.compiler.search.portfolio import search
 from megatron_pp_ext.compiler.search.problem import TOLERANCE, Orders, Problem, problem_of
+from megatron_pp_ext.compiler.search.progress_log import ProgressLog
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
@@ -96,20 +96,20 @@ def from_search(
     """Return the shortest results of a search that keep ``limits``; no makespan is below ``bound``.
 
     A search ends with the first of its results that meets the bound and keeps the limits.  It may use the
-    room beside the fewest messages that there can be.  Where the best result has more
+    room next to the fewest messages that there can be.  Where the best result has more
     messages, and they do not fit, the search begins anew with room for that many.
     """
     placement, microbatches = problem.placement, problem.microbatches
-    rooms = rooms_beside_messages(placement, microbatches, costs, limits)
+    rooms = without_messages(placement, microbatches, costs, limits)
     needed = least_limits(replace(costs, message=0.0), placement)
     floor = math.ceil(bound * problem.scale * (1 - TOLERANCE))
     kept: list[Proposal] = []
-    diary = Diary(problem, limits, bound)
+    progress_log = ProgressLog(problem, limits, bound)
     for _ in range(_ATTEMPTS):
         found = []
         for length, orders, origin in search(problem, trials, floor, families):
             found.append(Proposal(length / problem.scale, problem, orders, costs, origin))
-            diary.found(found[-1].makespan)
+            progress_log.found(found[-1].makespan)
             if length <= floor and _keeps(found[-1], limits):
                 break
         shortest = _shortest(found, limits)
@@ -118,17 +118,17 @@ def from_search(
         if best is None or any(one is best for one in shortest):
             break
         timeline = best.timeline
-        beside = zip(limits, timeline.peak_messages, timeline.peak_memory, rooms, needed, strict=True)
+        by_rank = zip(limits, timeline.peak_messages, timeline.peak_memory, rooms, needed, strict=True)
         # A rank that keeps no activations cannot make room by keeping fewer.
         less = tuple(
             room if at_most(peak, limit) else max(least or room, limit - messages * costs.message)
-            for limit, messages, peak, room, least in beside
+            for limit, messages, peak, room, least in by_rank
         )
         if less == rooms:
             break
         rooms = less
         problem = problem_of(placement, microbatches, costs, rooms)
-    diary.end()
+    progress_log.end()
     return kept
 
 

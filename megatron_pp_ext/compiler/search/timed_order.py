@@ -24,7 +24,7 @@ class TimedOrder(NamedTuple):
     before every place.  ``trial`` has the starts that a move leads to; between moves it equals ``start``.
 
     ``heap`` has the actions to time anew.  ``changed`` lists those whose time a move has changed, and
-    ``listed`` says of each whether it is there.
+    ``listed`` has for each whether it is there.
     """
 
     order: Integers
@@ -115,7 +115,7 @@ def _free(tables: Tables, timed: TimedOrder, rank: int, place: int) -> int:
 
 @part_of_loop
 def _tail(tables: Tables, timed: TimedOrder, action: int) -> int:
-    """Return the time from the start of ``action`` to the end of all behind it, by their tails."""
+    """Return the time from the start of ``action`` to the end of all after it, by their tails."""
     code = action // tables.microbatches
     row, place = timed.order[tables.home[code]], timed.place[action]
     then = timed.tail[row[place + 1]] if place + 1 < len(row) else 0
@@ -193,7 +193,7 @@ def _forward(
     """Put into ``trial`` the starts that change with the places ``first`` to ``last`` of ``rank``.
 
     Return how many actions ``changed`` then lists, and whether a makespan of ``longest`` is still possible.
-    An action that started later than ``cut`` has nothing behind it that changed places, so that its tail
+    An action that started later than ``cut`` has nothing after it that changed places, so that its tail
     holds.  Where ranks wait for each other, their actions start ever later.
     """
     row, heap = timed.order[rank], timed.heap

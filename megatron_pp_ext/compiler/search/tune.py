@@ -127,7 +127,6 @@ def _length(problem: Problem, plan: Plan, longest: int = NEVER) -> int | None:
 
 
 def _work(problem: Problem) -> int:
-    """Return the time that one microbatch's actions take on the busiest rank."""
     return max(problem.work) // problem.microbatches
 
 
@@ -185,7 +184,6 @@ def _start(problem: Problem, random: Random, each_leg: bool) -> Plan:
 
 
 def _change(plan: Plan, tick: int, random: Random) -> Plan:
-    """Return ``plan`` with one random change."""
     fine = tick * _SUB
     match random.randrange(12):
         case 0:

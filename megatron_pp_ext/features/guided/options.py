@@ -30,17 +30,14 @@ class ProfileSteps(Option):
 
     @property
     def number(self) -> int:
-        """The number of steps."""
         return self.last - self.first + 1
 
     @property
     def measured_by(self) -> str:
-        """See ``Option``."""
         return f"{_STEPS} {self}"
 
     @property
     def until(self) -> str:
-        """See ``Option``."""
         return f"until steps {self} are measured"
 
 

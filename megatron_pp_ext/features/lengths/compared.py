@@ -1,4 +1,4 @@
-"""The orders of other frameworks beside those planned here, for the same step."""
+"""The orders of other frameworks next to those planned here, for the same step."""
 
 from collections.abc import Sequence
 

@@ -64,7 +64,6 @@ class Microbatches:
 
     @cached_property
     def tokens(self) -> tuple[int, ...]:
-        """The tokens of each microbatch."""
         return tuple(map(sum, self.documents))
 
     @cached_property
@@ -98,7 +97,6 @@ def read(path: Path) -> Microbatches:
 
 
 def _lines(text: str) -> list[list[int]]:
-    """Return the numbers of each line that is not empty."""
     found = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.replace(",", " ").split()

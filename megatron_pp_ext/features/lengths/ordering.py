@@ -20,7 +20,7 @@ _TOKENS = "tokens", "input_ids"
 def lengths_of_batch(batch: Any) -> list[int]:
     """Return the document lengths of a batch as Megatron's datasets yield it.
 
-    A packed one says where documents end; any other has a document in each row.  ValueError for anything
+    A packed one states where documents end; any other has a document in each row.  ValueError for anything
     else.
     """
     if isinstance(batch, Mapping):
@@ -52,7 +52,6 @@ class Ordering(Option):
 
     @property
     def about(self) -> str:
-        """See ``Option``."""
         if self.how == "given":
             return ""
         how = "by the rule of the schedule" if self.how == "rule" else "as a search finds"

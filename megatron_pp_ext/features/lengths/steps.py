@@ -123,7 +123,6 @@ class Movable:
         self.steps = OrderSteps(before, sends, wire, rank, row, slot, other_row, other_slot, weights)
 
     def _weights(self, count: int) -> Weights:
-        """Return the W of the schedule, for so many steps."""
         ready, due = np.zeros(count, np.int64), np.zeros(count, np.int64)
         bounds, moved = [0], list[Action]()
         steps = iter(self._step_of)
@@ -173,7 +172,6 @@ class Movable:
 
     @cached_property
     def memory(self) -> Memory:
-        """What actions keep."""
         actions = [action for order in self.schedule.orders for action in order]
         stages = self.schedule.placement.stages
         bounds = np.array([0, *accumulate(map(len, self.schedule.orders))])

@@ -1,6 +1,6 @@
 """How long a step takes with an order of its microbatches: the loops that a plan repeats.
 
-The rules are those of ``schedule.timing``.  Besides, a rank does a W where it would wait for an input for
+The rules are those of ``schedule.timing``.  In addition, a rank does a W where it would wait for an input for
 long enough, or has to before a forward (``steps.Weights``), and what is left of them at its end.
 """
 
@@ -133,7 +133,7 @@ def judged(
 def time_order(
     steps: OrderSteps, table: Table, order: Integers, patience: float, ends: Floats, done: Integers
 ) -> float:
-    """See ``timed``."""
+    """Run ``timed`` as a compiled loop that Python can call."""
     return timed(steps, table, order, patience, ends, done)
 
 
@@ -147,13 +147,13 @@ def judge(
     ends: Floats,
     done: Integers,
 ) -> float:
-    """See ``judged``."""
+    """Run ``judged`` as a compiled loop that Python can call."""
     return judged(steps, table, memory, limits, order, ends, done)
 
 
 @Loop
 def excess_of(memory: Memory, limits: Floats, table: Table, order: Integers) -> float:
-    """See ``excess``."""
+    """Run ``excess`` as a compiled loop that Python can call."""
     return excess(memory, limits, table, order)
 
 

@@ -35,14 +35,14 @@ def with_share(schedule: Schedule, costs: Costs, share: float) -> Timeline:
     alone = without_copies(schedule, costs)
     ranks = [RankCopies(alone, rank) for rank in range(len(alone.events))]
     rooms = [len(rank.copies(len(rank.waits))) for rank in ranks]
-    counts = leveled(rooms, round(share * sum(len(rank.waits) for rank in ranks)))
+    counts = balanced(rooms, round(share * sum(len(rank.waits) for rank in ranks)))
     return timed(alone, [rank.copies(count) for rank, count in zip(ranks, counts, strict=True)])
 
 
 def within(schedule: Schedule, costs: Costs, limits: Sequence[float]) -> Timeline:
     """Return ``schedule`` with as few copies as keep each rank within its limit, simulated.
 
-    A rank that no copies keep within it, as ``over`` tells, offloads all that can be.  ``limits`` are in the
+    A rank that no copies keep within it, by ``over``, offloads all that can be.  ``limits`` are in the
     unit of ``StageCosts.activation``, and are held against ``Timeline.peak_memory``.
     """
     alone = without_copies(schedule, costs)
@@ -52,7 +52,7 @@ def within(schedule: Schedule, costs: Costs, limits: Sequence[float]) -> Timelin
 def least_copies(step: Timeline, limits: Sequence[float]) -> tuple[list[list[PlannedCopy]], list[int]]:
     """Return as few copies as keep each rank of ``step`` within its limit, and the ranks that none keep."""
     copies, above = [], []
-    for rank, room in enumerate(beside_messages(step, limits)):
+    for rank, room in enumerate(without_messages(step, limits)):
         own = RankCopies(step, rank)
         copies.append(own.least(room))
         if own.peak(copies[rank]) > room * (1 + ROUNDING):
@@ -60,7 +60,7 @@ def least_copies(step: Timeline, limits: Sequence[float]) -> tuple[list[list[Pla
     return copies, above
 
 
-def beside_messages(timeline: Timeline, limits: Sequence[float]) -> list[float]:
+def without_messages(timeline: Timeline, limits: Sequence[float]) -> list[float]:
     """Return what the messages of a rank leave of its limit."""
     message = timeline.costs.message
     counts = timeline.peak_messages if message else (0,) * len(limits)
@@ -73,7 +73,7 @@ def over(timeline: Timeline, limits: Sequence[float]) -> float:
     return max(0.0, *above)
 
 
-def leveled(rooms: Sequence[int], total: int) -> list[int]:
+def balanced(rooms: Sequence[int], total: int) -> list[int]:
     """Return ``total`` in equal parts, none larger than its room; the first have one more where it is odd."""
     level = 0
     while sum(min(room, level + 1) for room in rooms) <= min(total, sum(rooms) - 1):

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_pp_ext.features.offload.free_plans import (
-    beside_messages,
-    leveled,
+    balanced,
     over,
     timed,
     with_share,
     within,
     without_copies,
+    without_messages,
 )
 from megatron_pp_ext.features.offload.rank_copies import ROUNDING, RankCopies
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
@@ -66,7 +66,7 @@ def within_limits(schedule: Schedule, costs: Costs, limits: Sequence[float]) -> 
     if not over(free, limits):
         return free
     step = without_copies(schedule, costs)
-    rooms = beside_messages(step, limits)
+    rooms = without_messages(step, limits)
     found: list[Timeline] = []
     for _ in range(_ROUNDS):
         reloads: dict[Kept, Action] = {}
@@ -116,7 +116,7 @@ def _late(schedule: Schedule, costs: Costs, wanted: int) -> Timeline:
     found: list[Timeline] = []
     for _ in range(_ROUNDS):
         ranks = [RankCopies(step, rank) for rank in range(schedule.ranks)]
-        counts = leveled([len(rank.waits) for rank in ranks], wanted)
+        counts = balanced([len(rank.waits) for rank in ranks], wanted)
         step = timed(step, [rank.late(count) for rank, count in zip(ranks, counts, strict=True)])
         found.append(step)
     return min(found, key=lambda timeline: timeline.makespan)

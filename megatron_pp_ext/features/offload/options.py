@@ -50,7 +50,7 @@ def requested(
 
 
 def read(asked: RequestedJob, request: Request) -> Request:
-    """Return ``request`` with what the flags say; see ``job.options.Read``."""
+    """Return ``request`` with what the flags request; see ``job.options.Read``."""
     given = asked.job.pipeline
     if given.pipeline_offload is None:
         return request

@@ -29,7 +29,7 @@ _FEWER = 8
 """The part of the trials that is left for an order without copies, which has to be shorter than one with."""
 
 _WORTH_SAYING = 5e-4
-"""The part of a step from which on people are told that copies make it longer."""
+"""The part of a step from which on it is reported that copies make it longer."""
 
 
 def offloaded(request: Request, costs: CostsOf, before: Make) -> Made:
@@ -47,7 +47,7 @@ def offloaded(request: Request, costs: CostsOf, before: Make) -> Made:
     alone = without_copies(made.schedule, known)
     timeline = _timeline(made.schedule, request, option.share, known)
     growth = timeline.makespan / alone.makespan - 1
-    note = f"copies to the host make steps {growth:.1%} longer by prediction"
+    note = f"copies to the host make steps {growth:.1%} longer by the estimate"
     notes = "; ".join(filter(None, (made.note, note if growth > _WORTH_SAYING else "")))
     return replace(made, schedule=timeline.schedule, note=notes)
 

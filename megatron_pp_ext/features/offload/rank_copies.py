@@ -50,7 +50,7 @@ class Wait(NamedTuple):
 class PlannedCopy(NamedTuple):
     """What is offloaded, with its times, and the actions before which it is freed and reloaded.
 
-    ``is_useful`` says whether there is any time between the two.
+    ``is_useful`` is whether there is any time between the two.
     """
 
     times: Copied

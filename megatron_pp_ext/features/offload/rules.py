@@ -24,7 +24,7 @@ RULES = (
                     and job.pipeline.can.is_compiled
                     and job.pipeline.pipeline_vocabulary
                 ),
-                why="the compiler does not choose copies beside parts of a vocabulary",
+                why="the compiler does not choose copies with parts of a vocabulary",
                 fix="give a share, such as 0.5",
             ),
         ),

@@ -52,6 +52,17 @@ RULES = (
         ),
     ),
     Rules(
+        title="In pairs under Megatron's own schedule",
+        when=lambda job: job.parallel.overlap_moe_expert_parallel_comm and not job.pipeline.has_schedule,
+        rows=(
+            Rule(
+                "--recompute-granularity full",
+                why="is not Megatron's in pairs: its plans of layers keep everything",
+                fix="add --pipeline-schedule, or choose selective",
+            ),
+        ),
+    ),
+    Rules(
         title="Beside `--overlap-moe-expert-parallel-comm`",
         when=lambda job: job.parallel.overlap_moe_expert_parallel_comm and job.pipeline.has_schedule,
         subject="--overlap-moe-expert-parallel-comm",
@@ -82,9 +93,20 @@ RULES = (
                 fix="add --bf16 or --fp16",
             ),
             Rule(
-                "--recompute-granularity full",
-                why="a plan takes apart the layers that it would compute again as a whole",
-                fix="choose selective, or leave one of the two out",
+                "--distribute-saved-activations",
+                when=lambda job: job.memory.recomputes_layers and job.memory.distribute_saved_activations,
+                why="the layers of a plan take their input as a whole",
+                fix="leave it out",
+            ),
+            Rule(
+                "--fp8-recipe delayed",
+                when=lambda job: (
+                    job.memory.recomputes_layers
+                    and job.precision.fp8
+                    and job.precision.fp8_recipe == "delayed"
+                ),
+                why="layers that --recompute-granularity full runs again would count twice for its scales",
+                fix="choose another recipe, or --recompute-granularity selective",
             ),
             Rule(
                 "--recompute-modules moe",

@@ -1,4 +1,4 @@
-"""The values of --pipeline-vocabulary, beside ``schedule.names.AUTO``."""
+"""The values of --pipeline-vocabulary, in addition to ``schedule.names.AUTO``."""
 
 SHARED = "shared"
 """Every rank has an equal part of the vocabulary."""

@@ -42,7 +42,7 @@ def _permitted_flags(asked: RequestedJob) -> Mapping[str, Any]:
 
 
 def read(asked: RequestedJob, request: Request) -> Request:
-    """Return ``request`` with what the flag says; see ``job.options.Read``."""
+    """Return ``request`` with what the flag requests; see ``job.options.Read``."""
     return _requested(request, _permitted(asked))
 
 

@@ -68,7 +68,7 @@ def _shorter_of_both(request: Request, costs: CostsOf, before: Make) -> Made:
     gain = 1 - shared / separate
     if gain < _WORTH_SHARING:
         return replace(alone, note=f"vocabulary not shared: that would change a step by {-gain:+.1%}")
-    return Made(schedules[1], f"vocabulary shared: steps are {gain:.1%} shorter by prediction")
+    return Made(schedules[1], f"vocabulary shared: steps are {gain:.1%} shorter by the estimate")
 
 
 def _compiled(request: Request, costs: CostsOf, before: Make) -> Schedule:

@@ -34,7 +34,7 @@ from itertools import accumulate, islice
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, delivers
 from megatron_pp_ext.schedule.check import InvalidSchedule
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.messages import HIDDEN, HOP, SUMS, WORK
+from megatron_pp_ext.schedule.messages import HIDDEN, P2P, SUMS, WORK
 from megatron_pp_ext.schedule.placement import Placement
 
 _DUE = 2
@@ -165,12 +165,10 @@ class _Paper:
 
     @property
     def orders(self) -> tuple[Order, ...]:
-        """What each rank has done."""
         return tuple(map(tuple, self.done))
 
     @property
     def end(self) -> int:
-        """The end of the last rank."""
         return max(self._now)
 
     @property
@@ -236,8 +234,8 @@ class _Paper:
                 heapq.heappush(self.moments, (since, other))
 
     def _lets(self, action: Action, since: int, sender: int | None = None) -> None:
-        """Note that ``action`` can start at ``since``, or a hop later if ``sender`` is another rank."""
+        """Note that ``action`` can start at ``since``, a message later if ``sender`` is another rank."""
         rank = self._home[action.stage]
-        since += HOP if sender not in (None, rank) else 0
+        since += P2P if sender not in (None, rank) else 0
         self._since[action] = since
         heapq.heappush(self.moments, (since, rank))

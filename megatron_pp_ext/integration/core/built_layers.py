@@ -1,4 +1,4 @@
-"""Whether a model was built as the placement says, looked at before its first step.
+"""Whether a model was built as the placement has it, looked at before its first step.
 
 A builder that goes round the functions which are placed would put other layers on a rank than the schedule
 runs there, and train another model without an error.
@@ -19,11 +19,11 @@ _LAYER = re.compile(r"decoder\.layers\.\d+")
 
 
 class Built(NamedTuple):
-    """What a chunk has: the numbers of its layers, counted from 1, and the ends of the model."""
+    """What a chunk has: the numbers of its layers, from 1, the embedding and the output head."""
 
     layers: tuple[int, ...]
     embeds: bool
-    ends: bool
+    has_head: bool
 
 
 def require_as_placed(model: Sequence[torch.nn.Module], pipeline: Pipeline, group: dist.ProcessGroup) -> None:
@@ -31,9 +31,9 @@ def require_as_placed(model: Sequence[torch.nn.Module], pipeline: Pipeline, grou
 
     ``model`` are the chunks of this rank.  Collective over ``group``.
     """
-    told: list[list[Built]] = [[]] * group.size()
-    dist.all_gather_object(told, [built(chunk) for chunk in model], group=group)
-    problem = misplaced(told, pipeline.placement)
+    gathered: list[list[Built]] = [[]] * group.size()
+    dist.all_gather_object(gathered, [built(chunk) for chunk in model], group=group)
+    problem = misplaced(gathered, pipeline.placement)
     if problem:
         raise ValueError(f"{pipeline.name} cannot train this model: {problem}")
 
@@ -54,9 +54,9 @@ def numbers_of_layers(part: torch.nn.Module) -> dict[str, int]:
     }
 
 
-def misplaced(told: Sequence[Sequence[Built]], placement: Placement) -> str:
+def misplaced(gathered: Sequence[Sequence[Built]], placement: Placement) -> str:
     """Return why the chunks of each rank are not the placement's stages; empty if they are."""
-    for rank, chunks in enumerate(told):
+    for rank, chunks in enumerate(gathered):
         if len(chunks) != placement.chunks:
             return (
                 f"it has {placement.chunks} chunks a rank, and rank {rank} of the pipeline asks for a step "
@@ -66,7 +66,7 @@ def misplaced(told: Sequence[Sequence[Built]], placement: Placement) -> str:
     expected = 1
     for stage in range(placement.stages):
         rank, chunk = placement.rank_of(stage), placement.chunk_of(stage)
-        found = told[rank][chunk]
+        found = gathered[rank][chunk]
         where = f"chunk {chunk} of pipeline rank {rank} is stage {stage}"
         wanted = tuple(range(expected, expected + len(found.layers)))
         if found.layers != wanted:
@@ -75,7 +75,7 @@ def misplaced(told: Sequence[Sequence[Built]], placement: Placement) -> str:
         expected += len(found.layers)
         for end, has_end, at in (
             ("embedding", found.embeds, 0),
-            ("output layer", found.ends, placement.stages - 1),
+            ("output layer", found.has_head, placement.stages - 1),
         ):
             if has_end is not (stage == at):
                 return f"{where}, and {'has' if has_end else 'lacks'} the model's {end}; {_FIX}"

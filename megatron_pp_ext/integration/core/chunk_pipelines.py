@@ -19,7 +19,7 @@ from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.requested import Pipeline
 
 _chunks: WeakKeyDictionary[torch.nn.Module, Pipeline | None] = WeakKeyDictionary()
-"""The pipeline of every chunk that was built since seams are in place; None of one for stock's schedule."""
+"""The pipeline of every chunk that was built since hooks are in place; None of one for stock's schedule."""
 
 _arrivals: list[str] = []
 """The schedules for which configs were made that came from other processes."""

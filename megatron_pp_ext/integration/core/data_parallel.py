@@ -143,7 +143,7 @@ def last_actions(actions: Sequence[Action]) -> dict[int, LastActions]:
 
 
 def _ends_of_gradients(actions: Sequence[Action]) -> list[tuple[int, Kind]]:
-    """Return (stage, kind) of the actions behind which more of the gradients is complete, in their order."""
+    """Return (stage, kind) of the actions after which more of the gradients is complete, in their order."""
     last = {action for pair in last_actions(actions).values() for action in pair}
     return [(action.stage, action.kind) for action in actions if action in last]
 
@@ -168,7 +168,7 @@ class DataParallel:
         self._reduce = None if force_all_reduce else _each(config.grad_sync_func, model)
         self._gather = None if forward_only else _each(config.param_sync_func, model)
         self._uncounted = [ExitStack() for _ in model]
-        # Behind the last of these a chunk's gradients are complete: its last W, and its part of a split head.
+        # After the last of these a chunk's gradients are complete: its last W, and its part of a split head.
         self._unfinished = [1 for _ in model]
         self._waiting: list[int] | None = None
         self._is_forced = force_all_reduce

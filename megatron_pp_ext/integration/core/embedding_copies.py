@@ -1,8 +1,9 @@
 """The copies of the embedding that one model has: they start equal, and all get the sum of their gradients.
 
-A tied output weight is a copy, and multi-token prediction embeds its tokens by another one.  Stock does this
-across the ranks of its embedding group.  Under a V both ends of the model are on one rank, where no group
-reaches them, and groups that are older than the schedule leave out the rank that predicts.
+A tied output weight is a copy, and multi-token prediction (MTP) embeds its tokens by another one.  Stock
+does this across the ranks of its embedding group.  Under a V the embedding and the output head are on one
+rank, where no group reaches them, and groups that are older than the schedule leave out the rank that
+predicts.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,14 +27,14 @@ from megatron_pp_ext.runtime.groups import wire_of
 
 @around
 def embed_on_one_rank(stock: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Let a pipeline's embedding group be the rank with both ends of a V, and the one that predicts.
+    """Let a pipeline's embedding group be the rank with a V's embedding and head, and the one with MTP.
 
     Scripts may pass ranks of their own for that group to ``initialize_model_parallel``; with another rank in
-    it, the one with both ends would wait for that for ever.
+    it, the one with the embedding would wait for that for ever.
     """
     pipeline = requested.pipeline()
     call = bound(stock, *args, **kwargs)
-    if pipeline is not None and pipeline.has_both_ends_on_one_rank:
+    if pipeline is not None and pipeline.has_embedding_with_head:
         call.arguments["get_embedding_ranks"] = _embedding_ranks
     return stock(*call.args, **call.kwargs)
 
@@ -41,31 +42,36 @@ def embed_on_one_rank(stock: Callable[..., None], *args: Any, **kwargs: Any) -> 
 def _embedding_ranks(pp_ranks: list[int]) -> list[int]:
     pipeline = requested.require()
     predicting = _predicting_in_group(pipeline)
-    return sorted({pp_ranks[pipeline.ends], pp_ranks[pipeline.ends if predicting is None else predicting]})
+    return sorted(
+        {
+            pp_ranks[pipeline.embedding_rank],
+            pp_ranks[pipeline.embedding_rank if predicting is None else predicting],
+        }
+    )
 
 
 def _predicting_in_group(pipeline: Pipeline) -> int | None:
-    """Return the rank whose copy, for multi-token prediction, is in Megatron's embedding group; or None.
+    """Return the rank whose copy, for MTP, is in Megatron's embedding group; or None.
 
     Groups may be older than a schedule that a call installs.  And Megatron takes the last rank of the group
     for one with the output layer alone (``LanguageModule._is_in_embd_group``), so that under a V with both
-    ends there the group is that rank.
+    there the group is that rank.
     """
     if pipeline.predicting is None or pipeline.placement.ends_on_last:
         return None
     return pipeline.placement.rank_of(pipeline.predicting)
 
 
-def tie_ends(chunks: Sequence[torch.nn.Module]) -> None:
+def tie_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
     """Start copies of the embedding that stock leaves at zero as what they copy; collective over a pipeline.
 
-    Stock fills them by an all-reduce over its embedding group; under a V both ends are on one rank.
+    Stock fills them by an all-reduce over its embedding group; under a V both are on one rank.
     """
     pipeline = requested.require()
-    if not pipeline.has_both_ends_on_one_rank:
+    if not pipeline.has_embedding_with_head:
         return
     group = parallel_state.get_pipeline_model_parallel_group()
-    tied = _tied_weights(chunks, group.rank() == pipeline.ends)
+    tied = _tied_weights(chunks, group.rank() == pipeline.embedding_rank)
     if tied is not None:
         first, last = tied
         last.data.copy_(first.data)
@@ -73,9 +79,9 @@ def tie_ends(chunks: Sequence[torch.nn.Module]) -> None:
         link.broadcast(link.weight.data)
 
 
-def _tied_weights(chunks: Sequence[torch.nn.Module], has_ends: bool) -> tuple[Any, Any] | None:
+def _tied_weights(chunks: Sequence[torch.nn.Module], has_embedding: bool) -> tuple[Any, Any] | None:
     """Return the weights of the first and the last stage on the rank that has both, if they are copies."""
-    if not has_ends:
+    if not has_embedding:
         return None
     first, last = map(_model, (chunks[0], chunks[-1]))
     shares = getattr(first, "share_embeddings_and_output_weights", False)
@@ -99,20 +105,20 @@ def sum_tied_gradients(
     """Add up the gradients of the embedding's copies under a V.
 
     Stock sums them across ranks here: after data-parallel reduction and before the division by tokens.  So
-    the arithmetic is stock's own.  A third copy, that of multi-token prediction in a stage of another rank,
+    the arithmetic is stock's own.  A third copy, that of MTP in a stage of another rank,
     is summed in between: by stock where it is in Megatron's group, else over a link of its own.  Otherwise
     stock is not called: Megatron's group may be older than the schedule, and have the last rank in it.
     """
     pipeline = chunk_pipelines.of_model(model)
-    if pipeline is None or not pipeline.has_both_ends_on_one_rank:
+    if pipeline is None or not pipeline.has_embedding_with_head:
         return stock(model, *args, **kwargs)
     group = parallel_state.get_pipeline_model_parallel_group()
-    tied = _tied_weights(model, group.rank() == pipeline.ends) or ()
+    tied = _tied_weights(model, group.rank() == pipeline.embedding_rank) or ()
     gradients = [getattr(weight, "main_grad", None) for weight in tied]
     both = [gradient for gradient in gradients if gradient is not None]  # none of a frozen embedding
     if len(both) == 2:
         both[0].add_(both[1])
-    if _predicting_in_group(pipeline) not in (None, pipeline.ends):
+    if _predicting_in_group(pipeline) not in (None, pipeline.embedding_rank):
         stock(model, *args, **kwargs)
     link = _link(model, pipeline, group)
     if link and (gradient := getattr(link.weight, "main_grad", None)) is not None:
@@ -122,27 +128,27 @@ def sum_tied_gradients(
 
 
 class _Link:
-    """Takes a copy's numbers between the rank of ``group`` that ``has_ends`` and a ``peer``.
+    """Takes a copy's numbers between the rank of ``group`` that ``has_embedding`` and a ``peer``.
 
     This rank's copy is ``weight``.
     """
 
-    def __init__(self, weight: Any, group: dist.ProcessGroup, has_ends: bool, peer: int) -> None:
-        self.weight, self._group, self._has_ends = weight, group, has_ends
+    def __init__(self, weight: Any, group: dist.ProcessGroup, has_embedding: bool, peer: int) -> None:
+        self.weight, self._group, self._has_embedding = weight, group, has_embedding
         self._peer = dist.get_process_group_ranks(group)[peer]
         self._wire = wire_of(group, weight.device)
 
     def sum(self, numbers: torch.Tensor) -> None:
         """Give both ranks the sum of their ``numbers``."""
-        if self._has_ends:
+        if self._has_embedding:
             numbers.add_(self._received(numbers))
         else:
             self._send(numbers)
         self.broadcast(numbers)
 
     def broadcast(self, numbers: torch.Tensor) -> None:
-        """Give the other rank the ``numbers`` of the one that has the ends."""
-        if self._has_ends:
+        """Give the other rank the ``numbers`` of the one that has the embedding."""
+        if self._has_embedding:
             self._send(numbers)
         else:
             numbers.copy_(self._received(numbers))
@@ -157,7 +163,7 @@ class _Link:
 
 
 def _link(chunks: Sequence[torch.nn.Module], pipeline: Pipeline, group: dist.ProcessGroup) -> _Link | None:
-    """Return the link between the first stage's copy and that of a prediction on another rank.
+    """Return the link between the first stage's copy and that of MTP on another rank.
 
     None on other ranks, and where Megatron's group has both (``_embedding_ranks``).
     """
@@ -167,10 +173,10 @@ def _link(chunks: Sequence[torch.nn.Module], pipeline: Pipeline, group: dist.Pro
     placement = pipeline.placement
     predicting = layers.predicting_stage(Job.of(arguments(config)), placement.stages)
     assert predicting is not None
-    ends, other = pipeline.ends, placement.rank_of(predicting)
-    if other == ends or group.rank() not in (ends, other):
+    home, other = pipeline.embedding_rank, placement.rank_of(predicting)
+    if other == home or group.rank() not in (home, other):
         return None
-    has_ends = group.rank() == ends
-    copy = chunks[0 if has_ends else -1]  # Megatron predicts in a rank's last chunk alone
+    has_embedding = group.rank() == home
+    copy = chunks[0 if has_embedding else -1]  # Megatron predicts in a rank's last chunk alone
     weight = _model(copy).shared_embedding_or_output_weight()
-    return _Link(weight, group, has_ends, other if has_ends else ends)
+    return _Link(weight, group, has_embedding, other if has_embedding else home)

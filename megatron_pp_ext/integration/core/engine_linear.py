@@ -5,7 +5,7 @@ TELayerNormColumnParallelLinear, TEColumnParallelLinear, TERowParallelLinear and
 object ``wgrad_store``, which decides whether the weight's gradient is computed at once; if not, the module
 hands it the product and its operands.  Transformer Engine's own store is a queue for each module, which has
 to be enabled when the module is built and runs first in, first out.  The store here leaves the work to the W
-of the stage and microbatch whose I is running, beside that of Megatron's local layers.
+of the stage and microbatch whose I is running, as that of Megatron's local layers does.
 
 The product is bound to its operands in I: the scales of FP8 operands go with them, and the scaling of later
 microbatches cannot change them.
@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
 from megatron_pp_ext.integration.core.data_parallel import Gradients, defer_weights
 from megatron_pp_ext.runtime.split import STORE, has_hooks
@@ -44,8 +45,11 @@ class DeferringStore:
     def delay_wgrad_compute(self) -> bool:
         """Return whether the module may hand its product over.
 
-        The answer is yes during forwards, since the backward calls again, and then only during an I.
+        The answer is yes during forwards, since the backward calls again, and then only during an I.  It is
+        no where a graph is captured, which computes both halves.
         """
+        if is_graph_capturing():
+            return False
         is_in_backward = torch._C._current_graph_task_id() != -1
         has_watchers = any(map(has_hooks, (*self._weights, *self._biases)))
         return (STORE.is_collecting and not has_watchers) or not is_in_backward

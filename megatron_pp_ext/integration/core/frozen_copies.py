@@ -1,7 +1,8 @@
 """One weight of which several ranks have copies or parts is trained on all of them, or on none.
 
-With tied embeddings both ends of a model have a copy, and those that predict several tokens have more; a
-feature may give every rank a part.  Where some of them are frozen, stock waits for ever for gradients.
+With tied embeddings the embedding and the output head have a copy each, and those that predict several tokens
+have more; a feature may give every rank a part.  Where some of them are frozen, stock waits for ever for
+gradients.
 """
 
 from collections.abc import Sequence
@@ -22,11 +23,11 @@ def require_alike(model: Sequence[torch.nn.Module]) -> None:
         for name, parameter in chunk.named_parameters()
         if name in (EMBEDDING, OUTPUT)
     }
-    told: list[set[tuple[str, bool]]] = [own] * dist.get_world_size()
-    dist.all_gather_object(told, own)
+    gathered: list[set[tuple[str, bool]]] = [own] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
     for name in (EMBEDDING, OUTPUT):
         frozen, trained = (
-            [rank for rank, weights in enumerate(told) if (name, is_trained) in weights]
+            [rank for rank, weights in enumerate(gathered) if (name, is_trained) in weights]
             for is_trained in (False, True)
         )
         if frozen and trained:

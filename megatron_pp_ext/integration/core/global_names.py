@@ -42,7 +42,7 @@ def _global_expert(name: str, experts: int | None) -> str:
 
 
 def has_tied_output(chunk: torch.nn.Module) -> bool:
-    """Whether the output weight is a copy of the embedding's; multi-token prediction brings its own copy.
+    """Whether the output weight is a copy of the embedding's; MTP brings its own copy.
 
     What a feature puts in the place of the output layer knows it itself (``is_tied``).
     """

@@ -23,9 +23,9 @@ _FILES = (
 
 
 def host_bytes() -> int:
-    """Return this rank's part of the free memory by the number of ranks that its launcher says are here.
+    """Return this rank's part of the free memory by the number of ranks that its launcher reports here.
 
-    Where it does not say (LOCAL_WORLD_SIZE), all ranks of the job may be.
+    Where it does not report it (LOCAL_WORLD_SIZE), all ranks of the job may be.
     """
     ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1"
     return min(_pools().values()) // int(ranks)

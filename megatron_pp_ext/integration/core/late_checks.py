@@ -1,4 +1,4 @@
-"""Checks of losses and gradients behind the actions of a step, so that the host does not wait among them.
+"""Checks of losses and gradients after the actions of a step, so that the host does not wait among them.
 
 A check asks whether a number on the device is finite.  Stock asks at every microbatch of the loss stage and
 before every bucket's reduction, and the host launches nothing until the device has come so far.  Under a V
@@ -46,7 +46,7 @@ def check_late(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Put checks off where ``put_off`` says so; in a rehearsal, whose numbers are made up, all succeed."""
+    """Put checks off within ``put_off``; in a rehearsal, whose numbers are dummies, all succeed."""
     if _late is None:
         stock(machine, result, rejection_func, *args, **kwargs)
         return

@@ -2,8 +2,8 @@
 
 Stock Megatron places chunk c of rank i at stage c * p + i.  A V needs chunk 1 of rank i to be stage
 2p - 1 - i instead, which is what the interleaved code builds on rank p - 1 - i; a wave needs the same of
-every odd chunk, and with both ends on the last rank it is the even ones.  Two mirrors give these chunks, and
-no others, the rank p - 1 - i while they are at work:
+every odd chunk, and with embedding and head on the last rank it is the even ones.  Two mirrors give these
+chunks, and no others, the rank p - 1 - i while they are at work:
 
 * ``mirrored_rank`` mirrors the global pipeline rank, for code that reads it from ``parallel_state`` (batches,
   dataset providers, layer numbers in checkpoints);
@@ -25,14 +25,14 @@ from megatron.core import parallel_state
 from megatron_pp_ext.around import around
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core.built_chunks import finishing
-from megatron_pp_ext.integration.core.embedding_copies import tie_ends
+from megatron_pp_ext.integration.core.embedding_copies import tie_embeddings
 
 _RANK = "_MPU_PIPELINE_MODEL_PARALLEL_RANK"
 """Where ``parallel_state`` has the rank that it reports; None there makes it ask the process group."""
 
 
 class MirroredRank(int):
-    """A pipeline rank counted from the other end, told apart from the true rank of a process."""
+    """A pipeline rank counted from the other end, kept apart from the true rank of a process."""
 
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
         return int, (int(self),)  # in a file it is a number like any other
@@ -158,12 +158,12 @@ def build_chunks_placed(
     if pipeline.placement.has_mirrored:
         build_chunk = functools.partial(build_chunk_placed, build_chunk)
     chunks = stock(finishing(build_chunk), *args, **kwargs)
-    tie_ends(chunks)
+    tie_embeddings(chunks)
     return chunks
 
 
 def _require_chunk_argument(build_chunk: Callable[..., Any]) -> None:
-    """Raise ValueError if ``build_chunk`` cannot be told which of several chunks it is to build."""
+    """Raise ValueError if ``build_chunk`` cannot be given which of several chunks it is to build."""
     chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
     parameters = inspect.signature(build_chunk).parameters.values()
     takes_any = any(one.name == "vp_stage" or one.kind is one.VAR_KEYWORD for one in parameters)

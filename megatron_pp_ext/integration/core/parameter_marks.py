@@ -1,4 +1,4 @@
-"""What a parameter carries beside its numbers, for one that takes its place, on this rank or on others.
+"""What a parameter carries besides its numbers, for one that takes its place, on this rank or on others.
 
 Megatron and scripts write on a parameter whether it is trained, how it is cut, which ranks hold copies of it
 and what the optimizer does with it.  A new parameter has to carry all of that, known here or not.

@@ -17,14 +17,14 @@ from megatron_pp_ext.integration.patching import substitute
 
 _LAYERS, _ENDS = "config vp_stage pp_rank", "ignore_virtual vp_stage"
 _DECODER = "config use_transformer_engine normalization qk_l2_norm vp_stage pp_rank"
-_PREDICTION = "config spec use_transformer_engine vp_stage pp_rank"
-_WHY = "layers and ends of a chunk, for whoever asks while it is not at work"
+_MTP = "config spec use_transformer_engine vp_stage pp_rank"
+_WHY = "layers, embedding and head of a chunk, for whoever asks while it is not at work"
 
 
 @substitute("megatron.core.transformer.transformer_block:get_num_layers_to_build", _LAYERS, _WHY)
 @substitute("megatron.core.transformer.transformer_layer:get_transformer_layer_offset", _LAYERS, _WHY)
 @substitute("megatron.core.models.gpt.gpt_layer_specs:get_gpt_decoder_block_spec", _DECODER, _WHY)
-@substitute("megatron.core.models.gpt.gpt_layer_specs:get_gpt_mtp_block_spec", _PREDICTION, _WHY)
+@substitute("megatron.core.models.gpt.gpt_layer_specs:get_gpt_mtp_block_spec", _MTP, _WHY)
 @substitute("megatron.core.parallel_state:is_pipeline_first_stage", _ENDS, _WHY)
 @substitute("megatron.core.parallel_state:is_pipeline_last_stage", _ENDS, _WHY)
 def by_placement(stock: Callable[..., Any]) -> Callable[..., Any]:

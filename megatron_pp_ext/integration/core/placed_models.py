@@ -15,7 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_pp_ext.around import bound
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core import built_chunks, chunk_pipelines
-from megatron_pp_ext.integration.core.embedding_copies import tie_ends
+from megatron_pp_ext.integration.core.embedding_copies import tie_embeddings
 from megatron_pp_ext.integration.core.mirrored_chunks import build_chunk_placed
 from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.requested import Pipeline
@@ -81,7 +81,7 @@ def build_placed(stock: Callable[..., None], model: Any, *args: Any, **kwargs: A
     chunk = given.get("vp_stage")
     require_sizes(pipeline, groups.pp.size(), given["config"], chunk)
     chunk_pipelines.claim(given["config"], pipeline)
-    if pipeline.has_both_ends_on_one_rank:
+    if pipeline.has_embedding_with_head:
         # Both copies of a tied weight are on one rank (``sum_tied_gradients``): there is nobody to exchange
         # it with, whichever ranks Megatron's group has, which may be older than the schedule.
         groups.embd = None
@@ -110,7 +110,7 @@ def after_last_chunk(act: Callable[[], None]) -> None:
 
 @in_words_of_call()
 def _collect(model: torch.nn.Module, chunk: int, pipeline: Pipeline) -> None:
-    """Do behind the last chunk of a rank what needs all of them; they are built in order."""
+    """Do after the last chunk of a rank what needs all of them; they are built in order."""
     if chunk == 0:
         _unfinished.clear()
     _unfinished.append(model)
@@ -119,7 +119,7 @@ def _collect(model: torch.nn.Module, chunk: int, pipeline: Pipeline) -> None:
     chunks = tuple(_unfinished)
     _unfinished.clear()
     built_chunks.finish(chunks)
-    tie_ends(chunks)
+    tie_embeddings(chunks)
     for act in _after_last_chunk:
         act()
 

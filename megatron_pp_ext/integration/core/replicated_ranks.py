@@ -5,7 +5,8 @@ by tensor parallelism, and the groups of a rank are those that it would have if 
 
 * its data-parallel group has the replicas of its stage, so that models, reductions, checkpoints and the mean
   of losses are stock's;
-* its pipeline has itself for its stage and the first replica of every other.  It says where the rank is, and
+* its pipeline has itself for its stage and the first replica of every other.  It states where the rank is,
+and
   nothing is sent in it: a first replica is in several pipelines, but has the group of one.
 """
 
@@ -92,7 +93,7 @@ _RANKS = "rank_offset local_world_size"
     "under a V one rank has both ends of the model; replicas have groups of their own",
 )
 def initialize_replicas(stock: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Make the groups of replicated stages, and of both ends of a V."""
+    """Make the groups of replicated stages, and of a V's embedding and head."""
     stock = embed_on_one_rank(stock)
     replicas = replicated()
     if replicas is None:

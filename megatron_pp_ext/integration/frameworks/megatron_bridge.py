@@ -1,4 +1,4 @@
-"""Megatron-Bridge: the ends of what it builds around a language model, and tied weights that it imports."""
+"""Megatron-Bridge: what it builds before and after a language model, and tied weights that it imports."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core import chunk_pipelines
-from megatron_pp_ext.integration.core.embedding_copies import tie_ends
+from megatron_pp_ext.integration.core.embedding_copies import tie_embeddings
 from megatron_pp_ext.integration.core.mirrored_chunks import is_mirrored, placed_groups
 from megatron_pp_ext.integration.patching import hook
 
@@ -16,7 +16,7 @@ from megatron_pp_ext.integration.patching import hook
 @hook(
     "megatron.bridge.training.utils.pg_utils:get_pg_collection",
     "model",
-    "a batch's labels and images for the stages that have the ends of the model",
+    "a batch's labels and images for the first and the last stage",
 )
 def groups_placed(stock: Callable[..., Any], model: Any) -> Any:
     """Return the groups of ``model``, by which a forward step asks whether its chunk is an end of it."""
@@ -25,7 +25,7 @@ def groups_placed(stock: Callable[..., Any], model: Any) -> Any:
 
 
 class _Placed:
-    """A provider of chunks that has each of them built with the ends that it has in the placement."""
+    """A provider of chunks that has each of them built as the stage that it is in the placement."""
 
     def __init__(self, provider: Any, pipeline: requested.Pipeline) -> None:
         self._provider, self._placement = provider, pipeline.placement
@@ -34,11 +34,11 @@ class _Placed:
         return getattr(self._provider, name)
 
     def provide(self, pre_process: bool, post_process: bool, vp_stage: int | None = None) -> Any:
-        """Return a chunk; what a provider builds around a language model goes by these ends too."""
+        """Return a chunk; what a provider builds around a language model goes by these too."""
         rank = parallel_state.get_pipeline_model_parallel_group().rank()
         stage = self._placement.stage_of(rank, vp_stage or 0)
-        ends = {"pre_process": stage == 0, "post_process": stage == self._placement.stages - 1}
-        return self._provider.provide(**ends, vp_stage=vp_stage)
+        stage_flags = {"pre_process": stage == 0, "post_process": stage == self._placement.stages - 1}
+        return self._provider.provide(**stage_flags, vp_stage=vp_stage)
 
 
 @hook(
@@ -47,9 +47,9 @@ class _Placed:
     "an image encoder, for example, on the rank that has the embedding",
 )
 def provide_placed(stock: Callable[..., Any], model_provider: Any, *args: Any, **kwargs: Any) -> Any:
-    """Let a provider build what comes before and after a language model where the placement has its ends.
+    """Let a provider build what comes before and after a language model on the first and last stage.
 
-    Stock tells it by the number of the rank which ends a chunk has.
+    Stock goes by the number of the rank.
     """
     pipeline = requested.pipeline()
     if pipeline is not None and pipeline.is_per_model and pipeline.placement.has_mirrored:
@@ -70,8 +70,8 @@ def tie_imported(stock: Callable[..., None], bridge: Any, megatron_model: Any) -
     """
     chunks = unwrap_model(megatron_model if isinstance(megatron_model, list) else [megatron_model])
     pipeline = chunk_pipelines.of_model(chunks)
-    if pipeline is not None and pipeline.has_both_ends_on_one_rank:
+    if pipeline is not None and pipeline.has_embedding_with_head:
         with requested.using(pipeline):
-            tie_ends(chunks)
+            tie_embeddings(chunks)
     else:
         stock(bridge, megatron_model)

@@ -29,9 +29,9 @@ _OPERATIONS = {
 
 
 class CollectiveRecorder:
-    """Records actions with ``recorder`` and, beside it, the collectives of the first microbatch.
+    """Records actions with ``recorder`` and the collectives of the first microbatch.
 
-    Collectives of data parallelism are left out: they reduce gradients once a step, beside other work.
+    Collectives of data parallelism are left out: they reduce gradients once a step, while other work runs.
 
     The methods of torch's groups are replaced meanwhile.  A ``TorchDispatchMode`` would change what it
     watches: functions under ``torch.compile`` that are first called within one run uncompiled, up to torch
@@ -44,12 +44,10 @@ class CollectiveRecorder:
 
     @contextmanager
     def during(self, action: Action) -> Iterator[None]:
-        """See ``rank.Recorder``."""
         with self._recorder.during(action), nullcontext() if action.microbatch else self._watching(action):
             yield
 
     def span(self, label: Label) -> AbstractContextManager[None]:
-        """See ``rank.Recorder``."""
         return self._recorder.span(label)
 
     @contextmanager

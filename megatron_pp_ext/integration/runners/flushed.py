@@ -25,12 +25,12 @@ class FlushedSteps:
 
     def __init__(self, pipeline: Pipeline, source: Source, transport: Transport) -> None:
         self._placement, self._source, self._transport = pipeline.placement, source, transport
+        self._options = pipeline.request.options
         self._parts = step_parts(pipeline)
         self._offload = FineGrainedOffload()
         self._plans: dict[tuple[int, bool, Hashable], RankPlan] = {}
 
     def run(self, inputs: StepInputs, recorder: Recorder) -> None:
-        """See ``pipeline_runner.Steps``."""
         plan = self.plan(inputs)
         step = Step(inputs, self._placement, plan, self._transport)
         with ExitStack() as stack:
@@ -47,12 +47,23 @@ class FlushedSteps:
         kind = self._kind(inputs)
         if kind not in self._plans:
             if inputs.forward_only:
-                schedule = make(evaluation(self._placement, inputs.microbatches)).schedule
+                request = evaluation(self._placement, inputs.microbatches, self._options)
+                schedule = make(request).schedule
             else:
                 schedule = self._source.schedule(inputs)
             require_same_schedule(schedule, inputs.groups, in_job=not self._plans)
             self._plans[kind] = plan_rank(schedule, inputs.group.rank())
         return self._plans[kind]
+
+    def training_plan(self) -> RankPlan:
+        """Return what this rank does in the training steps so far; RuntimeError unless that is one plan."""
+        found = [plan for (_, forward_only, _), plan in self._plans.items() if not forward_only]
+        if len(found) != 1:
+            raise RuntimeError(
+                f"graphs hold the order of one training step, and {len(found)} orders have run: raise "
+                "--cuda-graph-warmup-steps to 1 or more, and keep the number of microbatches"
+            )
+        return found[0]
 
     def _reduce_as_replicas(self, inputs: StepInputs, plan: RankPlan) -> None:
         """Let gradients be reduced in one order in all replicas, whatever the numbers of their microbatches.
@@ -87,8 +98,8 @@ def require_same_schedule(schedule: Schedule, groups: Any, in_job: bool = False)
     """
     found = {(schedule.microbatches, schedule.digest): dist.get_rank()}
     if in_job:
-        told = _first_ranks(found, dist.group.WORLD)
-        found = {one: rank for one, rank in told.items() if one[0] == schedule.microbatches}
+        gathered = _first_ranks(found, dist.group.WORLD)
+        found = {one: rank for one, rank in gathered.items() if one[0] == schedule.microbatches}
     for group in filter(None, (getattr(groups, name, None) for name in _GROUPS)):
         found = _first_ranks(found, group)  # what one group has found travels on through the next
     if len(found) == 1:
@@ -107,6 +118,6 @@ def require_same_schedule(schedule: Schedule, groups: Any, in_job: bool = False)
 
 def _first_ranks(found: _Ranks, group: Any) -> _Ranks:
     """Return the lowest rank that ``group`` knows for each schedule; collective over it."""
-    told = [found] * group.size()
-    dist.all_gather_object(told, found, group=group)
-    return {one: min(each[one] for each in told if one in each) for one in set().union(*told)}
+    gathered = [found] * group.size()
+    dist.all_gather_object(gathered, found, group=group)
+    return {one: min(each[one] for each in gathered if one in each) for one in set().union(*gathered)}

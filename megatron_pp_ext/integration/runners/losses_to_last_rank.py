@@ -14,7 +14,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron_pp_ext.integration.runners.message_groups import device
 from megatron_pp_ext.integration.runners.model_stage import StepInputs
 from megatron_pp_ext.integration.runners.transport import ProcessGroups
-from megatron_pp_ext.runtime.parcel import Parcels
+from megatron_pp_ext.runtime.object_send import ObjectSend
 from megatron_pp_ext.schedule.placement import Placement
 
 
@@ -28,42 +28,41 @@ class LossesOnLastRank:
         self._holder = placement.rank_of(placement.stages - 1)
         self._reader = placement.ranks - 1
         self._transport = transport
-        self._parcels: Parcels | None = None
+        self._object_send: ObjectSend | None = None
 
     def tokens(self, inputs: StepInputs) -> torch.Tensor:
-        """See ``pipeline_runner.Losses``."""
-        tokens, rank, parcels = inputs.tokens, inputs.group.rank(), self._connection(inputs)
-        if parcels is not None and rank == self._holder:
-            dist.send(tokens.to(parcels.wire), parcels.receiver, group=parcels.group)
-        elif parcels is not None and rank == self._reader:
-            counted = torch.empty_like(tokens, device=parcels.wire)
-            dist.recv(counted, parcels.sender, group=parcels.group)
+        tokens, rank, connection = inputs.tokens, inputs.group.rank(), self._connection(inputs)
+        if connection is not None and rank == self._holder:
+            dist.send(tokens.to(connection.wire), connection.receiver, group=connection.group)
+        elif connection is not None and rank == self._reader:
+            counted = torch.empty_like(tokens, device=connection.wire)
+            dist.recv(counted, connection.sender, group=connection.group)
             return counted.to(tokens.device)
         return tokens
 
     def losses(self, inputs: StepInputs) -> list[Any]:
         """See ``pipeline_runner.Losses``.
 
-        The losses of multi-token prediction move into the last rank's tracker.
+        The losses of MTP move into the last rank's tracker.
         """
-        rank, parcels = inputs.group.rank(), self._connection(inputs)
-        if parcels is None:
+        rank, connection = inputs.group.rank(), self._connection(inputs)
+        if connection is None:
             return inputs.losses
         if rank == self._holder:
-            parcels.send(losses=inputs.losses, mtp_losses=_take_mtp_losses())
+            connection.send(losses=inputs.losses, mtp_losses=_take_mtp_losses())
         elif rank == self._reader:
-            received = parcels.receive()
+            received = connection.receive()
             _put_mtp_losses(received["mtp_losses"])
             return list(received["losses"])
         return []
 
-    def _connection(self, inputs: StepInputs) -> Parcels | None:
+    def _connection(self, inputs: StepInputs) -> ObjectSend | None:
         """Return what brings losses to the last rank; None if that computes them itself."""
-        if self._holder != self._reader and self._parcels is None:
+        if self._holder != self._reader and self._object_send is None:
             down, _ = self._transport.directions(inputs.group)
             ranks = dist.get_process_group_ranks(inputs.group)
-            self._parcels = Parcels(ranks[self._holder], ranks[self._reader], down, device())
-        return self._parcels
+            self._object_send = ObjectSend(ranks[self._holder], ranks[self._reader], down, device())
+        return self._object_send
 
 
 def _take_mtp_losses() -> dict[str, torch.Tensor]:
@@ -74,7 +73,7 @@ def _take_mtp_losses() -> dict[str, torch.Tensor]:
 
 
 def _put_mtp_losses(sums: dict[str, torch.Tensor]) -> None:
-    """Make ``sums`` this rank's, to be averaged over the data-parallel ranks beside it."""
+    """Make ``sums`` this rank's, to be averaged over the data-parallel ranks of its stage."""
     if sums:
         average_over = parallel_state.get_data_parallel_group(with_context_parallel=True)
         MTPLossLoggingHelper.tracker.update(sums, avg_group=average_over)

@@ -1,4 +1,4 @@
-"""The process groups and channels of a pipeline's messages, made as the run's settings say."""
+"""The process groups and channels of a pipeline's messages, made by the run's settings."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -24,8 +24,8 @@ def device() -> torch.device:
 def message_groups(settings: Settings, ranks: list[int], edges: Iterable[tuple[int, int]] = ()) -> Directions:
     """Make the groups, down and up, for messages between the global ``ranks`` of a pipeline.
 
-    ``edges`` are pairs of pipeline ranks that exchange messages beside neighbours.  Collective over the whole
-    world, at a time when no message is on its way.
+    ``edges`` are pairs of pipeline ranks that exchange messages in addition to neighbours.  Collective over
+    the whole world, at a time when no message is on its way.
     """
     return direction_groups(ranks, settings.timeout, options=group_options(settings), edges=edges)
 

@@ -113,17 +113,26 @@ class ModelStage:
         return self._stock_forward(self.inputs.forward_step_func, microbatch, activation)
 
     def _stock_forward(
-        self, forward_step: ForwardStep, microbatch: int, activation: torch.Tensor | None
+        self,
+        forward_step: ForwardStep,
+        microbatch: int,
+        activation: torch.Tensor | None,
+        losses: list[Any] | None = None,
+        microbatches: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | int]:
+        """Run Megatron's own ``forward_step``, which adds to ``losses`` and divides by ``microbatches``.
+
+        By default these are the step's.
+        """
         inputs = self.inputs
         with self.at_work():
             return stock_schedules.forward_step(
                 forward_step,
                 inputs.iterators[self._chunk],
                 inputs.model[self._chunk],
-                inputs.microbatches,
+                microbatches or inputs.microbatches,
                 activation,
-                inputs.losses,
+                inputs.losses if losses is None else losses,
                 inputs.config,
                 cp_group_size=inputs.cp_size,
                 collect_non_loss_data=inputs.collect_non_loss_data,
@@ -146,7 +155,7 @@ class ModelStage:
         if inputs.forward_only:
             return output
         handed_on: torch.Tensor = output.detach()
-        # The backward needs the graph behind `output`, but not its numbers.
+        # The backward needs the graph of `output`, but not its numbers.
         stock_schedules.deallocate_output_tensor(output, inputs.config.deallocate_pipeline_outputs)
         self.in_flight[microbatch] = activation if self._gives_gradient else None, output
         return handed_on
@@ -168,17 +177,14 @@ class ModelStage:
         )
 
     def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """See ``rank.Stage``."""
         with self.during_backward(Kind.B, microbatch):
             return self._backward(microbatch, gradient)
 
     def backward_input(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """See ``rank.Stage``."""
         with self.during_backward(Kind.I, microbatch):
             return self._backward(microbatch, gradient)
 
     def backward_weight(self, microbatch: int) -> None:
-        """See ``rank.Stage``."""
         clock = timed(self.inputs.config, "backward-compute", level=2)
         with self._counted(Kind.W, microbatch), clock:
             STORE.run(Owner(self._stage, microbatch))

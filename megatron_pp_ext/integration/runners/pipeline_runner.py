@@ -74,6 +74,13 @@ class PipelineRunner:
         self.steps, self._recording, self._losses = steps, recording, losses
         self._training_steps = 0
         self._is_split = False
+        self.delivers_losses = True
+        """Whether a step brings its losses to where Megatron looks for them; else ``deliver`` does."""
+        self._undelivered: dict[bool, StepInputs] = {}
+
+    def deliver(self, forward_only: bool) -> list[Any]:
+        """Bring the losses of the last such step, which may be those of its graph, to the last rank."""
+        return self._losses.losses(self._undelivered[forward_only])
 
     def __call__(
         self,
@@ -163,7 +170,10 @@ class PipelineRunner:
                 config.finalize_model_grads_func(
                     model, tokens, pg_collection=groups, force_all_reduce=force_all_reduce
                 )
-            losses = self._losses.losses(inputs)
+            if self.delivers_losses:
+                losses = self._losses.losses(inputs)
+            else:
+                losses, self._undelivered[forward_only] = inputs.losses, inputs
         self._training_steps += not forward_only
         return losses
 

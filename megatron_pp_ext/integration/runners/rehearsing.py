@@ -1,7 +1,7 @@
 """Runs one rank of a pipeline without the others, to measure what its actions cost.
 
 Under Megatron's fake process group a process can be any rank of any world, and collectives do nothing.  The
-rank runs its actions in the order of the schedule, and made-up tensors take the place of messages.  The first
+rank runs its actions in the order of the schedule, and dummy tensors take the place of messages.  The first
 step, which warms up, counts bytes; all later ones are timed.
 """
 
@@ -24,9 +24,9 @@ from megatron_pp_ext.integration.runners.model_stage import StepInputs
 from megatron_pp_ext.integration.runners.sources import Source
 from megatron_pp_ext.processor import ProcessorTime, load
 from megatron_pp_ext.runtime.channels import Channels
+from megatron_pp_ext.runtime.dummy_channels import DummyChannels
 from megatron_pp_ext.runtime.rank import Recorder
 from megatron_pp_ext.runtime.recorder import StepRecorder
-from megatron_pp_ext.runtime.stand_in_channels import MadeUpChannels
 from megatron_pp_ext.runtime.storages import storages
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import HeadCosts
@@ -41,8 +41,8 @@ from megatron_pp_ext.schedule.recorded import (
 )
 
 
-class MadeUp:
-    """Stands in for the other ranks; a ``transport.Transport``."""
+class DummyTransport:
+    """Takes the place of the other ranks; a ``transport.Transport``."""
 
     is_alone = True
 
@@ -50,29 +50,27 @@ class MadeUp:
         self.message_bytes = 0
 
     def channels(self, inputs: StepInputs) -> Channels:
-        """See ``Transport``."""
         group, shape, dtype = inputs.group, inputs.shape, inputs.config.pipeline_dtype
         if not shape:
             raise ValueError(
                 "a rehearsal cannot make up messages of several lengths: unset variable_seq_lengths"
             )
         self.message_bytes = math.prod(shape) * dtype.itemsize
-        return MadeUpChannels(dist.get_process_group_ranks(group), group, group, shape, dtype, device())
+        return DummyChannels(dist.get_process_group_ranks(group), group, group, shape, dtype, device())
 
     def groups(self, feature: str, *like: dist.ProcessGroup) -> tuple[dist.ProcessGroup, ...]:
         """See ``Transport``: nothing is launched in them."""
         return like
 
 
-class MadeUpLosses:
+class DummyLosses:
     """The losses of this rank, or one to be logged; ``pipeline_runner.Losses``."""
 
     def tokens(self, inputs: StepInputs) -> torch.Tensor:
-        """See ``Losses``."""
         return inputs.tokens
 
     def losses(self, inputs: StepInputs) -> list[Any]:
-        """See ``Losses``; a last rank that does not compute losses itself makes one up."""
+        """See ``Losses``; a last rank that does not compute losses itself returns a dummy."""
         is_last = inputs.group.rank() == inputs.group.size() - 1
         if is_last and not inputs.losses:
             return [{"lm loss": torch.ones(2, device="cuda")}]
@@ -85,7 +83,7 @@ class Rehearsal:
     A ``pipeline_runner.Recording``.
     """
 
-    def __init__(self, pipeline: requested.Pipeline, source: Source, transport: MadeUp) -> None:
+    def __init__(self, pipeline: requested.Pipeline, source: Source, transport: DummyTransport) -> None:
         self._placement, self._source, self._transport = pipeline.placement, source, transport
         self._recorder: StepRecorder | None = None
         self._bytes: RankRecord | None = None
@@ -103,7 +101,6 @@ class Rehearsal:
 
     @contextmanager
     def step(self, inputs: StepInputs) -> Iterator[Recorder]:
-        """See ``Recording``."""
         if self._recorder is None:
             self._recorder = StepRecorder(p for chunk in inputs.model for p in chunk.parameters())
             self._collectives = CollectiveRecorder(self._placement, self._recorder)
@@ -116,7 +113,6 @@ class Rehearsal:
 
     @contextmanager
     def actions(self, inputs: StepInputs, recorder: Recorder | None) -> Iterator[None]:
-        """See ``Recording``."""
         start = perf_counter()
         if self._timed:
             self._outside.append(start - self._ended)

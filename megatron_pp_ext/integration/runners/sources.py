@@ -37,7 +37,7 @@ class Source(Protocol):
 
 
 class Requested:
-    """The requested schedule; behind the first step it may be made for the memory that is free then."""
+    """The requested schedule; after the first step it may be made for the memory that is free then."""
 
     def __init__(self, pipeline: requested.Pipeline) -> None:
         assert pipeline.source is not None
@@ -47,15 +47,12 @@ class Requested:
         self._free_bytes: Sequence[float] = ()
 
     def phase(self, inputs: StepInputs) -> Hashable:
-        """See ``Source``."""
         return inputs.training_steps > 0
 
     def schedule(self, inputs: StepInputs) -> Schedule:
-        """See ``Source``."""
         return self._schedule(inputs.microbatches, inputs)
 
     def ordinary(self, inputs: StepInputs) -> Schedule | None:
-        """See ``Source``."""
         return None if inputs.microbatches == self._ordinary else self._schedule(self._ordinary, inputs)
 
     def _schedule(self, microbatches: int, inputs: StepInputs) -> Schedule:

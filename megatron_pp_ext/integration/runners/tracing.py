@@ -76,10 +76,8 @@ class Tracing:
         self._part = part
 
     def step(self, inputs: StepInputs) -> AbstractContextManager[StepRecorder | None]:
-        """See ``pipeline_runner.Recording``."""
         part, parts = self._part()
         return recording(inputs.group, inputs.model, inputs.forward_only, part=part, parts=parts)
 
     def actions(self, inputs: StepInputs, recorder: Recorder | None) -> AbstractContextManager[None]:
-        """See ``pipeline_runner.Recording``."""
         return nullcontext()

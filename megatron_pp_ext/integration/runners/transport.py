@@ -64,7 +64,6 @@ class ProcessGroups:
         return self._last
 
     def groups(self, feature: str, *like: dist.ProcessGroup) -> tuple[dist.ProcessGroup, ...]:
-        """See ``Transport``."""
         if feature not in self._groups:
             options, timeout = group_options(self._settings), self._settings.timeout
             self._groups[feature] = tuple(

@@ -1,4 +1,4 @@
-"""What all ranks of a job have to agree on, told to all of them where one was refused or differs.
+"""What all ranks of a job have to agree on, reported to all of them where one was refused or differs.
 
 Ranks that disagree about the placement would wait for each other until the timeout, and so would all others
 for a rank that was refused.
@@ -20,10 +20,10 @@ _PREFIX = "megatron_pp_ext: "
 
 
 def refused(problem: object) -> SystemExit:
-    """Return the end of this rank, one line about ``problem``; the other ranks of the job are told before."""
+    """Return the end of this rank, one line about ``problem``; the the other ranks get it before."""
     line = " ".join(f"{_PREFIX}{problem}".split())
     # The ranks of a rehearsal run alone.
-    if rendezvous.can_meet() and "--fake-process-group" not in sys.argv:
+    if rendezvous.can_rendezvous() and "--fake-process-group" not in sys.argv:
         with contextlib.suppress(RuntimeError):  # rank 0, which has the store, has not come or is gone
             rendezvous.meet(json.dumps(line), _judge, rendezvous.PATIENCE)
     return SystemExit(line)
@@ -47,21 +47,22 @@ def require_agreement(
 
 def _judge(reports: Sequence[str | None], patience: timedelta = rendezvous.PATIENCE) -> str:
     """Return what is wrong with ``reports``: values by name, or the line of a rank that was refused."""
-    said: list[Any] = [None if report is None else json.loads(report) for report in reports]
-    lines = [report if isinstance(report, str) else None for report in said]
+    received: list[Any] = [None if report is None else json.loads(report) for report in reports]
+    lines = [report if isinstance(report, str) else None for report in received]
     if any(lines):
         line, *_ = filter(None, lines)
         ranks = _named([rank for rank, other in enumerate(lines) if other == line])
         verb = "were" if ranks.startswith("ranks") else "was"
         return f"{ranks} of this job {verb} refused: {line.removeprefix(_PREFIX)}"
-    if None in said:
-        absent = _named([rank for rank, report in enumerate(said) if report is None])
+    if None in received:
+        absent = _named([rank for rank, report in enumerate(received) if report is None])
         return (
-            f"{absent} of this job did not say within {patience.total_seconds() / 60:g} minutes with which "
-            "schedule to run; start all ranks with megatron_pp_ext, and look at what these ranks printed"
+            f"{absent} of this job did not report within {patience.total_seconds() / 60:g} minutes with "
+            "which schedule to run; start all ranks with megatron_pp_ext, and look at what these "
+            "ranks printed"
         )
-    for name in dict.fromkeys(name for values in said for name in values):
-        found = [values.get(name, "not given") for values in said]
+    for name in dict.fromkeys(name for values in received for name in values):
+        found = [values.get(name, "not given") for values in received]
         if len(set(found)) > 1:
             parts = [
                 f"{value} on {_named([rank for rank, other in enumerate(found) if other == value])}"

@@ -1,4 +1,4 @@
-"""What makes a run differ from one under 1F1B, said at its start."""
+"""What makes a run differ from one under 1F1B, logged at its start."""
 
 from argparse import Namespace
 

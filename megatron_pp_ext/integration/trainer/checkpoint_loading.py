@@ -15,8 +15,8 @@ from megatron.training.checkpointing import CheckpointType
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core.checkpoint_copies import separate_copies
 from megatron_pp_ext.integration.core.placed_optimizer_state import describe
-from megatron_pp_ext.integration.mends import damaged_checkpoint
 from megatron_pp_ext.integration.patching import hook
+from megatron_pp_ext.integration.workarounds import damaged_checkpoint
 from megatron_pp_ext.schedule.placement import Placement, Shape
 
 _PARAMETERS = "load_dir args rank0 sharded_state_dict checkpointing_context"

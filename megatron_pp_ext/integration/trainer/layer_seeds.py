@@ -4,7 +4,7 @@ Megatron seeds a rank by its place in the pipeline and draws the weights of its 
 every placement starts from other weights.  Here each part of the model is drawn from a seed of its own, made
 from --seed and the part's place in the model: the embedding, which a chunk begins with, each layer, and the
 rest, which is the output layer.  Megatron's own function does the seeding, so tensor-parallel and
-expert-parallel ranks differ, or agree, as in stock.  Behind a chunk all generators are where they were.
+expert-parallel ranks differ, or agree, as in stock.  After a chunk all generators are where they were.
 """
 
 import hashlib

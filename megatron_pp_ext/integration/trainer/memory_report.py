@@ -37,11 +37,13 @@ def activations_as_scheduled(
 
 
 @hook(f"{_REPORT}:compute_weight_and_optimizer_memory", "args verbose", _WHY)
-def weights_of_both_ends(stock: Callable[..., float], args: Namespace, verbose: bool = False) -> float:
+def weights_of_embedding_and_head(
+    stock: Callable[..., float], args: Namespace, verbose: bool = False
+) -> float:
     """Count the output layer where a V puts it: on the rank with the embedding; bytes."""
     memory = stock(args, verbose)
     pipeline = requested.pipeline()
-    if pipeline is None or not pipeline.has_both_ends_on_one_rank:
+    if pipeline is None or not pipeline.has_embedding_with_head:
         return memory
     if verbose:
         print(f"Under {pipeline.name} the most loaded shard has the output layer, too")

@@ -16,7 +16,7 @@ from megatron_pp_ext.schedule.costs import Costs
 
 
 def estimate(asked: RequestedJob, stages: int, splits_head: bool = False) -> Costs:
-    """The costs of the model that was ``asked`` for in ``stages`` stages as Megatron cuts it; hops are free.
+    """The costs of the ``asked`` model in ``stages`` stages as Megatron cuts it; messages take no time.
 
     With ``splits_head`` every rank of the pipeline has a part of the embedding and the output layer.
 

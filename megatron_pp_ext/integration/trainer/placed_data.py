@@ -34,8 +34,8 @@ def provide_data_placed(stock: Callable[..., Any], provider: Callable[..., Any])
 def _is_needed_by_others(chunk: int | None) -> bool:
     """Whether this rank has to build data that it does not read.
 
-    Where a V has both ends on the last rank, the job's rank 0 reads none.  But it builds what all ranks
-    find in the cache, and tells them whether there is anything to train on.
+    Where a V has embedding and head on the last rank, the job's rank 0 reads none.  But it builds what all
+    ranks find in the cache, and reports to them whether there is anything to train on.
     """
     pipeline = requested.pipeline()
     return pipeline is not None and pipeline.placement.ends_on_last and chunk == 0 and dist.get_rank() == 0

@@ -20,8 +20,8 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron.training import arguments, get_args, pretrain
 
-from megatron_pp_ext.integration.mends.needed_flags import OUR_SCRIPT
 from megatron_pp_ext.integration.trainer.agreement import refused
+from megatron_pp_ext.integration.workarounds.needed_flags import OUR_SCRIPT
 from megatron_pp_ext.job.layers import predicting_stage
 from megatron_pp_ext.job.typed_job import Job
 
@@ -126,16 +126,14 @@ def provide_gpt(
         "normalization": args.normalization,
         "qk_l2_norm": args.qk_l2_norm,
     }
-    prediction = None
+    mtp = None
     if args.mtp_num_layers:
         last_layer = get_gpt_decoder_layer_specs(**layers)[-1]
-        prediction = get_gpt_mtp_block_spec(
-            config, last_layer, use_transformer_engine=engine, vp_stage=vp_stage
-        )
+        mtp = get_gpt_mtp_block_spec(config, last_layer, use_transformer_engine=engine, vp_stage=vp_stage)
     return GPTModel(
         config=config,
         transformer_layer_spec=get_gpt_decoder_block_spec(**layers, vp_stage=vp_stage),
-        mtp_block_spec=prediction,
+        mtp_block_spec=mtp,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         position_embedding_type=args.position_embedding_type,
@@ -155,7 +153,7 @@ def provide_gpt(
 def embedding_ranks(pp_ranks: list[int]) -> list[int]:
     """Return those of a pipeline's ranks that hold the embedding, or a copy of it, under stock's placement.
 
-    The output layer has a tied one, and multi-token prediction has one wherever it is.
+    The output layer has a tied one, and MTP has one wherever it is.
     """
     job = Job.of(get_args())
     tied = [] if job.model.untie_embeddings_and_output_weights else [pp_ranks[-1]]

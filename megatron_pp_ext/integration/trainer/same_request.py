@@ -63,7 +63,7 @@ def values(args: Namespace, pipeline: requested.Pipeline | None) -> dict[str, st
         return found
     request, placement = pipeline.request, pipeline.placement
     chunks = f"{placement.chunks} chunk{'s' * (placement.chunks > 1)}"
-    ends = ", both ends of the model on the last rank" if placement.ends_on_last else ""
+    ends = ", embedding and output head on the last rank" if placement.ends_on_last else ""
     found["the placement is"] = f"{placement.shape}, {placement.ranks} ranks x {chunks}{ends}"
     found["the data-parallel size is"] = str(request.data)
     found["the microbatches of a step are"] = str(request.microbatches)

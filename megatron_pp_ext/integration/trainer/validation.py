@@ -18,7 +18,6 @@ from megatron.core.utils import get_te_version
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.compiler.source import Source
 from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.mends import dataset_helpers, needed_flags
 from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.start_up import require_possible, show_compiling, summary
 from megatron_pp_ext.integration.step_runners import require_loaded
@@ -27,6 +26,7 @@ from megatron_pp_ext.integration.trainer.agreement import refused
 from megatron_pp_ext.integration.trainer.checkpoint_loading import describe
 from megatron_pp_ext.integration.trainer.replica_samples import one_of_each
 from megatron_pp_ext.integration.trainer.run_settings import settings
+from megatron_pp_ext.integration.workarounds import dataset_helpers, needed_flags
 from megatron_pp_ext.job import layers, measurements, our_flags, pipeline, replicas, sizes, stage_costs
 from megatron_pp_ext.job.layers import chunks_requested
 from megatron_pp_ext.job.requested_job import ENGINE, RequestedJob
@@ -68,7 +68,7 @@ def translate_flags(stock: Callable[..., Any], args: Namespace, defaults: Any = 
         with one_of_each(args, found):
             result = stock(args, defaults)
         if found is not None and found.rehearsal is not None:
-            # Megatron drops it beside its fake process group, but the planned job makes these checks.
+            # Megatron drops it with its fake process group, but the planned job makes these checks.
             args.check_for_nan_in_loss_and_grad = checks
     except (AssertionError, ValueError) as error:
         raise refused(needed_flags.failed_check(error)) from error
@@ -91,11 +91,11 @@ def translate_flags(stock: Callable[..., Any], args: Namespace, defaults: Any = 
     "no schedule without its flags translated",
 )
 def refuse_yaml(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Refuse a schedule beside --yaml-cfg, under which Megatron ignores all other flags."""
+    """Refuse a schedule with --yaml-cfg, under which Megatron ignores all other flags."""
     ours = [word for word in sys.argv if word.startswith(tuple(our_flags.flags()))]
     if ours:
         raise refused(
-            f"{ours[0]} has no effect beside --yaml-cfg, under which Megatron ignores other flags; give "
+            f"{ours[0]} has no effect with --yaml-cfg, under which Megatron ignores other flags; give "
             "all settings as flags"
         )
     return stock(*args, **kwargs)
@@ -152,6 +152,8 @@ def pipeline_of(asked: RequestedJob, layout: str) -> requested.Pipeline:
     except OSError as error:
         raise ValueError(f"--pipeline-schedule {args.pipeline_schedule}: {error}") from error
     _settle_chunks(args, asked.job, request, source.placement)
+    # Pairs put weight gradients off by themselves; layers that do so too would do it twice.
+    args.delay_wgrad_compute = False
     if request.updates is not None:
         args.rerun_mode = "disabled"  # its checks make all ranks wait for each other in every step
     rehearsed: tuple[int, ...] = ()

@@ -1,7 +1,6 @@
 """What no schedule of this package supports among settings without a flag, in the model's config."""
 
 from megatron_pp_ext.job.rules.rule import Rule, Rules
-from megatron_pp_ext.job.rules.schedules import has_graphs
 
 RULES = (
     Rules(
@@ -14,9 +13,9 @@ RULES = (
                 fix="leave it out",
             ),
             Rule(
-                "cuda_graph_impl in the model's config",
-                when=has_graphs,
-                why="graphs are captured in stock's order of microbatches",
+                "delay_wgrad_compute in the model's config",
+                when=lambda job: job.flags.delay_wgrad_compute,
+                why="layers would leave weight gradients where no schedule looks for them",
                 fix="leave it out",
             ),
         ),

@@ -13,9 +13,10 @@ def schedule(job: RequestedJob) -> str:
     return "Megatron's own schedules" if name is None else f"--pipeline-schedule {name}"
 
 
-def has_graphs(job: RequestedJob) -> bool:
-    """Whether CUDA graphs are captured."""
-    return job.precision.cuda_graph_impl != "none"
+def has_graphs(job: RequestedJob, kind: str | None = None) -> bool:
+    """Whether CUDA graphs are captured, or those of a ``kind``."""
+    found = job.precision.cuda_graph_impl
+    return found != "none" if kind is None else found == kind
 
 
 def changes_its_order(job: RequestedJob) -> bool:
@@ -173,15 +174,36 @@ RULES = (
         rows=(
             Rule("--use-megatron-fsdp", why="FSDP reduces gradients by its own hooks"),
             Rule("--use-torch-fsdp2", why="FSDP reduces gradients by its own hooks"),
-            Rule("--delay-wgrad-compute", why="schedules split the backward themselves"),
+            # In pairs a B leaves them to where Megatron would compute them under this flag.
             Rule(
-                "--cuda-graph-impl",
-                when=has_graphs,
-                why="graphs are captured in stock's order of microbatches",
+                "--delay-wgrad-compute",
+                when=lambda job: (
+                    job.flags.delay_wgrad_compute and not job.parallel.overlap_moe_expert_parallel_comm
+                ),
+                why="schedules split the backward themselves",
+            ),
+            Rule(
+                "--cuda-graph-impl local",
+                why="Megatron's own schedules make these graphs when their first step ends",
+                fix="choose transformer_engine or full_iteration",
+            ),
+            Rule(
+                "--cuda-graph-impl {cuda_graph_impl}",
+                when=lambda job: has_graphs(job) and not job.flags.pipeline_unproved,
+                why="graphs of its order were never run on a GPU",
+                fix="try scripts/gpu_check.sh graphs and add --pipeline-unproved, or leave it out",
             ),
             # These are two older names, which Megatron turns into the first.
-            Rule("--enable-cuda-graph", why="graphs are captured in stock's order of microbatches"),
-            Rule("--external-cuda-graph", why="graphs are captured in stock's order of microbatches"),
+            Rule(
+                "--enable-cuda-graph",
+                why="Megatron's own schedules make these graphs when their first step ends",
+                fix="choose --cuda-graph-impl transformer_engine or full_iteration",
+            ),
+            Rule(
+                "--external-cuda-graph",
+                why="it is an older name",
+                fix="use --cuda-graph-impl transformer_engine",
+            ),
             Rule("--hybrid-context-parallel", why="its microbatches differ from rank to rank"),
             # This is how stock's own schedules take microbatches and send messages.
             Rule(
@@ -267,6 +289,50 @@ RULES = (
                     predicting_stage,
                     stages_for_prediction,
                 ),
+            ),
+        ),
+    ),
+    Rules(
+        title="Beside CUDA graphs",
+        when=lambda job: job.pipeline.has_schedule and has_graphs(job),
+        subject="--cuda-graph-impl {cuda_graph_impl}",
+        rows=(
+            Rule(
+                "--pipeline-schedule {pipeline_schedule}",
+                when=lambda job: not job.pipeline.can.flushes,
+                why="without a flush no step is like the first one",
+                fix="choose a schedule that flushes, or leave the graphs out",
+            ),
+            Rule(
+                "a schedule that changes",
+                when=changes_its_order,
+                why="a graph holds one order",
+                fix="choose a schedule that stays as it is, such as 1f1b",
+            ),
+            Rule("--rampup-batch-size", why="a graph holds one number of microbatches"),
+            Rule("--step-batch-size-schedule", why="a graph holds one number of microbatches"),
+            Rule(
+                "--cuda-graph-warmup-steps 0",
+                why="the first step finds the order, which graphs are made for",
+                fix="set it to 1 or more",
+            ),
+            Rule("--pipeline-offload", why="the host waits for copies, and saved tensors are the graph's"),
+            Rule(
+                "--recompute-granularity full",
+                when=lambda job: has_graphs(job, "transformer_engine") and job.memory.recomputes_layers,
+                why="a layer that runs again would take the graph of another microbatch",
+                fix="choose selective, or --cuda-graph-impl full_iteration",
+            ),
+            Rule(
+                "--pipeline-trace",
+                when=lambda job: has_graphs(job, "full_iteration") and job.is_set("--pipeline-trace"),
+                why="actions within a graph have no times",
+            ),
+            Rule(
+                "--mtp-num-layers",
+                when=lambda job: has_graphs(job, "full_iteration") and is_v(job) and job.model.mtp_num_layers,
+                why="a V moves the losses of predictions to another rank, which a graph adds up",
+                fix="choose a schedule that is no V, such as interleaved",
             ),
         ),
     ),

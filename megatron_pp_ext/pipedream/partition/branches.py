@@ -1,4 +1,4 @@
-"""Says which layers to merge where a graph has too many parallel branches to be cut."""
+"""Finds which layers to merge where a graph has too many parallel branches to be cut."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,7 +8,7 @@ _MOST_NAMED = 4
 def what_to_merge(inputs: Mapping[int, int], names: Sequence[str]) -> str:
     """Return which layers to merge, by their ``names``, as the fix of an error.
 
-    ``inputs`` has the layers that each layer reads, as bits, in an order in which every layer is behind them.
+    ``inputs`` has the layers that each layer reads, as bits, in an order in which every layer is after them.
     Layers that follow each other without a branch come first, since their stages stay closest to the best;
     where there are none, layers with all those that they alone read.
     """

@@ -23,7 +23,7 @@ class StageLoad(NamedTuple):
 
     ``seconds`` are those of one replica, ``weights`` its bytes.  ``bytes_in`` cross the cut before the stage
     and ``bytes_out`` the one after it, forward as activations and backward as gradients.  A replica is a
-    machine of ``machines`` parts of the level below, 1 if it is a single worker.  ``is_first`` says that the
+    machine of ``machines`` parts of the level below, 1 if it is a single worker.  ``is_first`` means that the
     pipeline of this level begins with the stage, so that the cut before it is one of a level above.
     """
 

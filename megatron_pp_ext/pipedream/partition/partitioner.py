@@ -47,7 +47,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """The best pipeline found: its seconds between microbatches, beside those of simpler arrangements."""
+    """The best pipeline found: its seconds between microbatches, next to those of simpler arrangements."""
 
     stages: tuple[Stage, ...]
     bottleneck_seconds: float
@@ -66,7 +66,6 @@ class Partition:
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """The replicas of every stage."""
         return tuple(stage.replicas for stage in self.stages)
 
     def record(self, profile: Profile) -> dict[str, Any]:
@@ -101,7 +100,8 @@ def partition(
     ``levels`` go from the innermost outwards.  ``cost`` is a name from ``FORMULAS``.  ``memory`` is in bytes
     of each worker; gradients and optimizer state take ``state_per_weight`` of them for each byte of weights.
     A ``straight`` pipeline has one worker for each stage.  ValueError where a value is out of its range,
-    where there are more stages than layers, or where nothing fits in ``memory`` (the error says what would).
+    where there are more stages than layers, or where nothing fits in ``memory`` (the error states what
+    would).
     """
     _check(profile, levels, cost, memory, state_per_weight, straight)
     states = states_of(profile)
@@ -187,7 +187,6 @@ def _stages(states: States, worker: Worker, blocks: Sequence[Block]) -> tuple[St
 
 
 def _data_parallel(states: States, levels: Sequence[Level], cost: str) -> float:
-    """Return the seconds between microbatches with the whole model on every worker."""
     seconds, machines = states.seconds[-1], 1
     for level in levels:
         load = StageLoad(

@@ -84,7 +84,8 @@ class Solver(Protocol):
 class Worker:
     """Level 0: a worker runs a whole block if it fits in ``memory`` bytes.
 
-    Beside weight versions and activations it keeps ``state_per_weight`` bytes for each byte of weights.
+    In addition to weight versions and activations it keeps ``state_per_weight`` bytes for each byte of
+    weights.
     """
 
     workers = machines = 1
@@ -97,7 +98,6 @@ class Worker:
         return versions(downstream) if self._memory < np.inf else np.ones_like(downstream)
 
     def seconds(self, start: int, end: int, depths: Array) -> Array:
-        """See ``Solver``."""
         states = self._states
         seconds = states.seconds[end] - states.seconds[start:end]
         seconds[~states.before[start:end, end]] = np.inf
@@ -110,7 +110,6 @@ class Worker:
         return depths[:, np.newaxis] * (kept + weights) + self._state_per_weight * weights
 
     def split(self, start: int, end: int, downstream: float) -> list[Block]:
-        """See ``Solver``."""
         return [Block(start, end, 1)]
 
 
@@ -118,11 +117,9 @@ class MemoryWorker(Worker):
     """A worker whose "seconds" are its bytes, minimised with the formula ``worker_bytes``."""
 
     def depths(self, downstream: Array) -> Array:
-        """See ``Solver``."""
         return np.asarray(versions(downstream))
 
     def seconds(self, start: int, end: int, depths: Array) -> Array:
-        """See ``Solver``."""
         return np.where(self._states.before[start:end, end], self.bytes(start, end, depths), np.inf)
 
 
@@ -144,12 +141,10 @@ class Machine:
         return float(self._solve(0, 1, 0.0)[0, -1, -1])
 
     def depths(self, downstream: Array) -> Array:
-        """See ``Solver``."""
         does_matter = len(set(self._inner.depths(np.array([0.0, self.workers])))) > 1
         return downstream if does_matter else np.zeros_like(downstream)
 
     def seconds(self, start: int, end: int, depths: Array) -> Array:
-        """See ``Solver``."""
         return np.stack([self._table(float(depth))[start:end, end] for depth in depths])
 
     def split(self, start: int, end: int, downstream: float) -> list[Block]:

@@ -90,12 +90,10 @@ class Space:
         ways = [Recompute("none")]
         if self.job.precision.is_unfused:
             ways.append(Recompute("recompute-attention", "selective", modules=("core_attn",)))
-        # In pairs, where no whole layer is recomputed, those of a few dense layers before experts count too.
+        # In pairs, where nothing hides a layer's second forward, a few dense layers before experts count too.
         has_mlps = not model.num_experts or (self._is_paired and not all(model.has_experts))
         if has_mlps and not model.add_bias_linear:  # see job/rules/stock.py
             ways.append(Recompute("recompute-mlp", "selective", modules=("mlp",)))
-        if self._is_paired:
-            return ways
         half = spread(self.job) // (cut.pipeline * chunks) // 2
         if half:
             ways.append(Recompute("recompute-half", "full", "block", half))

@@ -18,6 +18,10 @@ class Addition:
         """Return the ``costs`` of the stages of ``work`` with what the feature's actions take."""
         return costs
 
+    def in_step(self, work: "Workload", schedule: Schedule, costs: Costs) -> Costs:
+        """Return the ``costs`` of a microbatch as those of the actions of ``schedule``."""
+        return costs
+
     def activations(
         self, work: "Workload", schedule: Schedule, peaks: tuple[float, ...]
     ) -> tuple[float, ...]:

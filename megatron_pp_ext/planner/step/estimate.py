@@ -136,8 +136,13 @@ def memory(
     activations, schedule = order.in_flight.peaks(work.parts, beside), order.timer.schedule
     for addition in additions():
         activations = addition.activations(work, schedule, activations)
-    peaks = zip(activations, order.peak_messages, strict=True)
-    return tuple(rank_memory(work, rank, *peak, margin) for rank, peak in enumerate(peaks))
+    # Messages and logits are those of a unit.
+    share = schedule.whole_microbatches / schedule.microbatches
+    messages = [share * count for count in order.peak_messages]
+    return tuple(
+        memory_beside(work, work.states[rank], share * work.loss_bytes(rank), *peak, margin)
+        for rank, peak in enumerate(zip(activations, messages, strict=True))
+    )
 
 
 def rank_memory(
@@ -184,7 +189,10 @@ def pace(work: Workload, order: Prepared, name: str, microbatches: int) -> Pace:
     """Return how long a step of ``microbatches`` takes under the schedule ``order``, called ``name``."""
     if not catalog.abilities(name).flushes:
         return _unflushed_pace(_unflushed(work, name, microbatches))
-    spans = order.timer.spans(work.costs)
+    costs = work.costs
+    for addition in additions():
+        costs = addition.in_step(work, order.timer.schedule, costs)
+    spans = order.timer.spans(costs)
     makespan = max(span.end for span in spans)
     bubble = 1 - sum(span.busy for span in spans) / (len(spans) * makespan)
     # The bubble of a single rank may round to below nothing.

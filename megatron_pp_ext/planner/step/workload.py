@@ -100,7 +100,7 @@ class Workload:
         self._expert_stride = parallel.expert_ranks
         model = model or model_on(job, system)
         self.layers = by_stage(job, placement.stages) if layers_by_stage is None else layers_by_stage
-        self.model, self._is_split = model, is_split
+        self.model, self.is_split = model, is_split
         shares = placement.splits_head
         self._head_part = head_part(job, model) if shares else Part()
         self.exchanged_bytes = _EXCHANGED * every_token(job, model) if shares else 0.0
@@ -149,7 +149,7 @@ class Workload:
     @cached_property
     def costs(self) -> Costs:
         """The costs of the stages, as a schedule takes them."""
-        stages = tuple(_once(partial(Part.costs, is_split=self._is_split), self.parts))
+        stages = tuple(_once(partial(Part.costs, is_split=self.is_split), self.parts))
         costs = Costs(stages, self.hop, self.message, self.head, pair=self.together(self.parts))
         for addition in additions():
             costs = addition.costs(self, costs)

@@ -27,7 +27,6 @@ class Compute(Recorded):
     around: tuple[Around, ...] = ()
 
     def perform(self, rank: Rank) -> None:
-        """See ``Recorded``."""
         number, kind, microbatch = self.action
         stage = rank.stages[number]
         produced: torch.Tensor | None = None

@@ -30,12 +30,11 @@ class Operation(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Recorded(Operation):
-    """An action of the schedule, whose computation the recorder is told of."""
+    """An action of the schedule, whose computation is reported to the recorder."""
 
     action: Action
 
     def run(self, rank: Rank) -> None:
-        """See ``Operation``."""
         with in_profile(str(self.action)), rank.recorder.during(self.action):
             self.perform(rank)
 

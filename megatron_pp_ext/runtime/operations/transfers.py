@@ -15,7 +15,6 @@ class Post(Operation):
     message: Message
 
     def run(self, rank: Rank) -> None:
-        """See ``Operation``."""
         rank.channels.post(self.peer, self.message)
 
 
@@ -27,7 +26,6 @@ class Receive(Operation):
     message: Message
 
     def run(self, rank: Rank) -> None:
-        """See ``Operation``."""
         rank.tensors[self.message] = rank.channels.receive(self.peer, self.message)
 
 
@@ -39,7 +37,6 @@ class Send(Operation):
     message: Message
 
     def run(self, rank: Rank) -> None:
-        """See ``Operation``."""
         tensor = rank.take(self.message)
         assert tensor is not None
         rank.channels.send(self.peer, tensor)
@@ -50,5 +47,4 @@ class Drain(Operation):
     """End a step that flushes: wait until every message has left."""
 
     def run(self, rank: Rank) -> None:
-        """See ``Operation``."""
         rank.channels.close()

@@ -1,1 +1,1 @@
-"""The families of schedules, one file each, to be read beside the figure of its paper."""
+"""The families of schedules, one file each, to be read next to the figure of its paper."""

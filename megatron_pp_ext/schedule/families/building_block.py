@@ -1,6 +1,6 @@
 """Schedules from a building block (arXiv 2405.15362, sections 2 and 3, figure 3).
 
-A building block says when one microbatch would meet every rank; a schedule repeats it, one
+A building block states when one microbatch would meet every rank; a schedule repeats it, one
 microbatch each period.  In the V placement a microbatch goes down and up the ranks twice, in
 four legs: F of the first chunk (down), F of the second (up), I of the second (down), I of the
 first (up).  A period is six ticks, one for each leg and one for each of the two W.

@@ -15,7 +15,7 @@ lets the two of a pair not need each other.
 
 With the backward in two halves (arXiv 2401.10241; torch's ScheduleInterleavedZeroBubble) a gradient
 comes back one action a rank instead of two: ranks need half as many forwards to bridge the wait,
-and W, r chunks behind I, fills the bubbles at the end.  With one chunk this would be ZB-H1.
+and W, r chunks after I, fills the bubbles at the end.  With one chunk this would be ZB-H1.
 """
 
 from itertools import chain
@@ -58,7 +58,7 @@ def build_zero_bubble(ranks: int, microbatches: int, chunks: int) -> Schedule:
 def _order(
     rank: int, placement: Placement, microbatches: int, one_more: int = 0
 ) -> tuple[tuple[Action, ...], list[Action]]:
-    """Return the order of ``rank``, and the forwards of its steady state that have a backward behind them."""
+    """Return the order of ``rank``, and the forwards of its steady state that have a backward after them."""
     ranks, chunks = placement.ranks, placement.chunks
     downwards = placement.stages_of(rank)
     groups = -(-microbatches // ranks)

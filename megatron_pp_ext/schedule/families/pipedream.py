@@ -84,5 +84,5 @@ def versions_kept(weights: Weights, update: int, stage: int, replicas: Replicas,
 
 
 def most_versions(weights: Weights, stage: int, replicas: Replicas, interval: int) -> int:
-    """Return how many versions beside the newest ``stage`` keeps once the pipeline is full."""
+    """Return how many versions in addition to the newest ``stage`` keeps once the pipeline is full."""
     return len(versions_kept(weights, replicas.ranks, stage, replicas, interval))

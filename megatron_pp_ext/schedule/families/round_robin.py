@@ -42,7 +42,6 @@ class Replicas:
 
     @property
     def stages(self) -> int:
-        """The number of stages that the model is cut into."""
         return len(self.counts)
 
     @property

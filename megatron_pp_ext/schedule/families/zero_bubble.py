@@ -4,11 +4,11 @@ Only the input gradient (I) is awaited by the rank before; the weight gradient (
 any later time, so it is kept back to fill the bubbles at the end.  Both schedules are one shape,
 and one number tells them apart: how many microbatches a rank may keep beyond 1F1B's p.
 
-H1 keeps none.  Rank r warms up with 1F1B's p - r forwards and runs W r microbatches behind I,
-which levels every rank at rank 0's memory.
+H1 keeps none.  Rank r warms up with 1F1B's p - r forwards and runs W r microbatches after I,
+so that every rank needs rank 0's memory.
 
 H2 keeps p - 1.  Every rank fills the whole time until its first gradient arrives, 2(p - r) - 1
-forwards, and runs W 2r behind: from its first action to its last no rank ever waits.
+forwards, and runs W 2r later: from its first action to its last no rank ever waits.
 """
 
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
@@ -48,7 +48,7 @@ def _build(name: str, ranks: int, microbatches: int, more: int) -> Schedule:
 
 
 def _order(rank: int, microbatches: int, warm_up: int, delay: int) -> tuple[Action, ...]:
-    """Run I in turn with the forwards that the warm-up leaves, and W ``delay`` microbatches behind I."""
+    """Run I in turn with the forwards that the warm-up leaves, and W ``delay`` microbatches after I."""
     order = [Action(rank, Kind.F, microbatch) for microbatch in range(min(warm_up, microbatches))]
     for microbatch in range(microbatches):
         order.append(Action(rank, Kind.I, microbatch))

@@ -73,7 +73,6 @@ def _cell(actions: tuple[Action, ...]) -> str:
 
 
 def _actions(path: Path, row: int, cell: int, text: str) -> tuple[Action, ...]:
-    """Return the action of a cell, or the two of a pair, the forward first."""
     pair = _PAIR.fullmatch(text)
     parts = pair.groups() if pair else (text,)
     actions = tuple(_action(path, row, cell, text, part.strip()) for part in parts)

@@ -42,7 +42,7 @@ class RankRehearsal:
     action of the rank, in its order, divided by the one in ``stages``.  ``step_seconds`` are the seconds of
     the timed steps' pipelines.  ``waited`` is the part of its time, between its first and its last timed
     step, in which the process could run and waited for a processor, and ``load`` the machine's load average
-    divided by its processors; they are None where the system does not tell.
+    divided by its processors; they are None where the system does not report them.
     """
 
     __pydantic_config__: ClassVar = {**STRICT, "alias_generator": in_files}

@@ -1,7 +1,7 @@
 """A step as a file that opens in Perfetto (ui.perfetto.dev), recorded or simulated.
 
 The format is the JSON of Chrome's trace events.  Each rank has a track with a complete event ("X") for
-each action, and a counter ("C") of live activations beside it.  A flow ("s", "f") leads from each action to
+each action, and a counter ("C") of live activations with it.  A flow ("s", "f") leads from each action to
 the one on another rank that waits for its output.  Each reduction of gradients is two events ("b", "e"),
 which may overlap anything, and so is each span without a track (``schedule.spans``).  Other spans are
 complete events on tracks of their own.  Times are in microseconds, for recorded steps on the clock of the
@@ -73,7 +73,7 @@ def _simulated_copies(copies: Iterable[Copied], start: float) -> Iterator[Span]:
 
 
 def _on_tracks(records: Sequence[RankRecord]) -> Iterator[dict[str, Any]]:
-    """Yield the spans that have tracks, which stand behind those of all ranks' actions."""
+    """Yield the spans that have tracks, which stand after those of all ranks' actions."""
     spans = (span for record in records for span in record.spans)
     tracks = [track for track in dict.fromkeys(span.label.track for span in spans) if track]
     for rank, record in enumerate(records):
@@ -88,7 +88,6 @@ def _on_tracks(records: Sequence[RankRecord]) -> Iterator[dict[str, Any]]:
 
 
 def _simulated(timeline: Timeline, events: Sequence[Event], peak: float) -> RankRecord:
-    """Return what a recorder would have seen of one rank."""
     actions, each_counts = [action for action, _, _ in events], Costs.unit(timeline.schedule.placement)
     live_after = accumulate(map(timeline.costs.kept, actions))
     pairs = accumulate(map(each_counts.kept, actions))
@@ -141,7 +140,7 @@ def _write(
         counter = {"name": f"live activations, {step.units.memory}", "ph": "C", "pid": rank}
         events += [{**counter, "ts": time * 1e6, "args": {"live": live}} for time, live in curve]
     events += _flows(step)
-    events += [*_beside_actions(records), *_on_tracks(records)]
+    events += [*_between_actions(records), *_on_tracks(records)]
     path.parent.mkdir(parents=True, exist_ok=True)
     other = {"pipeline": about, **({"simulated": simulated} if simulated else {})}
     write_whole(path, json.dumps({"traceEvents": events, "otherData": other}))
@@ -168,7 +167,7 @@ def _flows(step: RecordedStep) -> Iterator[dict[str, Any]]:
                 yield {**flow, "ph": "f", "bp": "e", "pid": rank, "tid": rank, "ts": start * 1e6}
 
 
-def _beside_actions(records: Sequence[RankRecord]) -> Iterator[dict[str, Any]]:
+def _between_actions(records: Sequence[RankRecord]) -> Iterator[dict[str, Any]]:
     """Yield two events for each reduction of gradients and each span without a track."""
     numbers = count()
     for rank, record in enumerate(records):

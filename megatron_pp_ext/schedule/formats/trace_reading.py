@@ -41,7 +41,7 @@ type _Label = Annotated[str, printable()]
 
 @dataclass(frozen=True, slots=True)
 class _About:
-    """What a trace says of its step; the lists have an entry for each rank (``RankRecord``)."""
+    """What a trace states of its step; the lists have an entry for each rank (``RankRecord``)."""
 
     __pydantic_config__: ClassVar = {**STRICT, "alias_generator": in_files}
 
@@ -78,7 +78,6 @@ def read(path: Path) -> RecordedStep:
 
 
 def _content(path: Path) -> Any:
-    """Return the JSON in ``path``."""
     written = read_bytes(path, _LARGEST)
     if written.startswith(_GZIP):
         unpacking = zlib.decompressobj(wbits=zlib.MAX_WBITS + 16)  # 16: of gzip's form
@@ -89,7 +88,6 @@ def _content(path: Path) -> Any:
 
 
 def _step(content: Any) -> RecordedStep:
-    """Return the step in the JSON ``content`` of a trace."""
     own = content.get("otherData") if isinstance(content, dict) else None
     if not isinstance(own, dict) or "pipeline" not in own:
         raise ValueError("its events are another program's, which ui.perfetto.dev shows")
@@ -160,7 +158,6 @@ def _label(event: dict[str, Any], about: dict[str, int | str], track: str = "") 
 
 
 def _times(event: dict[str, Any]) -> dict[str, Any]:
-    """Return the seconds at which the complete ``event`` starts and ends."""
     start = _number(event["ts"]) / 1e6
     return {"start": start, "end": start + _number(event["dur"]) / 1e6}
 

@@ -1,9 +1,7 @@
 """Schedules whose ranks share the vocabulary: valid, short, and with one microbatch more at most."""
 
-import re
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -82,21 +80,6 @@ def test_every_family_shares(name: str) -> None:
             assert against_perfect(ours) < against_perfect(theirs), ranks
         bound = lower_bound(schedule.placement, microbatches, ours.costs, ours.peak_activations)
         assert against_perfect(ours) * 0.5 < bound <= ours.makespan * (1 + 1e-12)
-
-
-def test_the_documents_table() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "schedules.md").read_text(encoding="utf-8")
-    section = text.partition("## A vocabulary that all ranks share")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| `(.+?)` \| (.*) \|$", section, re.MULTILINE)
-    assert len(rows) == 5
-    for name, cells in rows:
-        both = catalog.build(name, 8, 32), shared(name, 8, 32)
-        found = [
-            f"{against_perfect(simulate(schedule, of_model(schedule, rows=rows))):.2f}"
-            for rows in (2**15, 2**17, 2**18)
-            for schedule in both
-        ]
-        assert cells.split(" | ") == found, name
 
 
 @pytest.mark.parametrize("placement", [linear(3), loop(3, 2), v(3), wave(2, 4)])

@@ -4,8 +4,8 @@
 schedule found for these costs runs, if it is predicted to be shorter than the requested one.  The placement
 stays, and with it weights, checkpoints and evaluation.  Every schedule adds up the same gradients in the same
 order, so the change leaves no trace in the losses, but for dropout where ranks have several chunks: its masks
-follow the order in which these run, and the start-up line says so.  Where another layout would make a shorter
-pipeline, a line advises it for the next start.
+follow the order in which these run, and the start-up line reports it.  Where another layout would make a
+shorter pipeline, a line advises it for the next start.
 """
 
 from collections import defaultdict
@@ -59,7 +59,6 @@ class ProfileGuide(Requested):
         return self._settings.steps_done(inputs.training_steps) + 1
 
     def step(self, inputs: StepInputs) -> Any:
-        """See ``pipeline_runner.Recording``."""
         step = self._current_step(inputs)
         counting = None
         if step in self._steps:
@@ -70,7 +69,6 @@ class ProfileGuide(Requested):
 
     @contextmanager
     def actions(self, inputs: StepInputs, recorder: Recorder | None) -> Iterator[None]:
-        """See ``pipeline_runner.Recording``."""
         if inputs.forward_only:
             yield
             return
@@ -91,11 +89,9 @@ class ProfileGuide(Requested):
             self._durations.add_after(inputs.microbatches, seconds)
 
     def phase(self, inputs: StepInputs) -> Hashable:
-        """See ``sources.Source``."""
         return super().phase(inputs), self._current_step(inputs) in self._steps, self._costs is not None
 
     def schedule(self, inputs: StepInputs) -> Schedule:
-        """See ``sources.Source``."""
         schedule = super().schedule(inputs)
         if self._costs is not None:
             return self._shorter(schedule, self._costs, inputs)

@@ -88,9 +88,9 @@ def _agreed(own: _Documents | None, inputs: StepInputs, costs: LengthCosts) -> _
     on all ranks of the pipeline, where these have different lengths, and where none has data.
     """
     if (tensor_ranks := getattr(inputs.groups, "tp", None)) is not None and tensor_ranks.size() > 1:
-        own = next((told for told in _gathered(own, tensor_ranks) if told is not None), None)
-    told = _gathered(own, inputs.group)
-    known = {documents: rank for rank, documents in reversed(list(enumerate(told))) if documents is not None}
+        own = next((one for one in _gathered(own, tensor_ranks) if one is not None), None)
+    gathered = _gathered(own, inputs.group)
+    known = {found: rank for rank, found in reversed(list(enumerate(gathered))) if found is not None}
     if not known:
         raise RuntimeError(
             "no rank of this pipeline has a data iterator, and an order of microbatches is planned by their "
@@ -119,6 +119,6 @@ def _heaviest(some: Sequence[_Documents], costs: LengthCosts) -> _Documents:
 
 
 def _gathered(own: Any, group: Any) -> list[Any]:
-    told = [None] * group.size()
-    dist.all_gather_object(told, own, group=group)
-    return told
+    gathered = [None] * group.size()
+    dist.all_gather_object(gathered, own, group=group)
+    return gathered

@@ -7,7 +7,7 @@ from megatron_pp_ext.features.offload.options import Offload
 from megatron_pp_ext.integration.core.host_memory import host_bytes
 
 USED = 0.5
-"""The part of the host's free memory that activations may take where nobody says how much."""
+"""The part of the host's free memory that activations may take where no limit is given."""
 
 
 def usable_bytes(limit: float | None, free: int) -> float:

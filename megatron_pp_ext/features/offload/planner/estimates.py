@@ -46,7 +46,6 @@ class Offloaded(Addition):
         return replace(estimate, host_bytes=kept_on_host(work, schedule)) if schedule.copies else estimate
 
     def lines(self, estimate: "Estimate") -> Iterator[str]:
-        """See ``Addition``."""
         if estimate.host_bytes:
             yield f"on the host: {max(estimate.host_bytes) / 1e9:.2f} GB of the rank with most there"
 

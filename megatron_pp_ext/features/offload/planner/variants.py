@@ -22,7 +22,6 @@ class OnHost(Variants):
     label = ("host...", "the percentage of activations that wait on the host")
 
     def refuse(self, asked: RequestedJob) -> None:
-        """See ``Variants``."""
         if asked.pipeline.pipeline_offload not in (None, AUTO):
             raise ValueError(
                 f"--pipeline-offload is {asked.pipeline.pipeline_offload}, but a search chooses a share "
@@ -30,13 +29,11 @@ class OnHost(Variants):
             )
 
     def are_tried(self, job: Job) -> bool:
-        """See ``Variants``."""
         return job.pipeline.pipeline_offload is not None
 
     def replayed(
         self, replays: "Replays", candidate: "Candidate", limit: float, room: Callable[[float], float]
     ) -> "Evaluated | None":
-        """See ``Variants``."""
         # Most commands never come here.
         from megatron_pp_ext.features.offload.planner.host_replays import HostReplays
 

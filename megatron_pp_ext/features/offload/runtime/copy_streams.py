@@ -1,7 +1,7 @@
 """The copy engines of a device: one each way, each with a stream of its own.
 
 A copy waits for all that was launched on the compute stream before it, and on its own stream.  What is
-computed later waits for a copy only where it is told to (``Done.wait``).  The host waits for nothing.
+computed later waits for a copy only where it has to (``Done.wait``).  The host waits for nothing.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -27,7 +27,7 @@ class CopyEngines(Protocol):
     """Copies between the device and its host."""
 
     def to_host(self, transfers: Sequence[Transfer], after: Iterable[Done], timed: Timed) -> Done:
-        """Launch copies to the host, behind what is computed by now and behind ``after``.
+        """Launch copies to the host, after what is computed by now and after ``after``.
 
         ``timed`` is entered where they begin and left where they end, in the stream that does them.
         """
@@ -51,7 +51,6 @@ class CopyEvent:
         torch.cuda.current_stream().wait_event(self._event)
 
     def synchronize(self) -> None:
-        """See ``Done``."""
         self._event.synchronize()
 
 
@@ -62,15 +61,12 @@ class CopyStreams:
         self._to_host, self._to_device = torch.cuda.Stream(), torch.cuda.Stream()
 
     def to_host(self, transfers: Sequence[Transfer], after: Iterable[Done], timed: Timed) -> CopyEvent:
-        """See ``CopyEngines``."""
         return _launch(self._to_host, transfers, after, timed)
 
     def to_device(self, transfers: Sequence[Transfer], after: Iterable[Done], timed: Timed) -> CopyEvent:
-        """See ``CopyEngines``."""
         return _launch(self._to_device, transfers, after, timed)
 
     def stream(self) -> Hashable:
-        """See ``CopyEngines``."""
         return torch.cuda.current_stream()
 
 

@@ -117,7 +117,7 @@ class OffloadedActivations:
         found = self._microbatches[owner] = _Microbatch(meter)
 
         def pack(tensor: torch.Tensor) -> _Saved:
-            # Another tensor of the same storage: its uses then tell whether somebody holds this one.
+            # Another tensor of the same storage: its uses then show whether somebody holds this one.
             saved = _Saved(tensor.detach() if _is_plain(tensor) else tensor)
             if meter is not None:
                 saved.counted = _Counted()

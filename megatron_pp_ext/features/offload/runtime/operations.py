@@ -21,7 +21,6 @@ class Offload(Operation):
     owner: Owner
 
     def run(self, rank: Rank) -> None:
-        """See ``Operation``."""
         rank.part(OffloadedActivations).offload(self.owner, rank.recorder.span(label("out", *self.owner)))
 
 
@@ -32,7 +31,6 @@ class Free(Operation):
     owner: Owner
 
     def run(self, rank: Rank) -> None:
-        """See ``Operation``."""
         rank.part(OffloadedActivations).free(self.owner)
 
 
@@ -43,7 +41,6 @@ class Reload(Operation):
     owner: Owner
 
     def run(self, rank: Rank) -> None:
-        """See ``Operation``."""
         rank.part(OffloadedActivations).reload(self.owner, rank.recorder.span(label("back", *self.owner)))
 
 
@@ -52,7 +49,6 @@ class EndOffloading(Operation):
     """End the step: nothing is left on the host."""
 
     def run(self, rank: Rank) -> None:
-        """See ``Operation``."""
         rank.part(OffloadedActivations).close()
 
 
@@ -91,17 +87,14 @@ class CopiesOfRank(Extension):
         return replace(work, around=(*work.around, Saving(Owner(stage, microbatch))))
 
     def before(self, actions: tuple[Action, ...]) -> Iterator[Operation]:
-        """See ``Extension``."""
         first = actions[0]
         yield from (Free(Owner(*kept)) for kept in self._freed.get(first, ()))
         yield from (Reload(Owner(*kept)) for kept in self._back.get(first, ()))
 
     def after(self, works: Iterable[Compute]) -> Iterator[Operation]:
-        """See ``Extension``."""
         for work in works:
             yield from (Offload(around.owner) for around in work.around if isinstance(around, Saving))
 
     def at_end(self) -> Iterator[Operation]:
-        """See ``Extension``."""
         if self._back:
             yield EndOffloading()

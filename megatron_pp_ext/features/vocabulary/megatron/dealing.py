@@ -84,7 +84,7 @@ def _weight_alone(module: Any, kind: type[torch.nn.Module], what: str) -> torch.
     if not isinstance(module, kind):
         problem = f"is a {type(module).__name__}, no {kind.__name__}"
     elif others := [name for name, _ in module.named_parameters() if name != "weight"]:
-        problem = f"has {', '.join(others)} beside its weight"
+        problem = f"has {', '.join(others)} in addition to its weight"
     elif any(getattr(module, hooks) for hooks in _HOOKS):
         problem = "has hooks"
     else:

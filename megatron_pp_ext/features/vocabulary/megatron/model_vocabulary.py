@@ -12,7 +12,12 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 
-from megatron_pp_ext.features.vocabulary.megatron.end_stages import FirstStage, Head, LastStage, ReadAhead
+from megatron_pp_ext.features.vocabulary.megatron.first_and_last_stage import (
+    FirstStage,
+    Head,
+    LastStage,
+    ReadAhead,
+)
 from megatron_pp_ext.features.vocabulary.megatron.parts import VocabularyPart
 from megatron_pp_ext.features.vocabulary.runtime.dummy_exchanges import DummyExchanges
 from megatron_pp_ext.features.vocabulary.runtime.embedding import SharedEmbedding
@@ -116,7 +121,7 @@ def _exchanges(inputs: StepInputs, transport: Transport) -> Exchanges:
 
 
 def _refuse(inputs: StepInputs) -> None:
-    """Raise ValueError for what a step may have that no flag says."""
+    """Raise ValueError for what a step may have that no flag states."""
     if inputs.collect_non_loss_data:
         raise ValueError(
             "--pipeline-vocabulary shared cannot collect other data than losses from the last stage, "

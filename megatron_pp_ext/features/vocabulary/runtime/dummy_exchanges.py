@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_pp_ext.features.vocabulary.runtime.exchanges import Exchanges
-from megatron_pp_ext.runtime.stand_in_channels import Done, random_numbers
+from megatron_pp_ext.runtime.dummy_channels import Done, random_numbers
 
 
 class DummyExchanges(Exchanges):
@@ -21,7 +21,6 @@ class DummyExchanges(Exchanges):
         self._rows = rows
 
     def broadcast(self, tensor: torch.Tensor, home: int) -> Any:
-        """See ``Exchanges``."""
         if home != self._pipeline.rank():
             if tensor.is_floating_point():
                 tensor.copy_(random_numbers(tensor.shape, tensor.dtype, tensor.device))
@@ -30,9 +29,7 @@ class DummyExchanges(Exchanges):
         return Done()
 
     def reduce(self, tensor: torch.Tensor, home: int) -> Any:
-        """See ``Exchanges``."""
         return Done()
 
     def gather(self, part: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """See ``Exchanges``."""
         return part.repeat(self._everyone.size(), *(1 for _ in part.shape)), Done()

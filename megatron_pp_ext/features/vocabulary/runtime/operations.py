@@ -24,7 +24,6 @@ class Begin(Operation):
     exchange: Exchange
 
     def run(self, rank: Rank) -> None:
-        """See ``Operation``."""
         rank.part(SharedVocabulary).launch(self.exchange)
 
 
@@ -35,7 +34,6 @@ class TakeEmbedded(Operation):
     message: Message
 
     def run(self, rank: Rank) -> None:
-        """See ``Operation``."""
         rank.tensors[self.message] = rank.part(SharedVocabulary).embedding.embedded(self.message.microbatch)
 
 
@@ -46,7 +44,6 @@ class KeepOutput(Operation):
     message: Message
 
     def run(self, rank: Rank) -> None:
-        """See ``Operation``."""
         hidden = rank.take(self.message)
         assert hidden is not None
         rank.part(SharedVocabulary).output.keep(self.message.microbatch, hidden)
@@ -57,7 +54,6 @@ class Logits(Recorded):
     """S: this rank's part of the logits, and of all that follows from them."""
 
     def perform(self, rank: Rank) -> None:
-        """See ``Recorded``."""
         rank.part(SharedVocabulary).output.logits(self.action.microbatch)
 
 
@@ -66,7 +62,6 @@ class LossBackward(Compute):
     """The last stage's backward, of which the gradient of the loss is the beginning."""
 
     def perform(self, rank: Rank) -> None:
-        """See ``Recorded``."""
         assert self.source is not None
         rank.tensors[self.source] = rank.part(SharedVocabulary).output.output_gradient(self.action.microbatch)
         # Written out, since a class with slots is another one than the one that super() was written in.
@@ -78,7 +73,6 @@ class WeightGradient(Recorded):
     """T: the gradient of this rank's part of the output weight."""
 
     def perform(self, rank: Rank) -> None:
-        """See ``Recorded``."""
         rank.part(SharedVocabulary).output.weight_gradient(self.action.microbatch)
 
 
@@ -89,7 +83,6 @@ class KeepInputGradient(Operation):
     message: Message
 
     def run(self, rank: Rank) -> None:
-        """See ``Operation``."""
         rank.part(SharedVocabulary).embedding.take(self.message.microbatch, rank.tensors.pop(self.message))
 
 
@@ -98,7 +91,6 @@ class Close(Operation):
     """End the step: all gradients are added."""
 
     def run(self, rank: Rank) -> None:
-        """See ``Operation``."""
         vocabulary = rank.part(SharedVocabulary)
         vocabulary.embedding.close()
         vocabulary.output.close()
@@ -120,7 +112,6 @@ class PartOfRank(Extension):
         self._stages = stages
 
     def work(self, action: Action) -> Operation | None:
-        """See ``Extension``."""
         match action.kind:
             case Kind.S:
                 return Logits(action)
@@ -129,7 +120,7 @@ class PartOfRank(Extension):
         return None
 
     def extended(self, work: Compute) -> Compute:
-        """See ``Extension``: both ends of the model take from the vocabulary, and give to it."""
+        """See ``Extension``: the first and the last stage take from the vocabulary, and give to it."""
         (stage, kind, microbatch), stages = work.action, self._stages
         if kind is Kind.W:
             return work
@@ -145,7 +136,6 @@ class PartOfRank(Extension):
         return LossBackward(work.action, Message(stages, stage, microbatch), work.target, work.around)
 
     def launched(self, launch: Launch) -> Operation | None:
-        """See ``Extension``."""
         return Begin(launch) if isinstance(launch, Exchange) else None
 
     def taken(self, message: Message) -> Operation | None:
@@ -153,9 +143,7 @@ class PartOfRank(Extension):
         return TakeEmbedded(message) if message.sender < 0 else None
 
     def handed_over(self, message: Message) -> Operation:
-        """See ``Extension``."""
         return KeepInputGradient(message) if message.receiver < 0 else KeepOutput(message)
 
     def at_end(self) -> Iterator[Operation]:
-        """See ``Extension``."""
         yield Close()

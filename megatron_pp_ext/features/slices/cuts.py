@@ -1,0 +1,96 @@
+"""Where sequences are cut: documents into slices of at most so many tokens, and short ones together."""
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Literal
+
+from megatron_pp_ext.features.slices.units import Piece, Unit, Units
+
+By = Literal["tokens", "cost"]
+"""Slices of a document have equal tokens, or equal cost: a later one, which attends to more, has fewer."""
+
+
+def bounds(length: int, slices: int, equal_at: float | None = None) -> list[int]:
+    """Return where a document of ``length`` tokens is cut, with 0 and its length as the ends.
+
+    Slices have equal tokens, or with ``equal_at`` equal cost of forward and backward, where attention of a
+    document of so many tokens takes as long as all else.  ValueError for more slices than tokens.
+    """
+    if not 1 <= slices <= length:
+        raise ValueError(f"{length} tokens do not make {slices} slices: give 1 to {length}")
+    parts = [number / slices for number in range(1, slices)]
+    if equal_at is None:
+        cuts = [length * number // slices for number in range(1, slices)]
+    else:
+        # x + x * x / a is the cost of the first x tokens.
+        whole = length + length * length / equal_at
+        cuts = [round(equal_at / 2 * (math.sqrt(1 + 4 * part * whole / equal_at) - 1)) for part in parts]
+    found = [0]
+    for number, place in enumerate(cuts, 1):
+        found.append(min(max(place, found[-1] + 1), length - (slices - number)))
+    return [*found, length]
+
+
+def cut(
+    documents: Iterable[Sequence[int]], most_tokens: int, by: By = "tokens", equal_at: float = 24_576
+) -> Units:
+    """Return the units of microbatches with these documents, of at most ``most_tokens`` tokens each.
+
+    Longer documents are cut into slices, as few as there can be where they have equal tokens, and shorter
+    ones go together in their order.  Microbatches follow each other, and in each the long documents come
+    before the short ones.  ValueError for ``most_tokens`` below 1.
+    """
+    if most_tokens < 1:
+        raise ValueError(f"units have at most {most_tokens} tokens, but need 1 or more: raise it")
+    units, chain = list[Unit](), 0
+    step = [tuple(lengths) for lengths in documents]
+    for microbatch, lengths in enumerate(step):
+        number = 0
+        for pieces in _of_microbatch(lengths, most_tokens, equal_at if by == "cost" else None):
+            for one in pieces:
+                units.append(Unit(microbatch, number, chain, one))
+                number += 1
+            chain += 1
+    return Units.of(step, units)
+
+
+def _of_microbatch(
+    lengths: Sequence[int], most_tokens: int, equal_at: float | None
+) -> Iterable[list[tuple[Piece, ...]]]:
+    """Yield the pieces of each unit of each chain."""
+    pack, tokens = list[Piece](), 0
+    packs = list[list[tuple[Piece, ...]]]()
+    for document, length in enumerate(lengths):
+        if length > most_tokens:
+            cuts = _within(length, most_tokens, equal_at)
+            yield [(Piece(document, begin, end),) for begin, end in pairwise(cuts)]
+            continue
+        if tokens + length > most_tokens:
+            packs.append([tuple(pack)])
+            pack, tokens = [], 0
+        pack.append(Piece(document, 0, length))
+        tokens += length
+    if pack:
+        packs.append([tuple(pack)])
+    yield from packs
+
+
+def _within(length: int, most_tokens: int, equal_at: float | None) -> list[int]:
+    """Return the cuts of a document into the fewest slices of which none has more than ``most_tokens``.
+
+    Where costs are to be equal, the mean slice has at most so many tokens, and the first ones have more.
+    """
+    return bounds(length, -(-length // most_tokens), equal_at)
+
+
+def ordered(units: Units, chains: Sequence[int]) -> Units:
+    """Return the same units with their chains in another order: place k has chain ``chains[k]``."""
+    numbers = [0] * units.microbatches
+    found = list[Unit]()
+    for place, chain in enumerate(chains):
+        for number in units.chains[chain]:
+            unit = units.units[number]
+            found.append(Unit(unit.microbatch, numbers[unit.microbatch], place, unit.pieces))
+            numbers[unit.microbatch] += 1
+    return Units(units.documents, tuple(found), units.rows)

@@ -1,0 +1,1 @@
+"""Slices of sequences in the steps of Megatron's models."""

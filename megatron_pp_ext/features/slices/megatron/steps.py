@@ -1,0 +1,46 @@
+"""What slices bring to the steps of a model."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from megatron_pp_ext.features.slices.megatron.layers import Calls
+from megatron_pp_ext.features.slices.megatron.router_losses import averaged
+from megatron_pp_ext.features.slices.megatron.sliced_stage import SlicedStage
+from megatron_pp_ext.features.slices.options import Slices
+from megatron_pp_ext.integration.requested import Pipeline
+from megatron_pp_ext.integration.runners.model_stage import StepInputs
+from megatron_pp_ext.integration.runners.step_parts import Step, StepPart
+
+
+def sliced(pipeline: Pipeline) -> StepPart:
+    """Return what slices bring to the steps of ``pipeline``; nothing where none are requested."""
+    option = pipeline.request.option(Slices)
+    calls: list[Calls] = []
+
+    @contextmanager
+    def during(step: Step) -> Iterator[None]:
+        if option is None or option.count == 1:
+            yield
+        else:
+            inputs = step.inputs
+            calls[:] = calls or map(Calls, inputs.model)
+            _require_length(inputs, option)
+            units = option.units(inputs.microbatches)
+            inputs.shape = (inputs.shape[0] // option.count, *inputs.shape[1:])
+            step.make_stage = partial(SlicedStage, units=units, calls=calls)
+            with averaged(option.count):
+                yield
+
+    return during
+
+
+def _require_length(inputs: StepInputs, option: Slices) -> None:
+    """Raise ValueError unless the step's sequences have the length that its schedule was made for."""
+    length = option.tokens * option.count
+    tensor = inputs.groups.tp.size() if inputs.config.sequence_parallel else 1
+    if inputs.config.variable_seq_lengths or inputs.shape[0] * tensor != length:
+        raise ValueError(
+            f"slices were planned for sequences of {length} tokens, and this step has others; give all steps "
+            "this length, or leave out --pipeline-slice-tokens"
+        )

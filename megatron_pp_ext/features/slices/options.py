@@ -1,0 +1,75 @@
+"""What --pipeline-slice-tokens, or ``install(slice_tokens=)``, requests: sequences in slices."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from megatron_pp_ext.compiler.request import Option, Request
+from megatron_pp_ext.features.slices.units import Units, equal_slices
+from megatron_pp_ext.job import options, other_sums, our_flags
+from megatron_pp_ext.job.other_sums import OtherSums
+from megatron_pp_ext.job.requested_job import RequestedJob
+
+_FLAG = "--pipeline-slice-tokens"
+
+# In lower precision every slice rounds its part of a weight's gradient.
+SUMS = OtherSums(_FLAG, "gradients are summed over slices of sequences", fp32=1e-5, lower=1e-1)
+"""The sums of a job with the flag."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slices(Option):
+    """The request for slices of ``tokens`` tokens, of which every sequence has ``count``.
+
+    ``count`` is 1 as long as the length of the sequences is not known: a call of ``install`` knows no model.
+    """
+
+    tokens: int
+    count: int = 1
+
+    evaluates: ClassVar[bool] = True
+
+    def units(self, microbatches: int) -> Units:
+        """Return the units of a step with so many ``microbatches`` of one sequence length."""
+        return equal_slices(microbatches, self.count, self.tokens * self.count)
+
+
+def slices(given: int, sequence: int, name: str = _FLAG) -> Slices:
+    """Return slices of ``given`` tokens of sequences of ``sequence`` tokens, 0 where that is not known.
+
+    ValueError, in one line, for a number that is not above 0 and for one that does not divide the sequence.
+    """
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        raise ValueError(f"{name} is {given!r}, but must be a whole number from 1 on; give one, such as 4096")
+    if not sequence or given >= sequence:
+        return Slices(given)
+    if sequence % given:
+        raise ValueError(
+            f"{name} is {given}, which does not divide the {sequence} tokens of a sequence; give a divisor"
+        )
+    return Slices(given, sequence // given)
+
+
+def read(asked: RequestedJob, request: Request) -> Request:
+    """Return ``request`` with what the flag says; see ``job.options.Read``."""
+    given = asked.flags.pipeline_slice_tokens
+    return request if given is None else request.with_option(slices(given, asked.model.seq_length))
+
+
+def _flags(request: Request) -> Mapping[str, Any]:
+    found = request.option(Slices)
+    return {"pipeline_slice_tokens": None if found is None else found.tokens}
+
+
+def _read_argument(request: Request, given: int, limit: float | str | None) -> Request:
+    return request.with_option(slices(given, 0, "slice_tokens"))
+
+
+def register() -> None:
+    """Add the flag, what reads it, and the argument of ``install``."""
+    our_flags.FILES.append(Path(__file__).with_name("flags.toml"))
+    options.register(read)
+    options.register_flags(_flags)
+    options.register_argument(options.Argument("slice_tokens", _read_argument))
+    other_sums.register(SUMS)

@@ -1,0 +1,112 @@
+"""The plan of a step whose microbatches are of unlike length: how sequences are cut, and all orders."""
+
+import math
+from collections.abc import Callable, Sequence
+
+from megatron_pp_ext.features.lengths.length_costs import EQUAL_AT, LengthCosts
+from megatron_pp_ext.features.slices.cuts import By, cut, ordered
+from megatron_pp_ext.features.slices.search import BUDGET, Plan, Search
+from megatron_pp_ext.features.slices.shift import more, shifted
+from megatron_pp_ext.features.slices.slice_costs import unit_costs, work_of
+from megatron_pp_ext.features.slices.units import Units
+from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.placement import Placement
+from megatron_pp_ext.schedule.simulate import simulate
+from megatron_pp_ext.schedule.unit_costs import UnitCosts
+
+SMALLEST, LARGEST = 512, 65_536
+"""The sizes of units in tokens between which ``auto`` chooses, by factors of 2."""
+
+
+class Planner:
+    """Plans steps on ``placement`` whose stages have the costs of ``rates``.
+
+    ``overhead`` are the tokens that a unit costs on top of its own, and ``equal_at``
+    is the length of a document whose attention takes as long as all else.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        rates: LengthCosts,
+        *,
+        splits_backward: bool = True,
+        overhead: float = 0.0,
+        equal_at: float = EQUAL_AT,
+    ) -> None:
+        if len(rates.stages) != placement.stages:
+            raise ValueError(
+                f"there are costs of {len(rates.stages)} stages, but the placement has {placement.stages}: "
+                "give one for each"
+            )
+        self.placement, self.rates, self.splits_backward = placement, rates, splits_backward
+        self.overhead, self.equal_at = overhead, equal_at
+
+    def plan(
+        self,
+        documents: Sequence[Sequence[int]],
+        slice_tokens: int | None,
+        limits: Sequence[float],
+        *,
+        by: By = "tokens",
+        budget: float = BUDGET,
+    ) -> Plan:
+        """Return the plan of a step whose microbatches have these ``documents``.
+
+        ``slice_tokens`` are the most of a unit; None chooses them (``chosen_tokens``).  ``limits`` are what
+        each rank may keep, in the unit of ``StageRates.activation`` times tokens.  Raises InfeasibleLimit
+        where a rank cannot keep the longest document.
+        """
+        if slice_tokens is None:
+            slice_tokens = self.chosen_tokens(documents, limits, by)
+        return self._search(documents, slice_tokens, limits, by).planned(budget)
+
+    def chosen_tokens(
+        self, documents: Sequence[Sequence[int]], limits: Sequence[float], by: By = "tokens"
+    ) -> int:
+        """Return the size of units whose step is shortest where chains go light-heavy-light.
+
+        Small units fill the pipeline sooner and keep less, and their ``overhead`` makes the step longer.
+        """
+        return min(_sizes(documents), key=lambda size: self._search(documents, size, limits, by).by_rule())
+
+    def in_family(
+        self,
+        make: Callable[[int], Schedule],
+        documents: Sequence[Sequence[int]],
+        slice_tokens: int | None,
+        by: By = "tokens",
+    ) -> Plan:
+        """Return the plan whose actions have the order of a family (``shift``), and its memory.
+
+        ``make`` makes the family's schedule for so many microbatches.  None as ``slice_tokens`` chooses those
+        with the shortest step.
+        """
+        sizes = _sizes(documents) if slice_tokens is None else [slice_tokens]
+        no_limits = [math.inf] * self.placement.ranks
+        found = list[Plan]()
+        for size in sizes:
+            search = self._search(documents, size, no_limits, by)
+            units = ordered(search.units, search.rule)
+            schedule = shifted(make(len(units) + more(units)), units)
+            seconds = simulate(schedule, self.costs(units)).makespan
+            found.append(Plan(units, schedule, seconds, min(search.lower_bound, seconds)))
+        return min(found, key=lambda plan: plan.seconds)
+
+    def costs(self, units: Units) -> UnitCosts:
+        """Return what actions of ``units`` cost, for ``simulate``."""
+        return unit_costs(units, self.rates, self.overhead)
+
+    def _search(
+        self, documents: Sequence[Sequence[int]], size: int, limits: Sequence[float], by: By
+    ) -> Search:
+        units = cut(documents, size, by, self.equal_at)
+        work = work_of(units, self.rates, self.placement, self.splits_backward, self.overhead)
+        return Search(units, work, self.placement, limits)
+
+
+def _sizes(documents: Sequence[Sequence[int]]) -> list[int]:
+    """Return the sizes of units among which one is chosen."""
+    longest = max(map(max, documents))
+    sizes = [SMALLEST << step for step in range((LARGEST // SMALLEST).bit_length())]
+    return [size for size in sizes if size < 2 * longest] or sizes[:1]

@@ -1,0 +1,93 @@
+"""What slices of sequences do not support."""
+
+from megatron_pp_ext.job.requested_job import RequestedJob
+from megatron_pp_ext.job.rules.rule import Rule, Rules
+from megatron_pp_ext.job.rules.schedules import has_graphs
+
+
+def _cuts(job: RequestedJob) -> bool:
+    """Whether sequences are cut: not where a slice would be as long as they are."""
+    tokens, sequence = job.flags.pipeline_slice_tokens, job.model.seq_length
+    return tokens is not None and (not sequence or tokens < sequence)
+
+
+def has_states(job: RequestedJob) -> bool:
+    """Whether layers of a hybrid model carry a state from token to token."""
+    return any(letter in "MG" for letter in job.model.hybrid_layer_pattern or "")
+
+
+RULES = (
+    Rules(
+        title="What `--pipeline-slice-tokens` needs",
+        when=lambda job: job.flags.pipeline_slice_tokens is not None,
+        rows=(
+            Rule(
+                "--pipeline-slice-tokens {pipeline_slice_tokens}",
+                when=lambda job: not job.pipeline.has_schedule,
+                why="has no effect under Megatron's own schedules",
+                fix="add --pipeline-schedule, v-half for example",
+            ),
+            Rule(
+                "--pipeline-slice-tokens {pipeline_slice_tokens}",
+                when=lambda job: (
+                    job.flags.pipeline_slice_tokens
+                    and job.flags.pipeline_slice_tokens % job.parallel.sequence_ranks
+                ),
+                why=(
+                    "cannot be shared out over --tensor-model-parallel-size {tensor_model_parallel_size} "
+                    "under --sequence-parallel"
+                ),
+                fix="give a multiple of that size",
+            ),
+        ),
+    ),
+    Rules(
+        title="Beside `--pipeline-slice-tokens`",
+        when=_cuts,
+        subject="--pipeline-slice-tokens {pipeline_slice_tokens}",
+        rows=(
+            Rule(
+                "--pipeline-schedule {pipeline_schedule}",
+                when=lambda job: not job.pipeline.can.flushes,
+                why="stages that update their weights by themselves would do so within a sequence",
+                fix="choose a schedule that flushes",
+            ),
+            Rule(
+                "--pipeline-schedule {pipeline_schedule}",
+                when=lambda job: job.pipeline.can.file,
+                why="the file orders microbatches, whose backwards need not be in reverse",
+                fix="choose a schedule by name",
+            ),
+            Rule(
+                "--context-parallel-size above 1",
+                when=lambda job: job.parallel.context_parallel_size > 1,
+                why=(
+                    "each of its ranks has two pieces of the whole sequence, so that a slice's tokens would "
+                    "be on some of them"
+                ),
+            ),
+            Rule("--mtp-num-layers", why="the prediction at a slice's end needs tokens of the next slice"),
+            Rule(
+                "--experimental-attention-variant",
+                why="the state of such attention is not carried from slice to slice",
+            ),
+            Rule(
+                "--hybrid-layer-pattern with M or G",
+                when=has_states,
+                why="the state of Mamba and of a gated delta net is not carried from slice to slice",
+            ),
+            Rule(
+                "--cuda-graph-impl {cuda_graph_impl}",
+                when=has_graphs,
+                why="attention has another number of keys in each slice",
+            ),
+            Rule("--tp-comm-overlap", why="its buffers have the size of whole sequences"),
+            Rule("--fine-grained-activation-offloading", why="it counts whole microbatches"),
+            Rule("--pipeline-offload", why="slices share the keys and values that it would move"),
+            Rule("--pipeline-vocabulary", why="its exchanges are of whole microbatches"),
+            Rule("--pipeline-profile-steps", why="what it compiles orders whole microbatches"),
+            Rule("--rehearse-pipeline", why="a rehearsal tells the costs of whole microbatches"),
+            Rule("--overlap-moe-expert-parallel-comm", why="Megatron plans layers of whole sequences"),
+        ),
+    ),
+)

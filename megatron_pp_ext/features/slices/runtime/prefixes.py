@@ -1,0 +1,118 @@
+"""The keys and values of earlier slices, and the gradients that later slices owe them.
+
+Every attention layer keeps one storage for the keys and one for the values of a sequence.  The forward of a
+slice writes its own part, and attention gets a view from the first token to the slice's last: no prefix is
+copied.  The backwards of slices run in reverse.  That of a later slice gives gradients of all keys that it
+has read; those of earlier slices are summed until the backwards of these take them up.  So only the forward
+and the input gradient of a slice touch what slices share, and weight gradients may run at any time.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron_pp_ext.runtime.activation_meter import Owner
+from megatron_pp_ext.runtime.split import STORE
+
+
+class Prefix:
+    """The keys, or the values, of one layer and one sequence of ``length`` tokens, along dimension 0."""
+
+    def __init__(self, owner: Owner, like: torch.Tensor, length: int) -> None:
+        self.kept = torch.empty(length, *like.shape[1:], dtype=like.dtype, device=like.device)
+        self.owed: torch.Tensor | None = None
+        self._owner = owner
+        self._count(self.kept)
+
+    def owe(self, gradient: torch.Tensor) -> None:
+        """Add ``gradient``, of the keys from the first token on, to what earlier slices will take up.
+
+        Sums are in fp32, as those of a whole sequence are within attention.
+        """
+        if self.owed is None:
+            self.owed = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+            self._count(self.owed)
+        else:
+            self.owed[: len(gradient)] += gradient
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        if STORE.meter is not None:
+            STORE.meter.hold(self._owner, tensor, holder=self)
+
+
+class _Grow(torch.autograd.Function):
+    """Writes a slice's keys behind the earlier ones, and returns a view of all."""
+
+    @staticmethod
+    def forward(ctx: "torch.autograd.function.FunctionCtx", *given: object) -> torch.Tensor:
+        new, prefix, start = given
+        assert isinstance(new, torch.Tensor) and isinstance(prefix, Prefix) and isinstance(start, int)
+        end = start + len(new)
+        prefix.kept[start:end].copy_(new)
+        ctx.prefix, ctx.start, ctx.end = prefix, start, end  # type: ignore[attr-defined]
+        # With a version counter of its own: later slices write to the storage while this view is saved.
+        return prefix.kept.data[:end]
+
+    @staticmethod
+    def backward(ctx: "torch.autograd.function.FunctionCtx", *gradients: torch.Tensor) -> object:
+        (gradient,) = gradients
+        prefix, start, end = ctx.prefix, ctx.start, ctx.end  # type: ignore[attr-defined]
+        own = gradient[start:]
+        if prefix.owed is not None:
+            own = (own + prefix.owed[start:end]).to(gradient.dtype)
+        if start:
+            prefix.owe(gradient[:start])
+        return own, None, None
+
+
+@dataclass(slots=True)
+class Sequence:
+    """What the slices of one sequence of ``length`` tokens share on one stage; ``owner`` is the first one."""
+
+    owner: Owner
+    length: int
+    prefixes: dict[object, Prefix] = field(default_factory=dict)
+
+    def grown(self, key: object, new: torch.Tensor, start: int) -> torch.Tensor:
+        """Return a view of the first tokens up to the end of ``new``, which begins at token ``start``.
+
+        ``key`` names the layer and what it keeps.  A forward that recomputation repeats writes the same
+        numbers again.
+        """
+        if key not in self.prefixes:
+            self.prefixes[key] = Prefix(self.owner, new, self.length)
+        grown: torch.Tensor = _Grow.apply(new, self.prefixes[key], start)
+        return grown
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The tokens from ``start`` to ``end`` of a sequence, while a stage works on them."""
+
+    sequence: Sequence
+    start: int
+    end: int
+
+
+_running: Slice | None = None
+
+
+def running() -> Slice | None:
+    """Return the slice that this rank works on; None where what it works on is no slice.
+
+    An ordinary variable: on a GPU autograd recomputes layers in a thread of its own.
+    """
+    return _running
+
+
+@contextmanager
+def at_work_on(one: Slice) -> Iterator[None]:
+    """Make ``one`` the slice that this rank works on."""
+    global _running
+    before, _running = _running, one
+    try:
+        yield
+    finally:
+        _running = before

@@ -1,0 +1,47 @@
+"""Slices in a loop on megatron.core alone, whose loss is a mean and whose stages all get a mask."""
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import own_loop
+
+ROOT = Path(__file__).parents[4]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """What both ranks found; see ``tests.support.own_loop_slices``."""
+    file = tmp_path_factory.mktemp("slices") / "found.pickle"
+    command = [sys.executable, "-m", "tests.support.own_loop_slices", str(file)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
+    assert run.returncode == 0, run.stderr[-4000:]
+    ranks: list[dict] = pickle.loads(file.read_bytes())
+    return ranks
+
+
+def test_losses_come_back_as_one_for_each_microbatch(found: list[dict]) -> None:
+    ours, stock = found[-1]["sliced"].losses, found[-1]["stock"].losses
+    assert [len(step) for step in ours] == list(own_loop.COUNTS)
+    assert all(one == pytest.approx(other, rel=1e-6) for one, other in zip(ours, stock, strict=True))
+
+
+def test_data_beside_losses_is_of_whole_microbatches(found: list[dict]) -> None:
+    ours, stock = found[-1]["data"], found[-1]["stock data"]
+    assert len(ours) == len(stock) == 3
+    for one, other in zip(ours, stock, strict=True):
+        assert one.shape == other.shape
+        assert one.tolist() == [pytest.approx(row, rel=1e-4) for row in other.tolist()]
+
+
+def test_a_forward_step_that_changes_outputs_is_refused(found: list[dict]) -> None:
+    assert "a forward step which returns what the model returns" in found[0]["changed"]
+
+
+def test_sequences_of_another_length_are_refused(found: list[dict]) -> None:
+    assert "planned for sequences of 8 tokens" in found[-1]["length"]

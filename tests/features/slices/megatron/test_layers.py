@@ -1,0 +1,95 @@
+"""What layers get while a slice runs."""
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.transformer.enums import AttnMaskType
+
+from megatron_pp_ext.features.slices.megatron.batches import cut
+from megatron_pp_ext.features.slices.megatron.layers import Calls
+from megatron_pp_ext.features.slices.runtime.prefixes import Sequence, Slice, at_work_on
+from megatron_pp_ext.runtime.activation_meter import Owner
+
+LENGTH = 8
+
+
+class CoreAttention(torch.nn.Module):
+    """Returns what it is called with."""
+
+    def forward(
+        self, query: Any, key: Any, value: Any, attention_mask: Any, attn_mask_type: Any = None
+    ) -> tuple[Any, Any, Any]:
+        return key, attention_mask, attn_mask_type
+
+
+class Model(torch.nn.Module):
+    """A model with attention and two kinds of rotary positions."""
+
+    def __init__(self, attention: torch.nn.Module) -> None:
+        super().__init__()
+        self.core_attention = attention
+        self.rotary = RotaryEmbedding(4, 1.0, use_cpu_initialization=True)
+        self.yarn = YarnRotaryEmbedding(4, use_cpu_initialization=True)
+
+
+def slice_of(start: int, end: int) -> Slice:
+    return Slice(Sequence(Owner(0, 0), LENGTH), start, end)
+
+
+def attend(model: Model, one: Slice, mask: Any = None) -> tuple[Any, Any, Any]:
+    new = torch.ones(one.end - one.start, 1, 1, 1)
+    with at_work_on(one):
+        found: tuple[Any, Any, Any] = model.core_attention(new, new, new, mask, AttnMaskType.causal)
+    return found
+
+
+def test_local_attention_gets_a_mask_that_ends_at_the_bottom_right() -> None:
+    model = Model(CoreAttention())
+    Calls(model)
+    key, mask, _ = attend(model, slice_of(2, 4))
+    assert len(key) == 4
+    assert mask.int().tolist() == [[[[0, 0, 0, 1], [0, 0, 0, 0]]]]
+    given = torch.ones(1, 1, 2, 4, dtype=torch.bool)
+    assert attend(model, slice_of(2, 4), given)[1] is given
+    assert attend(model, slice_of(0, 2))[1] is None
+
+
+def test_the_engine_s_attention_gets_its_own_name_of_that_mask() -> None:
+    kind = type("Attention", (CoreAttention,), {"__module__": "megatron.core.extensions.transformer_engine"})
+    model = Model(kind())
+    Calls(model)
+    for mask in (None, torch.ones(1, 1, 2, 4, dtype=torch.bool)):
+        assert attend(model, slice_of(2, 4), mask)[2] == AttnMaskType.causal_bottom_right
+    assert attend(model, slice_of(0, 2))[2] == AttnMaskType.causal
+
+
+def test_rotary_positions_begin_at_the_slice() -> None:
+    model = Model(CoreAttention())
+    whole = [model.rotary(LENGTH), model.yarn(LENGTH)[0], *model.yarn.get_cached_cos_sin(LENGTH)]
+    Calls(model)
+    with at_work_on(slice_of(2, 6)):
+        found = [model.rotary(4), model.yarn(4)[0], *model.yarn.get_cached_cos_sin(4)]
+    for one, other in zip(found, whole, strict=True):
+        assert torch.equal(one, other[2:6])
+    assert torch.equal(model.rotary(LENGTH), whole[0])
+
+
+def test_a_batch_is_cut_along_its_tokens() -> None:
+    tokens = torch.arange(2 * LENGTH).reshape(2, LENGTH)
+    mask = torch.ones(1, 1, LENGTH, LENGTH).triu(1).bool()
+    given = {"input_ids": tokens, "position_ids": tokens[None], "attention_mask": mask, "labels": None}
+    found = cut(given, 2, 4)
+    assert found["input_ids"].tolist() == [[2, 3], [10, 11]]
+    assert found["position_ids"].shape == (1, 2, 2)
+    assert torch.equal(found["attention_mask"], mask[:, :, 2:4, :4])
+    assert found["labels"] is None
+
+
+def test_what_cannot_be_cut_is_refused() -> None:
+    with pytest.raises(ValueError, match="do not know how to cut pixels"):
+        cut({"pixels": torch.ones(1)}, 0, 1)
+    with pytest.raises(ValueError, match="do not know how to cut packed_seq_params"):
+        cut({"packed_seq_params": object()}, 0, 1)

@@ -1,0 +1,56 @@
+"""What ``tests/features/slices/megatron/test_install.py`` compares, written to the file that it is given.
+
+All of it runs in a process of its own, in which Megatron is as it comes.
+"""
+
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.support.ranks import run_ranks  # isort: skip  (the stand-ins come before Megatron)
+
+import megatron_pp_ext
+from tests.support import own_loop
+
+
+def on_rank(rank: int) -> dict[str, Any]:
+    """Return what this rank found."""
+    own_loop.start()
+    found: dict[str, Any] = {}
+    model = own_loop.build(1)
+    found["stock"] = own_loop.train(model, own_loop.COUNTS)
+    found["stock data"] = _data(model)
+    megatron_pp_ext.install("v-half", ranks=2, microbatches=8, slice_tokens=2)
+    model = own_loop.build(2)
+    found["sliced"] = own_loop.train(model, own_loop.COUNTS)
+    found["data"] = _data(model)
+    found["length"] = _error(model, seq_length=4)
+    step = own_loop.forward_step
+
+    def changed(*given: Any) -> Any:
+        output, loss = step(*given)
+        return 2 * output, loss
+
+    if rank == 0:  # it fails before its first message
+        found["changed"] = _error(model, forward_step=changed)
+    return found
+
+
+def _data(model: list[Any]) -> list[Any]:
+    iterators = [own_loop.batches() for _ in model]
+    return own_loop.run_step(model, iterators, 3, forward_only=True, collect_non_loss_data=True)
+
+
+def _error(model: list[Any], forward_step: Any = own_loop.forward_step, **about: Any) -> str:
+    """Return the error of a step that fails before any message."""
+    own_loop.forward_step = forward_step
+    try:
+        own_loop.run_step(model, [own_loop.batches() for _ in model], 3, **about)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_bytes(pickle.dumps(run_ranks(on_rank, 2)))
