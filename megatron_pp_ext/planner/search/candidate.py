@@ -10,7 +10,7 @@ from megatron_pp_ext.compiler.request import Option, Request, of_sizes
 from megatron_pp_ext.job import memory_limit, options
 from megatron_pp_ext.job.flag_words import spelled
 from megatron_pp_ext.job.requested_job import RequestedJob
-from megatron_pp_ext.job.typed_job import Job
+from megatron_pp_ext.job.typed_job import PLACES, Job
 from megatron_pp_ext.planner.search import variants
 from megatron_pp_ext.planner.search.variants import Choice
 from megatron_pp_ext.planner.step.model_description import flag
@@ -165,7 +165,7 @@ class Candidate:
             "pipeline_model_parallel_layout": self.layout,
             "pipeline_schedule": None if self.pipeline == 1 or self.schedule in self.stock else self.schedule,
             "pipeline_memory_limit": None if self.limit is None else memory_limit.spelled(self.limit),
-            **options.as_flags(self._request),
+            **{name: value for name, value in options.as_flags(self._request).items() if name in PLACES},
             **dict.fromkeys(variants.arguments()),
             **dict(self.choice.arguments if self.choice else ()),
             "micro_batch_size": self.micro_batch,
