@@ -193,9 +193,9 @@ def test_a_file_is_estimated_as_the_family_that_it_spells(tmp_path: Path) -> Non
     found = []
     for name in ("v-zb", f"csv:{tmp_path}/mine.csv"):
         asked = read_by_commands(cpu.with_cpu_flags([*TINY, *f"{P4} --pipeline-schedule {name}".split()]))
-        estimated_by_name = estimate_request(asked.job, system.read("h100"), for_world(asked, 4))
+        estimate = estimate_request(asked.job, system.read("h100"), for_world(asked, 4))
         # The range of published runs names the file instead of the family.
-        found.append(replace(estimated_by_name, band=None))
+        found.append(replace(estimate, band=None))
     assert found[0] == found[1]
 
 
