@@ -50,7 +50,6 @@ def record(timeline: Timeline, bound: float, units: Units) -> dict[str, Any]:
         "schedule": schedule.name,
         "ranks": schedule.ranks,
         "microbatches": schedule.whole_microbatches,
-        "units": schedule.microbatches,
         "chunks": schedule.placement.chunks,
         "makespan": timeline.makespan,
         "span": timeline.span,
@@ -66,6 +65,7 @@ def record(timeline: Timeline, bound: float, units: Units) -> dict[str, Any]:
         ],
         "digest": schedule.digest,
         "time_unit": units.time,
+        **({"units": schedule.microbatches} if schedule.units else {}),
     }
 
 
