@@ -323,7 +323,7 @@ class Memory:
     sgd_momentum: float = 0.9
     use_distributed_optimizer: bool = False
     use_megatron_fsdp: bool = False
-    data_parallel_sharding_strategy: str = "no_shard"
+    data_parallel_sharding_strategy: str = "optim_grads_params"
     muon_num_ns_steps: int = 5
     muon_scalar_optimizer: str = "adam"
     optimizer_cpu_offload: bool = False

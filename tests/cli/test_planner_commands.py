@@ -191,9 +191,9 @@ def test_a_search_of_both_ways_to_hold_a_vocabulary(mpp, model, tmp_path):
     result = mpp(*SEARCH, "--model", model(**pipeline), "--json", file, "--top", 40)
     assert result.exit_code == 0, result.output
     found = json.loads(file.read_text())["best"]
-    assert {one["candidate"]["splits_head"] for one in found} == {False, True}
+    assert {one["candidate"]["shares_vocabulary"] for one in found} == {False, True}
     for one in found:
-        shared = " --pipeline-vocabulary shared" * one["candidate"]["splits_head"]
+        shared = " --pipeline-vocabulary shared" * one["candidate"]["shares_vocabulary"]
         assert one["command"].count("--pipeline-vocabulary") == bool(shared)
         assert shared in one["command"]
 
@@ -214,7 +214,7 @@ def test_a_search_of_both_ways_to_hold_a_vocabulary(mpp, model, tmp_path):
         ((*SEARCH, "--png", "x.svg"), {}, "--png got x.svg: end the file's name in .png"),
         (("search", "--gpus", 8), {"seq_length": 512}, "no batch: give --global-batch-size"),
         (SEARCH, {"pipeline_offload": "0.5"}, "-offload is 0.5, but a search chooses a share itself"),
-        (SEARCH, {"pipeline_loss_rank": "last"}, "-rank last: a search counts ranks from the one with both"),
+        (SEARCH, {"pipeline_loss_rank": "last"}, "-rank last: a search counts ranks from the one with"),
         (SEARCH, {"decoder_first_pipeline_num_layers": 1}, "-pipeline-num-layers describes the stages"),
         (("estimate",), {}, "has no --seq-length: give it"),
         (("estimate",), {**PIPELINE, **SHARED, "pipeline_schedule": None}, "add --pipeline-schedule"),

@@ -112,7 +112,7 @@ def test_the_host_waits_where_stock_waits(world_size: int, features: tuple[str, 
     # losses arrive there.
     checks = beside.pop(CHECK)
     assert checks == theirs[CHECK] if ours in ON_A_LINE else checks > theirs[CHECK]
-    assert beside <= Counter({"parcel.receive": world_size // 2})
+    assert beside <= Counter({"object_send.receive": world_size // 2})
 
 
 def test_a_rehearsal_waits_as_training_does(tmp_path: Path) -> None:

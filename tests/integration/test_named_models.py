@@ -22,14 +22,14 @@ GPUS = 8
 def as_megatron_reads(words: Sequence[str], ours: Namespace) -> dict[str, Any]:
     """What Megatron reads in ``words`` for the arguments that costs depend on."""
     theirs = read_by_megatron(words)
-    theirs.attention_backend = ours.attention_backend  # an enumeration there
+    theirs.attention_backend = getattr(ours, "args", ours).attention_backend  # an enumeration there
     if theirs.window_size is not None:
         theirs.window_size = "{},{}".format(*theirs.window_size)  # two numbers there
     return {name: getattr(theirs, name) for name in model_description.arguments()}
 
 
 def counted(args: Namespace) -> dict[str, Any]:
-    return {name: getattr(args, name) for name in model_description.arguments()}
+    return {name: getattr(getattr(args, "args", args), name) for name in model_description.arguments()}
 
 
 SIZES = (

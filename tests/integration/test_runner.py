@@ -181,6 +181,7 @@ def step(monkeypatch: pytest.MonkeyPatch):
             **dict.fromkeys(("no_sync_func", "param_sync_func", "timers", "calculate_per_token_loss")),
             "barrier_with_L1_time": True,
             "mtp_standalone": False,
+            "variable_seq_lengths": False,
         }
         config = SimpleNamespace(**{**defaults, **settings})
         monkeypatch.setattr(pipeline_runner, "get_model_config", lambda model: config)

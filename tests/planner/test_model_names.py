@@ -115,9 +115,9 @@ def test_a_config_is_read_from_its_file_or_its_folder(tmp_path):
     for words in ("--num-query-groups 2", "--add-qkv-bias", "--rotary-base 1000000", "--seq-length 8192"):
         assert words in line
     assert "--qk-layernorm" not in line
-    assert found[0].asked.attention_dropout == 0.125
+    assert found[0].asked.argument("attention_dropout") == 0.125
     longer = described.read(["--seq-length", "200000"], str(tmp_path)).asked
-    assert (longer.seq_length, longer.max_position_embeddings) == (200000, 200000)
+    assert (longer.argument("seq_length"), longer.argument("max_position_embeddings")) == (200000, 200000)
 
 
 def test_an_error_names_the_file(tmp_path):
@@ -128,7 +128,7 @@ def test_an_error_names_the_file(tmp_path):
 
 
 def test_sequences_are_no_longer_than_the_chunks_in_which_a_model_attends():
-    assert described.read([], "llama-4-scout").asked.seq_length == 8192
+    assert described.read([], "llama-4-scout").asked.argument("seq_length") == 8192
     with pytest.raises(ValueError, match="--seq-length 8193 is longer than the chunks of 8192 tokens"):
         described.read(["--seq-length=8193"], "llama-4-scout")
 
@@ -143,7 +143,7 @@ def test_what_no_flag_says_is_said_with_the_name_of_the_model():
 @pytest.mark.parametrize("spelled", ["--seq-length 4096", "--seq-length=4096"])
 def test_a_size_that_is_given_twice_is_refused_where_the_two_differ(spelled):
     found = described.read(spelled.split(), "llama3-8b", {"seq_length": 4096})
-    assert found.asked.seq_length == 4096
+    assert found.asked.argument("seq_length") == 4096
     with pytest.raises(ValueError, match="--seq-length is 8192, but 4096 behind --: leave one out"):
         described.read(spelled.split(), "llama3-8b", {"seq_length": 8192})
 

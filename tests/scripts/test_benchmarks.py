@@ -14,11 +14,13 @@ MODULES = [
 ]
 COMMANDS = {
     "gpu.check", "gpu.layers", "gpu.machine",
-    "planner.accuracy", "planner.components", "planner.host_memory", "planner.layouts",
+    "planner.accuracy", "planner.components", "planner.found_errors", "planner.found_factors",
+    "planner.host_memory", "planner.layouts",
     "planner.partition_costs", "planner.rehearsals", "planner.training_runs", "planner.two_checkouts",
-    "runtime.offload", "runtime.pairs", "runtime.replicas", "runtime.slow_links",
+    "runtime.offload", "runtime.pairs", "runtime.replicas", "runtime.slices", "runtime.slow_links",
     "runtime.start_up", "runtime.steps", "runtime.time_to_loss", "runtime.train", "runtime.vocabulary",
-    "schedules.copies_to_host", "schedules.limits_by_rank", "schedules.tables",
+    "schedules.copies_to_host", "schedules.lengths", "schedules.limits_by_rank", "schedules.slices",
+    "schedules.tables",
 }  # fmt: skip
 
 

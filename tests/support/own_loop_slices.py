@@ -32,7 +32,7 @@ def on_rank(rank: int) -> dict[str, Any]:
         output, loss = step(*given)
         return 2 * output, loss
 
-    if rank == 0:  # it fails before its first message
+    if rank == 1:  # it has the first stage, and fails before its first message
         found["changed"] = _error(model, forward_step=changed)
     return found
 

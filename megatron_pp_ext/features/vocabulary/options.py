@@ -47,7 +47,7 @@ def read(asked: RequestedJob, request: Request) -> Request:
 
 
 def _flags(request: Request) -> Mapping[str, Any]:
-    value = {None: AUTO, True: SHARED, False: None}[request.splits_head]
+    value = AUTO if request.splits_head is None else SHARED if request.splits_head else None
     return {"pipeline_vocabulary": value}
 
 

@@ -10,7 +10,7 @@ from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.features.lengths.length_costs import LengthCosts
 from megatron_pp_ext.features.lengths.microbatches import Microbatches
-from megatron_pp_ext.features.lengths.ordering import lengths_of_batch, with_order
+from megatron_pp_ext.features.lengths.ordering import lengths_of_batch, with_lengths, with_order
 from megatron_pp_ext.features.lengths.plan import Planner
 from megatron_pp_ext.schedule.costs import Costs
 
@@ -146,5 +146,6 @@ def test_lengths_are_read_from_megatrons_batches():
 )
 def test_orders_that_cannot_be(schedule, order, lengths, words):
     limit = 0.5 if schedule == "flex" else None
+    request = named(schedule, 2, 4, limit=limit)
     with pytest.raises(ValueError, match=words):
-        with_order(named(schedule, 2, 4, limit=limit), order, lengths)
+        with_order(request, order) if lengths is None else with_lengths(request, lengths)

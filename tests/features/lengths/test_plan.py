@@ -15,6 +15,7 @@ from megatron_pp_ext.features.lengths.compared import peak_tokens, side_by_side,
 from megatron_pp_ext.features.lengths.length_costs import LengthCosts
 from megatron_pp_ext.features.lengths.microbatches import Microbatches
 from megatron_pp_ext.features.lengths.plan import Planner, plan
+from megatron_pp_ext.features.pairs.options import paired
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.check import check, require_one_forward_order
@@ -69,7 +70,7 @@ def test_plans_are_valid_and_never_longer_than_what_they_start_from(name, ranks,
 
 
 def test_pairs_are_planned_with_what_they_take():
-    schedule = make(replace(named("dualpipe-v", 4, 9), is_paired=True)).schedule
+    schedule = make(paired(named("dualpipe-v", 4, 9))).schedule
     costs = replace(costs_of(schedule.placement).of(step(9)), pair=0.7)
     found = Planner(schedule).plan(costs, budget=SHORT)
     check(found.schedule)

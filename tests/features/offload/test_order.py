@@ -44,7 +44,7 @@ def test_a_share_leaves(name):
 def test_people_are_told_by_how_much_a_step_grows():
     request = options.requested(named("v-half", RANKS, MICROBATCHES), "1", None)
     note = make(request, costs_of).note
-    assert re.fullmatch(r"copies to the host make steps \d\.\d% longer by prediction", note)
+    assert re.fullmatch(r"copies to the host make steps \d\.\d% longer by the estimate", note)
     free = options.requested(named("v-half", RANKS, MICROBATCHES), "0.25", None)
     assert not make(free, costs_of).note
 

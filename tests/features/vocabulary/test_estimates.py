@@ -136,7 +136,7 @@ def test_auto_shares_a_large_vocabulary_and_says_what_that_saves():
     separate, shared, auto = (estimated(vocabulary=which) for which in (None, "shared", "auto"))
     saved = 1 - shared.pipeline_seconds / separate.pipeline_seconds
     assert saved > 0.1
-    assert auto == replace(shared, note=f"vocabulary shared: steps are {saved:.1%} shorter by prediction")
+    assert auto == replace(shared, note=f"vocabulary shared: steps are {saved:.1%} shorter by the estimate")
 
 
 def test_auto_does_not_share_a_few_rows_and_says_what_that_would_cost():

@@ -40,7 +40,7 @@ def test_data_beside_losses_is_of_whole_microbatches(found: list[dict]) -> None:
 
 
 def test_a_forward_step_that_changes_outputs_is_refused(found: list[dict]) -> None:
-    assert "a forward step which returns what the model returns" in found[0]["changed"]
+    assert "a forward step which returns what the model returns" in found[-1]["changed"]
 
 
 def test_sequences_of_another_length_are_refused(found: list[dict]) -> None:
