@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "megatron_pp_ext"
 
 PURE = {
+    "registered",
     "amounts",
     "around",
     "files",
@@ -35,7 +36,7 @@ PURE = {
 MEGATRON = {"integration", "features.megatron", "pipedream", "cpu", "pretrain_gpt", "text_data", "data_split"}
 """Rooms that import Megatron.  text_data is an entry point that writes its data with Megatron's writer."""
 
-_STEPS = {"amounts", "files", "json_input", "schedule", "compiler", "features", "job"}
+_STEPS = {"amounts", "files", "json_input", "registered", "schedule", "compiler", "features", "job"}
 
 BELOW: dict[str, set[str]] = {
     "version": set(),
@@ -44,9 +45,10 @@ BELOW: dict[str, set[str]] = {
     "files": set(),
     "json_input": {"files"},
     "log_lines": set(),
+    "registered": set(),
     "processor": set(),
     "schedule": {"files", "json_input"},
-    "compiler": {"files", "schedule"},
+    "compiler": {"files", "registered", "schedule"},
     "features": {"files", "json_input", "schedule", "compiler", "job"},
     "features.costs": {"schedule", "features", "job", "costs"},
     "features.runtime": {"schedule", "features", "runtime"},
@@ -60,12 +62,12 @@ BELOW: dict[str, set[str]] = {
         "around",
     },
     "features.planner": {"schedule", "compiler", "features", "job", "planner"},
-    "job": {"amounts", "files", "json_input", "schedule", "compiler"},
+    "job": {"amounts", "files", "json_input", "registered", "schedule", "compiler"},
     "pipedream": {*_STEPS, "integration", "runtime"},
     "pipedream.partition": _STEPS,
     "costs": _STEPS,
     "planner": {*_STEPS, "features.costs", "costs", "processor"},
-    "runtime": {"files", "schedule"},
+    "runtime": {"files", "registered", "schedule"},
     "view": {"files", "json_input", "schedule"},
     "jobs": {"files"},
     "verification": {*_STEPS, "jobs", "runtime"},

@@ -16,6 +16,7 @@ from megatron_pp_ext.compiler.bounds import lower_bound
 from megatron_pp_ext.compiler.limits import at_most, least_limits, without_messages
 from megatron_pp_ext.compiler.search import cache
 from megatron_pp_ext.compiler.search.problem import TOLERANCE, Problem, problem_of
+from megatron_pp_ext.registered import Registered
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.costs import Costs
@@ -39,13 +40,12 @@ Called with that and its origin, the placements with the costs of their stages, 
 simulated schedules that are named "flex", and their origins.
 """
 
-_variants: list[Variants] = []
+_variants = Registered[Variants]()
 
 
 def register(variants: Variants) -> None:
     """Let everything that is compiled from now on compete with what ``variants`` returns for it."""
-    if variants not in _variants:
-        _variants.append(variants)
+    _variants.add(variants)
 
 
 class InfeasibleLimit(ValueError):

@@ -17,6 +17,7 @@ from megatron_pp_ext.compiler.compile import InfeasibleLimit, compile_schedule
 from megatron_pp_ext.compiler.limits import Budget
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.compiler.turns import in_turn
+from megatron_pp_ext.registered import Registered
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.check import check
@@ -54,25 +55,23 @@ Make = Callable[[Request], Made]
 Pass = Callable[[Request, CostsOf, Make], Made]
 """Changes what ``Make`` returns, or returns it as it is where the request does not ask for the feature."""
 
-_passes: list[Pass] = []
+_passes = Registered[Pass]()
 
 
 def register(one: Pass) -> None:
     """Let ``one`` run around all passes that are registered by now."""
-    if one not in _passes:
-        _passes.append(one)
+    _passes.add(one)
 
 
 Counted = Callable[[Request, Costs], Costs]
 """Returns the costs by which the compiler orders a request: without those of features that it has not."""
 
-_counted: list[Counted] = []
+_counted = Registered[Counted]()
 
 
 def register_costs(counted: Counted) -> None:
     """Let everything that is compiled from now on be ordered by what ``counted`` makes of its costs."""
-    if counted not in _counted:
-        _counted.append(counted)
+    _counted.add(counted)
 
 
 def make(request: Request, costs: CostsOf | None = None, *, is_proved: bool = False) -> Made:

@@ -7,6 +7,7 @@ from megatron_pp_ext import log_lines
 from megatron_pp_ext.compiler.make import CostsOf, make
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.integration.requested import Pipeline
+from megatron_pp_ext.registered import Registered
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
@@ -15,13 +16,12 @@ from megatron_pp_ext.schedule.simulate import simulate
 Check = Callable[[Request], None]
 """Holds a request against this machine before any process group exists; ValueError for what it lacks."""
 
-_checks: list[Check] = []
+_checks = Registered[Check]()
 
 
 def register(check: Check) -> None:
     """Let ``check`` see every request of flags from now on."""
-    if check not in _checks:
-        _checks.append(check)
+    _checks.add(check)
 
 
 def require_possible(request: Request) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.job.requested_job import RequestedJob
+from megatron_pp_ext.registered import Registered
 
 Read = Callable[[RequestedJob, Request], Request]
 """Adds to a request what the flags of a feature request (``Request.with_option``).
@@ -35,28 +36,25 @@ class Argument:
     has_limit: Callable[[Any], bool] = lambda given: False
 
 
-_registered: list[Read] = []
-_permitted: list[Permitted] = []
-_flags: list[Flags] = []
+_registered = Registered[Read]()
+_permitted = Registered[Permitted]()
+_flags = Registered[Flags]()
 _arguments: dict[str, Argument] = {}
 
 
 def register(read: Read) -> None:
     """Let ``read`` see the flags of every schedule that is requested from now on."""
-    if read not in _registered:
-        _registered.append(read)
+    _registered.add(read)
 
 
 def register_permitted(permitted: Permitted) -> None:
     """Let a search, which chooses what flags leave open, ask for what is ``permitted``."""
-    if permitted not in _permitted:
-        _permitted.append(permitted)
+    _permitted.add(permitted)
 
 
 def register_flags(flags: Flags) -> None:
     """Let ``flags`` name those that would request the same, for candidates and for calls without flags."""
-    if flags not in _flags:
-        _flags.append(flags)
+    _flags.add(flags)
 
 
 def register_argument(argument: Argument) -> None:

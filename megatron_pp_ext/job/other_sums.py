@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from megatron_pp_ext.registered import Registered
+
 
 @dataclass(frozen=True, slots=True)
 class OtherSums:
@@ -17,13 +19,12 @@ class OtherSums:
     lower: float
 
 
-_registered: list[OtherSums] = []
+_registered = Registered[OtherSums]()
 
 
 def register(sums: OtherSums) -> None:
     """Let ``sums`` count wherever a job with its flag is compared with stock."""
-    if sums not in _registered:
-        _registered.append(sums)
+    _registered.add(sums)
 
 
 def other_sums(flags: frozenset[str]) -> OtherSums | None:

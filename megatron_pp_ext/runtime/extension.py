@@ -8,6 +8,7 @@ feature (``features.operations``).
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from megatron_pp_ext.registered import Registered
 from megatron_pp_ext.runtime.operations.compute import Compute
 from megatron_pp_ext.runtime.operations.operation import Operation
 from megatron_pp_ext.schedule.actions import Action
@@ -73,13 +74,12 @@ class Extension:
 Extend = Callable[[RankOrder], Extension | None]
 """Returns a feature's extension for a rank, or None where its order does not use the feature."""
 
-_registered: list[Extend] = []
+_registered = Registered[Extend]()
 
 
 def register(extend: Extend) -> None:
     """Let ``extend`` be asked for every plan that is made from now on."""
-    if extend not in _registered:
-        _registered.append(extend)
+    _registered.add(extend)
 
 
 def extensions(order: RankOrder) -> tuple[Extension, ...]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.requested import Pipeline
+from megatron_pp_ext.registered import Registered
 
 Finish = Callable[[Sequence[Any], Pipeline], None]
 """Changes the chunks of this rank in place; all ranks of the pipeline call it at the same time.
@@ -13,13 +14,12 @@ Finish = Callable[[Sequence[Any], Pipeline], None]
 It is called before data parallelism wraps the chunks and before tied weights become equal.
 """
 
-_registered: list[Finish] = []
+_registered = Registered[Finish]()
 
 
 def register(finish: Finish) -> None:
     """Let ``finish`` be called for every model that is built from now on."""
-    if finish not in _registered:
-        _registered.append(finish)
+    _registered.add(finish)
 
 
 def finish(chunks: Sequence[Any]) -> None:

@@ -17,6 +17,7 @@ from megatron.core.utils import unwrap_model
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.requested import Pipeline
+from megatron_pp_ext.registered import Registered
 
 _chunks: WeakKeyDictionary[torch.nn.Module, Pipeline | None] = WeakKeyDictionary()
 """The pipeline of every chunk that was built since hooks are in place; None of one for stock's schedule."""
@@ -68,22 +69,20 @@ def arrive_by(function: Callable[[str], Mark]) -> None:
 Checks = Callable[[Any], None]
 """The checks that a config makes of itself: its ``__post_init__``."""
 
-_around_checks: list[Callable[[Checks], Checks]] = []
+_around_checks = Registered[Callable[[Checks], Checks]]()
 
 
 def register(wrap: Callable[[Checks], Checks]) -> None:
     """Let every config that is made from now on be checked by what ``wrap`` makes of Megatron's checks."""
-    if wrap not in _around_checks:
-        _around_checks.append(wrap)
+    _around_checks.add(wrap)
 
 
-_after_config: list[Callable[[], None]] = []
+_after_config = Registered[Callable[[], None]]()
 
 
 def after_config(act: Callable[[], None]) -> None:
     """Call ``act`` after a config is made, before any model is built from it."""
-    if act not in _after_config:
-        _after_config.append(act)
+    _after_config.add(act)
 
 
 @hook(

@@ -20,6 +20,7 @@ from megatron_pp_ext.integration.core.mirrored_chunks import build_chunk_placed
 from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.job.call_words import in_words_of_call
+from megatron_pp_ext.registered import Registered
 
 _unfinished: list[torch.nn.Module] = []
 """The chunks of the model that is being built."""
@@ -99,13 +100,12 @@ def build_placed(stock: Callable[..., None], model: Any, *args: Any, **kwargs: A
     _collect(model, chunk or 0, pipeline)
 
 
-_after_last_chunk: list[Callable[[], None]] = []
+_after_last_chunk = Registered[Callable[[], None]]()
 
 
 def after_last_chunk(act: Callable[[], None]) -> None:
     """Call ``act`` after the last chunk of every rank is built, before any weights are imported into it."""
-    if act not in _after_last_chunk:
-        _after_last_chunk.append(act)
+    _after_last_chunk.add(act)
 
 
 @in_words_of_call()

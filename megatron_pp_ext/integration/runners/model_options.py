@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_pp_ext.compiler.request import Option
+from megatron_pp_ext.registered import Registered
 
 Read = Callable[[Sequence[Any]], Option | None]
 """Returns the option of a request that the chunks of a model ask for (``Request.with_option``), or None.
@@ -11,13 +12,12 @@ Read = Callable[[Sequence[Any]], Option | None]
 It must be the same on all ranks of the job, and can be hashed.
 """
 
-_registered: list[Read] = []
+_registered = Registered[Read]()
 
 
 def register(read: Read) -> None:
     """Let ``read`` see the model of every schedule that is made from now on."""
-    if read not in _registered:
-        _registered.append(read)
+    _registered.add(read)
 
 
 def model_options(model: Sequence[Any]) -> tuple[Option, ...]:

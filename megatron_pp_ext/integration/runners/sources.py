@@ -8,6 +8,7 @@ from megatron_pp_ext.integration.runners.free_memory import free_bytes_by_rank
 from megatron_pp_ext.integration.runners.model_options import model_options
 from megatron_pp_ext.integration.runners.model_stage import StepInputs
 from megatron_pp_ext.integration.runners.pipeline_runner import Recording
+from megatron_pp_ext.registered import Registered
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 
@@ -76,13 +77,12 @@ class Guide(Source, Recording, Protocol):
 MakeGuide = Callable[[requested.Pipeline], Guide | None]
 """Returns a feature's guide for a pipeline, or None where it has nothing to change."""
 
-_guides: list[MakeGuide] = []
+_guides = Registered[MakeGuide]()
 
 
 def register(make: MakeGuide) -> None:
     """Let ``make`` be asked for every pipeline whose runner is made from now on."""
-    if make not in _guides:
-        _guides.append(make)
+    _guides.add(make)
 
 
 def guide_of(pipeline: requested.Pipeline) -> Guide | None:

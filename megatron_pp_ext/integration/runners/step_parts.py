@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs
 from megatron_pp_ext.integration.runners.transport import Transport
+from megatron_pp_ext.registered import Registered
 from megatron_pp_ext.runtime.plan import RankPlan
 from megatron_pp_ext.schedule.placement import Placement
 
@@ -33,13 +34,12 @@ StepPart = Callable[[Step], AbstractContextManager[None]]
 Make = Callable[[Pipeline], StepPart]
 """Returns what a feature brings to all steps of one runner; all ranks of the job call it at the same time."""
 
-_registered: list[Make] = []
+_registered = Registered[Make]()
 
 
 def register(make: Make) -> None:
     """Let ``make`` be called for every runner that is made from now on."""
-    if make not in _registered:
-        _registered.append(make)
+    _registered.add(make)
 
 
 def step_parts(pipeline: Pipeline) -> list[StepPart]:

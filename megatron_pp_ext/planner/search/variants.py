@@ -3,12 +3,13 @@
 A feature registers ``Variants`` (``features.searches``).  A candidate that it has changed has its ``Choice``.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.typed_job import Job
+from megatron_pp_ext.registered import Registered
 
 if TYPE_CHECKING:
     from megatron_pp_ext.planner.search.candidate import Candidate
@@ -53,15 +54,15 @@ class Variants:
         return None
 
 
-_registered: list[Variants] = []
+_registered = Registered[Variants]()
 
 
 def register(variants: Variants) -> None:
     """Let ``variants`` be tried by every search from now on."""
-    _registered.append(variants)
+    _registered.add(variants)
 
 
-def registered() -> Sequence[Variants]:
+def registered() -> Iterable[Variants]:
     """Return what is registered."""
     return _registered
 

@@ -1,8 +1,9 @@
 """What features add to the estimates of steps, and the registry that ``workload`` and ``estimate`` read."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from megatron_pp_ext.registered import Registered
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
 
@@ -37,14 +38,14 @@ class Addition:
         yield from ()
 
 
-_registered: list[Addition] = []
+_registered = Registered[Addition]()
 
 
 def register(addition: Addition) -> None:
     """Let ``addition`` be part of every estimate from now on."""
-    _registered.append(addition)
+    _registered.add(addition)
 
 
-def additions() -> Sequence[Addition]:
+def additions() -> Iterable[Addition]:
     """Return what is registered."""
     return _registered
