@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.costs.system import System
-from megatron_pp_ext.job.parts import Memory
+from megatron_pp_ext.job.memory_part import Memory
 from megatron_pp_ext.job.typed_job import Job
 
 SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}

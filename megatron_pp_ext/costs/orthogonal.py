@@ -4,7 +4,7 @@ Keller Jordan, Muon (kellerjordan.github.io/posts/muon), and arXiv 2502.16982 fo
 """
 
 from megatron_pp_ext.costs.part import Matrices, Part
-from megatron_pp_ext.job.parts import Memory
+from megatron_pp_ext.job.memory_part import Memory
 
 
 def matrix(memory: Memory, rows: float, columns: float) -> Part:

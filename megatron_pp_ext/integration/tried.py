@@ -26,7 +26,7 @@ class Commit:
     date: str
     version: str
     pinned_by: str
-    """Who has it in images or submodules; empty where it is a release."""
+    """The frameworks that pin the commit in images or submodules; empty where it is a release."""
     patch: str = ""
     """What its user changes in it, in words."""
 

@@ -10,7 +10,8 @@ from typing import Any, Self
 
 from megatron_pp_ext.job.attention_part import Attention
 from megatron_pp_ext.job.flags import Flags
-from megatron_pp_ext.job.parts import Batch, Memory, Model, Parallel, Precision
+from megatron_pp_ext.job.memory_part import Memory
+from megatron_pp_ext.job.parts import Batch, Model, Parallel, Precision
 from megatron_pp_ext.job.pipeline_part import Pipeline
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule.actions import Schedule
@@ -92,3 +93,13 @@ class RequestedJob:
     @property
     def pipeline(self) -> Pipeline:
         return self.job.pipeline
+
+    @property
+    def is_v(self) -> bool:
+        """Whether one rank has both the embedding and the output layer, as far as the placement is known."""
+        return self.placement is not None and self.placement.turns_round
+
+    @property
+    def changes_its_order(self) -> bool:
+        """Whether another order takes the place of the first one while the job runs."""
+        return self.pipeline.can.measures_memory or self.flags.pipeline_profile_steps is not None

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from megatron_pp_ext.job.attention_part import Attention
-from megatron_pp_ext.job.parts import Batch, Memory, Model, Parallel, Precision
+from megatron_pp_ext.job.memory_part import Memory
+from megatron_pp_ext.job.parts import Batch, Model, Parallel, Precision
 from megatron_pp_ext.job.pipeline_part import Pipeline
 from megatron_pp_ext.schedule import catalog
 

@@ -1,8 +1,8 @@
 """What slices of sequences do not support."""
 
 from megatron_pp_ext.job.requested_job import RequestedJob
+from megatron_pp_ext.job.rules.cuda_graphs import has_graphs
 from megatron_pp_ext.job.rules.rule import Rule, Rules
-from megatron_pp_ext.job.rules.schedules import has_graphs
 
 
 def _cuts(job: RequestedJob) -> bool:

@@ -120,14 +120,6 @@ class Units:
         """The name of each unit, for people."""
         return tuple(UnitName(unit.microbatch, unit.slice) for unit in self.units)
 
-    @cached_property
-    def of_microbatch(self) -> tuple[tuple[int, ...], ...]:
-        """The numbers of the units of each microbatch."""
-        found: list[list[int]] = [[] for _ in self.documents]
-        for number, unit in enumerate(self.units):
-            found[unit.microbatch].append(number)
-        return tuple(map(tuple, found))
-
     def is_first(self, number: int) -> bool:
         """Whether no slice of the same document comes before the unit."""
         return number == self.chain_of[number][0]

@@ -2,7 +2,7 @@
 
 from megatron_pp_ext.features.vocabulary.names import SHARED
 from megatron_pp_ext.job.rules.rule import Rule, Rules
-from megatron_pp_ext.job.rules.schedules import gathers_weights
+from megatron_pp_ext.job.rules.split_backward import gathers_weights
 
 RULES = (
     Rules(

@@ -25,7 +25,7 @@ TOPICS = [
     Topic("schedules", schedules.RULES, is_of_models=True),
     Topic("without_flush", without_flush.RULES),
 ]
-"""Those of all jobs; features add theirs."""
+"""The topics that concern all jobs; features add theirs."""
 
 
 def register(topic: Topic, after: str) -> None:

@@ -1,7 +1,9 @@
 """What a schedule of this package does not support."""
 
 from megatron_pp_ext.job import layers
-from megatron_pp_ext.job.requested_job import ENGINE, RequestedJob
+from megatron_pp_ext.job.requested_job import RequestedJob
+from megatron_pp_ext.job.rules import cuda_graphs, split_backward
+from megatron_pp_ext.job.rules.cuda_graphs import has_graphs
 from megatron_pp_ext.job.rules.rule import Rule, Rules
 from megatron_pp_ext.schedule.names import AUTO
 from megatron_pp_ext.schedule.placement import FIRST
@@ -11,17 +13,6 @@ def schedule(job: RequestedJob) -> str:
     """Return what schedules the job, in words."""
     name = job.pipeline.pipeline_schedule
     return "Megatron's own schedules" if name is None else f"--pipeline-schedule {name}"
-
-
-def has_graphs(job: RequestedJob, kind: str | None = None) -> bool:
-    """Whether CUDA graphs are captured, or those of a ``kind``."""
-    found = job.precision.cuda_graph_impl
-    return found != "none" if kind is None else found == kind
-
-
-def changes_its_order(job: RequestedJob) -> bool:
-    """Whether another order takes the place of the first one while the job runs."""
-    return job.pipeline.can.measures_memory or job.flags.pipeline_profile_steps is not None
 
 
 def predicting_stage(job: RequestedJob) -> int | None:
@@ -38,26 +29,6 @@ def stages_for_prediction(job: RequestedJob) -> str:
 def can_predict(job: RequestedJob) -> bool:
     """Whether multi-token prediction is where Megatron can train it, as far as the placement is known."""
     return job.placement is None or layers.can_predict(job.job, job.placement)
-
-
-def engine(job: RequestedJob) -> str:
-    """Return the version of Transformer Engine on the machine that trains."""
-    return job.releases.get(ENGINE, "")
-
-
-def gathers_weights(job: RequestedJob) -> bool:
-    """Whether weights are cut into more parts than tensor-parallel ranks, and gathered for each use."""
-    return (job.flags.tensor_parallel_num_weight_shards or 0) > job.parallel.tensor_model_parallel_size
-
-
-def gathers_experts(job: RequestedJob) -> bool:
-    """Whether the same is done to the weights of experts."""
-    return (job.flags.expert_tensor_parallel_num_weight_shards or 0) > job.parallel.expert_tensor
-
-
-def is_v(job: RequestedJob) -> bool:
-    """Whether both ends of the model are on one rank."""
-    return job.placement is not None and job.placement.turns_round
 
 
 def has_loss_elsewhere(job: RequestedJob) -> bool:
@@ -253,7 +224,7 @@ RULES = (
             ),
             Rule(
                 "--moe-paged-stash",
-                when=lambda job: job.flags.moe_paged_stash and changes_its_order(job),
+                when=lambda job: job.flags.moe_paged_stash and job.changes_its_order,
                 why="it holds all steps to the order of its first one",
                 fix="choose a schedule that stays as it is, such as 1f1b",
             ),
@@ -292,92 +263,11 @@ RULES = (
             ),
         ),
     ),
-    Rules(
-        title="Beside CUDA graphs",
-        when=lambda job: job.pipeline.has_schedule and has_graphs(job),
-        subject="--cuda-graph-impl {cuda_graph_impl}",
-        rows=(
-            Rule(
-                "--pipeline-schedule {pipeline_schedule}",
-                when=lambda job: not job.pipeline.can.flushes,
-                why="without a flush no step is like the first one",
-                fix="choose a schedule that flushes, or leave the graphs out",
-            ),
-            Rule(
-                "a schedule that changes",
-                when=changes_its_order,
-                why="a graph holds one order",
-                fix="choose a schedule that stays as it is, such as 1f1b",
-            ),
-            Rule("--rampup-batch-size", why="a graph holds one number of microbatches"),
-            Rule("--step-batch-size-schedule", why="a graph holds one number of microbatches"),
-            Rule(
-                "--cuda-graph-warmup-steps 0",
-                why="the first step finds the order, which graphs are made for",
-                fix="set it to 1 or more",
-            ),
-            Rule("--pipeline-offload", why="the host waits for copies, and saved tensors are the graph's"),
-            Rule(
-                "--recompute-granularity full",
-                when=lambda job: has_graphs(job, "transformer_engine") and job.memory.recomputes_layers,
-                why="a layer that runs again would take the graph of another microbatch",
-                fix="choose selective, or --cuda-graph-impl full_iteration",
-            ),
-            Rule(
-                "--pipeline-trace",
-                when=lambda job: has_graphs(job, "full_iteration") and job.is_set("--pipeline-trace"),
-                why="actions within a graph have no times",
-            ),
-            Rule(
-                "--mtp-num-layers",
-                when=lambda job: has_graphs(job, "full_iteration") and is_v(job) and job.model.mtp_num_layers,
-                why="a V moves the losses of predictions to another rank, which a graph adds up",
-                fix="choose a schedule that is no V, such as interleaved",
-            ),
-        ),
-    ),
-    Rules(
-        title="Where the backward is split",
-        when=lambda job: job.splits and job.pipeline.has_schedule,
-        subject="--pipeline-schedule {pipeline_schedule}",
-        rows=(
-            Rule(
-                "--transformer-impl transformer_engine",
-                why="layers of Transformer Engine {engine} cannot leave their weight gradient for later",
-                fix="install transformer-engine 2.3 or newer, or add --transformer-impl local",
-                releases="transformer-engine<2.3",
-                words=(engine,),
-            ),
-            Rule(
-                "--tp-comm-overlap",
-                why="the buffers that it gathers into are used again before a weight gradient runs",
-            ),
-            Rule(
-                "--use-transformer-engine-op-fuser",
-                why=(
-                    "a dense MLP's operations compute both gradients at once, and experts' are not made "
-                    "before a forward"
-                ),
-            ),
-            Rule(
-                "--overlap-dispatch-backward-with-experts-wgrad",
-                why="schedules defer weight gradients themselves",
-            ),
-            Rule(
-                "--tensor-parallel-num-weight-shards",
-                when=gathers_weights,
-                why="a weight that is gathered for each use has no gradient to leave for later",
-            ),
-            Rule(
-                "--expert-tensor-parallel-num-weight-shards",
-                when=gathers_experts,
-                why="a weight that is gathered for each use has no gradient to leave for later",
-            ),
-        ),
-    ),
+    cuda_graphs.RULES,
+    split_backward.RULES,
     Rules(
         title="Under a V",
-        when=lambda job: job.pipeline.has_schedule and is_v(job),
+        when=lambda job: job.pipeline.has_schedule and job.is_v,
         subject="--pipeline-schedule {pipeline_schedule}",
         why="a V has both ends of the model on one rank",
         fix="say where they go: --pipeline-model-parallel-layout '{layout_of_v}'",

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from megatron_pp_ext.job.typed_job import Job
 
 _OPERATIONS = 6
-"""Those of a multiply-add: two in the forward, and as many for the gradients of either factor."""
+"""The operations of a multiply-add: two in the forward, and two for the gradient of each factor."""
 
 _ATTENTIONS = "*+DG"
 
