@@ -168,7 +168,7 @@ def test_a_file_trains_as_stock(tmp_path: Path) -> None:
 
 
 def test_limits_are_those_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limits by rank under flex, and free bytes under auto, are the real rank's, and so is the rank in an error."""
+    """Limits under flex and free bytes under auto are the real rank's, as is the rank that an error names."""
     flex = f"{PP4} --pipeline-schedule flex {LAST_RANK} --pipeline-memory-limit"
     pipeline = read(monkeypatch, f"{flex} 0.5-0.6-0.8-1.0")
     costs = estimated_costs(PP4, 8).merged(8)
