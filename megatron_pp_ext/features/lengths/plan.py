@@ -213,22 +213,16 @@ def plan(
 
     ``lengths[i]`` are the document lengths of microbatch i in tokens, and ``costs`` those of the stages of
     ``request.finest``.  A memory limit of the request holds in this step: as a fraction, it is one of what
-    1F1B keeps of these microbatches in the order given.  The schedule of ``request`` is made once, for a
-    compiled one with the costs of the first step, so that all ranks have to plan the same steps.  Raises what
-    ``make`` and ``Planner.plan`` raise.
+    1F1B keeps of these microbatches in the order given.  The schedule of ``request`` is made anew; for many
+    steps keep a ``Planner`` of it.  Raises what ``make`` and ``Planner.plan`` raise.
     """
     microbatches = Microbatches.of(lengths)
     in_step = costs.of(microbatches)
-    if request not in _planners:
-        means = Costs(in_step.stages, in_step.hop, in_step.message, in_step.head, in_step.pair)
-        _planners[request] = Planner(make(request, lambda stages, shared: means).schedule)
-    planner = _planners[request]
+    means = Costs(in_step.stages, in_step.hop, in_step.message, in_step.head, in_step.pair)
+    planner = Planner(make(request, lambda stages, shared: means).schedule)
     limits = None if request.limit is None else request.budget(in_step).ranks
     cut = in_step.merged(planner.schedule.placement.stages)
     return planner.plan(cut, how, budget=budget, limits=limits)
-
-
-_planners: dict[Request, Planner] = {}
 
 
 def _scratch(movable: Movable) -> tuple[Floats, Integers]:
