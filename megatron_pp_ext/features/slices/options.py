@@ -57,6 +57,17 @@ def read(asked: RequestedJob, request: Request) -> Request:
     return request if given is None else request.with_option(slices(given, asked.model.seq_length))
 
 
+def _permitted(asked: RequestedJob) -> Mapping[str, Any]:
+    """Raise ValueError where a search is asked for slices; see ``job.options.Permitted``."""
+    given = asked.flags.pipeline_slice_tokens
+    if given is not None:
+        raise ValueError(
+            f"{_FLAG} is {given}, but a search plans whole sequences: leave it out, and ask mpp estimate "
+            "what slices change for the configuration that it finds"
+        )
+    return {}
+
+
 def _flags(request: Request) -> Mapping[str, Any]:
     found = request.option(Slices)
     return {"pipeline_slice_tokens": None if found is None else found.tokens}
@@ -70,6 +81,7 @@ def register() -> None:
     """Add the flag, what reads it, and the argument of ``install``."""
     our_flags.FILES.append(Path(__file__).with_name("flags.toml"))
     options.register(read)
+    options.register_permitted(_permitted)
     options.register_flags(_flags)
     options.register_argument(options.Argument("slice_tokens", _read_argument))
     other_sums.register(SUMS)
