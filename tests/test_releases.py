@@ -86,8 +86,11 @@ def test_the_documents_say_what_was_tried() -> None:
         "| others | refused by name |",
     ]
     published = [dotted(release) for release in PUBLISHED.values()]
-    for document in (compatibility, (ROOT / "README.md").read_text()):
-        assert f"megatron-core {published[0]} to {published[-1]}" in " ".join(document.split())
+    assert f"megatron-core {published[0]} to {published[-1]}" in " ".join(compatibility.split())
+    by_flags = [dotted(release) for release in RELEASES if release.by_flags]
+    by_call = [dotted(release) for release in RELEASES if not release.by_flags]
+    range_of_both = f"(megatron-core {by_flags[0]} to {by_flags[-1]}; {', '.join(by_call)} by call)"
+    assert range_of_both in (ROOT / "README.md").read_text()
     assert f"\nThe table is for megatron-core {published[-1]}. " in compatibility
     assert f"core_v{', '.join(CHECKOUTS[:-1])} and {CHECKOUTS[-1]} checkouts" in compatibility
     assert f"Transformer Engine layers ({FIRST_ENGINE} or newer)" in compatibility

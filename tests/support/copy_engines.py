@@ -43,8 +43,8 @@ class Threads:
         def copy() -> None:
             for done in after:
                 done.wait()
-            start = time.perf_counter()
             with timed:
+                start = time.perf_counter()
                 while left:  # so that nothing holds the memory once the copy is done
                     _copy(left.pop())
                 time.sleep(max(0.0, self._seconds_per_byte * size - (time.perf_counter() - start)))
