@@ -21,8 +21,8 @@ FlashAttention-2 (arXiv 2307.08691, figures 5 and 6), causal, heads of 128, sequ
 _FUSED_BACKWARD = 2.5
 """The products in the backward of fused attention for each one of the forward (same source, section 4.1).
 
-They run as fast as those of the forward: 518 and 529 TFLOP/s over 8,192 tokens on an H100 (arXiv 2407.08608,
-figures 5 and 6, cuDNN)."""
+On an H100 they run as fast as those of the forward: 518 and 529 TFLOP/s over 8,192 tokens (arXiv 2407.08608,
+figures 5 and 6, cuDNN).  A system says where they do not (``attention_backward_rates``)."""
 
 _RANDOM_FORWARD = 1.5
 """What the random numbers of dropout add to the forward of fused attention with heads of 128, and once more
@@ -137,11 +137,17 @@ class SystemKernelSeconds(KernelSeconds):
             tiles = operations / (4 * length * width * _ATTENTION_TILE)
             # Where a window begins inside the sequence, its edge cuts tiles as that of the causal mask does.
             cut = _ATTENTION_TILE * (1 - 2 * seen)
-            fused = self._system.attention_rate(width, seen * length, tiles, cut)
-            rate = fused or _FUSED_RATE * rate
-            forward = seen * operations / rate
+            forward, backward = (
+                seen
+                * operations
+                / (
+                    self._system.attention_rate(width, seen * length, tiles, cut, is_backward)
+                    or _FUSED_RATE * rate
+                )
+                for is_backward in (False, True)
+            )
             random = _RANDOM_FORWARD * forward * _RANDOM_WIDTH / width if self._drops else 0.0
-            return forward + random, _FUSED_BACKWARD * forward + random
+            return forward + random, _FUSED_BACKWARD * backward + random
         # Scores are written, put through softmax and read.  Their gradient is written, put through softmax
         # beside them, and read twice, and they once more.  Dropout reads, writes, and has a mask of a byte.
         dropping = 2.5 if self._drops else 0.0
