@@ -31,19 +31,21 @@ _MOST, _EVERY = 0.35, 24
 
 FAMILIES: Mapping[str, Sequence[str]] = {
     "hopper": ("h100", "h200"),
-    "blackwell": ("b200", "b300", "gb200", "gb300"),
+    "boards of blackwell": ("b200", "b300"),
+    "racks of blackwell": ("gb200", "gb300"),
 }
+"""What has the same factors.  A GPU on a board of eight has less power than one of a rack, 1,000 W where a
+B200 and 1,200 W where a GB200 is (their data sheets), so that its clock is lower under load."""
 TRIED: Mapping[str, Mapping[str, Sequence[float]]] = {
     "hopper": {
         "clock": (0.88, 0.91),
         "copy": (0.5, 0.56),
         "kernel_seconds": (2e-5, 2.6e-5),
     },
-    "blackwell": {
-        "clock": (0.86, 0.9),
-        "copy": (0.42, 0.46, 0.5),
-        "kernel_seconds": (2.6e-5, 3.2e-5),
-    },
+    **dict.fromkeys(
+        ("boards of blackwell", "racks of blackwell"),
+        {"clock": (0.82, 0.86, 0.9), "copy": (0.42, 0.5), "kernel_seconds": (2.6e-5, 3.2e-5)},
+    ),
 }
 """The values of each factor that are tried for the systems of a family.
 
@@ -123,9 +125,13 @@ def held_out(run: FoundRun) -> Factors:
     return {}
 
 
-def main(folder: Annotated[Path, typer.Argument(help="The folder of found_runs.")]) -> None:
+def main(
+    folder: Annotated[Path, typer.Argument(help="The folder of found_runs.")],
+    only: Annotated[str, typer.Option(help="Only families with this in their name.")] = "",
+) -> None:
     """Fit the factors of all families and write them."""
-    content = {family: fitted(folder, family) for family in FAMILIES}
+    kept = {name: known for name, known in factors().items() if name in FAMILIES and only not in name}
+    content = {**kept, **{family: fitted(folder, family) for family in FAMILIES if only in family}}
     FILE.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

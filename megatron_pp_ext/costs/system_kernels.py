@@ -97,7 +97,7 @@ class SystemKernelSeconds(KernelSeconds):
         self._drops = job.model.attention_dropout > 0
         is_fp4 = self._dtype == "fp4"
         self._scales_first = not is_fp4 and precision.fp8_recipe == "tensorwise"
-        self._norms_cast = not is_fp4 and precision.fp8_recipe in ("delayed", "mxfp8")
+        self._norms_cast = not is_fp4 and precision.fp8_recipe == "delayed"
         self._sends_once = parallel.moe_token_dispatcher_type == "flex"
         self._backend = parallel.moe_flex_dispatcher_backend
         model = job.model
@@ -169,7 +169,9 @@ class SystemKernelSeconds(KernelSeconds):
 
         Numbers that were gathered by rows, or written so by a norm, are read again to write them by columns;
         such a norm writes a byte in the place of its own result.  It cannot where scales are of the tensor
-        itself, as those of NVFP4 partly are, which take a pass over it first, or of its blocks.
+        itself, as those of NVFP4 partly are, which take a pass over it first, or of its blocks.  In MXFP8 it
+        does so with NVTE_NORM_FWD_USE_CUDNN=1 alone, which no flag sets (``rmsnorm_fwd`` in
+        transformer_engine/pytorch/csrc/extensions/normalization.cpp).
         """
         if not self._is_fp8:
             return 0.0
