@@ -14,10 +14,10 @@ from megatron_pp_ext.costs.router import ROUTER_KERNELS, router
 
 _BIASED, _UNBIASED = 14, 20
 """How often the results of experts are read or written for their biases, in the forward and in the backward,
-where numbers in fp32 count twice.  Each bias is multiplied by probabilities, which are in fp32, and added, the
-parts of all experts are joined, and the whole is converted.  The backward converts the gradient, multiplies
-and sums it for the bias and for the probabilities, and joins what the experts get (``_apply_bias`` in
-megatron.core.transformer.moe.experts)."""
+where numbers in fp32 count twice.  Each bias is multiplied by probabilities, which are in fp32, and added;
+the parts of all experts are joined, and the whole is converted.  The backward converts the gradient,
+multiplies and sums it for the bias and for the probabilities, and joins what the experts get (``_apply_bias``
+in megatron.core.transformer.moe.experts)."""
 
 
 def experts(costs: LayerCosts) -> Part:

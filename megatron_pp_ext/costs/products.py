@@ -211,8 +211,8 @@ class ProductCosts:
         """Return the product with a rank's weight of ``read`` times ``made``.
 
         Its input and the gradient of its output are ``kept`` bytes, for each of the ``copies``; ``is_cast``
-        says which of both a kernel casts, and ``parts`` are the ranks that each cast their part of it.  The activations that it keeps between F and I are
-        counted with the layers around it.
+        says which of both a kernel casts, and ``parts`` are the ranks that each cast their part of it.  The
+        activations that it keeps between F and I are counted with the layers around it.
         """
         sizes, kernels = self._sizes, self._kernels
         is_grouped = self._is_grouped and experts is not None

@@ -95,8 +95,8 @@ class System:
     ``around_loop`` what a tile of each number format takes beside its loop (``product_shapes``);
     ``attention_rates`` has rows of (width of a head, operations a second, keys) of fused attention, which
     takes as long for each query as so many keys more than it sees would, and ``attention_backward_rates`` has
-    such rows of its backward, which runs as fast as the forward where there are none; ``kernel_seconds`` is what a host
-    takes to start a kernel.  ``exposed_sums`` is the share of the time to read and write gradients that a
+    such rows of its backward, which runs as fast as the forward where there are none;
+    ``kernel_seconds`` is what a host takes to start a kernel.  ``exposed_sums`` is the share of the time to read and write gradients that a
     product which adds to them does not hide: one where a processor works on one tile at a time.
     ``sustained`` has the share of these rates that training keeps up, 1 where it is
     left out: "clock" of products and attention, whose clock is lower under load than in the short
@@ -175,17 +175,16 @@ class System:
     ) -> float | None:
         """Return the operations a second of fused attention, whose masked ones do not count.
 
-        They are those of its forward, or of its backward if ``is_backward``.  Heads have a ``width``, and queries see so many ``keys`` on average; there are so many ``tiles`` of
-        ``ATTENTION_TILE`` queries.  With them ``masked`` keys are computed, which do not count.  Rows are
+        They are those of its forward, or of its backward if ``is_backward``.  Heads have a ``width``, and
+        queries see so many ``keys`` on average; there are so many ``tiles`` of ``ATTENTION_TILE`` queries.
+        With them ``masked`` keys are computed, which do not count.  Rows are
         interpolated between widths.  None where it is not known.
         """
         rows = (is_backward and self.attention_backward_rates) or self.attention_rates
         if not rows:
             return None
         rows = sorted(rows, key=itemgetter(0))
-        rate, around = (
-            _interpolated([(row[0], row[column]) for row in rows], width) for column in (1, 2)
-        )
+        rate, around = (_interpolated([(row[0], row[column]) for row in rows], width) for column in (1, 2))
         filled = 1.0
         if self.processors:
             each = tiles / self.processors

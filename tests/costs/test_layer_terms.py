@@ -228,9 +228,7 @@ def test_products_of_experts_that_are_fused_copy_no_activations_or_biases(kind):
 
 
 def test_a_paged_stash_copies_what_experts_keep_into_pages_and_back():
-    plain, paged = (
-        experts(costs("copy", **EXPERTS, moe_paged_stash=is_paged)) for is_paged in (False, True)
-    )
+    plain, paged = (experts(costs("copy", **EXPERTS, moe_paged_stash=is_paged)) for is_paged in (False, True))
     kept = 2 * 2 * S * B * 384 * 3 + 2 * HIDDEN
     assert paged.forward_seconds - plain.forward_seconds == 2 * kept
     assert paged.input_gradient_seconds - plain.input_gradient_seconds == 2 * kept
