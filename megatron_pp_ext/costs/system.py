@@ -96,11 +96,11 @@ class System:
     ``attention_rates`` has rows of (width of a head, operations a second, keys) of fused attention, which
     takes as long for each query as so many keys more than it sees would, and ``attention_backward_rates`` has
     such rows of its backward, which runs as fast as the forward where there are none;
-    ``kernel_seconds`` is what a host takes to start a kernel.  ``exposed_sums`` is the share of the time to read and write gradients that a
-    product which adds to them does not hide: one where a processor works on one tile at a time.
-    ``sustained`` has the share of these rates that training keeps up, 1 where it is
-    left out: "clock" of products and attention, whose clock is lower under load than in the short
-    measurement of one alone, "copy" of small kernels, which device memory bounds, and "network".
+    ``kernel_seconds`` is what a host takes to start a kernel. ``exposed_sums`` is the share of the time to
+    read and write gradients that a product which adds to them does not hide: one where a processor works on
+    one tile at a time. ``sustained`` has the share of these rates that training keeps up, 1 where it is left
+    out: "clock" of products and attention, whose clock is lower under load than in the short measurement of
+    one alone, "copy" of small kernels, which device memory bounds, and "network".
     ``fp8_recipes`` are the values of --fp8-recipe with which products run; None, where nobody says, means all
     but mxfp8.  ``reserved_bytes`` of the memory are the driver's and the communicators'.  ``sources`` has for
     each field where it was read or how it was measured.
