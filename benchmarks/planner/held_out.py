@@ -117,7 +117,7 @@ def factors() -> Mapping[str, Mapping[str, Factors]]:
     """
     content: dict[str, Mapping[str, Factors]] = json.loads(FILE.read_text(encoding="utf-8"))
     later = json.loads(LATER.read_text(encoding="utf-8"))
-    return {**content, "h100": later["hopper"], "b200": later["boards of blackwell"]}
+    return {**content, "h100": later["hopper"], "b200": later["blackwell"]}
 
 
 @cache
