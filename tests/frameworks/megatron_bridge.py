@@ -75,6 +75,9 @@ class Job:
     """A 1 for each layer that has experts."""
     predicts: bool = False
     """Whether the last stage has multi-token prediction."""
+    step: Callable[..., Any] = forward_step
+    layers: Callable[..., Any] | None = None
+    """The layers of a chunk, if not those of ``layers_of``."""
     adapts: str | None = None
     """The folder of Hugging Face weights whose adapters alone are trained, and saved in that format too."""
     save: str | None = None
@@ -143,7 +146,7 @@ def _pretrain(rank: int, job: Job, install: Callable[[], None] | None) -> Run:
     ):
         setattr(module, name, watch(run, getattr(module, name)))
     with frameworks.counting_steps() as run.steps:
-        megatron.bridge.training.pretrain.pretrain(_container(job, run), forward_step)
+        megatron.bridge.training.pretrain.pretrain(_container(job, run), job.step)
     run.weights = {name: weight.detach().clone() for name, weight in run.weights.items()}
     return run
 
@@ -183,7 +186,7 @@ def _container(job: Job, run: Run) -> config.ConfigContainer:
         model.transformer.seq_length = model.seq_length  # Bridge's warm-up of kernels reads it there
         model.pre_wrap_hooks.append(partial(_look, run))
     else:
-        model = GPTModelProvider(**transformer, transformer_layer_spec=layers_of, **about)
+        model = GPTModelProvider(**transformer, transformer_layer_spec=job.layers or layers_of, **about)
         model.register_pre_wrap_hook(partial(_look, run))
     return config.ConfigContainer(
         model=model,

@@ -34,9 +34,7 @@ def exported(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("v-half", 2), ("zb-h1", 1)])
-def test_adapters_train_resume_and_are_exported(
-    name: str, chunks: int, folder: Path, tmp_path: Path
-) -> None:
+def test_adapters_train_resume_and_are_exported(name: str, chunks: int, folder: Path, tmp_path: Path) -> None:
     """Two steps, and two more from the checkpoint of the first, are four under stock."""
     job = Job(adapts=str(folder / "weights"), steps=4, save=str(folder / "stock"))
     theirs = stock(job)
