@@ -137,7 +137,7 @@ def _by_formulas(
 
 
 def end_parts(model: ModelParts, splits_head: bool) -> list[tuple[Part, Part]]:
-    """Return what the first and the last stage have beside their layers."""
+    """Return what the first and the last stage have besides their layers."""
     ends = [(model.positions, model.last_norm)]
     return ends if splits_head else [*ends, (model.table, model.output)]
 
