@@ -28,7 +28,7 @@ from swift.megatron.trainers.trainer import MegatronTrainer
 
 import megatron_pp_ext
 from tests.frameworks.llama import LLAMA
-from tests.frameworks.swift_goals import CHANNELS, LEARN, PREFERENCES, learn_preferences
+from tests.frameworks.swift_goals import CHANNELS, LEARN, PREFERENCES, RANKING, learn_preferences
 from tests.support import frameworks, ranks
 from tests.support.training import global_parameters
 
@@ -36,6 +36,8 @@ MICROBATCHES = (8, 3, 5)
 """The number of microbatches of each step."""
 LONGEST = 32
 """Tokens of the longest microbatch; others have fewer."""
+SAMPLES = {PREFERENCES: 2, RANKING: 3}
+"""The number of samples of a microbatch, where it is not one."""
 
 
 NORMS = {
@@ -213,10 +215,11 @@ def _batches(goal: str) -> Iterator[dict[str, Any]]:
     draw = torch.Generator().manual_seed(7)
     while True:
         length = LONGEST - 8 * int(torch.randint(0, 3, (1,), generator=draw))
-        tokens = torch.randint(0, LLAMA.vocab_size, (2 if goal == PREFERENCES else 1, length), generator=draw)
+        samples = SAMPLES.get(goal, 1)
+        tokens = torch.randint(0, LLAMA.vocab_size, (samples, length), generator=draw)
         yield {
             "input_ids": tokens,
-            "labels": tokens.clone(),
+            "labels": torch.tensor([1, 0, 0]) if goal == RANKING else tokens.clone(),
             "position_ids": torch.arange(length)[None],
             "attention_mask": torch.triu(torch.ones(1, 1, length, length), 1).bool(),
             **({"channel": [f"of {length} tokens"]} if goal == CHANNELS else {}),

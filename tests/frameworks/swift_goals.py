@@ -4,12 +4,14 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from swift.loss import loss_map
 from swift.megatron.trainers.dpo_trainer import DummyDPOTrainer, MegatronDPOTrainer
 from swift.megatron.trainers.embedding_trainer import MegatronEmbeddingTrainer
+from swift.megatron.trainers.reranker_trainer import MegatronRerankerTrainer
 from swift.megatron.trainers.trainer import MegatronTrainer
 from swift.metrics import eval_metrics_map
 
-EMBEDDINGS, CHANNELS, PREFERENCES = "embeddings", "channels", "preferences"
+EMBEDDINGS, RANKING, CHANNELS, PREFERENCES = "embeddings", "ranking", "channels", "preferences"
 
 
 def learn_embeddings(trainer: MegatronTrainer, models: list[torch.nn.Module]) -> None:
@@ -32,6 +34,25 @@ def learn_embeddings(trainer: MegatronTrainer, models: list[torch.nn.Module]) ->
     trainer._loss_func = lambda output, labels: output["last_hidden_state"].pow(2).mean()
     trainer.eval_metrics = Measure(trainer.args, trainer)
     trainer.eval_metrics.group = parallel_state.get_data_parallel_group()
+
+
+def learn_ranking(trainer: MegatronTrainer, models: list[torch.nn.Module]) -> None:
+    """Make ``trainer`` one of rerankers, whose samples are a document that fits a query and some that do not.
+
+    The score of a document is the logit of token 0, where ms-swift would look for "yes" by a tokenizer.
+    """
+
+    class Trainer(MegatronRerankerTrainer, type(trainer)):  # type: ignore[misc]
+        def get_last_tokens(self, output: torch.Tensor, *args: Any) -> torch.Tensor:
+            return output[:, -1, :1]
+
+    trainer.__class__ = Trainer
+    trainer.unwrapped_models, trainer.args.task_type = models, "generative_reranker"
+    trainer.args.loss_type = "pointwise_reranker"
+    trainer.config.calculate_per_token_loss = False
+    trainer._loss_func = loss_map[trainer.args.loss_type](trainer.args, trainer)
+    group = parallel_state.get_data_parallel_group()
+    trainer.eval_metrics = eval_metrics_map["reranker"](trainer.args, trainer, group=group)
 
 
 def learn_by_channel(trainer: MegatronTrainer, models: list[torch.nn.Module]) -> None:
@@ -68,4 +89,4 @@ def learn_preferences(trainer: MegatronTrainer, references: list[torch.nn.Module
     trainer.config.calculate_per_token_loss = False
 
 
-LEARN = {EMBEDDINGS: learn_embeddings, CHANNELS: learn_by_channel}
+LEARN = {EMBEDDINGS: learn_embeddings, RANKING: learn_ranking, CHANNELS: learn_by_channel}

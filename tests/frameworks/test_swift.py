@@ -21,7 +21,7 @@ frameworks.name_engine_layers()
 torch.jit._state.disable()
 
 from tests.frameworks import swift  # noqa: E402
-from tests.frameworks.swift_goals import CHANNELS, EMBEDDINGS, PREFERENCES  # noqa: E402
+from tests.frameworks.swift_goals import CHANNELS, EMBEDDINGS, PREFERENCES, RANKING  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +54,10 @@ def test_same_bits_as_stock(name: str, chunks: int, weights: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["v-half", "interleaved"])
-def test_embeddings_are_measured_where_the_loss_is(name: str, weights: Path) -> None:
-    """Its evaluation reads on the last rank what the loss function has kept there."""
-    ours, theirs = (swift.train(str(weights), *under, EMBEDDINGS) for under in ((name, 2), (None, 1)))
+@pytest.mark.parametrize("goal", [EMBEDDINGS, RANKING])
+def test_an_evaluation_measures_where_the_loss_is(name: str, goal: str, weights: Path) -> None:
+    """It reads on the last rank what the loss function has kept there."""
+    ours, theirs = swift.train(str(weights), name, 2, goal), stock_of(weights, goal)
     assert ours.losses == theirs.losses != []
     assert ours.validation == theirs.validation
     assert len(theirs.validation) > 1
