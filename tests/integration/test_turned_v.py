@@ -64,7 +64,7 @@ def test_same_bits_as_stock(name: str, layout: str) -> None:
 @pytest.mark.parametrize(
     ("world_size", "flags"),
     [
-        (2, f"{PP2} --eval-interval 1 --eval-iters 2 --clip-grad 0"),
+        wide((2, f"{PP2} --eval-interval 1 --eval-iters 2 --clip-grad 0")),
         wide((2, f"{PP2} {PREDICTION} {UNTIED} --bf16")),
         wide(
             (2, f"{PP2} {UNTIED} --bf16 --swiglu --normalization RMSNorm --recompute-granularity selective")
