@@ -34,7 +34,7 @@ def lengths_of_batch(batch: Any) -> list[int]:
     if isinstance(batch, Mapping):
         for name in _PACKED:
             if (ends := batch.get(name)) is not None:
-                numbers = [int(end) for end in ends.flatten()]
+                numbers = ends.flatten().tolist()
                 # Padding repeats the last end.
                 return [end - start for start, end in pairwise(numbers) if end > start]
         for name in _TOKENS:

@@ -61,4 +61,27 @@ RULES = (
             Rule("--rehearse-pipeline", why="a rehearsal runs microbatches of one length"),
         ),
     ),
+    Rules(
+        title="Beside Megatron's packing of sequences",
+        when=lambda job: job.pipeline.has_schedule,
+        rows=(
+            Rule(
+                "--dynamic-context-parallel",
+                why=(
+                    "lets the context-parallel ranks of a microbatch be those of several pipelines, which "
+                    "schedules of megatron_pp_ext do not know of before the step"
+                ),
+                fix="leave one of the two out",
+            ),
+            Rule(
+                "--sequence-packing-scheduler {sequence_packing_scheduler}",
+                when=lambda job: job.is_v and job.is_set("--sequence-packing-scheduler"),
+                why=(
+                    "hands labels to the last pipeline rank alone, and under a V another one may have the "
+                    "loss"
+                ),
+                fix="choose a schedule that is no V, such as zb-h1 or interleaved",
+            ),
+        ),
+    ),
 )
