@@ -4,12 +4,7 @@ from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules.cuda_graphs import has_graphs
 from megatron_pp_ext.job.rules.rule import Rule, Rules
 
-_PACKED = (
-    "--sft",
-    "--dataloader-inter-document-masking",
-    "--variable-seq-lengths",
-    "--sequence-packing-scheduler",
-)
+_PACKED = "--sft", "--dataloader-inter-document-masking"
 """The flags by which microbatches have documents of unlike length; some releases lack some of them."""
 
 
@@ -59,29 +54,6 @@ RULES = (
                 why="a graph holds the order of one step",
             ),
             Rule("--rehearse-pipeline", why="a rehearsal runs microbatches of one length"),
-        ),
-    ),
-    Rules(
-        title="Beside Megatron's packing of sequences",
-        when=lambda job: job.pipeline.has_schedule,
-        rows=(
-            Rule(
-                "--dynamic-context-parallel",
-                why=(
-                    "lets the context-parallel ranks of a microbatch be those of several pipelines, which "
-                    "schedules of megatron_pp_ext do not know of before the step"
-                ),
-                fix="leave one of the two out",
-            ),
-            Rule(
-                "--sequence-packing-scheduler {sequence_packing_scheduler}",
-                when=lambda job: job.is_v and job.is_set("--sequence-packing-scheduler"),
-                why=(
-                    "hands labels to the last pipeline rank alone, and under a V another one may have the "
-                    "loss"
-                ),
-                fix="choose a schedule that is no V, such as zb-h1 or interleaved",
-            ),
         ),
     ),
 )

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -52,8 +53,9 @@ def test_packed_microbatches_train_by_cost_and_in_order():
     assert [rank["by_cost"] for rank in ranks] == [first, other] * 2, "pipeline ranks have the same data"
 
     def work(replica):
-        pairs = (zip(ends, ends[1:], strict=False) for ends in replica)
-        return [sum((end - start) + (end - start) ** 2 / 8 for start, end in ends) for ends in pairs]
+        return [
+            sum((end - start) + (end - start) ** 2 / 8 for start, end in pairwise(ends)) for ends in replica
+        ]
 
     given = [work(rank["given"]) for rank in ranks[:2]]
     assert max(map(sum, (work(first), work(other)))) < max(map(sum, given))
