@@ -160,8 +160,8 @@ def main(
     )
     about = (
         f"p = {ranks}, m = {microbatches}, {repeats} steps of each way in turns. A stage sleeps for "
-        f"{1e3 * forward:.0f} ms in each of F, I and W of a mean microbatch, and for attention by the squares "
-        "of its documents; messages of 8 KiB over gloo."
+        f"{1e3 * forward:.0f} ms in each of F, I and W of a mean microbatch, and for attention by the "
+        "squares of documents; messages of 8 KiB over gloo."
     )
     publish(out, "Steps of microbatches of unlike length", about, table(heads, rows))
 

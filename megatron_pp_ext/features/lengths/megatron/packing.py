@@ -42,7 +42,7 @@ def pack_by_cost(
 def _by_cost(of_megatron: Any, schedule: str, ranks: int, chunks: int | None, equal_at: float) -> type[Any]:
     """Return a scheduler like Megatron's that balances what it has packed."""
 
-    class ByCost(of_megatron):  # type: ignore[misc]
+    class ByCost(of_megatron):
         def get_groups_and_subsamples(self, sample_id_seqlens: Any) -> Groups:
             """Return the documents of each microbatch and rank; lengths come with the documents' numbers."""
             found: Groups = super().get_groups_and_subsamples(sample_id_seqlens)
