@@ -31,7 +31,7 @@ class Adapters(LoRA):
 
 
 class Export(Callback):
-    """Puts the weights of ``folder``, with trained adapters merged into them, into ``exported`` at the end."""
+    """Puts the weights of ``folder``, with trained adapters merged into them, into ``exported``."""
 
     def __init__(self, folder: str, exported: dict[str, torch.Tensor]) -> None:
         self._folder, self._exported = folder, exported
