@@ -121,6 +121,18 @@ CASES: dict[str, dict[str, str]] = {
     f"Without `--pipeline-offload`|{PP4} --pipeline-schedule 1f1b": {
         "is for activations that wait on the host": "--pipeline-offload-host-bytes 1e9"
     },
+    f"What `--pipeline-order` needs|{PP4} --pipeline-order given": {
+        "no effect under Megatron's own schedules; add --pipeline-schedule, 1f1b": "",
+    },
+    f"Beside `--pipeline-order rule` or `search`|{PP4} --pipeline-order rule": {
+        "update their weights between microbatches": f"{UNTIED} --pipeline-schedule pipedream",
+        "its memory limit is kept for equal": "--pipeline-schedule flex --pipeline-memory-limit 0.5",
+        "--pipeline-slice-tokens: slices are": f"--pipeline-schedule v-half {SLICES}",
+        "a graph holds the order of one step": f"--pipeline-schedule v-half --pipeline-unproved {GRAPHS}",
+    },
+    f"Beside `--pipeline-order rule` or `search`|{PP2} --fake-process-group --pipeline-order rule": {
+        "--rehearse-pipeline: a rehearsal runs": "--pipeline-schedule 1f1b --rehearse-pipeline x.json",
+    },
     f"What `--pipeline-slice-tokens` needs|{PP4} {SLICES}": {
         "no effect under Megatron's own schedules; add --pipeline-schedule, v-half": "",
         "cannot be shared out over --tensor": "--pipeline-schedule v-half --tensor-model-parallel-size 4 "
@@ -460,7 +472,11 @@ def test_releases_are_compared_as_numbers(version: str | None, is_refused: bool)
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("num_microbatches_with_partial_activation_checkpoints", 1), ("delay_wgrad_compute", True)],
+    [
+        ("num_microbatches_with_partial_activation_checkpoints", 1),
+        ("dynamic_context_parallel", True),
+        ("delay_wgrad_compute", True),
+    ],
 )
 def test_what_only_the_model_s_config_has(setting: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"does not support {setting} in the model's config"):

@@ -3,6 +3,7 @@
 from functools import cache
 from random import Random
 
+from megatron_pp_ext.schedule.names import AUTO, FLEX
 from megatron_pp_ext.verification.reference_runs import SCHEDULE_FLAGS
 from tests.hunt.fuzz.factors import FACTORS, FLAGS, Row, is_legal, levels
 from tests.hunt.fuzz.job import STOCK, has_checkpoint
@@ -26,8 +27,9 @@ def draw(seed: int, number: int) -> Row:
     """Return case ``number`` of ``seed``, counted from 0: a level for each factor, and a schedule.
 
     Beside the factors, a row has a ``seed`` for what else is random in it, its ``schedule``, how that is
-    measured (``measures``), the schedule under which it goes on from a checkpoint (``resume``), and the share
-    of activations that waits on the host (``host``).
+    measured (``measures``), the schedule under which it goes on from a checkpoint (``resume``), the share
+    of activations that waits on the host (``host``), and how its microbatches, which are read ahead then, are
+    ordered (``order``): they have one length, so that they stay where they are.
     """
     random = Random(f"{seed} {number // TOGETHER}")
     row = _job(random)
@@ -40,12 +42,22 @@ def draw(seed: int, number: int) -> Row:
         measures = "trace"
     resume = own.choice([STOCK, *names]) if has_checkpoint(row) else "none"
     host = "none" if measures == "profile" else own.choice(["none", "none", "0.5", "1"])
-    return {**row, "schedule": schedule, "measures": measures, "resume": resume, "host": host}
+    is_compiled = schedule.split()[0] in (AUTO, FLEX)
+    order = "none" if is_compiled else own.choice(["none", "none", "rule", "search"])
+    return {
+        **row,
+        "schedule": schedule,
+        "measures": measures,
+        "resume": resume,
+        "host": host,
+        "order": order,
+    }
 
 
 def plain(**choices: str) -> Row:
     """Return the row of the plainest job under V-Half, but for ``choices``."""
-    none = {"seed": "1", "schedule": "v-half", "measures": "none", "resume": "none", "host": "none"}
+    own = {"measures": "none", "resume": "none", "host": "none", "order": "none"}
+    none = {"seed": "1", "schedule": "v-half", **own}
     return {**none, **{factor: levels(factor)[0] for factor in FACTORS}, **choices}
 
 

@@ -63,7 +63,8 @@ def trained(row: Row, data: Path, folder: Path) -> list[str]:
     """The flags of the job under its schedule; ``folder`` is for what it writes."""
     measures = _MEASURES[row["measures"]].format(folder=folder).split()
     host = [] if row["host"] == "none" else ["--pipeline-offload", row["host"]]
-    return [*_job(row, data), *_schedule(row, row["schedule"], folder), *measures, *host]
+    order = [] if row["order"] == "none" else ["--pipeline-order", row["order"]]
+    return [*_job(row, data), *_schedule(row, row["schedule"], folder), *measures, *host, *order]
 
 
 def saving(checkpoint: str, folder: Path) -> list[str]:
