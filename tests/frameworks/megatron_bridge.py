@@ -146,7 +146,6 @@ def _pretrain(rank: int, job: Job, install: Callable[[], None] | None) -> Run:
         (megatron.bridge.training.eval, "evaluate", _watch_evaluation),
     ):
         setattr(module, name, watch(run, getattr(module, name)))
-    callbacks = [Export(job.adapts, run.exported)] if job.adapts else None
     with frameworks.counting_steps() as run.steps:
         megatron.bridge.training.pretrain.pretrain(
             _container(job, run),
