@@ -33,8 +33,8 @@ FAMILIES: Mapping[str, Sequence[str]] = {
     "hopper": ("h100", "h200"),
     "blackwell": ("b200", "b300", "gb200", "gb300"),
 }
-"""What has the same factors.  With those of boards (B200, B300) apart from those of racks (GB200, GB300), steps
-that were held out were estimated worse: FP8 on B200 by 9.1% in the place of 7.0%."""
+"""What has the same factors.  With those of boards (B200, B300) apart from those of racks (GB200, GB300),
+steps that were held out were estimated worse: FP8 on B200 by 9.1% in the place of 7.0%."""
 TRIED: Mapping[str, Mapping[str, Sequence[float]]] = {
     "hopper": {
         "clock": (0.88, 0.91),
