@@ -4,6 +4,7 @@ A slice costs what a microbatch of its length would, whose smaller products have
 to the slices before it on top.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -71,6 +72,11 @@ class Sliced(Addition):
             share * peak + sum(_owed(work, stage) for stage in work.placement.stages_of(rank))
             for rank, peak in enumerate(peaks)
         )
+
+    def unmeasured(self, schedule: Schedule) -> Iterator[str]:
+        """See ``Addition``."""
+        if schedule.units:
+            yield "in slices of sequences"
 
 
 def _cut(work: "Workload", length: int, documents: int) -> "Workload":
