@@ -51,7 +51,7 @@ OTHERS = {
     "pip": "--no-build-isolation --no-deps --upgrade --no-index --target",
     "gpu_check": "--out --dry",
     "apex": "--cpp_ext --cuda_ext",
-    "benchmarks": "--hidden --ranks --files",
+    "benchmarks": "--hidden --ranks --files --real-time",
     "extending": "--pipeline-most-microbatches --pipeline-late-weights",
     "frameworks": "--external_plugins --model --dataset --pipeline_model_parallel_size --config-name "
     "--virtual_pipeline_model_parallel_size --custom-megatron-init-path",
