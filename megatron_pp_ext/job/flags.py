@@ -60,7 +60,7 @@ class Flags:
     overlap_param_gather_with_optimizer_step: bool | None = None
     pipeline_layer_seeds: bool | None = None
     pipeline_profile_steps: str | None = None
-    pipeline_slice_tokens: int | None = None
+    pipeline_slice_tokens: int | str | None = None
     pipeline_unproved: bool | None = None
     profile_pipeline: Path | None = None
     recompute_num_layers: int | None = None

@@ -6,9 +6,9 @@ from megatron_pp_ext.job.rules.rule import Rule, Rules
 
 
 def _cuts(job: RequestedJob) -> bool:
-    """Whether sequences are cut: not where a slice would be as long as they are."""
+    """Whether sequences may be cut: not where a slice would be as long as they are."""
     tokens, sequence = job.flags.pipeline_slice_tokens, job.model.seq_length
-    return tokens is not None and (not sequence or tokens < sequence)
+    return tokens is not None and (not sequence or isinstance(tokens, str) or tokens < sequence)
 
 
 def has_states(job: RequestedJob) -> bool:
@@ -30,7 +30,7 @@ RULES = (
             Rule(
                 "--pipeline-slice-tokens {pipeline_slice_tokens}",
                 when=lambda job: (
-                    job.flags.pipeline_slice_tokens
+                    isinstance(job.flags.pipeline_slice_tokens, int)
                     and job.flags.pipeline_slice_tokens % job.parallel.sequence_ranks
                 ),
                 why=(
