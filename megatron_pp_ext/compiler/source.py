@@ -60,6 +60,11 @@ class Source:
         return tuple(stage.activation for stage in costs.merged(self.placement.stages).stages)
 
     @property
+    def costs(self) -> Costs:
+        """The costs of the stages; what ``costs`` raises where the schedule has not asked for them."""
+        return self._costs(self.placement.stages, self.placement.splits_head)
+
+    @property
     def name(self) -> str:
         return self.request.schedule
 

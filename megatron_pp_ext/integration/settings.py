@@ -39,6 +39,12 @@ type Advice = Callable[[Costs, Schedule, str, float], tuple[str, Saving] | None]
 ValueError for a model that cannot be estimated.
 """
 
+type CostsAt = Callable[[int, bool, int, int], Costs]
+"""(stages, whether they leave out a split head, tokens of a sequence, sequences of a microbatch) -> costs.
+
+ValueError for a model that cannot be estimated.
+"""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Settings:
@@ -63,5 +69,7 @@ class Settings:
     """Returns the bytes of a message, for schedules that are compiled from measurements."""
     advice: Advice | None = None
     """Looks for a better layout after the steps that were measured; None where nobody wants one."""
+    costs_at: CostsAt | None = None
+    """Returns what the model's stages cost at other lengths of sequences; None where nobody knows the model."""
     caveat: Callable[[], str] = lambda: ""
     """Returns what makes the run differ from one under 1F1B; logged once, before the first step."""

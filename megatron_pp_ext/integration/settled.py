@@ -70,20 +70,31 @@ def settle(pipeline: Pipeline, model: Sequence[torch.nn.Module], sequence: int, 
     if request.from_file is not None:
         require_trainable(request.from_file, asked)
     needs_costs = pipeline.costs is None and catalog.abilities(request.schedule).is_compiled
+    pipeline = replace(
+        pipeline, settings=replace(pipeline.settings, costs_at=partial(_costs_at, asked.changed()))
+    )
     if request.options == pipeline.request.options and not needs_costs:
         return pipeline
 
     def costs_of(stages: int, splits_head: bool) -> Costs:
         if pipeline.costs is not None:
             return pipeline.costs
-        all_rules.refuse_to_predict(asked)
-        return stage_costs(asked.job, stages, asked.job.padded_vocabulary, splits_head)
+        return _estimate(asked, stages, splits_head)
 
     placed = replace(pipeline.placement, splits_head=False)
     request = replace(request, placements=(placed,))
     added = (option.about for option in request.options if option not in pipeline.request.options)
     summary = "; ".join(filter(None, (pipeline.summary, *added)))
     return replace(pipeline, request=request, source=Source(request, costs_of), summary=summary)
+
+
+def _costs_at(asked: RequestedJob, stages: int, splits_head: bool, length: int, sequences: int) -> Costs:
+    return _estimate(asked.changed(seq_length=length, micro_batch_size=sequences), stages, splits_head)
+
+
+def _estimate(asked: RequestedJob, stages: int, splits_head: bool) -> Costs:
+    all_rules.refuse_to_predict(asked)
+    return stage_costs(asked.job, stages, asked.job.padded_vocabulary, splits_head)
 
 
 def _is_of_engine(chunk: torch.nn.Module) -> bool:

@@ -6,7 +6,7 @@ in addition: by rules about what cannot be combined (``job.rules``), and where a
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,7 @@ class Flags:
     overlap_p2p_comm_warmup_flush: bool | None = None
     overlap_param_gather_with_optimizer_step: bool | None = None
     pipeline_layer_seeds: bool | None = None
+    pipeline_order: Literal["given", "rule", "search"] | None = None
     pipeline_profile_steps: str | None = None
     pipeline_slice_tokens: int | str | None = None
     pipeline_unproved: bool | None = None

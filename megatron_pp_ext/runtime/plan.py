@@ -4,14 +4,14 @@ Every rank derives the same messages from the same schedule, so sender and recei
 the messages, and on the place of each receive (``schedule.messages``), without communicating.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from megatron_pp_ext.runtime.extension import Extension, RankOrder, extensions
 from megatron_pp_ext.runtime.operations import transfers
 from megatron_pp_ext.runtime.operations.compute import Compute
 from megatron_pp_ext.runtime.operations.operation import Operation
-from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Schedule, together
+from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind, Schedule, together
 from megatron_pp_ext.schedule.copies import Copies
 from megatron_pp_ext.schedule.messages import (
     Arrival,
@@ -28,20 +28,83 @@ NO_COPIES = Copies()
 
 
 @dataclass(frozen=True, slots=True)
+class StepOperations:
+    """The operations of one step of a rank: what comes ``first``, what is launched, and the ``work``."""
+
+    first: tuple[Operation, ...]
+    launches: tuple[Operation, ...]
+    work: tuple[Operation, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RankPlan:
     """Everything that one rank does in a training step, computed once.
 
-    ``actions`` are its schedule's, ``steps`` the same with those together that run together.
+    ``actions`` are its schedule's, ``steps`` the same with those together that run together.  ``by_step`` has
+    the operations of each step, and ``at_end`` those after the last one.
     """
 
     rank: int
     actions: tuple[Action, ...]
     steps: tuple[tuple[Action, ...], ...]
-    operations: tuple[Operation, ...]
+    by_step: tuple[StepOperations, ...] = field(repr=False)
+    at_end: tuple[Operation, ...] = ()
+    operations: tuple[Operation, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        found: list[Operation] = []
+        for one in self.by_step:
+            found += (*one.first, *one.launches, *one.work)
+        object.__setattr__(self, "operations", (*found, *self.at_end))
 
     def has(self, kind: type[Operation]) -> bool:
         """Return whether any operation is of this ``kind``."""
         return any(isinstance(operation, kind) for operation in self.operations)
+
+    def with_weights_moved(self, actions: Sequence[Action]) -> "RankPlan":
+        """Return the plan with the same ``actions`` in an order in which W alone have other places.
+
+        A W sends and receives nothing.  What is launched since the last other action is launched before the W
+        that come next, so that the launches of all ranks keep their one order.  ValueError for another order
+        of other actions, and for actions that run in pairs.
+        """
+        others = [action for action in actions if action.kind is not Kind.W]
+        if others != [action for action in self.actions if action.kind is not Kind.W]:
+            raise ValueError("the actions are not those of the plan with W in other places")
+        if len(self.steps) != len(self.actions):
+            raise ValueError("actions that run in pairs keep their places")
+        works: dict[Action, StepOperations] = {}
+        launches: list[Operation] = []
+        before: dict[Action, tuple[Operation, ...]] = {}
+        for (action,), one in zip(self.steps, self.by_step, strict=True):
+            works[action] = one
+            launches += one.launches
+            if action.kind is not Kind.W:
+                before[action], launches = tuple(launches), []
+        moved: list[StepOperations] = []
+        waiting: list[Action] = []
+        for action in actions:
+            if action.kind is Kind.W:
+                waiting.append(action)
+                continue
+            moved += _launched_first([works[one] for one in (*waiting, action)], before[action])
+            waiting = []
+        left = tuple(launches)
+        if waiting:
+            moved += _launched_first([works[one] for one in waiting], left)
+            left = ()
+        steps = tuple((action,) for action in actions)
+        return replace(
+            self, actions=tuple(actions), steps=steps, by_step=tuple(moved), at_end=(*left, *self.at_end)
+        )
+
+
+def _launched_first(
+    works: Sequence[StepOperations], launches: tuple[Operation, ...]
+) -> list[StepOperations]:
+    """Return ``works`` with all ``launches`` in front of the first one."""
+    first, *others = works
+    return [replace(first, launches=launches), *(replace(one, launches=()) for one in others)]
 
 
 def plan_rank(schedule: Schedule, rank: int, flushes: bool = True) -> RankPlan:
@@ -72,20 +135,19 @@ def plan_orders(
     actions = tuple(orders[rank])
     order = RankOrder(rank, stages, actions, tuple(together(actions, paired)), copies)
     planner = _Planner(rank, stages, rank_of, extensions(order))
-    operations: list[Operation] = []
+    by_step: list[StepOperations] = []
     place = 0
     for step in order.steps:
-        for one in planner.extensions:
-            operations += one.before(step)
-        operations += map(planner.launch, launches[place])
-        operations += planner.around(step)
+        first = tuple(operation for one in planner.extensions for operation in one.before(step))
+        launched = tuple(map(planner.launch, launches[place]))
+        by_step.append(StepOperations(first, launched, tuple(planner.around(step))))
         place += len(step)
-    operations += map(planner.launch, left_open)
+    at_end = [*map(planner.launch, left_open)]
     for one in planner.extensions:
-        operations += one.at_end()
+        at_end += one.at_end()
     if flushes:
-        operations.append(transfers.Drain())
-    return RankPlan(rank, actions, tuple(order.steps), tuple(operations))
+        at_end.append(transfers.Drain())
+    return RankPlan(rank, actions, order.steps, tuple(by_step), tuple(at_end))
 
 
 @dataclass(frozen=True, slots=True)

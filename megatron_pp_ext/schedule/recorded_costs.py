@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from statistics import median
 
+from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.idle_time import message_seconds
 from megatron_pp_ext.schedule.recorded import RecordedStep, head_costs, kind_seconds, stage_costs
@@ -32,4 +33,20 @@ def measured_costs(steps: Sequence[RecordedStep]) -> Costs:
         ),
         max(0.0, median(latencies)) if latencies else 0.0,
         head=head_costs(first.records) if placement.splits_head else None,
+    )
+
+
+def costs_by_microbatch(step: RecordedStep) -> tuple[Costs, ...]:
+    """Return what each microbatch of ``step`` has cost, in whose record all backwards are split in halves.
+
+    Activations are not counted.
+    """
+    seconds: dict[int, dict[tuple[int, Kind], float]] = {}
+    for record in step.records:
+        for action, start, end, *_ in record.events:
+            found = seconds.setdefault(action.microbatch, {})
+            found[action.stage, action.kind] = max(_SHORTEST, end - start)
+    stages = range(step.placement.stages)
+    return tuple(
+        Costs(tuple(stage_costs(stage, seconds[number]) for stage in stages)) for number in sorted(seconds)
     )

@@ -77,7 +77,7 @@ class LengthCosts:
         A document of ``equal_at`` tokens takes as long for attention's forward as for all else of its
         forward, and ``ATTENTION_BACKWARD`` times as long in I.
         """
-        if not 0 < equal_at < float("inf"):
+        if not 0 < equal_at < math.inf:
             raise ValueError(f"attention takes as long as all else at {equal_at:g} tokens: give more than 0")
 
         def rates(stage: StageCosts) -> StageRates:
@@ -158,6 +158,17 @@ class LengthCosts:
                 activation=shared.activation / tokens,
             )
         return cls(tuple(stages), shared, costs.hop, costs.message, costs.pair)
+
+    @property
+    def equal_at(self) -> float:
+        """The length of a document whose attention takes as long as all else of its forward.
+
+        Infinite where nothing goes by squares.
+        """
+        tokens, squares = (
+            sum(each) for each in zip(*((s.per_token[0], s.per_square[0]) for s in self.stages), strict=True)
+        )
+        return tokens / squares if squares > 0 else math.inf
 
     def of(self, microbatches: Microbatches) -> UnitCosts:
         """Return the costs of a step with these microbatches; its ``stages`` are those of the mean one."""

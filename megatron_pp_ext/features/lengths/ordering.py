@@ -3,12 +3,20 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from megatron_pp_ext.compiler.request import Option, Request
-from megatron_pp_ext.features.lengths.length_costs import EQUAL_AT
 from megatron_pp_ext.features.lengths.orders import How
-from megatron_pp_ext.job import options
+from megatron_pp_ext.features.lengths.rules import RULES, has_packed
+from megatron_pp_ext.job import options, other_sums, our_flags
+from megatron_pp_ext.job.other_sums import OtherSums
+from megatron_pp_ext.job.requested_job import RequestedJob
+
+FLAG = "--pipeline-order"
+
+SUMS = OtherSums(FLAG, "gradients are summed in another order of microbatches", fp32=1e-5, lower=1e-1)
+"""The sums of a job with the flag."""
 
 LengthsOf = Callable[[Any], Sequence[int]]
 """What a data iterator yields for a microbatch -> the lengths of its documents in tokens."""
@@ -43,19 +51,24 @@ def lengths_of_batch(batch: Any) -> list[int]:
 class Ordering(Option):
     """How microbatches are ordered, and by which lengths.
 
-    A document of ``equal_at`` tokens takes as long for attention as for all else.
+    ``costs_from`` is the file with what the stages cost at one length; empty where the model tells it, or a
+    call.  ``is_default`` is true where nobody asked for an order: data whose lengths cannot be told is left
+    as it is then, and is an error otherwise.
     """
 
     how: How
     lengths_of: LengthsOf = lengths_of_batch
-    equal_at: float = EQUAL_AT
+    costs_from: str = ""
+    is_default: bool = False
 
     @property
     def about(self) -> str:
         if self.how == "given":
-            return ""
+            return "microbatches in the order of the data"
         how = "by the rule of the schedule" if self.how == "rule" else "as a search finds"
-        return f"microbatches of unlike length ordered {how}"
+        costs = f"costs from {self.costs_from}" if self.costs_from else "costs of the model's layers"
+        other = f" ({FLAG} given leaves them in the order of the data)" if self.is_default else ""
+        return f"microbatches of unlike length ordered {how}, {costs}{other}"
 
 
 def with_order(request: Request, how: object, limit: float | str | None = None) -> Request:
@@ -82,7 +95,42 @@ def with_lengths(request: Request, lengths_of: LengthsOf, limit: float | str | N
     return request.with_option(replace(ordering, lengths_of=lengths_of))
 
 
+def read(asked: RequestedJob, request: Request) -> Request:
+    """Return ``request`` with the order that the flags ask for, or that of packed sequences.
+
+    A call's is there already.  See ``job.options.Read``.
+    """
+    how = asked.flags.pipeline_order
+    if request.option(Ordering) is not None or request.is_stock:
+        return request
+    if how is not None:
+        return request.with_option(_of_flags(asked, how))
+    if asked.pipeline.has_schedule and has_packed(asked) and not _is_refused(asked):
+        return request.with_option(replace(_of_flags(asked, "rule"), is_default=True))
+    return request
+
+
+def _of_flags(asked: RequestedJob, how: How) -> Ordering:
+    file = asked.pipeline.pipeline_costs
+    return Ordering(how, costs_from="" if file is None else f"--pipeline-costs {file}")
+
+
+def _is_refused(asked: RequestedJob) -> bool:
+    """Whether an order other than that of the data cannot be."""
+    ordered = asked.changed(pipeline_order="rule")
+    return any(True for rules in RULES for _ in rules.broken(ordered))
+
+
+def _flags(request: Request) -> Mapping[str, Any]:
+    found = request.option(Ordering)
+    return {"pipeline_order": None if found is None or found.is_default else found.how}
+
+
 def register() -> None:
-    """Add the arguments of ``install``."""
+    """Add the flag, what reads it, and the arguments of ``install``."""
+    our_flags.FILES.append(Path(__file__).with_name("flags.toml"))
+    options.register(read)
+    options.register_flags(_flags)
     options.register_argument(options.Argument("order", with_order))
     options.register_argument(options.Argument("lengths", with_lengths))
+    other_sums.register(SUMS)

@@ -180,15 +180,22 @@ class DataParallel:
         is_counted = any(getattr(one, "overlap_grad_reduce", False) for one in settings)
         return not self._is_forced and (self._reduce is not None or is_counted)
 
-    def reduce_as(self, ordinary: Sequence[Action], actions: Sequence[Action], placement: Placement) -> None:
+    def reduce_as(
+        self,
+        ordinary: Sequence[Action],
+        actions: Sequence[Action],
+        placement: Placement,
+        as_whole: bool = False,
+    ) -> None:
         """Reduce the chunks in the order in which they are complete in an ``ordinary`` step.
 
         ``actions`` are those of this step.  Where they complete gradients in another order than the ordinary
-        ones do, each chunk is reduced as a whole.
+        ones do, each chunk is reduced as a whole; and with ``as_whole`` in any case, since other replicas may
+        complete them in other orders.
         """
         ends = _ends_of_gradients(ordinary)
         self._waiting = [placement.chunk_of(stage) for stage, kind in ends if kind in (Kind.W, Kind.B)]
-        if self._reduce is None and ends != _ends_of_gradients(actions):
+        if self._reduce is None and (as_whole or ends != _ends_of_gradients(actions)):
             chunks: Sequence[Any] = self._model
             self._reduce = [chunk.start_grad_sync for chunk in chunks]
 

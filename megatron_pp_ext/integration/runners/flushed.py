@@ -28,22 +28,33 @@ class FlushedSteps:
         self._options = pipeline.request.options
         self._parts = step_parts(pipeline)
         self._offload = FineGrainedOffload()
+        self._schedules: dict[tuple[int, bool, Hashable], Schedule] = {}
         self._plans: dict[tuple[int, bool, Hashable], RankPlan] = {}
 
     def run(self, inputs: StepInputs, recorder: Recorder) -> None:
-        plan = self.plan(inputs)
-        step = Step(inputs, self._placement, plan, self._transport)
+        plan, kind = self.plan(inputs), self._kind(inputs)
+        step = Step(
+            inputs,
+            self._placement,
+            self._schedules[kind],
+            plan,
+            self._transport,
+            measured=self._source.measured,
+        )
         with ExitStack() as stack:
             for part in self._parts:
                 stack.enter_context(part(step))
-            stages = model_stages(inputs, self._placement, plan, step.make_stage)
-            self._reduce_as_replicas(inputs, plan)
+            stages = model_stages(inputs, self._placement, step.plan, step.make_stage)
+            self._reduce_as_replicas(step)
             channels = self._transport.channels(inputs)
-            with self._offload.step(self._kind(inputs), plan, inputs):
-                execute(plan, Rank(stages, channels, recorder, step.parts))
+            with self._offload.step(kind, step.plan, inputs):
+                execute(step.plan, Rank(stages, channels, recorder, step.parts))
 
     def plan(self, inputs: StepInputs) -> RankPlan:
-        """Return what this rank does in the step; collective over the pipeline, and first over the job."""
+        """Return what this rank does in the step, unless a feature changes it.
+
+        Collective over the pipeline, and the first time over the job.
+        """
         kind = self._kind(inputs)
         if kind not in self._plans:
             if inputs.forward_only:
@@ -52,6 +63,7 @@ class FlushedSteps:
             else:
                 schedule = self._source.schedule(inputs)
             require_same_schedule(schedule, inputs.groups, in_job=not self._plans)
+            self._schedules[kind] = schedule
             self._plans[kind] = plan_rank(schedule, inputs.group.rank())
         return self._plans[kind]
 
@@ -65,15 +77,22 @@ class FlushedSteps:
             )
         return found[0]
 
-    def _reduce_as_replicas(self, inputs: StepInputs, plan: RankPlan) -> None:
-        """Let gradients be reduced in one order in all replicas, whatever the numbers of their microbatches.
+    def _reduce_as_replicas(self, step: Step) -> None:
+        """Let gradients be reduced in one order in all replicas.
 
-        A collective has no name: one that is launched as the second here would meet another's first.
+        Replicas may have other numbers of microbatches, and W in other places.  A collective has no name: one
+        that is launched as the second here would meet another's first.
         """
-        in_step = inputs.data_parallel.overlaps and not inputs.forward_only
-        ordinary = self._source.ordinary(inputs) if in_step else None
+        inputs, plan = step.inputs, step.plan
+        if not inputs.data_parallel.overlaps or inputs.forward_only:
+            return
+        ordinary = self._source.ordinary(inputs)
+        if ordinary is None and step.may_move_weights:
+            ordinary = step.schedule
         if ordinary is not None:
-            inputs.data_parallel.reduce_as(ordinary.orders[plan.rank], plan.actions, self._placement)
+            inputs.data_parallel.reduce_as(
+                ordinary.orders[plan.rank], plan.actions, self._placement, step.may_move_weights
+            )
 
     def _kind(self, inputs: StepInputs) -> tuple[int, bool, Hashable]:
         """Return what all steps of one plan have in common."""

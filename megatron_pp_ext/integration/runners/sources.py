@@ -1,6 +1,6 @@
 """Sources of schedules: which one the next step runs."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Protocol
 
 from megatron_pp_ext.integration import requested
@@ -11,6 +11,7 @@ from megatron_pp_ext.integration.runners.pipeline_runner import Recording
 from megatron_pp_ext.registered import Registered
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.costs import Costs
 
 
 class Source(Protocol):
@@ -36,6 +37,13 @@ class Source(Protocol):
         It is the same on all ranks of the job, whatever number each of them runs.
         """
 
+    @property
+    def measured(self) -> Mapping[int, Sequence[Costs]]:
+        """What each microbatch has cost in the steps that were measured so far, the same on all ranks.
+
+        Steps go by the number of training steps that the process had run before.
+        """
+
 
 class Requested:
     """The requested schedule; after the first step it may be made for the memory that is free then."""
@@ -55,6 +63,10 @@ class Requested:
 
     def ordinary(self, inputs: StepInputs) -> Schedule | None:
         return None if inputs.microbatches == self._ordinary else self._schedule(self._ordinary, inputs)
+
+    @property
+    def measured(self) -> Mapping[int, Sequence[Costs]]:
+        return {}
 
     def _schedule(self, microbatches: int, inputs: StepInputs) -> Schedule:
         free = self._measured_once() if self._measures_memory and inputs.training_steps else None

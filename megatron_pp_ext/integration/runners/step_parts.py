@@ -1,6 +1,6 @@
 """What features bring to the steps of a model under a schedule that flushes, and how they register."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -9,6 +9,8 @@ from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInpu
 from megatron_pp_ext.integration.runners.transport import Transport
 from megatron_pp_ext.registered import Registered
 from megatron_pp_ext.runtime.plan import RankPlan
+from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement
 
 
@@ -16,16 +18,22 @@ from megatron_pp_ext.schedule.placement import Placement
 class Step:
     """A step before its stages are made.
 
-    A feature may set ``make_stage``, which takes what ``ModelStage`` takes, and add to ``parts`` what its
-    operations work with (``rank.Rank.parts``).
+    ``plan`` is what this rank does of ``schedule``.  A feature may set ``make_stage``, which takes what
+    ``ModelStage`` takes, and add to ``parts`` what its operations work with (``rank.Rank.parts``).  It may
+    set ``plan`` to one with W in other places (``RankPlan.with_weights_moved``).
     """
 
     inputs: StepInputs
     placement: Placement
+    schedule: Schedule
     plan: RankPlan
     transport: Transport
     make_stage: Callable[..., ModelStage] = ModelStage
     parts: list[object] = field(default_factory=list)
+    measured: Mapping[int, Sequence[Costs]] = field(default_factory=dict)
+    """What microbatches have cost in measured steps (``sources.Source.measured``)."""
+    may_move_weights: bool = False
+    """Whether W may have other places than in the schedule, here or in other replicas."""
 
 
 StepPart = Callable[[Step], AbstractContextManager[None]]

@@ -28,5 +28,6 @@ def settings(args: Namespace, pipeline: Pipeline) -> Settings:
         steps_done=lambda counted: int(getattr(args, "curr_iteration", 0)),
         message_bytes=lambda: message_bytes(Job.of(args)),
         advice=lambda *measured: advised(Job.of(args), args.data_parallel_size, *measured),
+        costs_at=pipeline.settings.costs_at,
         caveat=partial(caveat, pipeline, args),
     )

@@ -17,7 +17,7 @@ from megatron_pp_ext.schedule.costs import Costs
 from tests.support.ranks import RankError, run_ranks  # isort: skip  (the stand-ins come before Megatron)
 
 import megatron_pp_ext
-from megatron_pp_ext.features.lengths.megatron import ordered_data
+from megatron_pp_ext.features.lengths.megatron import agreement, ordered_data
 from tests.support import own_loop
 
 COUNTS = (8, 5)
@@ -109,9 +109,9 @@ def test_data_that_ends_within_a_step_is_named():
 
 
 def test_pipelines_that_share_experts_plan_by_the_heaviest():
-    costs = LengthCosts.with_attention(Costs.per_rank(2), 1)
+    work = LengthCosts.with_attention(Costs.per_rank(2), 1).work
     some = [((5, 5), (9,), (1,)), ((10,), (3, 3), (2,))]
-    assert ordered_data._heaviest(some, costs) == ((10,), (9,), (2,)), "one long document costs more"
+    assert agreement._heaviest(some, work) == ((10,), (9,), (2,)), "one long document costs more"
 
 
 def other_lengths(rank: int) -> None:

@@ -9,7 +9,7 @@ shorter pipeline, a line advises it for the next start.
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from statistics import median
@@ -33,7 +33,7 @@ from megatron_pp_ext.runtime.recorder import StepRecorder, aligned, gather
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.recorded import RankRecord, RecordedStep
-from megatron_pp_ext.schedule.recorded_costs import measured_costs
+from megatron_pp_ext.schedule.recorded_costs import costs_by_microbatch, measured_costs
 from megatron_pp_ext.schedule.simulate import simulate
 
 
@@ -49,7 +49,8 @@ class ProfileGuide(Requested):
         super().__init__(pipeline)
         self._pipeline, self._steps, self._settings = pipeline, steps, pipeline.settings
         self._measured_steps = 0
-        self._records: list[RankRecord] = []
+        self._records: dict[int, RankRecord] = {}
+        self._by_microbatch: dict[int, tuple[Costs, ...]] = {}
         self._costs: Costs | None = None
         self._has_warned = False
         self._durations = _StepDurations()
@@ -83,7 +84,7 @@ class ProfileGuide(Requested):
         record = recorder.record
         seconds = record.events[-1].end - record.events[0].start
         if step in self._steps:
-            self._records.append(aligned(record, inputs.group, device()))
+            self._records[inputs.training_steps] = aligned(record, inputs.group, device())
             self._durations.add_before(inputs.microbatches, seconds)
         elif self._durations.is_waiting:
             self._durations.add_after(inputs.microbatches, seconds)
@@ -96,6 +97,10 @@ class ProfileGuide(Requested):
         if self._costs is not None:
             return self._shorter(schedule, self._costs, inputs)
         return schedule.with_halved_backwards if self._current_step(inputs) in self._steps else schedule
+
+    @property
+    def measured(self) -> Mapping[int, Sequence[Costs]]:
+        return self._by_microbatch
 
     def _end_of_measurement(self, step: int, group: dist.ProcessGroup) -> None:
         if self._measured_steps:
@@ -110,16 +115,22 @@ class ProfileGuide(Requested):
 
     def _measure(self, group: dist.ProcessGroup) -> Costs:
         """Return, on all ranks of the job, the costs measured in the first pipeline; collective."""
-        measured: list[Costs | None] = [None]
-        gathered = gather(self._records, group) if self._records else None
+        measured: list[Any] = [None, {}]
+        numbers = list(self._records)
+        gathered = gather(list(self._records.values()), group) if numbers else None
         if gathered is not None:
             name, placement = self._pipeline.name, self._pipeline.placement
             steps = [RecordedStep(name, placement, step) for step in zip(*gathered, strict=True)]
-            measured = [replace(measured_costs(steps), message=self._settings.message_bytes())]
-        self._records = []
+            # Counting bytes takes time in the first step.
+            timed = list(zip(numbers, steps, strict=True))[1:] or zip(numbers, steps, strict=True)
+            measured = [
+                replace(measured_costs(steps), message=self._settings.message_bytes()),
+                {number: costs_by_microbatch(step) for number, step in timed},
+            ]
+        self._records = {}
         dist.broadcast_object_list(measured, src=0)
-        (costs,) = measured
-        assert costs is not None
+        costs, self._by_microbatch = measured
+        assert isinstance(costs, Costs)
         return costs
 
     def _advise(self, costs: Costs) -> None:

@@ -1,0 +1,144 @@
+"""The lengths by which all ranks that meet in a step plan it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from megatron_pp_ext.features.lengths.microbatches import Microbatches
+from megatron_pp_ext.integration.runners.model_stage import StepInputs
+
+type Documents = tuple[tuple[int, ...], ...]
+"""The document lengths of each microbatch."""
+
+type Work = Callable[[Microbatches], list[float]]
+"""Returns how long each microbatch of a step takes."""
+
+_PIPELINE = "tp", "cp", "pp"
+_EXPERTS = "ep", "expt_tp"
+"""Megatron's names of the groups whose ranks have the data of one pipeline, and of those of shared experts."""
+
+
+class Agreed(NamedTuple):
+    """What all ranks plan by: the lengths of this pipeline's own data, and those to plan by.
+
+    The two differ where pipelines share experts.  ``unknown`` is why no lengths are known, on any of the
+    ranks; then both are empty.
+    """
+
+    own: Documents = ()
+    planned: Documents = ()
+    unknown: str = ""
+
+
+class _Report(NamedTuple):
+    """What is known of one pipeline's data: its lengths, or a problem that ends the step.
+
+    ``rank`` is the pipeline rank that it comes from.
+    """
+
+    rank: int
+    documents: Documents = ()
+    problem: str = ""
+    unknown: str = ""
+
+
+def agree(read: Callable[[], Documents | None], inputs: StepInputs, work: Work) -> Agreed:
+    """Return what all ranks that meet in the step plan by; collective over their groups.
+
+    ``read`` reads this rank's data ahead and returns the lengths, None where the rank is given no data.  What
+    it raises as RuntimeError ends the step, a ValueError says why lengths are not known.  The ranks of a
+    pipeline have the same data, and ranks without data take the lengths of others.  Pipelines that share
+    experts have data of their own: they plan by the heaviest microbatch in each place.
+
+    RuntimeError, the same on all ranks that meet, where one of them cannot read its data, where the ranks of
+    a pipeline read different lengths, and where none has data.
+    """
+    report = _report(read, inputs.group.rank())
+    for name in _PIPELINE:
+        report = _of_pipeline(_gathered(report, getattr(inputs.groups, name, None)))
+    if report is None:
+        report = _Report(
+            inputs.group.rank(),
+            problem="no rank of this pipeline has a data iterator, and an order of microbatches is planned by "
+            "their lengths; leave the order out",
+        )
+    planned = report
+    if any(_size(getattr(inputs.groups, name, None)) > 1 for name in _EXPERTS):
+        for name in (*_EXPERTS, *_PIPELINE):
+            planned = _of_several(_gathered(planned, getattr(inputs.groups, name, None)), work)
+    if planned.problem:
+        raise RuntimeError(planned.problem)
+    if planned.unknown:
+        return Agreed(unknown=planned.unknown)
+    return Agreed(report.documents, planned.documents)
+
+
+def _report(read: Callable[[], Documents | None], rank: int) -> _Report | None:
+    try:
+        documents = read()
+    except RuntimeError as error:
+        return _Report(rank, problem=str(error))
+    except ValueError as error:
+        return _Report(rank, unknown=str(error))
+    return None if documents is None else _Report(rank, documents)
+
+
+def _of_pipeline(reports: Sequence[_Report | None]) -> _Report | None:
+    """Return the one report of ranks with the same data; a problem where they differ."""
+    known = sorted(filter(None, reports))
+    if not known:
+        return None
+    for one in known:
+        if one.problem:
+            return one
+    for one in known:
+        if one.unknown:
+            return one
+    first = known[0]
+    other = next((one for one in known if one.documents != first.documents), None)
+    if other is None:
+        return first
+    return _Report(
+        first.rank,
+        problem=(
+            f"pipeline ranks {first.rank} and {other.rank} read microbatches of different lengths in this "
+            "step; give all ranks of a pipeline the same data, or leave the order out"
+        ),
+    )
+
+
+def _of_several(reports: Sequence[_Report], work: Work) -> _Report:
+    """Return the report of pipelines with data of their own: the heaviest microbatch in each place."""
+    for one in reports:
+        if one.problem or one.unknown:
+            return one
+    counts = {len(one.documents): one.rank for one in reports}
+    if len(counts) > 1:
+        return _Report(
+            reports[0].rank,
+            problem=(
+                f"pipelines that share experts have {' and '.join(map(str, counts))} microbatches in this "
+                "step; give all of them as many"
+            ),
+        )
+    return reports[0]._replace(documents=_heaviest([one.documents for one in reports], work))
+
+
+def _heaviest(some: Sequence[Documents], work: Work) -> Documents:
+    """Return the heaviest microbatch in each place."""
+    seconds = [work(Microbatches(documents)) for documents in some]
+    best = (max(range(len(some)), key=lambda at: seconds[at][place]) for place in range(len(some[0])))
+    return tuple(some[at][place] for place, at in enumerate(best))
+
+
+def _gathered[T](own: T, group: dist.ProcessGroup | None) -> list[T]:
+    if _size(group) == 1:
+        return [own]
+    gathered: list[Any] = [None] * _size(group)
+    dist.all_gather_object(gathered, own, group=group)
+    return gathered
+
+
+def _size(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else group.size()
