@@ -31,7 +31,11 @@ from tests.support.unit_stages import steps_of
 RANKS, MICROBATCHES = 4, 8
 FAMILIES = "1f1b", "zb-h1", "v-half"
 CASES = [
-    *((lengths, "list scheduling", limit) for lengths in ("prolong 64K", "wlbllm 128K") for limit in (0.5, 0.3)),
+    *(
+        (lengths, "list scheduling", limit)
+        for lengths in ("prolong 64K", "wlbllm 128K")
+        for limit in (0.5, 0.3)
+    ),
     *(("prolong 64K", family, None) for family in FAMILIES),
 ]
 """The lengths, the order, and the part of 1F1B's tokens that is the limit, None for what the order takes."""
@@ -65,7 +69,7 @@ def planned(name: str, order: str, limit: float | None) -> Timeline:
 
 
 def planner_of(placement: Placement) -> Planner:
-    """Return a planner whose ranks keep a byte of each token; attention takes what all else does at 24,576."""
+    """Return a planner whose ranks keep a byte of each token; attention costs what else does at 24,576."""
     rates = LengthCosts.with_attention(Costs.per_rank(RANKS, placement.chunks), 1)
     return Planner(placement, rates)
 
@@ -112,7 +116,16 @@ def main(
         f"median of {repeats} steps. Limits are parts of the tokens that 1F1B keeps. Peaks are the tokens "
         "whose activations the fullest rank keeps at most, planned and measured.",
         table(
-            ("lengths", "order", "units", "planned ms", "median ms", "median/planned", "planned peak", "peak"),
+            (
+                "lengths",
+                "order",
+                "units",
+                "planned ms",
+                "median ms",
+                "median/planned",
+                "planned peak",
+                "peak",
+            ),
             rows,
         ),
     )

@@ -160,10 +160,8 @@ def with_layout(words: Sequence[str], asked: RequestedJob, gpus: int) -> tuple[l
     return [*kept, flag, str(asked.pipeline.pipeline_model_parallel_layout)], asked, chosen
 
 
-def with_slices(
-    words: Sequence[str], asked: RequestedJob, gpus: int
-) -> tuple[list[str], RequestedJob]:
-    """Return flags with a number of tokens in the place of ``--pipeline-slice-tokens auto``, and what they ask."""
+def with_slices(words: Sequence[str], asked: RequestedJob, gpus: int) -> tuple[list[str], RequestedJob]:
+    """Return flags with tokens in the place of ``--pipeline-slice-tokens auto``, and what they ask."""
     from megatron_pp_ext.features.slices.costs import choice
     from megatron_pp_ext.features.slices.options import FLAG
 

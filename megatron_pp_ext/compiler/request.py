@@ -28,6 +28,8 @@ class Option:
     """Whether weight gradients may come later than input gradients, whatever the order says."""
     evaluates: ClassVar[bool] = False
     """Whether the feature is part of evaluations too."""
+    orders_lengths: ClassVar[bool] = False
+    """Whether the feature itself orders microbatches of unlike length, within the limit of a compiler."""
 
     @property
     def measured_by(self) -> str:

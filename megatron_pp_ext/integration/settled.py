@@ -16,6 +16,7 @@ from megatron.core.utils import get_model_config, get_te_version
 from megatron_pp_ext.compiler.source import Source
 from megatron_pp_ext.costs.costs_of_stages import stage_costs
 from megatron_pp_ext.features.slices.costs import choice
+from megatron_pp_ext.features.slices.options import are_by_length
 from megatron_pp_ext.integration.core.chunk_pipelines import part_of
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.job import options
@@ -61,7 +62,7 @@ def settle(pipeline: Pipeline, model: Sequence[torch.nn.Module], sequence: int, 
         chunks=pipeline.placement.chunks,
         from_file=request.from_file,
     )
-    if asked.flags.pipeline_slice_tokens == AUTO:
+    if asked.flags.pipeline_slice_tokens == AUTO and not are_by_length(request):
         tokens = choice.chosen(asked, request, asked.job.padded_vocabulary)
         asked = asked.changed(pipeline_slice_tokens=tokens)
     request = options.read(asked, request)

@@ -99,9 +99,7 @@ class RankPlan:
         )
 
 
-def _launched_first(
-    works: Sequence[StepOperations], launches: tuple[Operation, ...]
-) -> list[StepOperations]:
+def _launched_first(works: Sequence[StepOperations], launches: tuple[Operation, ...]) -> list[StepOperations]:
     """Return ``works`` with all ``launches`` in front of the first one."""
     first, *others = works
     return [replace(first, launches=launches), *(replace(one, launches=()) for one in others)]

@@ -1,4 +1,4 @@
-"""Stages that sleep for a unit's time and keep its bytes, so that plans of units can be held against steps."""
+"""Stages that sleep for a unit's time and keep its bytes, to hold plans of units against steps."""
 
 import time
 from typing import Any

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from megatron_pp_ext.compiler.request import Option, Request
+from megatron_pp_ext.features.lengths.ordering import Ordering
 from megatron_pp_ext.features.slices.units import Units, equal_slices
 from megatron_pp_ext.job import options, other_sums, our_flags
 from megatron_pp_ext.job.other_sums import OtherSums
@@ -31,6 +32,7 @@ class Slices(Option):
     count: int = 1
 
     evaluates: ClassVar[bool] = True
+    orders_lengths: ClassVar[bool] = True
 
     @property
     def about(self) -> str:
@@ -40,6 +42,16 @@ class Slices(Option):
         """Return the units of a step with so many ``microbatches`` of one sequence length."""
         assert self.tokens is not None
         return equal_slices(microbatches, self.count, self.tokens * self.count)
+
+
+OVERHEAD = 128.0
+"""The tokens that a unit costs on top of its own, where nothing else says it."""
+
+
+def are_by_length(request: Request) -> bool:
+    """Whether units are planned in each step, by the lengths of its sequences."""
+    ordering = request.option(Ordering)
+    return request.option(Slices) is not None and ordering is not None and ordering.how != "given"
 
 
 def slices(given: int | str, sequence: int, name: str = FLAG) -> Slices:
@@ -66,7 +78,12 @@ def slices(given: int | str, sequence: int, name: str = FLAG) -> Slices:
 def read(asked: RequestedJob, request: Request) -> Request:
     """Return ``request`` with what the flag says; see ``job.options.Read``."""
     given = asked.flags.pipeline_slice_tokens
-    return request if given is None else request.with_option(slices(given, asked.model.seq_length))
+    if given is None:
+        return request
+    option = slices(given, 0)
+    if are_by_length(request.with_option(option)):
+        return request.with_option(option)
+    return request.with_option(slices(given, asked.model.seq_length))
 
 
 def _permitted(asked: RequestedJob) -> Mapping[str, Any]:

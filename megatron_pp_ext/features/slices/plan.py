@@ -22,7 +22,8 @@ class Planner:
     """Plans steps on ``placement`` whose stages have the costs of ``rates``.
 
     ``overhead`` are the tokens that a unit costs on top of its own, and ``equal_at``
-    is the length of a document whose attention takes as long as all else.
+    is the length of a document whose attention takes as long as all else.  Slices end at a ``multiple`` of
+    so many tokens, which divides all lengths.  A token stands for one of each of the ``rows`` of a batch.
     """
 
     def __init__(
@@ -33,6 +34,8 @@ class Planner:
         splits_backward: bool = True,
         overhead: float = 0.0,
         equal_at: float = EQUAL_AT,
+        multiple: int = 1,
+        rows: int = 1,
     ) -> None:
         if len(rates.stages) != placement.stages:
             raise ValueError(
@@ -41,6 +44,7 @@ class Planner:
             )
         self.placement, self.rates, self.splits_backward = placement, rates, splits_backward
         self.overhead, self.equal_at = overhead, equal_at
+        self._multiple, self._rows = multiple, rows
 
     def plan(
         self,
@@ -82,16 +86,39 @@ class Planner:
         ``make`` makes the family's schedule for so many microbatches.  None as ``slice_tokens`` chooses those
         with the shortest step.
         """
-        sizes = _sizes(documents) if slice_tokens is None else [slice_tokens]
-        no_limits = [math.inf] * self.placement.ranks
-        found = list[Plan]()
-        for size in sizes:
-            search = self._search(documents, size, no_limits, by)
-            units = ordered(search.units, search.rule)
-            schedule = shifted(make(len(units) + more(units)), units)
-            seconds = simulate(schedule, self.costs(units)).makespan
-            found.append(Plan(units, schedule, seconds, min(search.lower_bound, seconds)))
-        return min(found, key=lambda plan: plan.seconds)
+        if slice_tokens is None:
+            slice_tokens = self.chosen_in_family(make, documents, by)
+        units, schedule = self.order_of_family(make, documents, slice_tokens, by)
+        seconds = simulate(schedule, self.costs(units)).makespan
+        bound = self._search(documents, slice_tokens, self._no_limits, by).lower_bound
+        return Plan(units, schedule, seconds, min(bound, seconds))
+
+    def chosen_in_family(
+        self, make: Callable[[int], Schedule], documents: Sequence[Sequence[int]], by: By = "tokens"
+    ) -> int:
+        """Return the size of units whose step is shortest in the order of a family; see ``in_family``."""
+
+        def seconds(size: int) -> float:
+            units, schedule = self.order_of_family(make, documents, size, by)
+            return simulate(schedule, self.costs(units)).makespan
+
+        return min(_sizes(documents), key=seconds)
+
+    def order_of_family(
+        self,
+        make: Callable[[int], Schedule],
+        documents: Sequence[Sequence[int]],
+        slice_tokens: int,
+        by: By = "tokens",
+    ) -> tuple[Units, Schedule]:
+        """Return the units and the order of ``in_family``, in milliseconds: without their simulation."""
+        search = self._search(documents, slice_tokens, self._no_limits, by)
+        units = ordered(search.units, search.rule)
+        return units, shifted(make(len(units) + more(units)), units)
+
+    @property
+    def _no_limits(self) -> list[float]:
+        return [math.inf] * self.placement.ranks
 
     def costs(self, units: Units) -> UnitCosts:
         """Return what actions of ``units`` cost, for ``simulate``."""
@@ -100,7 +127,7 @@ class Planner:
     def _search(
         self, documents: Sequence[Sequence[int]], size: int, limits: Sequence[float], by: By
     ) -> Search:
-        units = cut(documents, size, by, self.equal_at)
+        units = cut(documents, size, by, self.equal_at, self._multiple, self._rows)
         work = work_of(units, self.rates, self.placement, self.splits_backward, self.overhead)
         return Search(units, work, self.placement, limits)
 

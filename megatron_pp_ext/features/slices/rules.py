@@ -6,9 +6,15 @@ from megatron_pp_ext.job.rules.rule import Rule, Rules
 
 
 def _cuts(job: RequestedJob) -> bool:
-    """Whether sequences may be cut: not where a slice would be as long as they are."""
+    """Whether sequences may be cut: not where all have one length, as long as a slice."""
     tokens, sequence = job.flags.pipeline_slice_tokens, job.model.seq_length
-    return tokens is not None and (not sequence or isinstance(tokens, str) or tokens < sequence)
+    if tokens is None:
+        return False
+    return not sequence or isinstance(tokens, str) or tokens < sequence or _is_ordered(job)
+
+
+def _is_ordered(job: RequestedJob) -> bool:
+    return job.flags.pipeline_order in ("rule", "search")
 
 
 def has_states(job: RequestedJob) -> bool:

@@ -12,7 +12,7 @@ from megatron_pp_ext.compiler.request import LARGEST, Request
 from megatron_pp_ext.costs import system
 from megatron_pp_ext.costs.costs_of_stages import stage_costs, stage_seconds
 from megatron_pp_ext.features.slices.costs.of_slices import of_slices
-from megatron_pp_ext.features.slices.options import FLAG, Slices
+from megatron_pp_ext.features.slices.options import FLAG, Slices, are_by_length
 from megatron_pp_ext.job import pipeline
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import all_rules
@@ -35,7 +35,7 @@ _LOSSES = 3
 
 
 def settled(asked: RequestedJob, data: int, rows: int) -> RequestedJob:
-    """Return what is ``asked`` with a number of tokens in the place of ``auto``.
+    """Return what is ``asked`` with tokens in the place of ``auto``, unless each step is planned by itself.
 
     ``data`` is the data-parallel size, and the embedding has ``rows`` rows.  ValueError for what
     ``job.pipeline.read`` refuses and for a model whose costs are not known.
@@ -43,6 +43,8 @@ def settled(asked: RequestedJob, data: int, rows: int) -> RequestedJob:
     if asked.flags.pipeline_slice_tokens != AUTO:
         return asked
     request = pipeline.read(asked, data)
+    if are_by_length(request):
+        return asked
     return asked.changed(pipeline_slice_tokens=chosen(asked, request, rows))
 
 
@@ -76,7 +78,7 @@ def chosen(asked: RequestedJob, request: Request, rows: int) -> int:
 
 
 def _candidates(job: Job, request: Request) -> Iterator[int]:
-    """Yield the lengths that ``job`` permits, the longest first, of which the whole sequence always is one."""
+    """Yield the lengths that ``job`` permits, the longest first, which is that of the whole sequence."""
     length, shared = job.model.seq_length, job.parallel.sequence_ranks
     kinds = 3 if request.may_split_backward else 2
     most = LARGEST // (request.finest.stages * kinds * request.microbatches)

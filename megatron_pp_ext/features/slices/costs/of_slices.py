@@ -22,7 +22,7 @@ def cut(job: Job, length: int, documents: int = 1) -> Job:
 
 
 def of_slices(costs_of: CostsOf, job: Job, slices: int, names: Sequence[UnitName]) -> UnitCosts:
-    """Return the costs of units with these ``names``, which are equal ``slices`` of the sequences of ``job``."""
+    """Return the costs of units with these ``names``: equal ``slices`` of the sequences of ``job``."""
     length = job.model.seq_length // slices
     alone, attention = costs_of(cut(job, length)), _attention(costs_of, job)
     squares = job.batch.micro_batch_size * length**2
