@@ -7,6 +7,7 @@ scheduling within a limit and in the order of a family.  Stages on four ranks sl
 units take and keep as many bytes.  Writes results/slice_steps.md.
 """
 
+from dataclasses import replace
 from statistics import median
 from typing import Annotated, NamedTuple
 
@@ -41,6 +42,8 @@ CASES = [
 """The lengths, the order, and the part of 1F1B's tokens that is the limit, None for what the order takes."""
 
 UNIT = 8192
+BYTES = 2
+"""The bytes of activations of a token on each rank: a whole number for each of two chunks."""
 
 
 class Case(NamedTuple):
@@ -64,14 +67,15 @@ def planned(name: str, order: str, limit: float | None) -> Timeline:
         return _timeline(planner, planner.in_family(of_family, step.documents, UNIT))
     assert limit is not None
     planner = planner_of(v(RANKS))
-    most = limit * sum(sorted(step.tokens, reverse=True)[:RANKS])
+    most = limit * BYTES * sum(sorted(step.tokens, reverse=True)[:RANKS])
     return _timeline(planner, planner.plan(step.documents, UNIT, [most] * RANKS))
 
 
 def planner_of(placement: Placement) -> Planner:
-    """Return a planner whose ranks keep a byte of each token; attention costs what else does at 24,576."""
+    """Return a planner whose ranks keep ``BYTES`` of each token; attention costs what else does at 24,576."""
     rates = LengthCosts.with_attention(Costs.per_rank(RANKS, placement.chunks), 1)
-    return Planner(placement, rates)
+    stages = tuple(replace(one, activation=BYTES * one.activation) for one in rates.stages)
+    return Planner(placement, replace(rates, stages=stages))
 
 
 def _timeline(planner: Planner, plan: Plan) -> Timeline:
@@ -105,8 +109,8 @@ def main(
                 f"{1e3 * seconds:.0f}",
                 f"{1e3 * median(taken):.0f}",
                 f"{median(taken) / seconds:.3f}",
-                f"{max(one.peak_memory):,.0f}",
-                f"{peak:,}",
+                f"{max(one.peak_memory) / BYTES:,.0f}",
+                f"{peak / BYTES:,.0f}",
             )
         )
     publish(
