@@ -43,7 +43,8 @@ def lengths_of_batch(batch: Any) -> list[int]:
                 return [length] * rows
     raise ValueError(
         "the lengths of documents are not known: the data has none of "
-        f"{', '.join((*_PACKED, *_TOKENS))}; give lengths, a function of what the data iterator yields"
+        f"{', '.join((*_PACKED, *_TOKENS))}; give lengths, a function of what the data iterator yields, or "
+        "leave the order out"
     )
 
 

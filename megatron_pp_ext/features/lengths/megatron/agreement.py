@@ -16,7 +16,7 @@ type Work = Callable[[Microbatches], list[float]]
 
 _PIPELINE = "tp", "cp", "pp"
 _EXPERTS = "ep", "expt_tp"
-"""Megatron's names of the groups whose ranks have the data of one pipeline, and of those of shared experts."""
+"""Megatron's names of the groups whose ranks have the same data, and of those that share experts."""
 
 
 class Agreed(NamedTuple):
@@ -60,8 +60,10 @@ def agree(read: Callable[[], Documents | None], inputs: StepInputs, work: Work) 
     if report is None:
         report = _Report(
             inputs.group.rank(),
-            problem="no rank of this pipeline has a data iterator, and an order of microbatches is planned by "
-            "their lengths; leave the order out",
+            problem=(
+                "no rank of this pipeline has a data iterator, and an order of microbatches is planned by "
+                "their lengths; leave the order out"
+            ),
         )
     planned = report
     if any(_size(getattr(inputs.groups, name, None)) > 1 for name in _EXPERTS):

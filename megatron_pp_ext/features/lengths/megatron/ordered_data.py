@@ -77,7 +77,7 @@ class _Ordered:
         return planner.plan(self._costs.of(Microbatches(documents)), self._ordering.how)
 
     def _moves_weights(self, step: Step) -> bool:
-        """Whether W may be moved: not those of a file, and not around copies and pairs, planned for others."""
+        """Whether W may be moved: not those of a file, nor where copies or pairs are planned around them."""
         schedule = step.schedule
         is_free = self._may_move and schedule.splits_backward and not (schedule.paired or schedule.copies)
         return is_free and not step.inputs.config.fine_grained_activation_offloading
@@ -89,7 +89,7 @@ class _Ordered:
 
 
 def read_documents(inputs: StepInputs, data: list[list[Any] | None], ordering: Ordering) -> Documents | None:
-    """Read the step's microbatches into ``data``, by chunks, and return the lengths of their documents."""
+    """Read the step's microbatches into ``data``, by chunks; return the lengths of their documents."""
     data += [_read(iterator, inputs.microbatches) for iterator in inputs.iterators]
     own = next((batches for batches in data if batches is not None), None)
     if own is None:

@@ -12,17 +12,21 @@ from megatron_pp_ext.features.lengths.length_costs import LengthCosts
 from megatron_pp_ext.features.lengths.microbatches import Microbatches
 from megatron_pp_ext.features.lengths.ordering import lengths_of_batch, with_lengths, with_order
 from megatron_pp_ext.features.lengths.plan import Planner
+from megatron_pp_ext.runtime.plan import RankPlan
 from megatron_pp_ext.schedule.costs import Costs
 
 from tests.support.ranks import RankError, run_ranks  # isort: skip  (the stand-ins come before Megatron)
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 import megatron_pp_ext
-from megatron_pp_ext.features.lengths.megatron import agreement, ordered_data
+from megatron_pp_ext.features.lengths.megatron import ordered_data
 from tests.support import own_loop
 
 COUNTS = (8, 5)
 LENGTHS = (8, 5, 7, 3, 2)
-SCHEDULES = {"1f1b": 1, "v-half": 2, "interleaved": 2}
+SCHEDULES = {"1f1b": 1, "zb-h1": 1, "v-half": 2, "interleaved": 2}
 BATCHES = own_loop.batches
 
 
@@ -55,9 +59,22 @@ def planned_orders(name: str) -> list[tuple[int, ...]]:
     return found
 
 
+def count_moved() -> list[bool]:
+    """Return what will say of each plan with W moved whether they have other places."""
+    moved: list[bool] = []
+    move = RankPlan.with_weights_moved
+
+    def watched(plan: RankPlan, actions: Any) -> RankPlan:
+        moved.append(tuple(actions) != plan.actions)
+        return move(plan, actions)
+
+    RankPlan.with_weights_moved = watched
+    return moved
+
+
 def on_rank(rank: int) -> dict[Any, Any]:
     own_loop.start()
-    found: dict[Any, Any] = {}
+    found: dict[Any, Any] = {"moved": count_moved()}
     for name, chunks in SCHEDULES.items():
         orders = planned_orders(name)
         found["orders", name] = orders
@@ -97,6 +114,31 @@ def test_a_planned_order_equals_stock_on_data_in_that_order(found, name):
     own_loop.assert_same(ours, stock)
 
 
+def test_weight_gradients_fill_the_holes_of_the_step(found):
+    assert any(any(rank["moved"]) for rank in found)
+
+
+def replicas(rank: int, overlaps: bool) -> Any:
+    """Train two replicas on unlike data, whose W have other places."""
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(1, 2)
+    model_parallel_cuda_manual_seed(1)
+    moved = count_moved()
+    lengths = LENGTHS if parallel_state.get_data_parallel_rank() == 0 else (2, 8, 8, 3, 7, 4)
+    with megatron_pp_ext.installed("zb-h1", ranks=2, microbatches=8, order="rule"):
+        model = own_loop.build(
+            1, overlaps=overlaps, variable_seq_lengths=True, moe_token_dispatcher_type="alltoall"
+        )
+        return own_loop.train(model, COUNTS, lengths, seq_length=1), moved
+
+
+def test_replicas_whose_weight_gradients_move_apart_reduce_in_one_order():
+    overlapping, after = (run_ranks(replicas, 4, overlaps) for overlaps in (True, False))
+    assert any(overlapping[0][1]) or any(overlapping[2][1])
+    for (one, _), (other, _) in zip(overlapping, after, strict=True):
+        assert all(torch.equal(one.weights[name], other.weights[name]) for name in other.weights)
+
+
 def test_evaluations_are_left_alone(found):
     assert found[-1]["evaluated"] == found[-1]["by stock"] != []
 
@@ -106,12 +148,6 @@ def test_data_that_ends_within_a_step_is_named():
         ordered_data._read(iter([1, 2]), 3)
     assert ordered_data._read(iter([1, 2, 3]), 2) == [1, 2]
     assert ordered_data._read(None, 2) is None
-
-
-def test_pipelines_that_share_experts_plan_by_the_heaviest():
-    work = LengthCosts.with_attention(Costs.per_rank(2), 1).work
-    some = [((5, 5), (9,), (1,)), ((10,), (3, 3), (2,))]
-    assert agreement._heaviest(some, work) == ((10,), (9,), (2,)), "one long document costs more"
 
 
 def other_lengths(rank: int) -> None:

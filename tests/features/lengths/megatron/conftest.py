@@ -1,0 +1,3 @@
+"""Tests here patch Megatron, as those of ``tests/integration`` do."""
+
+from tests.integration.conftest import said_by, short_search  # noqa: F401
