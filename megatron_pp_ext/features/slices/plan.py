@@ -3,8 +3,10 @@
 import math
 from collections.abc import Callable, Sequence
 
+from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.features.lengths.length_costs import EQUAL_AT, LengthCosts
 from megatron_pp_ext.features.slices.cuts import By, cut, ordered
+from megatron_pp_ext.features.slices.listing import ROUNDING
 from megatron_pp_ext.features.slices.search import BUDGET, Plan, Search
 from megatron_pp_ext.features.slices.shift import more, shifted
 from megatron_pp_ext.features.slices.slice_costs import unit_costs, work_of
@@ -71,8 +73,27 @@ class Planner:
         """Return the size of units whose step is shortest where chains go light-heavy-light.
 
         Small units fill the pipeline sooner and keep less, and their ``overhead`` makes the step longer.
+        Raises InfeasibleLimit where a rank cannot keep the longest document.
         """
-        return min(_sizes(documents), key=lambda size: self._search(documents, size, limits, by).by_rule())
+        found, refused = dict[int, float](), list[InfeasibleLimit]()
+        for size in _sizes(documents):
+            try:
+                found[size] = self._search(documents, size, limits, by).by_rule()
+            except InfeasibleLimit as error:  # of a pack, or of the longest document
+                refused.append(error)
+        if not found:
+            raise refused[0]
+        return min(found, key=found.__getitem__)
+
+    def least_limits(self, documents: Sequence[Sequence[int]], slice_tokens: int) -> list[float]:
+        """Return the least that each rank may keep: the longest document, or the largest pack."""
+        units = cut(documents, slice_tokens, multiple=self._multiple, rows=self._rows)
+        most = max(sum(units.tokens[number] for number in chain) for chain in units.chains)
+        stages, placement = self.rates.stages, self.placement
+        return [
+            most * math.fsum(stages[stage].activation for stage in placement.stages_of(rank)) * (1 + ROUNDING)
+            for rank in range(placement.ranks)
+        ]
 
     def in_family(
         self,

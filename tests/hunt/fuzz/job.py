@@ -63,7 +63,29 @@ def trained(row: Row, data: Path, folder: Path) -> list[str]:
     """The flags of the job under its schedule; ``folder`` is for what it writes."""
     measures = _MEASURES[row["measures"]].format(folder=folder).split()
     host = [] if row["host"] == "none" else ["--pipeline-offload", row["host"]]
-    return [*_job(row, data), *_schedule(row, row["schedule"], folder), *measures, *host]
+    slices = [] if row["slices"] == "none" else ["--pipeline-slice-tokens", row["slices"]]
+    return [*_job(row, data), *_schedule(row, row["schedule"], folder), *measures, *host, *slices]
+
+
+def is_cut(row: Row) -> bool:
+    """Whether sequences may be cut: nothing is refused beside slices, and their sums are those of the whole.
+
+    Experts are balanced by slices, dropout draws other numbers, and sums may overflow in other places.
+    """
+    whole = {
+        "pairs": "none",
+        "prediction": "none",
+        "sharing": "none",
+        "dropout": "off",
+    }
+    return (
+        all(row[factor] == level for factor, level in whole.items())
+        and row["experts"] in ("none", "biased")
+        and row["precision"] != "fp16-overflows"
+        and row["measures"] != "profile"
+        and "cp" not in row["parallel"]
+        and not row["schedule"].startswith(CSV)
+    )
 
 
 def saving(checkpoint: str, folder: Path) -> list[str]:

@@ -23,7 +23,9 @@ def described(row: Row) -> str:
     """What is not plain in ``row``, as flags where a choice is made of flags."""
     parts = [f"{job.ranks(row)} ranks, --pipeline-model-parallel-size {row['pipeline']}"]
     parts.append(f"schedule {row['schedule']}")
-    parts += [f"{what} {row[what]}" for what in ("measures", "resume", "host") if row[what] != "none"]
+    parts += [
+        f"{what} {row[what]}" for what in ("measures", "resume", "host", "slices") if row[what] != "none"
+    ]
     for factor in unusual(row):
         if factor != "pipeline":
             parts.append(FLAGS.get(factor, {}).get(row[factor], "") or f"{factor} {row[factor]}")
@@ -49,7 +51,7 @@ def sections(seed: int, cases: Sequence[Found]) -> list[str]:
     choices = [
         (outcome, f"{factor}: {row[factor]}")
         for outcome, row in named
-        for factor in ("measures", "host", *unusual(row))
+        for factor in ("measures", "host", "slices", *unusual(row))
     ]
     return [
         f"{len(cases)} cases took {seconds:.0f} seconds, {seconds / max(1, len(cases)):.1f} each.",

@@ -5,7 +5,7 @@ plan.  The forward step reads the microbatches in the order in which their first
 handed over in the order of the data.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -21,7 +21,7 @@ from megatron_pp_ext.features.slices.megatron.layers import Calls
 from megatron_pp_ext.features.slices.megatron.router_losses import averaged
 from megatron_pp_ext.features.slices.megatron.sliced_stage import SlicedStage
 from megatron_pp_ext.features.slices.options import OVERHEAD, Slices
-from megatron_pp_ext.features.slices.plan import Planner
+from megatron_pp_ext.features.slices.plan import SMALLEST, Planner
 from megatron_pp_ext.features.slices.search import BUDGET
 from megatron_pp_ext.features.slices.units import Units
 from megatron_pp_ext.integration.requested import Pipeline
@@ -103,13 +103,27 @@ class ByLength:
             rows=rows,
         )
         if request.is_compiled:
-            limits = request.budget(rates.of(whole)).ranks
+            limits = self._limits(planner, documents, whole, self._tokens or SMALLEST)
             self._tokens = self._tokens or planner.chosen_tokens(documents, limits)
+            limits = self._limits(planner, documents, whole, self._tokens)
             budget = BUDGET if self._ordering.how == "search" else 0.0
             found = planner.plan(documents, self._tokens, limits, budget=budget)
             return found.units, found.schedule
         self._tokens = self._tokens or planner.chosen_in_family(self._of_family, documents)
         return planner.order_of_family(self._of_family, documents, self._tokens)
+
+    def _limits(
+        self, planner: Planner, documents: Documents, whole: Microbatches, tokens: int
+    ) -> Sequence[float]:
+        """Return what each rank may keep in this step.
+
+        A limit that is a part of what 1F1B keeps is raised to what the longest sequence needs: no run is to
+        end for one that is longer than others.
+        """
+        budget = self._request.budget(planner.rates.of(whole))
+        if budget.holds_messages:
+            return budget.ranks
+        return tuple(map(max, budget.ranks, planner.least_limits(documents, tokens)))
 
     def _make(self, microbatches: int) -> Schedule:
         """Return the schedule of the family for so many microbatches; families are proved by tests."""
