@@ -165,11 +165,11 @@ def with_slices(words: Sequence[str], asked: RequestedJob, gpus: int) -> tuple[l
     from megatron_pp_ext.features.slices.costs import choice
     from megatron_pp_ext.features.slices.options import FLAG
 
-    if asked.flags.pipeline_slice_tokens != AUTO:
+    if asked.pipeline.pipeline_slice_tokens != AUTO:
         return list(words), asked
     asked = choice.settled(asked, data_parallel_size(asked.job, gpus), asked.job.padded_vocabulary)
     kept = [word for name, values in by_name(words) if name != FLAG for word in (name, *values)]
-    return [*kept, FLAG, str(asked.flags.pipeline_slice_tokens)], asked
+    return [*kept, FLAG, str(asked.pipeline.pipeline_slice_tokens)], asked
 
 
 def show(estimated: "Estimate", request: Request, machine: System, gpus: int, job: Job) -> None:

@@ -42,6 +42,11 @@ class Option:
         return ""
 
     @property
+    def word(self) -> str:
+        """A short word for the names of candidates of a search; empty for none."""
+        return ""
+
+    @property
     def about(self) -> str:
         """Words about it for the line that is printed before the first step; empty for none."""
         return ""

@@ -62,7 +62,7 @@ def settle(pipeline: Pipeline, model: Sequence[torch.nn.Module], sequence: int, 
         chunks=pipeline.placement.chunks,
         from_file=request.from_file,
     )
-    if asked.flags.pipeline_slice_tokens == AUTO and not are_by_length(request):
+    if asked.pipeline.pipeline_slice_tokens == AUTO and not are_by_length(request):
         tokens = choice.chosen(asked, request, asked.job.padded_vocabulary)
         asked = asked.changed(pipeline_slice_tokens=tokens)
     request = options.read(asked, request)

@@ -48,7 +48,7 @@ RULES = (
             ),
             Rule(
                 "--pipeline-schedule {pipeline_schedule}",
-                when=lambda job: job.pipeline.can.is_compiled and job.flags.pipeline_slice_tokens is None,
+                when=lambda job: job.pipeline.can.is_compiled and job.pipeline.pipeline_slice_tokens is None,
                 why="its memory limit is kept for equal microbatches alone",
                 fix="choose a schedule by name, such as v-half, or add --pipeline-slice-tokens",
             ),

@@ -11,6 +11,7 @@ from megatron_pp_ext.features.slices.units import Units, equal_slices
 from megatron_pp_ext.job import options, other_sums, our_flags
 from megatron_pp_ext.job.other_sums import OtherSums
 from megatron_pp_ext.job.requested_job import RequestedJob
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule.names import AUTO
 
 FLAG = "--pipeline-slice-tokens"
@@ -33,6 +34,10 @@ class Slices(Option):
 
     evaluates: ClassVar[bool] = True
     orders_lengths: ClassVar[bool] = True
+
+    @property
+    def word(self) -> str:
+        return "" if self.count == 1 else f"slices{self.count}"
 
     @property
     def about(self) -> str:
@@ -77,7 +82,7 @@ def slices(given: int | str, sequence: int, name: str = FLAG) -> Slices:
 
 def read(asked: RequestedJob, request: Request) -> Request:
     """Return ``request`` with what the flag says; see ``job.options.Read``."""
-    given = asked.flags.pipeline_slice_tokens
+    given = asked.pipeline.pipeline_slice_tokens
     if given is None:
         return request
     option = slices(given, 0)
@@ -87,14 +92,27 @@ def read(asked: RequestedJob, request: Request) -> Request:
 
 
 def _permitted(asked: RequestedJob) -> Mapping[str, Any]:
-    """Raise ValueError where a search is asked for slices; see ``job.options.Permitted``."""
-    given = asked.flags.pipeline_slice_tokens
-    if given is not None:
-        raise ValueError(
-            f"{FLAG} is {given}, but a search plans whole sequences: leave it out, and ask mpp estimate "
-            "what slices change for the configuration that it finds"
-        )
-    return {}
+    return {"pipeline_slice_tokens": asked.pipeline.pipeline_slice_tokens}
+
+
+SMALLEST = 512
+"""The fewest tokens of a slice that a search tries."""
+
+
+def choices(job: Job) -> tuple[Slices | None, ...]:
+    """Return the slices in the candidates of a search, None for whole sequences.
+
+    ``auto`` gives whole sequences, and halves of them, of these and so on.  ValueError for a number that does
+    not divide the sequences.
+    """
+    given, length = job.pipeline.pipeline_slice_tokens, job.model.seq_length
+    if given is None:
+        return (None,)
+    if given != AUTO:
+        found = slices(given, length)
+        return (found if found.count > 1 else None,)
+    counts = [1 << step for step in range(1, max(1, length // SMALLEST).bit_length())]
+    return (None, *(Slices(length // count, count) for count in counts if length % count == 0))
 
 
 def _flags(request: Request) -> Mapping[str, Any]:

@@ -7,7 +7,7 @@ from megatron_pp_ext.job.rules.rule import Rule, Rules
 
 def _cuts(job: RequestedJob) -> bool:
     """Whether sequences may be cut: not where all have one length, as long as a slice."""
-    tokens, sequence = job.flags.pipeline_slice_tokens, job.model.seq_length
+    tokens, sequence = job.pipeline.pipeline_slice_tokens, job.model.seq_length
     if tokens is None:
         return False
     return not sequence or isinstance(tokens, str) or tokens < sequence or _is_ordered(job)
@@ -25,7 +25,7 @@ def has_states(job: RequestedJob) -> bool:
 RULES = (
     Rules(
         title="What `--pipeline-slice-tokens` needs",
-        when=lambda job: job.flags.pipeline_slice_tokens is not None,
+        when=lambda job: job.pipeline.pipeline_slice_tokens is not None,
         rows=(
             Rule(
                 "--pipeline-slice-tokens {pipeline_slice_tokens}",
@@ -36,8 +36,8 @@ RULES = (
             Rule(
                 "--pipeline-slice-tokens {pipeline_slice_tokens}",
                 when=lambda job: (
-                    isinstance(job.flags.pipeline_slice_tokens, int)
-                    and job.flags.pipeline_slice_tokens % job.parallel.sequence_ranks
+                    isinstance(job.pipeline.pipeline_slice_tokens, int)
+                    and job.pipeline.pipeline_slice_tokens % job.parallel.sequence_ranks
                 ),
                 why=(
                     "cannot be shared out over --tensor-model-parallel-size {tensor_model_parallel_size} "

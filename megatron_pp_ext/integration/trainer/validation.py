@@ -127,7 +127,7 @@ def read_flags(args: Namespace) -> tuple[RequestedJob, str] | None:
         args.num_virtual_stages_per_pipeline_rank = None
     if args.pipeline_slice_tokens == AUTO:
         asked = choice.settled(asked, _data_parallel_size(asked), model_costs.vocabulary(asked))
-        args.pipeline_slice_tokens = asked.flags.pipeline_slice_tokens
+        args.pipeline_slice_tokens = asked.pipeline.pipeline_slice_tokens
     measurements.require_files(args.profile_pipeline, args.pipeline_trace)
     if args.pipeline_schedule is None and args.rehearse_pipeline is not None:
         args.pipeline_schedule = pipeline.stock_schedule(asked.job)

@@ -11,7 +11,7 @@ LENGTHS = [32768 >> step for step in range(8)]
 @pytest.mark.parametrize("name", ["1f1b", "v-half", "flex --pipeline-memory-limit 0.5"])
 def test_auto_has_the_shortest_step_of_the_estimates(name: str) -> None:
     given = asked(f"--pipeline-schedule {name} --pipeline-slice-tokens auto")
-    tokens = choice.settled(given, 1, 32000).flags.pipeline_slice_tokens
+    tokens = choice.settled(given, 1, 32000).pipeline.pipeline_slice_tokens
     steps = {
         tokens: estimated(f"--pipeline-schedule {name} --pipeline-slice-tokens {tokens}").step_seconds
         for tokens in LENGTHS
@@ -22,7 +22,7 @@ def test_auto_has_the_shortest_step_of_the_estimates(name: str) -> None:
 
 def test_short_sequences_stay_whole() -> None:
     given = asked("--pipeline-schedule v-half --seq-length 512 --pipeline-slice-tokens auto")
-    assert choice.settled(given, 1, 32000).flags.pipeline_slice_tokens == 512
+    assert choice.settled(given, 1, 32000).pipeline.pipeline_slice_tokens == 512
 
 
 def test_slices_are_shared_out_over_tensor_parallel_ranks() -> None:
@@ -30,7 +30,7 @@ def test_slices_are_shared_out_over_tensor_parallel_ranks() -> None:
         "--pipeline-schedule v-half --seq-length 24588 --pipeline-slice-tokens auto "
         "--tensor-model-parallel-size 4 --sequence-parallel"
     )
-    tokens = choice.settled(given, 1, 32000).flags.pipeline_slice_tokens
+    tokens = choice.settled(given, 1, 32000).pipeline.pipeline_slice_tokens
     assert isinstance(tokens, int) and 24588 % tokens == 0 and tokens % 4 == 0
 
 

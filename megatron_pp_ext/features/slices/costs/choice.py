@@ -40,7 +40,7 @@ def settled(asked: RequestedJob, data: int, rows: int) -> RequestedJob:
     ``data`` is the data-parallel size, and the embedding has ``rows`` rows.  ValueError for what
     ``job.pipeline.read`` refuses and for a model whose costs are not known.
     """
-    if asked.flags.pipeline_slice_tokens != AUTO:
+    if asked.pipeline.pipeline_slice_tokens != AUTO:
         return asked
     request = pipeline.read(asked, data)
     if are_by_length(request):

@@ -120,7 +120,8 @@ class ByLength:
         A limit that is a part of what 1F1B keeps is raised to what the longest sequence needs: no run is to
         end for one that is longer than others.
         """
-        budget = self._request.budget(planner.rates.of(whole))
+        of_step = replace(self._request, microbatches=len(documents), ordinary=None)
+        budget = of_step.budget(planner.rates.of(whole))
         if budget.holds_messages:
             return budget.ranks
         return tuple(map(max, budget.ranks, planner.least_limits(documents, tokens)))

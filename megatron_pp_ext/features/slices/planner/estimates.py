@@ -44,9 +44,8 @@ class Sliced(Addition):
         """See ``Addition``: those of slices, and the gradients of a sequence's keys and values."""
         if not schedule.units:
             return peaks
-        share = schedule.whole_microbatches / schedule.microbatches
         return tuple(
-            share * peak + sum(_owed(work, stage) for stage in work.placement.stages_of(rank))
+            schedule.share * peak + sum(_owed(work, stage) for stage in work.placement.stages_of(rank))
             for rank, peak in enumerate(peaks)
         )
 
