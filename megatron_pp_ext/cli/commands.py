@@ -21,6 +21,7 @@ from megatron_pp_ext.features.pairs.options import Pairs, paired
 from megatron_pp_ext.features.slices.cli import by_length as in_units
 from megatron_pp_ext.features.slices.cli.options import LEGEND as SLICES_LEGEND
 from megatron_pp_ext.features.slices.cli.options import Slicing
+from megatron_pp_ext.job.call import with_loss_on
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.formats import csv_file
@@ -69,6 +70,12 @@ def schedule(
     microbatches: StepMicrobatches = None,
     chunks: Annotated[
         int | None, typer.Option(help="Stages a rank, where the schedule leaves it open.")
+    ] = None,
+    loss_rank: Annotated[
+        str | None,
+        typer.Option(
+            help="For a V: the rank with embedding, output layer and loss, first or last.  [default: first]"
+        ),
     ] = None,
     memory_limit: Annotated[
         float | None,
@@ -138,6 +145,8 @@ def schedule(
         catalog.entry(name)  # refuses what only training runs
         request = named(name, ranks, count, chunks)
         make_it, about = make, f"simulating {request.schedule}"
+    if loss_rank is not None:
+        request = with_loss_on(request, loss_rank, "--loss-rank")
     if slicing.is_given and (shared_vocabulary or offload.is_given):
         raise ValueError("--slices goes neither with --shared-vocabulary nor with --offload: leave these out")
     slicing.require_size(request)

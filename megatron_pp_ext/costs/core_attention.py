@@ -19,7 +19,7 @@ def core(costs: LayerCosts, query: float, value: float, around: float, window: i
     pairs = sizes.tokens / sizes.share
     widths = 2 * (query + value)
     sinks = costs.job.attention.softmax_type
-    # The score of a sink stands behind all others where they are kept.
+    # The score of a sink stands after all others where they are kept.
     scores = pairs * model.num_attention_heads * (length + (sinks != "vanilla"))
     forward, backward = kernels.attention(
         widths * pairs * length,
@@ -56,7 +56,7 @@ def turned(costs: LayerCosts, width: float) -> Part:
 
 
 def output(costs: LayerCosts, value: float) -> Part:
-    """Return what is kept of attention's result, of a width of ``value``, the input of the product behind it.
+    """Return what is kept of attention's result, of a width of ``value``, the input of the product after it.
 
     Under FP8 that product has a quantized copy of its own.
     """

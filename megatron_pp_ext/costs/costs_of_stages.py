@@ -44,7 +44,7 @@ def stage_seconds(
 def hop_seconds(job: Job, system: System, link: Link, size: float) -> float:
     """Return the seconds of a message of ``size`` bytes on ``link``.
 
-    Where tensor-parallel ranks send parts of it, they gather it behind.
+    Where tensor-parallel ranks send parts of it, they gather it afterwards.
     """
     if not job.parallel.divides_messages:
         return link.seconds(size)

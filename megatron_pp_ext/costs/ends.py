@@ -1,4 +1,4 @@
-"""What stages have beside layers: the embedding, the output layer with the loss, multi-token prediction."""
+"""What stages have besides layers: the embedding, the output layer with the loss, multi-token prediction."""
 
 from megatron_pp_ext.costs.layer_costs import LayerCosts
 from megatron_pp_ext.costs.orthogonal import matrix
@@ -11,7 +11,7 @@ def table(costs: LayerCosts, vocabulary: int) -> Part:
 
 
 def positions(costs: LayerCosts) -> Part:
-    """Return the weights of learned positions, and the mask of the dropout behind the embedding.
+    """Return the weights of learned positions, and the mask of the dropout after the embedding.
 
     Muon takes them for a matrix of a layer (``_is_nonlinear_or_embedding`` in emerging_optimizers).
     """
@@ -60,10 +60,10 @@ def loss_workspace(costs: LayerCosts, vocabulary: int) -> float:
 
 
 def prediction(costs: LayerCosts) -> Part:
-    """Return what a depth of multi-token prediction has before its layers, and the norm behind them.
+    """Return what a depth of multi-token prediction has before its layers, and the norm after them.
 
     Embedding and hidden state, each with a norm, are joined and projected to the hidden size
-    (arXiv 2412.19437, section 2.2).  The norm behind the layers is a part of the head but for its weights.
+    (arXiv 2412.19437, section 2.2).  The norm after the layers is a part of the head but for its weights.
     """
     sizes, kernels = costs.sizes, costs.kernels
     hidden = sizes.hidden

@@ -75,7 +75,7 @@ class KernelSeconds:
         """Return the seconds to gather ``size`` bytes among the ranks that share an expert."""
         return 0.0
 
-    def behind(self, collective: float, product: float) -> float:
+    def exposed(self, collective: float, product: float) -> float:
         """Return what of a tensor-parallel ``collective`` its ``product`` does not hide, in seconds."""
         return collective
 

@@ -32,7 +32,7 @@ def attention(costs: LayerCosts, window: int | None = None) -> Part:
 
 
 def compression(costs: LayerCosts) -> Part:
-    """Return the products that compress queries, if they are, and keys and values, and the norms behind."""
+    """Return the products that compress queries, if they are, and keys and values, and the norms after."""
     own, sizes, products = costs.job.attention, costs.sizes, costs.products
     queries, others = own.q_lora_rank, own.kv_lora_rank + own.qk_pos_emb_head_dim
     is_joined = own.compresses_at_once
@@ -45,7 +45,7 @@ def compression(costs: LayerCosts) -> Part:
     else:
         made = sum((products.alone(sizes.hidden, width, is_biased=False) for width in widths), Part())
     # Two products read the hidden state, one of them perhaps to make queries; it waits for W once, unless the
-    # one is behind a norm of its own or gathers it.
+    # one is after a norm of its own or gathers it.
     is_read_twice = not (is_joined or own.norms_hidden or (products.gathers_in_i and not queries))
     normed = (queries or sizes.hidden) + own.kv_lora_rank if own.qk_layernorm else 0
     seconds = costs.kernels.copy(2 * sizes.spread(normed))

@@ -58,7 +58,7 @@ class LayerCosts:
 
         The norm keeps its input, and the layer after it keeps the norm's output unless that is recomputed.
         This is so by "layernorm" where ``is_recomputed`` does not say it, but not where Transformer Engine
-        computes the norm with the product behind it.
+        computes the norm with the product after it.
         """
         if is_recomputed is None:
             is_recomputed = self.recomputes_norms and self.job.precision.transformer_impl == "local"
@@ -76,7 +76,7 @@ class LayerCosts:
     def dropped(self) -> Part:
         """Return the dropout after embedding, attention or MLP, with a mask of a byte for each number.
 
-        The addition behind it writes the mask too.  Its backward reads gradient and mask, and writes.
+        The addition after it writes the mask too.  Its backward reads gradient and mask, and writes.
         """
         if not self.job.model.hidden_dropout:
             return Part()

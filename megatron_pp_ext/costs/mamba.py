@@ -28,7 +28,7 @@ def mamba(costs: LayerCosts) -> Part:
     inner = model.mamba_heads * model.mamba_head_dim
     states = model.mamba_num_groups * model.mamba_state_dim
     projected = 2 * inner + 2 * states + model.mamba_heads
-    # The norm behind the scan keeps its input, and the product behind it keeps its own.
+    # The norm after the scan keeps its input, and the product after it keeps its own.
     kept = sizes.cut(projected) + (2 + sizes.waiting) * sizes.cut(inner)
     convolved = inner + 2 * states
     own = convolved * (_TAPS + 1) + 3 * model.mamba_heads + inner
@@ -44,7 +44,7 @@ def mamba(costs: LayerCosts) -> Part:
 
 
 def _scan(costs: LayerCosts, inner: int, states: int, projected: int) -> Part:
-    """Return convolution, scan, and norm, and the exchange of tokens for heads before and behind them.
+    """Return convolution, scan, and norm, and the exchange of tokens for heads before and after them.
 
     Context-parallel ranks have all tokens of some heads meanwhile.
     """

@@ -24,9 +24,9 @@ _KINDS = {"-": mlp, "E": experts, "M": mamba}
 class ModelParts:
     """The parts of a whole model, from which any number of stages can be cut.
 
-    ``layers`` are in order, and equal ones are one object; ``other`` is what every stage has beside them.
+    ``layers`` are in order, and equal ones are one object; ``other`` is what every stage has besides them.
     ``table`` and ``output`` are the embedding's rows and the output layer with the loss, ``positions`` and
-    ``last_norm`` what the end stages have beside these, ``prediction`` one depth of multi-token prediction
+    ``last_norm`` what the end stages have besides these, ``prediction`` one depth of multi-token prediction
     without its output layer.  ``hidden_bytes`` are those of one activation between
     layers, ``loss_workspace`` the temporary bytes of the loss.
     ``deferred`` is what of the output layer --defer-embedding-wgrad-compute may leave for the end of a step,
@@ -118,8 +118,10 @@ def _layers(costs: LayerCosts) -> list[Part]:
         described = {one: block(costs, one) for one in set(model.blocks)}
         return [described[one] for one in model.blocks]
     attentions = Attentions(costs)
-    behind = {kind: (experts if kind else mlp)(costs) for kind in set(model.has_experts)}
-    halves = [(attentions.layer(number), behind[kind]) for number, kind in enumerate(model.has_experts, 1)]
+    second_halves = {kind: (experts if kind else mlp)(costs) for kind in set(model.has_experts)}
+    halves = [
+        (attentions.layer(number), second_halves[kind]) for number, kind in enumerate(model.has_experts, 1)
+    ]
     left = costs.kernels.left_beside_exchange
     made = {(id(front), id(back)): _joined(front, back, left) for front, back in halves}
     return [made[id(front), id(back)] for front, back in halves]
@@ -153,6 +155,6 @@ def _prediction(costs: LayerCosts, layers: Sequence[Part]) -> Part:
     depth = sum(own, ends.prediction(costs))
     in_pairs = costs.job.parallel.overlap_moe_expert_parallel_comm
     if memory.recomputes_layers and not memory.recomputes_first and not in_pairs:
-        # The input of the norm behind, which the head has, is not kept beside both.
+        # The input of the norm after, which the head has, is not kept besides both.
         return depth.recomputed(kept=costs.hidden_bytes)
     return depth

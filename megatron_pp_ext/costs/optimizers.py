@@ -35,7 +35,7 @@ back."""
 class Update:
     """What one update of a rank's weights has to do.
 
-    ``traffic`` are the bytes of device memory that it reads and writes beside gradients, ``offloaded`` the
+    ``traffic`` are the bytes of device memory that it reads and writes besides gradients, ``offloaded`` the
     weights that are updated on the host.  An iteration of Muon has ``orthogonal`` operations, ``largest`` of
     them on one matrix.
     """

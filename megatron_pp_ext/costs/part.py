@@ -44,14 +44,14 @@ class Part:
     A product with a weight costs the same operations in F, I and W; a product of activations, such as
     attention's, costs double in I and nothing in W.  A recomputed part runs its forward again in I.
     Seconds are those of ``KernelSeconds``; they include copies and messages, which have no operations.  A
-    backward that is not split takes ``overlapped_in_whole`` less than I and W: collectives of I run behind W.
+    backward that is not split takes ``overlapped_in_whole`` less than I and W: collectives of I run after W.
     ``exchanged_seconds`` are those of one exchange of tokens between experts, of which a forward has two and
     an I two.  A forward and a backward that run together (``Schedule.paired``) take ``overlapped_together``
     less than one after the other.
 
     ``after_forward`` are the bytes kept between F and I, ``after_input_gradient`` those between I and W:
     input and output gradient of every product with a weight.  ``brief`` are the temporary bytes inside I
-    beside the latter, ``brief_in_whole`` those inside a backward that is not split.
+    besides the latter, ``brief_in_whole`` those inside a backward that is not split.
 
     ``parameters`` and ``expert_parameters`` are numbers of weights; the latter are divided among
     expert-parallel ranks.  ``fp8_parameters`` are those of either kind that products read in FP8.

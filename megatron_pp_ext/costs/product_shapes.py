@@ -2,8 +2,8 @@
 
 The result is cut into tiles.  Each processor (SM, compute unit) works on a tile at a time, so that parts of
 tiles at the edge, and of a last wave that does not fill all processors, are lost; and a tile costs some time
-beside its loop over the inner dimension (NVIDIA, Matrix Multiplication Background User's Guide, sections 2.3,
-3.1 and 3.2).
+besides its loop over the inner dimension (NVIDIA, Matrix Multiplication Background User's Guide, sections
+2.3, 3.1 and 3.2).
 """
 
 import math
@@ -22,7 +22,7 @@ _LOST_OF_WAVE = 0.5
 """What is lost of the processors that a last wave leaves idle; kernels that split loops fill the others."""
 
 AROUND_LOOP = 128.0
-"""What a tile takes beside its loop, in steps of it, where a system does not say."""
+"""What a tile takes besides its loop, in steps of it, where a system does not say."""
 
 
 @lru_cache(maxsize=65536)
@@ -31,7 +31,7 @@ def efficiency(
 ) -> float:
     """Return the share of the best rate that ``groups`` products of m x k with k x n reach, in (0, 1].
 
-    It is that of the best tile.  A tile takes ``around_loop`` steps beside the k of its loop.  The share is 1
+    It is that of the best tile.  A tile takes ``around_loop`` steps and the k of its loop.  The share is 1
     where the number of ``processors`` is 0, not known.  Both constants above, and the ``around_loop`` of
     every system and type, are fitted to one half of the measured products, and hold for the other half
     (benchmarks/results/components.md).

@@ -1,4 +1,4 @@
-"""The costs of a product with a weight, and of the tensor-parallel collectives before and behind it."""
+"""The costs of a product with a weight, and of the tensor-parallel collectives before and after it."""
 
 from megatron_pp_ext.costs.kernels import KernelSeconds
 from megatron_pp_ext.costs.orthogonal import matrix
@@ -80,8 +80,8 @@ class ProductCosts:
 
         Transformer Engine computes it with the norm before it, if it ``is_normed``.
         The ranks of an expert gather its tokens before it, and scatter the sums of their gradients; neither
-        is hidden.  Under sequence parallelism the input is gathered, once more behind I's product for W, and
-        I's result is scattered; without it, I's results are summed.  Either runs behind W where the backward
+        is hidden.  Under sequence parallelism the input is gathered, once more after I's product for W, and
+        I's result is scattered; without it, I's results are summed.  Either runs after W where the backward
         is whole.
         """
         read = read or self._sizes.hidden
@@ -134,8 +134,8 @@ class ProductCosts:
         if not self._is_cut:
             return product + Part(forward_seconds=2 * summing)
         return product + Part(
-            forward_seconds=self._kernels.behind(summing, product.forward_seconds),
-            input_gradient_seconds=self._kernels.behind(gathering, product.input_gradient_seconds),
+            forward_seconds=self._kernels.exposed(summing, product.forward_seconds),
+            input_gradient_seconds=self._kernels.exposed(gathering, product.input_gradient_seconds),
         )
 
     def alone(self, read: int, made: int, is_biased: bool | None = None) -> Part:
@@ -171,7 +171,7 @@ class ProductCosts:
             return product + Part(input_gradient_seconds=summing, overlapped_in_whole=hidden)
         again = max(0.0, gathering - product.input_gradient_seconds)
         return product + Part(
-            forward_seconds=self._kernels.behind(gathering, product.forward_seconds),
+            forward_seconds=self._kernels.exposed(gathering, product.forward_seconds),
             input_gradient_seconds=again + summing,
             overlapped_in_whole=hidden,
         )

@@ -1,6 +1,6 @@
 """Self-attention with its norm and its projections (arXiv 1706.03762; grouped queries: arXiv 2305.13245).
 
-What models have beside: norms of queries and keys (arXiv 2302.05442, section 2), a gate of the output (arXiv
+What models have besides: norms of queries and keys (arXiv 2302.05442, section 2), a gate of the output (arXiv
 2505.06708), sinks (arXiv 2508.10925, section 2.2), which ``core_attention`` counts.
 """
 
@@ -46,7 +46,7 @@ def _kept(costs: LayerCosts, query: int, keys: int, projected: int) -> int:
     """Return the width of queries, keys and values as attention keeps them.
 
     Attention in single products repeats keys and values for every query, unless it is computed again.  Values
-    that are not repeated stay where they were projected, beside new queries and keys.
+    that are not repeated stay where they were projected, besides new queries and keys.
     """
     model, own = costs.job.model, costs.job.attention
     if not costs.job.precision.is_unfused:

@@ -18,7 +18,7 @@ _SPARSE_KERNELS, _INDEXING_KERNELS = 30, 25
 """The kernels that a forward starts; see ``mlp.MLP_KERNELS``."""
 
 _KEPT_OF_SCORES = 4 + 4 + 3
-"""The bytes of each score that softmax in single operations keeps beside its result: its exponential, its
+"""The bytes of each score that softmax in single operations keeps besides its result: its exponential, its
 quotient, and three masks (``masked_softmax`` in megatron.core's dsa_masking)."""
 
 

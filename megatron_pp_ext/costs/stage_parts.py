@@ -66,26 +66,31 @@ def head_costs(job: Job, model: ModelParts, hop: float = 0.0) -> HeadCosts:
 
 
 def stage_parts(
-    job: Job, model: ModelParts, layers_by_stage: Sequence[int], splits_head: bool = False
+    job: Job,
+    model: ModelParts,
+    layers_by_stage: Sequence[int],
+    splits_head: bool = False,
+    predicting: int | None = None,
 ) -> list[Part]:
     """Return the costs of each stage of ``model``, given the layers of each; equal stages are one object.
 
     The embedding is in the first stage; the output layer and the losses are in the last, and so is
-    multi-token prediction unless a layout puts it, with its copy of the embedding, elsewhere.  With
-    ``splits_head`` the embedding's rows, the output layer and the loss are in none.
+    multi-token prediction, if the model has any, unless ``predicting`` or a layout puts it, with its copy of
+    the embedding, elsewhere.  With ``splits_head`` the embedding's rows, the output layer and the loss are in
+    none.
 
     Stages that were measured have their own seconds and bytes.  If their parameters were counted, nothing
     comes from formulas; otherwise these tell the parameters and operations.  ValueError where ``measured``
     are no costs of such stages.
     """
     if model.measured is None:
-        return _by_formulas(job, model, layers_by_stage, splits_head)
+        return _by_formulas(job, model, layers_by_stage, splits_head, predicting)
     stages = len(layers_by_stage)
     costs = stage_costs.cut(model.measured, job, stages, splits_head)
     if model.counts_weights:
         parts = [_weights(job, stage) for stage in costs.stages]
     else:
-        parts = _by_formulas(job, model, layers_by_stage, splits_head)
+        parts = _by_formulas(job, model, layers_by_stage, splits_head, predicting)
     return [
         part.measured(stage, costs.overlapped_together(stage))
         for part, stage in zip(parts, costs.stages, strict=True)
@@ -103,7 +108,11 @@ def _weights(job: Job, stage: StageCosts) -> Part:
 
 
 def _by_formulas(
-    job: Job, model: ModelParts, layers_by_stage: Sequence[int], splits_head: bool
+    job: Job,
+    model: ModelParts,
+    layers_by_stage: Sequence[int],
+    splits_head: bool,
+    predicting: int | None,
 ) -> list[Part]:
     ends, memory = list(accumulate(layers_by_stage)), job.memory
     how = memory.recompute_granularity, memory.recompute_method, memory.recompute_num_layers
@@ -117,8 +126,10 @@ def _by_formulas(
     for first, last in end_parts(model, splits_head):
         sums[0] += first
         sums[-1] += last
-    predicting = predicting_stage(job, len(sums))
-    if predicting is not None:
+    if job.model.mtp_num_layers:
+        if predicting is None:
+            predicting = predicting_stage(job, len(sums))
+        assert predicting is not None
         predicted, losses = prediction_parts(job, model, has_embedding=predicting == 0)
         sums[predicting] += predicted
         sums[-1] += losses
@@ -126,7 +137,7 @@ def _by_formulas(
 
 
 def end_parts(model: ModelParts, splits_head: bool) -> list[tuple[Part, Part]]:
-    """Return what the first and the last stage have beside their layers."""
+    """Return what the first and the last stage have besides their layers."""
     ends = [(model.positions, model.last_norm)]
     return ends if splits_head else [*ends, (model.table, model.output)]
 

@@ -92,7 +92,7 @@ class System:
     ``host_memory_bytes_per_second``, reading plus writing; where they are absent, nothing can be offloaded.
     ``gpus_per_host_link`` GPUs, behind one switch, share the link (``host_beside_others``).
     ``processors`` are the SMs or compute units, 0 where product shapes make no difference, and
-    ``around_loop`` what a tile of each number format takes beside its loop (``product_shapes``);
+    ``around_loop`` what a tile of each number format takes besides its loop (``product_shapes``);
     ``attention_rates`` has rows of (width of a head, operations a second, keys) of fused attention, which
     takes as long for each query as so many keys more than it sees would; ``kernel_seconds`` is what a host
     takes to start a kernel.  ``exposed_sums`` is the share of the time to read and write gradients that a

@@ -115,8 +115,8 @@ class SystemKernelSeconds(KernelSeconds):
         read = (self._bytes if is_output else self._operand) * (m * k + k * n)
         written = (8 if adds else self._bytes) * m * n
         exposed = self._system.exposed_sums * written if adds else 0.0
-        behind = groups * exposed / self._system.copy_bytes_per_second
-        return max(seconds, self.copy(groups * (read + written - exposed))) + behind
+        exposed_seconds = groups * exposed / self._system.copy_bytes_per_second
+        return max(seconds, self.copy(groups * (read + written - exposed))) + exposed_seconds
 
     def attention(
         self,
@@ -143,7 +143,7 @@ class SystemKernelSeconds(KernelSeconds):
             random = _RANDOM_FORWARD * forward * _RANDOM_WIDTH / width if self._drops else 0.0
             return forward + random, _FUSED_BACKWARD * forward + random
         # Scores are written, put through softmax and read.  Their gradient is written, put through softmax
-        # beside them, and read twice, and they once more.  Dropout reads, writes, and has a mask of a byte.
+        # with them, and read twice, and they once more.  Dropout reads, writes, and has a mask of a byte.
         dropping = 2.5 if self._drops else 0.0
         forward, backward = (4 + dropping) * scores, (7 + dropping) * scores
         return operations / rate + self.copy(forward), 2 * operations / rate + self.copy(backward)
@@ -190,7 +190,7 @@ class SystemKernelSeconds(KernelSeconds):
         """Return the seconds of the collective, with the ranks of an expert next to each other."""
         return self._system.gather_seconds(size, self._expert_tensor)
 
-    def behind(self, collective: float, product: float) -> float:
+    def exposed(self, collective: float, product: float) -> float:
         """Return the whole collective, or under --tp-comm-overlap one rank's part and what is longer.
 
         There the product runs in as many parts as ranks, and one part is never hidden.

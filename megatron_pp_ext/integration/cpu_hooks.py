@@ -57,4 +57,4 @@ _ROWS = (
 )
 
 CPU = tuple(Seam((Place(path, (known,)),), wrap, why) for path, known, wrap, why in _ROWS)
-"""What Megatron needs to run without a GPU, beside the stand-ins."""
+"""What Megatron needs to run without a GPU, besides the stubs."""

@@ -87,7 +87,7 @@ def examine(console: Console, checkout: Path | None, waiting: Waiting, in_full: 
 
 
 def how_to_start() -> str:
-    """Return what a training run on this machine needs beside its own flags, in words."""
+    """Return what a training run on this machine needs besides its own flags, in words."""
     if not torch.cuda.is_available():
         return "there is no GPU, so start scripts with --cpu"
     flags = []

@@ -104,7 +104,7 @@ def substitute(
 
 
 def _named_arguments(call: Callable[..., Any]) -> int:
-    """Return how many arguments behind ``stock`` a hook takes by names of its own."""
+    """Return how many arguments after ``stock`` a hook takes by names of its own."""
     _, *arguments = inspect.signature(call).parameters.values()
     return sum(one.kind is one.POSITIONAL_OR_KEYWORD for one in arguments)
 

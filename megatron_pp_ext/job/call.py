@@ -59,15 +59,19 @@ def requested(
     for argument, value in given:
         request = argument.read(request, value, limit)
     request.require_few_actions()
-    return _with_loss_on(request, loss_rank)
+    return with_loss_on(request, loss_rank)
 
 
-def _with_loss_on(request: Request, rank: str) -> Request:
+def with_loss_on(request: Request, rank: str, option: str = "loss_rank") -> Request:
+    """Return ``request`` with the loss of a V on the first or the last rank, as ``option`` says.
+
+    ValueError for another word, and for the first rank where the schedule has no V.
+    """
     if rank not in (FIRST, LAST):
-        raise ValueError(f"loss_rank is {rank!r}; give {FIRST!r} or {LAST!r}, or leave it out")
+        raise ValueError(f"{option} is {rank!r}; give {FIRST!r} or {LAST!r}, or leave it out")
     if rank == FIRST and not any(one.folds for one in request.placements):
         raise ValueError(
-            f"loss_rank is {FIRST!r}, but {request.schedule} has the loss on the last rank; leave loss_rank "
+            f"{option} is {FIRST!r}, but {request.schedule} has the loss on the last rank; leave {option} "
             "out, or choose a V, such as v-half"
         )
     return request.with_loss_on(rank)

@@ -31,7 +31,7 @@ _ACCOUNTS = ("sacct", "--noheader", "--parsable2", "--allocations", "--format=Jo
 """Lists jobs that have left the queue, if the cluster keeps accounts."""
 
 UNKNOWN_AT_MOST = 10
-"""Queries in a row for which a job may be in neither queue nor accounts: the two lag behind each other."""
+"""Queries in a row for which a job may be in neither queue nor accounts: each lags after the other."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-"""What a planner's command line describes: a model by name or file, flags behind ``--``, and sizes by option.
+"""What a planner's command line describes: a model by name or file, flags after ``--``, and sizes by option.
 
-All of it becomes one line of Megatron's flags.  Later words win: flags behind ``--`` over the model's own.
+All of it becomes one line of Megatron's flags.  Later words win: flags after ``--`` over the model's own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +55,7 @@ def read(
     given = model_names.read(model) if model is not None else None
     if given is None and not flags:
         raise ValueError(
-            "no model: give --model NAME (mpp models lists them) or FILE, or Megatron's flags behind --"
+            "no model: give --model NAME (mpp models lists them) or FILE, or Megatron's flags after --"
         )
     mine = _joined(flags, sizes or {})
     kept = {} if given is None else flag_words.overridden(given.values, mine)
@@ -115,5 +115,5 @@ def _joined(flags: Sequence[str], sizes: Mapping[str, int | None]) -> list[str]:
             words += [flag(name), str(value)]
         elif value is not None and behind != [str(value)]:
             said = " ".join(behind or ()) or "nothing"
-            raise ValueError(f"{flag(name)} is {value}, but {said} behind --: leave one out")
+            raise ValueError(f"{flag(name)} is {value}, but {said} after --: leave one out")
     return words

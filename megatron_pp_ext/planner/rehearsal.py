@@ -22,7 +22,7 @@ from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from megatron_pp_ext.schedule.timing import ScheduleTimer
 
 PLACES = ("first", "middle", "last")
-"""The names of ranks for --ranks, beside their numbers and ``all``."""
+"""The names of ranks for --ranks, besides their numbers and ``all``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs, HeadCosts, StageCosts
 from megatron_pp_ext.schedule.formats import csv_file
 from megatron_pp_ext.schedule.names import ALIASES
+from megatron_pp_ext.schedule.placement import FIRST, LAST, v
 from megatron_pp_ext.schedule.simulate import simulate
 
 KEYS = (
@@ -52,6 +53,23 @@ def test_schedule_writes_what_it_shows(name, chunks, mpp, tmp_path):
     assert 0.5 * expected.makespan < numbers["lower_bound"] <= expected.makespan
     assert numbers["digest"] == built.digest
     assert f"{expected.makespan:.5g}" in result.output
+
+
+def test_a_v_is_shown_with_its_loss_on_either_rank(mpp, tmp_path):
+    """The rows of one are those of the other, from the last to the first."""
+    rows = {}
+    for rank in (FIRST, LAST):
+        file = tmp_path / f"{rank}.csv"
+        result = mpp("schedule", "v-half", "-p", 3, "-m", 5, "--loss-rank", rank, "--csv", file)
+        assert result.exit_code == 0, result.output
+        assert csv_file.read(file).placement == v(3).with_loss_on(rank)
+        rows[rank] = file.read_text().splitlines()
+    assert rows[LAST] == rows[FIRST][::-1]
+    for words, message in (
+        (["v-half", "--loss-rank", "middle"], "--loss-rank is 'middle'; give 'first' or 'last'"),
+        (["zb-h1", "--loss-rank", FIRST], "zb-h1 has the loss on the last rank; leave --loss-rank out"),
+    ):
+        assert message in mpp("schedule", *words).output
 
 
 def test_a_vocabulary_that_all_ranks_share(mpp, tmp_path):

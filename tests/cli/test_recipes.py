@@ -1,4 +1,4 @@
-"""Recipes that NVIDIA publishes, pasted behind --: each gives an estimate, or the reason why there is none.
+"""Recipes that NVIDIA publishes, pasted after --: each gives an estimate, or the reason why there is none.
 
 The flags are a selection: those that sizes, parallelism and refusals follow from.  They are of Megatron-LM's
 examples, https://github.com/NVIDIA/Megatron-LM (d98e8a6), and of Megatron-MoE-ModelZoo's benchmarks,

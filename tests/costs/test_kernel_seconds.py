@@ -50,10 +50,10 @@ def test_fp8_products_run_at_its_rate_and_cost_casts() -> None:
 
 def test_what_of_a_collective_is_not_hidden() -> None:
     flags = {"tensor_model_parallel_size": 4, "sequence_parallel": True}
-    assert kernels(**flags).behind(1.0, 5.0) == 1.0
+    assert kernels(**flags).exposed(1.0, 5.0) == 1.0
     overlapping = kernels(**flags, tp_comm_overlap=True)
-    assert overlapping.behind(1.0, 5.0) == 0.25
-    assert overlapping.behind(5.0, 1.0) == 4.25
+    assert overlapping.exposed(1.0, 5.0) == 0.25
+    assert overlapping.exposed(5.0, 1.0) == 4.25
 
 
 def test_experts_of_the_same_node_take_its_links_and_others_the_network() -> None:

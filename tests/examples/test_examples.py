@@ -117,6 +117,7 @@ def test_the_laptop_trains_on_own_text_and_goes_on(tmp_path: Path) -> None:
     assert again.returncode == 2 and "delete it, or set OUT to another folder" in again.stderr
 
 
+@pytest.mark.wide
 def test_the_python_api(tmp_path: Path) -> None:
     script = EXAMPLES / "python_api.py"
     assert len(script.read_text().splitlines()) <= 30

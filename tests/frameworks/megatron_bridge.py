@@ -9,15 +9,18 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
+import megatron.bridge.peft.utils
 import megatron.bridge.training.config as config
 import megatron.bridge.training.eval
 import megatron.bridge.training.pretrain
 import megatron.bridge.training.train
 import pytest
 import torch
+from megatron.bridge import AutoBridge
 from megatron.bridge.models.gpt.gpt_builder import GPTModelConfig
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.models.transformer_config import TransformerConfig
+from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -26,7 +29,7 @@ from megatron.core.transformer.enums import AttnBackend
 import megatron_pp_ext
 from megatron_pp_ext import cpu
 from tests.support import frameworks, ranks, rounding
-from tests.support.training import global_parameters, initialize_by_layer
+from tests.support.training import global_parameters, initialize_by_layer, normal
 
 FOR_A_CPU: dict[str, Any] = {
     "pipeline_dtype": torch.float32,
@@ -72,6 +75,11 @@ class Job:
     """A 1 for each layer that has experts."""
     predicts: bool = False
     """Whether the last stage has multi-token prediction."""
+    step: Callable[..., Any] = forward_step
+    layers: Callable[..., Any] | None = None
+    """The layers of a chunk, if not those of ``layers_of``."""
+    adapts: str | None = None
+    """The folder of Hugging Face weights whose adapters alone are trained, and saved in that format too."""
     save: str | None = None
     load: str | None = None
 
@@ -138,7 +146,7 @@ def _pretrain(rank: int, job: Job, install: Callable[[], None] | None) -> Run:
     ):
         setattr(module, name, watch(run, getattr(module, name)))
     with frameworks.counting_steps() as run.steps:
-        megatron.bridge.training.pretrain.pretrain(_container(job, run), forward_step)
+        megatron.bridge.training.pretrain.pretrain(_container(job, run), job.step)
     run.weights = {name: weight.detach().clone() for name, weight in run.weights.items()}
     return run
 
@@ -166,14 +174,19 @@ def _container(job: Job, run: Run) -> config.ConfigContainer:
         "position_embedding_type": "rope",
     }
     model: Any
-    if job.builder:
+    if job.adapts is not None:
+        model = AutoBridge.from_hf_pretrained(job.adapts).to_megatron_provider(load_weights=False)
+        for name, value in (FOR_A_CPU | sizes).items():
+            setattr(model, name, value)
+        model.transformer_layer_spec, model.seq_length = layers_of, about["seq_length"]
+    elif job.builder:
         model = GPTModelConfig(
             transformer=TransformerConfig(**transformer), transformer_layer_spec=_layers_of_builder, **about
         )
         model.transformer.seq_length = model.seq_length  # Bridge's warm-up of kernels reads it there
         model.pre_wrap_hooks.append(partial(_look, run))
     else:
-        model = GPTModelProvider(**transformer, transformer_layer_spec=layers_of, **about)
+        model = GPTModelProvider(**transformer, transformer_layer_spec=job.layers or layers_of, **about)
         model.register_pre_wrap_hook(partial(_look, run))
     return config.ConfigContainer(
         model=model,
@@ -222,12 +235,37 @@ def _container(job: Job, run: Run) -> config.ConfigContainer:
         logger=config.LoggerConfig(log_interval=1, tensorboard_dir=None),
         tokenizer=config.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=63),
         checkpoint=config.CheckpointConfig(
-            save=job.save, load=job.load, save_interval=100, ckpt_format="torch_dist", async_save=False
+            save=job.save,
+            load=job.load,
+            save_interval=100,
+            ckpt_format="torch_dist",
+            async_save=False,
+            pretrained_checkpoint=job.adapts,
+            also_save_hf_checkpoint=job.adapts is not None,
         ),
+        peft=None if job.adapts is None else _Adapters(run),
         rng=config.RNGConfig(seed=1234),
         dist=config.DistributedInitConfig(distributed_backend="gloo"),
         mixed_precision=None,
     )
+
+
+class _Adapters(LoRA):
+    """Adapters that begin with numbers that depend on their layers alone."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(dim=4, alpha=8)
+        self._run = run
+        megatron.bridge.peft.utils.HAVE_TE = False  # its stand-in has no layers to ask for
+
+    def __call__(self, model: Any, training: bool = True) -> Any:
+        adapted = super().__call__(model, training)
+        self._run.weights = dict(global_parameters(adapted))
+        with torch.no_grad():
+            for name, weight in self._run.weights.items():
+                if weight.requires_grad:
+                    weight.copy_(0.05 * normal(name, weight.shape))
+        return adapted
 
 
 def layers_of(config: Any, vp_stage: int | None = None) -> Any:

@@ -24,12 +24,11 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from swift.megatron.trainers.embedding_trainer import MegatronEmbeddingTrainer
 from swift.megatron.trainers.trainer import MegatronTrainer
-from swift.metrics import eval_metrics_map
 
 import megatron_pp_ext
 from tests.frameworks.llama import LLAMA
+from tests.frameworks.swift_goals import CHANNELS, LEARN, PREFERENCES, RANKING, learn_preferences
 from tests.support import frameworks, ranks
 from tests.support.training import global_parameters
 
@@ -37,6 +36,8 @@ MICROBATCHES = (8, 3, 5)
 """The number of microbatches of each step."""
 LONGEST = 32
 """Tokens of the longest microbatch; others have fewer."""
+SAMPLES = {PREFERENCES: 2, RANKING: 3}
+"""The number of samples of a microbatch, where it is not one."""
 
 
 NORMS = {
@@ -50,9 +51,7 @@ NORMS = {
 class Run:
     """What one rank saw, or all of them together."""
 
-    losses: list[float] = field(
-        default_factory=list
-    )  # the sum over the tokens of each microbatch, of all steps
+    losses: list[dict[str, list[float]]] = field(default_factory=list)  # by name, of each microbatch
     norms: list[float] = field(default_factory=list)
     validation: list[float] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)  # at the end, by global name
@@ -61,12 +60,12 @@ class Run:
     steps: list[int] = field(default_factory=list)  # microbatches of each step that our runner did
 
 
-def train(folder: str, name: str | None, chunks: int = 1, embeds: bool = False) -> Run:
+def train(folder: str, name: str | None, chunks: int = 1, goal: str = "") -> Run:
     """Train on the Hugging Face weights in ``folder``; where ``name`` is None, under stock's 1F1B.
 
-    A trainer that ``embeds`` learns embeddings, and measures them in its evaluation.
+    The ``goal`` is that of ``swift_goals``, or the next token.
     """
-    runs = ranks.run_ranks(_train, 2, folder, name, chunks, embeds)
+    runs = ranks.run_ranks(_train, 2, folder, name, chunks, goal)
     last = next(run for run in runs if run.losses)
     for run in runs:
         assert run.norms == last.norms
@@ -76,7 +75,7 @@ def train(folder: str, name: str | None, chunks: int = 1, embeds: bool = False) 
     return last
 
 
-def _train(rank: int, folder: str, name: str | None, chunks: int, embeds: bool) -> Run:
+def _train(rank: int, folder: str, name: str | None, chunks: int, goal: str) -> Run:
     if name is not None:
         megatron_pp_ext.install(name, ranks=2, microbatches=max(MICROBATCHES))
     torch.distributed.init_process_group("gloo")
@@ -93,15 +92,21 @@ def _train(rank: int, folder: str, name: str | None, chunks: int, embeds: bool) 
         name: weight.clone() for name, weight in config.bridge.export_weights(models, target_device="cpu")
     }
     trainer = _trainer(config, models)
-    if embeds:
-        _learn_embeddings(trainer, models)
-    batches = [_batches() for _ in models]
+    if goal == PREFERENCES:
+        references = get_mcore_model(config)
+        config.bridge.load_weights(references, folder)
+        learn_preferences(trainer, references)
+    elif goal:
+        LEARN[goal](trainer, models)
+    batches = [_batches(goal) for _ in models]
     data = batches if virtual else batches[0]
     with frameworks.counting_steps() as run.steps:
         for microbatches in MICROBATCHES:
             trainer.args.num_microbatches = microbatches
             metrics, norm, _ = trainer.train_step(data)
-            run.losses += [metric["loss"].flatten()[0].item() for metric in metrics]
+            run.losses += [
+                {key: number.flatten().tolist() for key, number in metric.items()} for metric in metrics
+            ]
             run.norms.append(norm)
         evaluated = trainer.evaluate(data)
     if "loss" in evaluated:
@@ -205,37 +210,17 @@ def _trainer(config: ModelConfig, models: list[torch.nn.Module]) -> MegatronTrai
     return trainer
 
 
-def _learn_embeddings(trainer: MegatronTrainer, models: list[torch.nn.Module]) -> None:
-    """Make ``trainer`` one of embeddings: it measures where the loss is, and reads that on the last rank."""
-
-    class Trainer(MegatronEmbeddingTrainer, type(trainer)):  # type: ignore[misc]
-        def get_last_tokens(self, output: torch.Tensor, *args: Any) -> torch.Tensor:
-            return output.float().mean(tuple(range(output.dim() - 1)))[None]
-
-    class Measure(eval_metrics_map["infonce"]):  # type: ignore[misc]
-        def update(self, hidden: torch.Tensor, labels: torch.Tensor) -> None:
-            super().update(hidden, labels[:, :1])
-
-        def _calculate_metrics(self, hidden: Any, labels: Any) -> dict[str, float]:
-            return {"mean": float(hidden.mean())}
-
-    trainer.__class__ = Trainer
-    trainer.unwrapped_models, trainer.args.mrl_dims, trainer.args.task_type = models, None, "embedding"
-    trainer.config.calculate_per_token_loss = False
-    trainer._loss_func = lambda output, labels: output["last_hidden_state"].pow(2).mean()
-    trainer.eval_metrics = Measure(trainer.args, trainer)
-    trainer.eval_metrics.group = parallel_state.get_data_parallel_group()
-
-
-def _batches() -> Iterator[dict[str, torch.Tensor]]:
+def _batches(goal: str) -> Iterator[dict[str, Any]]:
     """Microbatches of lengths that vary."""
     draw = torch.Generator().manual_seed(7)
     while True:
         length = LONGEST - 8 * int(torch.randint(0, 3, (1,), generator=draw))
-        tokens = torch.randint(0, LLAMA.vocab_size, (1, length), generator=draw)
+        samples = SAMPLES.get(goal, 1)
+        tokens = torch.randint(0, LLAMA.vocab_size, (samples, length), generator=draw)
         yield {
             "input_ids": tokens,
-            "labels": tokens.clone(),
+            "labels": torch.tensor([1, 0, 0]) if goal == RANKING else tokens.clone(),
             "position_ids": torch.arange(length)[None],
             "attention_mask": torch.triu(torch.ones(1, 1, length, length), 1).bool(),
+            **({"channel": [f"of {length} tokens"]} if goal == CHANNELS else {}),
         }

@@ -12,7 +12,10 @@ from tests.support import frameworks, rounding
 
 frameworks.require("megatron.bridge")
 
+from megatron.bridge.training.gpt_step import forward_step  # noqa: E402
+
 from tests.frameworks.megatron_bridge import Job, Run, assert_same_bits, stock, under  # noqa: E402
+from tests.frameworks.packed_sequences import packed_layers, packed_step  # noqa: E402
 
 CASES: dict[str, tuple[str, Job, dict[str, Any]]] = {
     "v-half-tied": ("v-half", Job(chunks=2, is_tied=True), {}),
@@ -58,12 +61,28 @@ def test_checkpoints_cross_over(first: str, tmp_path: Path) -> None:
     assert_same_bits(replace(resumed, losses=losses, norms=norms), stock(job))
 
 
-def test_experts_in_some_layers() -> None:
+@pytest.mark.parametrize(("pipeline_ranks", "microbatches"), [(2, 8), (4, 5)])
+def test_experts_in_some_layers(pipeline_ranks: int, microbatches: int) -> None:
     """Which layer has experts goes by its global number, which Bridge asks for before it builds a chunk."""
-    job = Job(chunks=2, experts_in=(0, 1, 1, 0, 0, 0, 1, 0))
+    job = Job(
+        pipeline_ranks,
+        chunks=2,
+        world_size=pipeline_ranks,
+        microbatches=microbatches,
+        experts_in=(0, 1, 1, 0, 0, 0, 1, 0),
+    )
     ours = under("v-half", job)
     assert any("experts" in name for name in ours.weights)
     assert_same_bits(ours, stock(job))
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("v-half", 2), ("interleaved", 2)])
+def test_packed_sequences(name: str, chunks: int) -> None:
+    """Every stage gets the lengths of a microbatch's sequences from its own data."""
+    job = Job(microbatches=5, step=packed_step, layers=packed_layers)
+    theirs = stock(job)
+    assert_same_bits(under(name, replace(job, chunks=chunks)), theirs)
+    assert theirs.losses != stock(replace(job, step=forward_step, layers=None)).losses
 
 
 def test_multi_token_prediction() -> None:

@@ -21,6 +21,7 @@ frameworks.name_engine_layers()
 torch.jit._state.disable()
 
 from tests.frameworks import swift  # noqa: E402
+from tests.frameworks.swift_goals import CHANNELS, EMBEDDINGS, PREFERENCES, RANKING  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +36,14 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def stock(weights: Path) -> swift.Run:
-    return swift.train(str(weights), None)
+def stock_of(weights: Path, goal: str = "") -> swift.Run:
+    return swift.train(str(weights), None, goal=goal)
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("v-half", 2), ("zb-h1", 1), ("interleaved", 2)])
 def test_same_bits_as_stock(name: str, chunks: int, weights: Path) -> None:
     """Microbatches of several lengths, and as many as no interleaved schedule of stock's would take."""
-    ours, theirs = swift.train(str(weights), name, chunks), stock(weights)
+    ours, theirs = swift.train(str(weights), name, chunks), stock_of(weights)
     assert (ours.steps, theirs.steps) == ([*swift.MICROBATCHES, swift.MICROBATCHES[-1]], [])
     assert len(ours.losses) == sum(swift.MICROBATCHES)
     assert ours.losses == theirs.losses
@@ -53,12 +54,26 @@ def test_same_bits_as_stock(name: str, chunks: int, weights: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["v-half", "interleaved"])
-def test_embeddings_are_measured_where_the_loss_is(name: str, weights: Path) -> None:
-    """Its evaluation reads on the last rank what the loss function has kept there."""
-    ours, theirs = (swift.train(str(weights), *under, embeds=True) for under in ((name, 2), (None, 1)))
+@pytest.mark.parametrize("goal", [EMBEDDINGS, RANKING])
+def test_an_evaluation_measures_where_the_loss_is(name: str, goal: str, weights: Path) -> None:
+    """It reads on the last rank what the loss function has kept there."""
+    ours, theirs = swift.train(str(weights), name, 2, goal), stock_of(weights, goal)
     assert ours.losses == theirs.losses != []
     assert ours.validation == theirs.validation
     assert len(theirs.validation) > 1
+    assert not [name for name in ours.weights if not torch.equal(ours.weights[name], theirs.weights[name])]
+
+
+@pytest.mark.parametrize("name", ["v-half", "interleaved"])
+@pytest.mark.parametrize("goal", [CHANNELS, PREFERENCES])
+def test_other_losses(name: str, goal: str, weights: Path) -> None:
+    """A loss for each channel of the data; preferences (DPO), with the model that stays in each stage."""
+    ours, theirs = swift.train(str(weights), name, 2, goal), stock_of(weights, goal)
+    assert ours.steps
+    assert len({tuple(names) for names in theirs.losses}) == (3 if goal == CHANNELS else 1)
+    assert ours.losses == theirs.losses
+    assert ours.validation == theirs.validation != []
+    assert ours.norms == pytest.approx(theirs.norms, rel=rounding.relative())
     assert not [name for name in ours.weights if not torch.equal(ours.weights[name], theirs.weights[name])]
 
 

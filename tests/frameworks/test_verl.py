@@ -1,5 +1,6 @@
 """verl's Megatron engine under our schedules: as without us, to the last bit."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -25,8 +26,22 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def stock(weights: Path) -> verl_engine.Run:
-    return verl_engine.train(str(weights), None)
+def stock(weights: Path, job: verl_engine.Job) -> list[verl_engine.Run]:
+    return verl_engine.train(str(weights), None, job)
+
+
+def assert_same_bits(ours: verl_engine.Run, theirs: verl_engine.Run) -> None:
+    """Losses, what all passes returned, and weights as they are sent, to the last bit."""
+    counts = [len(losses) for losses in ours.losses[::2]]
+    assert any(count % 2 for count in counts)
+    # Three passes, then two updates.
+    assert (ours.steps, theirs.steps) == ([count for count in counts for _ in range(5)], [])
+    assert ours.losses == theirs.losses
+    assert ours.norms == pytest.approx(theirs.norms, rel=rounding.relative())
+    mine, others = ([*run.passes, run.weights, run.adapters] for run in (ours, theirs))
+    for one, other in zip(mine, others, strict=True):
+        assert one.keys() == other.keys()
+        assert not [name for name in other if not torch.equal(one[name], other[name])]
 
 
 @pytest.mark.parametrize(
@@ -35,24 +50,38 @@ def stock(weights: Path) -> verl_engine.Run:
 )
 def test_same_bits_as_stock(name: str, layers: list[list[int]], weights: Path) -> None:
     """With as many microbatches in a step as no interleaved schedule of stock's would take."""
-    ours, theirs = verl_engine.train(str(weights), name, chunks=len(layers)), stock(weights)
+    (ours,) = verl_engine.train(str(weights), name, verl_engine.Job(chunks=len(layers)))
     assert ours.layers == layers
-    counts = [len(losses) for losses in ours.losses[::2]]
-    assert any(count % 2 for count in counts)
-    # Three passes, then two updates.
-    assert (ours.steps, theirs.steps) == ([count for count in counts for _ in range(5)], [])
-    assert ours.losses == theirs.losses
-    assert ours.norms == pytest.approx(theirs.norms, rel=rounding.relative())
-    for mine, other in zip([*ours.passes, ours.weights], [*theirs.passes, theirs.weights], strict=True):
-        assert mine.keys() == other.keys()
-        assert not [name for name in other if not torch.equal(mine[name], other[name])]
+    assert_same_bits(ours, *stock(weights, verl_engine.Job()))
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("v-half", 2), ("zb-h1", 1)])
+def test_replicas_with_other_numbers_of_microbatches(name: str, chunks: int, weights: Path) -> None:
+    """Two data-parallel replicas of two pipeline ranks: each does the microbatches that its samples make."""
+    job = verl_engine.Job(replicas=2)
+    ours, theirs = verl_engine.train(str(weights), name, replace(job, chunks=chunks)), stock(weights, job)
+    first, second = ([len(losses) for losses in run.losses] for run in ours)
+    assert not [step for step in zip(first, second, strict=True) if len(set(step)) == 1]
+    for one, other in zip(ours, theirs, strict=True):
+        assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("v-half", 2), ("interleaved", 2)])
+def test_adapters(name: str, chunks: int, weights: Path) -> None:
+    """The actor trains adapters alone, is its own reference without them, and sends them by themselves."""
+    job = verl_engine.Job(adapts=True)
+    (ours,) = verl_engine.train(str(weights), name, replace(job, chunks=chunks))
+    assert_same_bits(ours, *stock(weights, job))
+    assert len(ours.adapters) == 2 * 7 * verl_engine.LLAMA.num_hidden_layers
+    before = ours.passes[0]
+    assert not torch.equal(before["old_log_probs: log_probs"], before["ref_log_prob: log_probs"])
 
 
 def test_the_actor_learns_and_the_reference_stays(weights: Path) -> None:
     """What is compared above moves: before the first update both models are one, later they are not."""
+    (run,) = stock(weights, verl_engine.Job())
     before, *later = [
-        torch.equal(seen["old_log_probs: log_probs"], seen["ref_log_prob: log_probs"])
-        for seen in stock(weights).passes
+        torch.equal(seen["old_log_probs: log_probs"], seen["ref_log_prob: log_probs"]) for seen in run.passes
     ]
     assert before
     assert not any(later)

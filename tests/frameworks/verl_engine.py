@@ -1,9 +1,10 @@
 """verl's Megatron engine for an actor, its reference model and a critic, on forked ranks.
 
-    run = train(folder, "v-half", chunks=2)     # passes of all three, then updates of two, three times
+    (run,) = train(folder, "v-half", Job(chunks=2))  # passes of all three, then updates of two, three times
 
 Its workers, which Ray starts, and the model's description, which reads a tokenizer, are left out: what they
-would give the engines is written here, and rank 1 gives its outputs to all as verl's driver does.
+would give the engines is written here, and the last rank of each pipeline gives its outputs to the others as
+verl's driver does.
 """
 
 from contextlib import nullcontext
@@ -13,6 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.bridge.peft import utils as peft_utils
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from tensordict import TensorDict
@@ -34,6 +37,7 @@ import megatron_pp_ext
 from tests.frameworks.llama import LLAMA
 from tests.frameworks.megatron_bridge import FOR_A_CPU, layers_of
 from tests.support import frameworks, ranks
+from tests.support.training import global_parameters, normal
 
 SAMPLES = (16, 6, 10)
 """The number of samples of each step."""
@@ -52,6 +56,21 @@ ACTOR = ActorConfig(
 CRITIC = CriticConfig(strategy="megatron", ppo_micro_batch_size_per_gpu=2)
 
 
+LORA = {"type": "lora", "rank": 4, "alpha": 8}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the engines are made for, on two pipeline ranks."""
+
+    chunks: int = 1
+    replicas: int = 1
+    """Of the data-parallel ones, each has its own number of samples, two of which are a microbatch; a single
+    one has verl's dynamic microbatches."""
+    adapts: bool = False
+    """Whether the actor trains adapters alone (LoRA), without which it is the reference."""
+
+
 @dataclass
 class Run:
     """What one rank saw."""
@@ -60,15 +79,21 @@ class Run:
     losses: list[list[float]] = field(default_factory=list)  # of each microbatch, an update
     norms: list[float] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)  # at the end, as sent to the rollouts
+    adapters: dict[str, torch.Tensor] = field(
+        default_factory=dict
+    )  # those alone, as sent once weights are there
     layers: list[list[int]] = field(default_factory=list)  # of each chunk
     steps: list[int] = field(default_factory=list)  # microbatches of each step that our runner did
 
 
-def train(folder: str, name: str | None, chunks: int = 1) -> Run:
-    """Train on the Hugging Face weights in ``folder``; where ``name`` is None, under stock's 1F1B."""
-    first, last = ranks.run_ranks(_train, 2, folder, name, chunks)
-    assert first.losses == []
-    return last
+def train(folder: str, name: str | None, job: Job = Job()) -> list[Run]:
+    """Train on the Hugging Face weights in ``folder``; where ``name`` is None, under stock's 1F1B.
+
+    Returns what the last rank of each replica's pipeline saw.
+    """
+    runs = ranks.run_ranks(_train, 2 * job.replicas, folder, name, job)
+    assert [run.losses for run in runs[: job.replicas]] == [[]] * job.replicas
+    return runs[job.replicas :]
 
 
 class _Cpu(PlatformCUDA):
@@ -89,39 +114,54 @@ class _CausalAttention(DotProductAttention):
         return super().forward(query, key, value, None, *args, **kwargs)
 
 
-def _train(rank: int, folder: str, name: str | None, chunks: int) -> Run:
+def _train(rank: int, folder: str, name: str | None, job: Job) -> Run:
     set_platform(_Cpu())
+    peft_utils.HAVE_TE = False  # its stand-in has no layers to ask for
     torch.distributed.init_process_group("gloo")
-    run = Run()
+    run, replica = Run(), rank % job.replicas
     with (
         megatron_pp_ext.installed(name, ranks=2, microbatches=8) if name else nullcontext(),
         frameworks.counting_steps() as run.steps,
     ):
-        actor = _engine(MegatronEngineWithLMHead, folder, chunks)
-        reference = _engine(MegatronEngineWithLMHead, folder, chunks, forward_only=True)
-        critic = _engine(MegatronEngineWithValueHead, folder, chunks)
-        _set_head(critic)
-        for step, samples in enumerate(SAMPLES):
-            _step(actor, reference, critic, _rollouts(step, samples), run)
+        actor = _engine(MegatronEngineWithLMHead, folder, job, lora=LORA if job.adapts else {})
+        reference = None if job.adapts else _engine(MegatronEngineWithLMHead, folder, job, forward_only=True)
+        critic = _engine(MegatronEngineWithValueHead, folder, job)
+        _set_by_name(actor, "adapter.")
+        _set_by_name(critic, "output_layer.")
+        for step in range(len(SAMPLES)):
+            samples = SAMPLES[(step + replica) % len(SAMPLES)]
+            data = _rollouts(step + 10 * replica, samples, is_dynamic=job.replicas == 1)
+            _step(actor, reference, critic, data, run)
         run.layers = [
             [layer.layer_number for layer in chunk.decoder.layers] for chunk in unwrap_model(actor.module)
         ]
-        weights, _ = actor.get_per_tensor_param()
-        run.weights = {name: weight.clone() for name, weight in weights}
+        run.weights = _sent(actor)
+        if job.adapts:
+            run.adapters = _sent(actor, base_sync_done=True)
     return run
 
 
+def _sent(actor: MegatronEngine, **how: bool) -> dict[str, torch.Tensor]:
+    """Return what ``actor`` sends to the rollouts."""
+    weights, _ = actor.get_per_tensor_param(**how)
+    return {name: weight.clone() for name, weight in weights}
+
+
 def _engine(
-    made: type[MegatronEngine], folder: str, chunks: int, forward_only: bool = False
+    made: type[MegatronEngine],
+    folder: str,
+    job: Job,
+    forward_only: bool = False,
+    lora: dict[str, Any] | None = None,
 ) -> MegatronEngine:
     """Make and start an engine by its own methods, on the weights in ``folder``."""
     engine = made(
         model_config=_Model(
-            folder, "value_model" if made is MegatronEngineWithValueHead else "language_model"
+            folder, "value_model" if made is MegatronEngineWithValueHead else "language_model", lora or {}
         ),
         engine_config=McoreEngineConfig(
             pipeline_model_parallel_size=2,
-            virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+            virtual_pipeline_model_parallel_size=job.chunks if job.chunks > 1 else None,
             forward_only=forward_only,
             use_remove_padding=False,
             pad_bshd_to_minibatch_max=False,
@@ -144,18 +184,19 @@ def _engine(
     return engine
 
 
-def _set_head(critic: MegatronEngine) -> None:
+def _set_by_name(engine: MegatronEngine, part: str) -> None:
     """Set the weights that are in no file: a rank draws them after whatever else it has drawn."""
-    for chunk in unwrap_model(critic.module):
-        if chunk.post_process:
-            torch.nn.init.normal_(chunk.output_layer.weight, generator=torch.Generator().manual_seed(1))
-    critic.optimizer.reload_model_params()
+    with torch.no_grad():
+        for name, weight in global_parameters(engine.module):
+            if part in name:
+                weight.copy_(0.1 * normal(name, weight.shape))
+    engine.optimizer.reload_model_params()
 
 
 class _Model(SimpleNamespace):
     """What an engine asks of verl's HFModelConfig."""
 
-    def __init__(self, folder: str, kind: str) -> None:
+    def __init__(self, folder: str, kind: str, lora: dict[str, Any]) -> None:
         super().__init__(
             model_type=kind,
             hf_config=LLAMA,
@@ -164,7 +205,7 @@ class _Model(SimpleNamespace):
             trust_remote_code=False,
             share_embeddings_and_output_weights=False,
             mtp=SimpleNamespace(enable=False),
-            lora={},
+            lora=lora,
             tokenizer=SimpleNamespace(pad_token_id=0),
         )
 
@@ -183,20 +224,33 @@ def _layers(config: Any, vp_stage: int | None = None) -> Any:
 
 
 def _step(
-    actor: MegatronEngine, reference: MegatronEngine, critic: MegatronEngine, data: TensorDict, run: Run
+    actor: MegatronEngine,
+    reference: MegatronEngine | None,
+    critic: MegatronEngine,
+    data: TensorDict,
+    run: Run,
 ) -> None:
-    """Do all passes, then update the actor by PPO, with a penalty on its distance, and the critic."""
+    """Do all passes, then update the actor by PPO, with a penalty on its distance, and the critic.
+
+    Without a model of its own the reference is the actor without its adapters.
+    """
     seen = {}
-    for name, kind, engine in (
-        ("old_log_probs", "log_probs", actor),
-        ("ref_log_prob", "log_probs", reference),
-        ("values", "values", critic),
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    for name, kind, engine, context in (
+        ("old_log_probs", "log_probs", actor, nullcontext()),
+        (
+            "ref_log_prob",
+            "log_probs",
+            reference or actor,
+            nullcontext() if reference else actor.disable_adapter(),
+        ),
+        ("values", "values", critic, nullcontext()),
     ):
-        with engine.eval_mode():
+        with context, engine.eval_mode():
             output = engine.infer_batch(data.copy())
         nested = output.get("model_output", {})
         padded = [{kind: no_padding_2_padding(tensor, data) for kind, tensor in nested.items()}]
-        torch.distributed.broadcast_object_list(padded, src=1)
+        torch.distributed.broadcast_object_list(padded, group=pipeline, group_src=1)
         data[name] = padded[0][kind]
         seen |= {f"{name}: {kind}": tensor for kind, tensor in padded[0].items()}
     run.passes.append(seen)
@@ -210,7 +264,7 @@ def _step(
             run.norms.append(output["metrics"]["grad_norm"])
 
 
-def _rollouts(seed: int, samples: int) -> TensorDict:
+def _rollouts(seed: int, samples: int, is_dynamic: bool) -> TensorDict:
     """Prompts and responses of lengths that vary, padded as rollouts come, in the engine's format."""
     draw = torch.Generator().manual_seed(seed)
     prompts = torch.randint(1, PROMPT + 1, (samples, 1), generator=draw)
@@ -229,7 +283,9 @@ def _rollouts(seed: int, samples: int) -> TensorDict:
             "advantages": torch.randn(samples, RESPONSE, generator=draw),
         },
         {
+            "use_dynamic_bsz": is_dynamic,
             "max_token_len_per_gpu": LONGEST,
+            "micro_batch_size_per_gpu": 2,
             "temperature": 1.0,
             "calculate_entropy": True,
             "global_batch_size": samples,

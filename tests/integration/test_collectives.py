@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -85,6 +86,7 @@ for step in range(2):
 """
 
 
+@pytest.mark.wide
 def test_what_training_compiles_is_compiled() -> None:
     """From the first microbatch on, so that nothing is compiled, or left uncompiled, while it is timed.
 

@@ -123,6 +123,10 @@ def _mark_with_a_function(model: GPTModel) -> None:
         model.output_layer.weight.decays = lambda: False
 
 
+def _fuse_the_loss(model: GPTModel) -> None:
+    model.config.cross_entropy_loss_fusion, model.config.cross_entropy_fusion_impl = True, "linear"
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     first(
@@ -130,6 +134,7 @@ def _mark_with_a_function(model: GPTModel) -> None:
         [
             (_add_adapter, "embedding has adapter.weight in addition to its weight"),
             (_hook_output, "output layer has hooks"),
+            (_fuse_the_loss, "output layer is one kernel with the loss"),
             (_hook_gradient, "embedding has a weight that has a gradient hook"),
             (_mark_with_a_function, "output layer has a weight that has an attribute 'decays'"),
         ],

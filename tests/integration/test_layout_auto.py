@@ -85,6 +85,15 @@ def test_any_number_of_layers(layer_count: int, schedule: str, monkeypatch: pyte
     assert "\n" not in line
 
 
+@pytest.mark.parametrize("schedule", ["v-half", "v-half --pipeline-loss-rank last", "zb-h1"])
+def test_multi_token_prediction_is_laid_out_too(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    predicting = "--mtp-num-layers 1 --position-embedding-type rope"
+    layout, counts, _ = read(f"--num-layers 61 {predicting} --pipeline-schedule {schedule}", monkeypatch)
+    assert sum(counts) == 61
+    assert layout.endswith("mL")
+    assert counts[-1] < max(counts)
+
+
 def test_the_loss_takes_layers_from_its_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """A vocabulary that is as much work as several layers leaves fewer of them to the last stage."""
     _, few, _ = read("--num-layers 16 --pipeline-schedule 1f1b", monkeypatch)

@@ -37,7 +37,7 @@ SLICES = "--pipeline-slice-tokens 8"
 GRAPHS, PER_LAYER = "--cuda-graph-impl full_iteration", "--cuda-graph-impl transformer_engine"
 
 CASES: dict[str, dict[str, str]] = {
-    f"Beside CUDA graphs|{PP4} {UNTIED} --pipeline-unproved {GRAPHS} --pipeline-schedule v-half": {
+    f"With CUDA graphs|{PP4} {UNTIED} --pipeline-unproved {GRAPHS} --pipeline-schedule v-half": {
         "without a flush no step is like": "--pipeline-schedule pipedream",
         "a schedule that changes: a graph holds": "--pipeline-profile-steps 1-2",
         "--rampup-batch-size: a graph": "--rampup-batch-size 4 4 100",
@@ -103,7 +103,7 @@ CASES: dict[str, dict[str, str]] = {
         "--pipeline-vertical-sync has no": "--pipeline-vertical-sync",
         "--pipeline-allow-waits has no": "--pipeline-allow-waits",
     },
-    f"Flags of one schedule beside another|{PP4}": {
+    f"Flags of one schedule with another|{PP4}": {
         "--pipeline-replicas {": "--pipeline-replicas 1-1-1-1",
         "--pipeline-memory-limit {": "--pipeline-schedule 1f1b --pipeline-memory-limit 0.5",
         "--pipeline-costs {": "--pipeline-schedule pipedream --pipeline-costs x.json",
@@ -112,7 +112,7 @@ CASES: dict[str, dict[str, str]] = {
         "needs --pipeline-memory-limit; give a fraction": "--pipeline-schedule flex",
         "dynamic loss scale of --fp16 skips": "--pipeline-schedule auto --fp16",
     },
-    f"Beside `--pipeline-offload`|{PP4} --pipeline-offload auto": {
+    f"With `--pipeline-offload`|{PP4} --pipeline-offload auto": {
         "without a flush no step has": f"{UNTIED} --pipeline-schedule pipedream",
         "both would move the same": "--pipeline-schedule 1f1b --fine-grained-activation-offloading",
         "its measurements know nothing": "--pipeline-schedule 1f1b --pipeline-profile-steps 1-2",
@@ -121,16 +121,28 @@ CASES: dict[str, dict[str, str]] = {
     f"Without `--pipeline-offload`|{PP4} --pipeline-schedule 1f1b": {
         "is for activations that wait on the host": "--pipeline-offload-host-bytes 1e9"
     },
+    f"What `--pipeline-order` needs|{PP4} --pipeline-order given": {
+        "no effect under Megatron's own schedules; add --pipeline-schedule, 1f1b": "",
+    },
+    f"Beside `--pipeline-order rule` or `search`|{PP4} --pipeline-order rule": {
+        "update their weights between microbatches": f"{UNTIED} --pipeline-schedule pipedream",
+        "its memory limit is kept for equal": "--pipeline-schedule flex --pipeline-memory-limit 0.5",
+        "--pipeline-slice-tokens: slices are": f"--pipeline-schedule v-half {SLICES}",
+        "a graph holds the order of one step": f"--pipeline-schedule v-half --pipeline-unproved {GRAPHS}",
+    },
+    f"Beside `--pipeline-order rule` or `search`|{PP2} --fake-process-group --pipeline-order rule": {
+        "--rehearse-pipeline: a rehearsal runs": "--pipeline-schedule 1f1b --rehearse-pipeline x.json",
+    },
     f"What `--pipeline-slice-tokens` needs|{PP4} {SLICES}": {
         "no effect under Megatron's own schedules; add --pipeline-schedule, v-half": "",
         "cannot be shared out over --tensor": "--pipeline-schedule v-half --tensor-model-parallel-size 4 "
         "--sequence-parallel --pipeline-slice-tokens 6",
     },
-    f"Beside `--pipeline-slice-tokens`|{PP4} {SLICES}": {
+    f"With `--pipeline-slice-tokens`|{PP4} {SLICES}": {
         "would do so within a sequence": f"{UNTIED} --pipeline-schedule pipedream",
         "the file orders microbatches": "--pipeline-schedule csv:x.csv",
     },
-    f"Beside `--pipeline-slice-tokens`|{PP4} {SLICES} --pipeline-schedule v-half": {
+    f"With `--pipeline-slice-tokens`|{PP4} {SLICES} --pipeline-schedule v-half": {
         "--context-parallel-size above 1: each": "--context-parallel-size 2",
         "--mtp-num-layers: the prediction at": "--mtp-num-layers 1",
         "the state of such attention": "--experimental-attention-variant gated_delta_net "
@@ -143,27 +155,27 @@ CASES: dict[str, dict[str, str]] = {
         "--pipeline-vocabulary: its exchanges are of": SHARED,
         "--pipeline-profile-steps: what it compiles": "--pipeline-profile-steps 1-2",
     },
-    f"Beside `--pipeline-slice-tokens`|{PP2} --fake-process-group {SLICES}": {
+    f"With `--pipeline-slice-tokens`|{PP2} --fake-process-group {SLICES}": {
         "--rehearse-pipeline: a rehearsal": "--pipeline-schedule 1f1b --rehearse-pipeline x.json",
     },
-    f"Beside `--pipeline-slice-tokens`|{PAIRS} {SLICES}": {
+    f"With `--pipeline-slice-tokens`|{PAIRS} {SLICES}": {
         "-expert-parallel-comm: Megatron plans layers of": "--pipeline-schedule 1f1b",
     },
     f"Bytes of the host|{PP4} --pipeline-schedule 1f1b --pipeline-offload 0.5": {
         "-host-bytes {pipeline_offload_host_bytes} must be": "--pipeline-offload-host-bytes 0"
     },
-    f"Beside a shared vocabulary, also under `auto`|{PP4} --pipeline-vocabulary auto": {
+    f"With a shared vocabulary, also under `auto`|{PP4} --pipeline-vocabulary auto": {
         "no effect under Megatron's own schedules; add": "--pipeline-trace x.json",
         "every stage updates its weights by itself": f"{UNTIED} --pipeline-schedule pipedream",
         "the file has no place for the parts": "--pipeline-schedule csv:x.csv",
     },
-    f"Beside a shared vocabulary; `auto` does not share it then|{PP4} {SHARED} --pipeline-schedule 1f1b": {
+    f"With a shared vocabulary; `auto` does not share it then|{PP4} {SHARED} --pipeline-schedule 1f1b": {
         "--mtp-num-layers: multi-token prediction has logits": "--mtp-num-layers 1",
         "--init-model-with-meta-device: the rows": "--init-model-with-meta-device",
         "rows of the vocabulary would be cut twice": "--tensor-parallel-num-weight-shards 2",
         "--pipeline-profile-steps: its measurements": "--pipeline-profile-steps 1-2",
     },
-    f"Beside `--overlap-moe-expert-parallel-comm`|{PAIRS} --pipeline-schedule 1f1b": {
+    f"With `--overlap-moe-expert-parallel-comm`|{PAIRS} --pipeline-schedule 1f1b": {
         "its order has no pairs; choose ": "--pipeline-schedule v-half",
         "--expert-model-parallel-size 1: tokens then": "--expert-model-parallel-size 1",
         "allgather: it gathers": "--moe-token-dispatcher-type allgather",
@@ -179,7 +191,7 @@ CASES: dict[str, dict[str, str]] = {
     f"In pairs under Megatron's own schedule|{PAIRS}": {
         "full is not Megatron's in pairs": "--recompute-granularity full",
     },
-    f"Beside `--overlap-moe-expert-parallel-comm`|{PAIRS.replace('--bf16 ', '')}": {
+    f"With `--overlap-moe-expert-parallel-comm`|{PAIRS.replace('--bf16 ', '')}": {
         "full precision: Megatron plans": "--pipeline-schedule 1f1b"
     },
     "What pairs need|": {
@@ -212,7 +224,7 @@ CASES: dict[str, dict[str, str]] = {
     f"Without a flush and without `--pipeline-allow-waits`|{ONE.replace(UNTIED, '')}": {
         "add --untie-embeddings-and-output-weights, or allow it with --pipeline-allow-waits": ""
     },
-    f"Beside `--pipeline-replicas`|{REPLICAS}": {
+    f"With `--pipeline-replicas`|{REPLICAS}": {
         "--pipeline-allow-waits: it sums": "--pipeline-allow-waits",
         "--log-params-norm: it sums": "--log-params-norm",
         "--num-experts: the losses of routers": "--num-experts 4",
@@ -235,7 +247,7 @@ CASES: dict[str, dict[str, str]] = {
     "What a rehearsal needs|": {
         "start it with mpp rehearse": f"{PP2} --rehearse-pipeline x.json --pipeline-schedule v-half",
     },
-    f"Beside `--profile-pipeline`|{PP2} --profile-pipeline x.json": {
+    f"With `--profile-pipeline`|{PP2} --profile-pipeline x.json": {
         "under Megatron's own schedules; leave it out": "--pipeline-schedule zb-h1",
         "full: layers would run": "--recompute-granularity full",
         "--mtp-num-layers: its layers": "--mtp-num-layers 1",
@@ -249,7 +261,7 @@ CASES: dict[str, dict[str, str]] = {
         "--profile-pipeline: it measures": "--profile-pipeline x.json",
         "its messages have two lengths; put the m": f"{LAYOUT} Et*7|tm|L --mtp-num-layers 1",
     },
-    f"Beside `--pipeline-layer-seeds`|{PP2} --pipeline-layer-seeds": {
+    f"With `--pipeline-layer-seeds`|{PP2} --pipeline-layer-seeds": {
         "--init-model-with-meta-device: weights are drawn": "--init-model-with-meta-device"
     },
     "Under every schedule, Megatron's own too|": {
@@ -279,7 +291,7 @@ CASES: dict[str, dict[str, str]] = {
         "has an indexer whose sizes": "--experimental-attention-variant dsa --multi-latent-attention",
         "latent attention has none": "--attention-output-gate --multi-latent-attention",
     },
-    f"Beside `{LAYOUT} auto`|{PP4} --pipeline-schedule 1f1b {LAYOUT} auto": {
+    f"With `{LAYOUT} auto`|{PP4} --pipeline-schedule 1f1b {LAYOUT} auto": {
         "--decoder-first-pipeline-num-layers: it ": "--decoder-first-pipeline-num-layers 2",
         "--decoder-last-pipeline-num-layers: it ": "--decoder-last-pipeline-num-layers 2",
         "leave --account-for-embedding": "--account-for-embedding-in-pipeline-split",
@@ -394,7 +406,7 @@ def test_every_rule_has_a_case() -> None:
             f"{PP4} --pipeline-schedule interleaved {LAYOUT} Et|t|t|t|ttttm|||L --mtp-num-layers 1",
             "--pipeline-schedule interleaved does not support multi-token prediction (m) in stage 4, counted "
             f"from 0, of {LAYOUT} Et|t|t|t|ttttm|||L: it must be in a rank's last chunk, and on the first "
-            "rank beside the E or the L; put the m into stage 5 or 6 or 7",
+            "rank next to the E or the L; put the m into stage 5 or 6 or 7",
         ),
         (
             f"{PP4} --pipeline-schedule v-half --decoder-first-pipeline-num-layers 1 "
@@ -460,7 +472,11 @@ def test_releases_are_compared_as_numbers(version: str | None, is_refused: bool)
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("num_microbatches_with_partial_activation_checkpoints", 1), ("delay_wgrad_compute", True)],
+    [
+        ("num_microbatches_with_partial_activation_checkpoints", 1),
+        ("dynamic_context_parallel", True),
+        ("delay_wgrad_compute", True),
+    ],
 )
 def test_what_only_the_model_s_config_has(setting: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"does not support {setting} in the model's config"):

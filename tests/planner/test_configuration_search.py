@@ -127,7 +127,12 @@ def test_pairs_are_searched_as_everything_else():
 @pytest.mark.parametrize("limit", [60e9, 20e9])
 @pytest.mark.parametrize(
     "changed",
-    [{}, {"vocab_size": 256000}, IN_PAIRS | {"moe_layer_freq": [0] + 7 * [1], "add_bias_linear": False}],
+    [
+        {},
+        {"mtp_num_layers": 1},
+        {"vocab_size": 256000},
+        IN_PAIRS | {"moe_layer_freq": [0] + 7 * [1], "add_bias_linear": False},
+    ],
 )
 def test_the_best_layout_is_no_slower_than_any_even_candidate(changed, limit):
     """No step of its own space is shorter than the best, whatever its bounds leave out."""

@@ -144,7 +144,7 @@ def test_what_no_flag_says_is_said_with_the_name_of_the_model():
 def test_a_size_that_is_given_twice_is_refused_where_the_two_differ(spelled):
     found = described.read(spelled.split(), "llama3-8b", {"seq_length": 4096})
     assert found.asked.argument("seq_length") == 4096
-    with pytest.raises(ValueError, match="--seq-length is 8192, but 4096 behind --: leave one out"):
+    with pytest.raises(ValueError, match="--seq-length is 8192, but 4096 after --: leave one out"):
         described.read(spelled.split(), "llama3-8b", {"seq_length": 8192})
 
 

@@ -12,6 +12,10 @@ from megatron_pp_ext.costs.self_attention import attention
 from megatron_pp_ext.costs.stage_parts import stage_parts
 from megatron_pp_ext.costs.state import Sharing, model_state
 from megatron_pp_ext.planner import model_names
+from megatron_pp_ext.planner.layout.cut import bounds
+from megatron_pp_ext.planner.layout.model_stages import ModelStages
+from megatron_pp_ext.planner.layout.rows import seconds_of
+from megatron_pp_ext.planner.layout.stage_seconds import StageSeconds
 from megatron_pp_ext.planner.step.model_description import describe
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule.placement import linear
@@ -260,3 +264,15 @@ def test_hybrid_layers_are_those_of_the_pattern():
     assert made.layers == (attention(costs), mlp(costs), attention(costs), experts(costs))
     with pytest.raises(ValueError, match="cannot estimate the layers X of --hybrid-layer-pattern"):
         model(hybrid_layer_pattern="X*", num_layers=None)
+
+
+@pytest.mark.parametrize("cut", [(3, 3, 3), (4, 4, 1), (4, 5, 0)])
+def test_a_stage_alone_takes_the_seconds_of_one_in_a_pipeline(cut):
+    """Also with multi-token prediction, the ninth item, beside layers, alone or before the last stage."""
+    job, made = model(mtp_num_layers=1)
+    row = ModelStages(job, StageSeconds(job, made), linear(3))
+    laid_out = job.changed(pipeline_model_parallel_layout=row.spelled(cut))
+    parts = stage_parts(laid_out, made, row.layers_of(cut))
+    assert [row.seconds(*where) for where in bounds(cut)] == [
+        pytest.approx(seconds_of(part.costs(True))) for part in parts
+    ]

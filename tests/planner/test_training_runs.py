@@ -30,12 +30,14 @@ def test_mean_errors() -> None:
     assert max(error(every), mean(errors.values())) < 0.10
 
 
+@pytest.mark.wide
 def test_the_order_within_sweeps() -> None:
     correlation, jobs = rank_correlation(timed(all_judged()))
     assert jobs > 700
     assert correlation > 0.85
 
 
+@pytest.mark.wide
 def test_what_fits_and_what_does_not() -> None:
     found = verdicts(all_judged())
     assert sum(one.run.ran_out for one, _ in found) == 3

@@ -13,6 +13,7 @@ from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.recorded import Measured, RankRecord, RecordedStep
 from megatron_pp_ext.schedule.replay import on_own_cores
 from megatron_pp_ext.schedule.simulate import simulate
+from tests.support.tiers import first
 
 DEMO = Path(__file__).parents[2] / "scripts/demo.py"
 
@@ -35,7 +36,7 @@ def refusal(*words: object) -> str:
     return run.stderr
 
 
-@pytest.mark.parametrize("is_marked", [False, True])
+@pytest.mark.parametrize("is_marked", first(1, [False, True]))
 def test_what_no_demo_wrote_stays(tmp_path: Path, is_marked: bool) -> None:
     """A folder of the user's; or text in a folder that a demo wrote to."""
     thesis = tmp_path / "notes" / "thesis.txt"

@@ -89,6 +89,7 @@ def test_lines_come_when_they_are_printed(bench: Bench) -> None:
         next(lines)
 
 
+@pytest.mark.wide
 def test_each_test_of_a_gpu_is_a_row(rows: Rows, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """The names are pytest's own, here without a device; what it prints of one that fails is made up."""
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
@@ -135,6 +136,7 @@ def test_work_is_measured_beside_copies(name: str) -> None:
     assert float(str(found["beside copies ms"])) > 0
 
 
+@pytest.mark.wide
 def test_steps_with_activations_on_the_host_are_measured() -> None:
     """It compares gradients, and sees that something moves."""
     found = one_rank.away("v-half", 32, 8)

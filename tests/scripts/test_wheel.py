@@ -37,6 +37,7 @@ def test_every_file_of_the_package_is_in_it(wheel: Path) -> None:
     assert packed == ours
 
 
+@pytest.mark.wide
 def test_it_works_elsewhere(wheel: Path, tmp_path: Path) -> None:
     installed, elsewhere = tmp_path / "installed", tmp_path / "elsewhere"
     zipfile.ZipFile(wheel).extractall(installed)

@@ -146,7 +146,11 @@ def _predictions() -> dict[Any, tuple[own_loop.Record, list[torch.Tensor]]]:
             return model
 
         stages = [[kinds[letter] for letter in stage] for stage in layout.split("|")]
-        more = {"mtp_num_layers": 1, "pipeline_model_parallel_layout": stages if listed else layout}
+        more = {
+            "mtp_num_layers": 1,
+            "mtp_loss_scaling_factor": 0.1,  # some commits have no default
+            "pipeline_model_parallel_layout": stages if listed else layout,
+        }
         model = own_loop.build(len(stages) // 2, tied, model_class=build, **more)
         found[name, tied, listed] = own_loop.train(model, own_loop.COUNTS), copies
 

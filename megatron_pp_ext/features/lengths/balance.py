@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from megatron_pp_ext.compiler.make import make
-from megatron_pp_ext.compiler.request import named
+from megatron_pp_ext.compiler.request import Request, named
 from megatron_pp_ext.features.lengths.length_costs import EQUAL_AT, LengthCosts
 from megatron_pp_ext.features.lengths.microbatches import Microbatches
 from megatron_pp_ext.features.lengths.partition import partition
@@ -47,7 +47,7 @@ def balance(
             "its size"
         )
     found = [_balanced(lengths, replicas, count, most_tokens, equal_at) for count in microbatches]
-    return min(found, key=lambda one: _seconds(one, lengths, equal_at, schedule, ranks))
+    return min(found, key=lambda one: seconds_of(one, lengths, named(schedule, ranks, len(one[0])), equal_at))
 
 
 def _balanced(
@@ -129,12 +129,18 @@ def _empty(found: Balanced) -> int:
     return sum(not part for share in found for part in share)
 
 
-def _seconds(found: Balanced, lengths: Sequence[int], equal_at: float, schedule: str, ranks: int) -> float:
-    """Return how long the slowest replica takes by simulation."""
+def seconds_of(
+    found: Sequence[Sequence[Sequence[int]]], lengths: Sequence[int], request: Request, equal_at: float
+) -> float:
+    """Return how long the slowest replica takes by simulation, in any unit.
+
+    ``found`` are the numbers of the documents in each microbatch of each replica, and ``request`` the
+    schedule, by whose rule the microbatches are ordered.
+    """
     from megatron_pp_ext.features.lengths.plan import Planner
 
-    made = make(named(schedule, ranks, len(found[0]))).schedule
-    planner, chunks = Planner(made), made.placement.chunks
-    costs = LengthCosts.with_attention(Costs.per_rank(ranks, chunks), 1, equal_at)
+    made = make(request).schedule
+    planner, unit = Planner(made), Costs.per_rank(request.ranks, made.placement.chunks)
+    costs = LengthCosts.with_attention(unit, 1, equal_at)
     steps = (Microbatches.of([lengths[place] for place in part] for part in share) for share in found)
     return max(planner.plan(costs.of(step), "rule").seconds for step in steps)

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_pp_ext.compiler.request import Option, Request
 from megatron_pp_ext.features.lengths.orders import How
-from megatron_pp_ext.features.lengths.rules import RULES, has_packed
+from megatron_pp_ext.features.lengths.rules import PACKED, RULES, has_packed
 from megatron_pp_ext.job import options, other_sums, our_flags
 from megatron_pp_ext.job.other_sums import OtherSums
 from megatron_pp_ext.job.requested_job import RequestedJob
@@ -16,7 +16,7 @@ from megatron_pp_ext.job.requested_job import RequestedJob
 FLAG = "--pipeline-order"
 
 SUMS = OtherSums(FLAG, "gradients are summed in another order of microbatches", fp32=1e-5, lower=1e-1)
-"""The sums of a job with the flag."""
+"""The sums of a job with the flag, or with packed sequences, which are ordered without it."""
 
 LengthsOf = Callable[[Any], Sequence[int]]
 """What a data iterator yields for a microbatch -> the lengths of its documents in tokens."""
@@ -34,7 +34,7 @@ def lengths_of_batch(batch: Any) -> list[int]:
     if isinstance(batch, Mapping):
         for name in _PACKED:
             if (ends := batch.get(name)) is not None:
-                numbers = [int(end) for end in ends.flatten()]
+                numbers = ends.flatten().tolist()
                 # Padding repeats the last end.
                 return [end - start for start, end in pairwise(numbers) if end > start]
         for name in _TOKENS:
@@ -134,4 +134,5 @@ def register() -> None:
     options.register_flags(_flags)
     options.register_argument(options.Argument("order", with_order))
     options.register_argument(options.Argument("lengths", with_lengths))
-    other_sums.register(SUMS)
+    for flag in (FLAG, *PACKED):
+        other_sums.register(replace(SUMS, flag=flag))

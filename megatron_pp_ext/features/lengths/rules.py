@@ -4,18 +4,13 @@ from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules.cuda_graphs import has_graphs
 from megatron_pp_ext.job.rules.rule import Rule, Rules
 
-_PACKED = (
-    "--sft",
-    "--dataloader-inter-document-masking",
-    "--variable-seq-lengths",
-    "--sequence-packing-scheduler",
-)
+PACKED = "--sft", "--dataloader-inter-document-masking"
 """The flags by which microbatches have documents of unlike length; some releases lack some of them."""
 
 
 def has_packed(job: RequestedJob) -> bool:
     """Whether the job's microbatches have documents of unlike length, among which attention does not go."""
-    return any(map(job.is_set, _PACKED))
+    return any(map(job.is_set, PACKED))
 
 
 def _is_ordered(job: RequestedJob) -> bool:

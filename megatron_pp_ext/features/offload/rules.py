@@ -5,7 +5,7 @@ from megatron_pp_ext.schedule.names import AUTO
 
 RULES = (
     Rules(
-        title="Beside `--pipeline-offload`",
+        title="With `--pipeline-offload`",
         when=lambda job: job.pipeline.pipeline_offload is not None and job.pipeline.has_schedule,
         subject="--pipeline-offload {pipeline_offload}",
         rows=(

@@ -63,7 +63,7 @@ RULES = (
         ),
     ),
     Rules(
-        title="Beside `--overlap-moe-expert-parallel-comm`",
+        title="With `--overlap-moe-expert-parallel-comm`",
         when=lambda job: job.parallel.overlap_moe_expert_parallel_comm and job.pipeline.has_schedule,
         subject="--overlap-moe-expert-parallel-comm",
         rows=(
@@ -113,7 +113,7 @@ RULES = (
                 why="its tokens would have to leave twice",
                 fix="choose others, such as core_attn",
             ),
-            Rule("--moe-shared-expert-overlap", why="a plan runs shared experts beside the attention"),
+            Rule("--moe-shared-expert-overlap", why="a plan runs shared experts together with the attention"),
             Rule(
                 "--mtp-num-layers above 1",
                 when=lambda job: job.model.mtp_num_layers > 1,

@@ -48,7 +48,7 @@ RULES = (
         ),
     ),
     Rules(
-        title="Beside `--pipeline-slice-tokens`",
+        title="With `--pipeline-slice-tokens`",
         when=_cuts,
         subject="--pipeline-slice-tokens {pipeline_slice_tokens}",
         rows=(

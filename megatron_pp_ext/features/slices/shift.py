@@ -17,7 +17,7 @@ _FORWARDS = Kind.F, Kind.S
 
 
 def more(units: Units) -> int:
-    """Return how many forwards the first backward of a unit waits for, beside that of the first unit."""
+    """Return how many forwards the first backward of a unit waits for, besides that of the first unit."""
     return max(map(len, units.chains)) - 1
 
 

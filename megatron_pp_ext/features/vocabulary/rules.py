@@ -6,7 +6,7 @@ from megatron_pp_ext.job.rules.split_backward import gathers_weights
 
 RULES = (
     Rules(
-        title="Beside a shared vocabulary, also under `auto`",
+        title="With a shared vocabulary, also under `auto`",
         when=lambda job: job.pipeline.pipeline_vocabulary,
         rows=(
             Rule(
@@ -36,7 +36,7 @@ RULES = (
         ),
     ),
     Rules(
-        title="Beside a shared vocabulary; `auto` does not share it then",
+        title="With a shared vocabulary; `auto` does not share it then",
         when=lambda job: job.pipeline.pipeline_vocabulary == SHARED,
         subject="--pipeline-vocabulary {pipeline_vocabulary}",
         auto_of="--pipeline-vocabulary",

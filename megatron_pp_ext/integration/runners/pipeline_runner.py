@@ -138,7 +138,7 @@ class PipelineRunner:
             cp_group=groups.cp,
         )
         if config.mtp_standalone or config.variable_seq_lengths:
-            # Behind the prediction a message holds the hidden states of several tokens.  Before 0.17 the
+            # After the prediction a message holds the hidden states of several tokens.  Before 0.17 the
             # function does not know that lengths vary.
             shape = ()
         data_parallel = DataParallel(model, config, forward_only, bool(force_all_reduce))

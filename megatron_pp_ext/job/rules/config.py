@@ -13,6 +13,11 @@ RULES = (
                 fix="leave it out",
             ),
             Rule(
+                "dynamic_context_parallel in the model's config",
+                why="the context-parallel groups of each microbatch join other pipelines",
+                fix="leave it out",
+            ),
+            Rule(
                 "delay_wgrad_compute in the model's config",
                 when=lambda job: job.flags.delay_wgrad_compute,
                 why="layers would leave weight gradients where no schedule looks for them",

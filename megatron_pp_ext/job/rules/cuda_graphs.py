@@ -11,7 +11,7 @@ def has_graphs(job: RequestedJob, kind: str | None = None) -> bool:
 
 
 RULES = Rules(
-    title="Beside CUDA graphs",
+    title="With CUDA graphs",
     when=lambda job: job.pipeline.has_schedule and has_graphs(job),
     subject="--cuda-graph-impl {cuda_graph_impl}",
     rows=(

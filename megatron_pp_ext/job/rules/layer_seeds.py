@@ -4,7 +4,7 @@ from megatron_pp_ext.job.rules.rule import Rule, Rules
 
 RULES = (
     Rules(
-        title="Beside `--pipeline-layer-seeds`",
+        title="With `--pipeline-layer-seeds`",
         when=lambda job: job.flags.pipeline_layer_seeds,
         subject="--pipeline-layer-seeds",
         rows=(Rule("--init-model-with-meta-device", why="weights are drawn after the model is built there"),),

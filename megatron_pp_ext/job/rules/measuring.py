@@ -5,7 +5,7 @@ from megatron_pp_ext.job.rules.rule import Rule, Rules
 
 RULES = (
     Rules(
-        title="Beside `--profile-pipeline`",
+        title="With `--profile-pipeline`",
         when=lambda job: job.flags.profile_pipeline is not None,
         subject="--profile-pipeline",
         fix="leave it out",
@@ -43,7 +43,7 @@ RULES = (
                 "--pipeline-model-parallel-layout {pipeline_model_parallel_layout}",
                 when=lambda job: layers.predicts_before_the_end(job.job),
                 why="its messages have two lengths",
-                fix="put the m beside the L",
+                fix="put the m next to the L",
             ),
         ),
     ),

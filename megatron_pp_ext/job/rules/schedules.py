@@ -74,7 +74,7 @@ RULES = (
         ),
     ),
     Rules(
-        title="Flags of one schedule beside another",
+        title="Flags of one schedule with another",
         rows=(
             Rule(
                 "--pipeline-replicas {pipeline_replicas}",
@@ -254,7 +254,7 @@ RULES = (
                     "--pipeline-model-parallel-layout {pipeline_model_parallel_layout}"
                 ),
                 when=lambda job: not can_predict(job),
-                why="it must be in a rank's last chunk, and on the first rank beside the E or the L",
+                why="it must be in a rank's last chunk, and on the first rank next to the E or the L",
                 fix="put the m into stage {stages_for_prediction}",
                 words=(
                     predicting_stage,

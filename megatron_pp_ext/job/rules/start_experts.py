@@ -100,7 +100,7 @@ ROWS = (
     Rule(
         "--moe-router-topk 1",
         when=lambda job: job.model.moe_router_topk == 1 and has_zero_gradient(job),
-        why="has no gradient where scores are normalized behind the choice",
+        why="has no gradient where scores are normalized after the choice",
         fix="add --moe-router-pre-softmax",
     ),
     Rule(

@@ -38,7 +38,7 @@ RULES = (
     Rules(
         title="Under every schedule, Megatron's own too",
         rows=(
-            # Megatron's MLP returns its bias beside its output, to be added later.  As an output of the
+            # Megatron's MLP returns its bias besides its output, to be added later.  As an output of the
             # autograd function that recomputes (CheckpointFunction in megatron.core.tensor_parallel.random),
             # this parameter gets the function as the origin of its own gradient.  Backward then computes it
             # again, and goes back to where it is.  Layers of experts are not recomputed by this module.
@@ -73,7 +73,7 @@ RULES = (
             # no place for it (tie_embeddings_and_output_weights_state_dict in language_module.py).  The
             # format torch asks for none.
             Rule(
-                "--save {save} of tied embeddings with multi-token prediction beside the output layer",
+                "--save {save} of tied embeddings with multi-token prediction next to the output layer",
                 when=lambda job: (
                     job.flags.save
                     and job.model.mtp_num_layers
@@ -88,7 +88,7 @@ RULES = (
                 ),
             ),
             Rule(
-                "other flags that spread layers beside --pipeline-model-parallel-layout",
+                "other flags that spread layers, with --pipeline-model-parallel-layout",
                 when=lambda job: job.pipeline.has_layout and spreading_flags(job),
                 why="the layout has all that they say",
                 fix="leave {spreading_flags} out",
@@ -202,7 +202,7 @@ RULES = (
         ),
     ),
     Rules(
-        title="Beside `--pipeline-model-parallel-layout auto`",
+        title="With `--pipeline-model-parallel-layout auto`",
         when=lambda job: job.pipeline.finds_layout,
         subject="--pipeline-model-parallel-layout auto",
         why="it chooses the layers of every stage itself",

@@ -107,7 +107,7 @@ RULES = (
     # Megatron's groups are rectangular: every stage has as many data-parallel ranks as every other.
     # Replicated stages have groups of their own, and what needs the rectangle is refused.
     Rules(
-        title="Beside `--pipeline-replicas`",
+        title="With `--pipeline-replicas`",
         when=lambda job: job.pipeline.pipeline_replicas,
         subject="--pipeline-replicas",
         fix="leave it out",

@@ -11,7 +11,7 @@ from megatron_pp_ext.json_input import is_number, short
 
 FILE = Path(__file__).with_name("config_keys.toml")
 
-BY_FLAGS = "give Megatron's flags behind -- in place of --model"
+BY_FLAGS = "give Megatron's flags after -- in place of --model"
 
 
 class Keys:

@@ -6,7 +6,7 @@ from megatron_pp_ext.planner.hugging_face.config_keys import Keys, unknown_key
 
 
 def body(keys: Keys) -> Arguments:
-    """Return what all models have, beside their layers."""
+    """Return what all models have, besides their layers."""
     return {"num_layers": keys.layers, **_ends(keys)}
 
 

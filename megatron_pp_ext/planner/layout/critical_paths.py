@@ -16,7 +16,7 @@ from megatron_pp_ext.schedule.loops import Loop
 from megatron_pp_ext.schedule.timing import CriticalPath
 
 _PATHS = 24
-"""The paths that are kept beside those of the ranks; older ones seldom bound a move from where the cut is."""
+"""The paths that are kept with those of the ranks; older ones seldom bound a move from where the cut is."""
 
 Floats = NDArray[np.float64]
 

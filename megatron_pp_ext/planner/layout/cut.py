@@ -1,6 +1,6 @@
 """A cut of a row of items into stages, and what moving one item from a stage to another changes.
 
-The items are the layers of a model in order, and multi-token prediction behind them.  The embedding, and the
+The items are the layers of a model in order, and multi-token prediction after them.  The embedding, and the
 output layer with the loss, stay in the first and the last stage.  A move takes an item out of one stage and
 puts one into another; the stages between them keep their number of items and shift by one.
 """
@@ -24,7 +24,7 @@ type Array = Any
 
 
 def bounds(cut: Cut) -> Iterator[tuple[int, int, int]]:
-    """Yield every stage of ``cut`` with its first item and the one behind its last."""
+    """Yield every stage of ``cut`` with its first item and the one after its last."""
     ends = list(accumulate(cut))
     yield from zip(range(len(cut)), [0, *ends], ends, strict=False)
 
@@ -51,7 +51,7 @@ class Moved(NamedTuple):
     """By how much sums change when an item is moved, in two parts that add up: sums x stages each.
 
     ``given`` is of the stage that it is taken out of and ``taken`` of the one that gets it; ``onwards`` where
-    the latter is behind the former, ``backwards`` where it is in front.
+    the latter is after the former, ``backwards`` where it is in front.
     """
 
     given_onwards: Array
@@ -113,7 +113,7 @@ class Moves:
     def _beside(self, stage: int, first: int, end: int, items: int) -> Sequence[Sequence[float]]:
         """Return the seconds of a stage as it is and after six changes; as it is where one cannot be.
 
-        It loses its last item, or its first; it gains one behind, or in front; it shifts either way.
+        It loses its last item, or its first; it gains one at the end, or in front; it shifts either way.
         """
         key = stage, first, end, items
         if key not in self._known:

@@ -41,7 +41,7 @@ class ModelRow(ModelStages):
         return [rank.total for rank in self._memory(cut)]
 
     def capacity(self, cut: Cut, free: float) -> float:
-        """Return the bytes of a device that has ``free`` ones left for a step beside the state under ``cut``.
+        """Return the bytes of a device that has ``free`` ones left for a step by the state under ``cut``.
 
         The rank with most state, that is weights, gradients and optimizer, leaves the fewest.
         """

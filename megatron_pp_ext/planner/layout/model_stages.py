@@ -26,7 +26,7 @@ def fewest(job: Job, placement: Placement) -> Cut:
 class ModelStages:
     """The stages of ``placement`` that can be cut from the model of ``job``, whose seconds are ``counted``.
 
-    The items of a cut are the transformer layers, and all depths of multi-token prediction as one item behind
+    The items of a cut are the transformer layers, and all depths of multi-token prediction as one item after
     them.
     """
 

@@ -38,7 +38,7 @@ def seconds_of(costs: StageCosts) -> Seconds:
 class LayerRow:
     """Layers whose seconds add up, for stages that have the fewest layers in ``least``.
 
-    ``front`` and ``back`` are what the first and the last stage take beside their layers.  ``like`` has the
+    ``front`` and ``back`` are what the first and the last stage take besides their layers.  ``like`` has the
     times of messages.  ``totals`` returns the bytes that every rank needs under a cut.
     """
 

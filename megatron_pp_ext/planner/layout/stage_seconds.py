@@ -30,11 +30,14 @@ class StageSeconds:
         """Return the seconds of a stage in the place ``role`` with the items first, ..., end - 1."""
         key = role, first, end
         if key not in self._known:
-            content = role, end > self.layers, *map(id, self.model.layers[first:end])
+            content = role, self._predicts(first, end), *map(id, self.model.layers[first:end])
             if content not in self._by_content:
                 self._by_content[content] = self._counted(*key)
             self._known[key] = self._by_content[content]
         return self._known[key]
+
+    def _predicts(self, first: int, end: int) -> bool:
+        return first <= self.layers < end
 
     def _counted(self, role: int, first: int, end: int) -> Seconds:
         """Return the seconds of a stage at the front of three, between the others, or at the end."""
@@ -43,10 +46,8 @@ class StageSeconds:
         # Prediction has another layer like the model's last one.
         row = (last, *here) if role == LAST else (*here, last)
         counts = ((count, 1, 0), (0, count, 1), (1, 0, count))[role]
-        job = self._job
-        if self.prediction:
-            stages = ["E", "", "L"]
-            stages[role if end > self.layers else LAST if role < LAST else FIRST] += self.prediction
-            job = job.changed(pipeline_model_parallel_layout="|".join(stages))
-        parts = stage_parts(job, replace(self.model, layers=row), counts, self._splits_head)
+        predicting = role if self._predicts(first, end) else LAST if role < LAST else FIRST
+        parts = stage_parts(
+            self._job, replace(self.model, layers=row), counts, self._splits_head, predicting=predicting
+        )
         return seconds_of(parts[role].costs(self._is_split))

@@ -134,7 +134,7 @@ class Search:
             longest = max(longest, _step(best[-2]) * (1 + ALIKE))
         known = self._alike.get(candidate.apart_from_schedule) if candidate else None
         if known:
-            # What is nearly as fast as one of the best is shown behind it, however slow the last is.
+            # What is nearly as fast as one of the best is shown after it, however slow the last is.
             alike = _step(known[0]) * (1 + ALIKE)
             longest = alike if _step(known[0]) <= longest else min(longest, alike)
         if bound < longest:

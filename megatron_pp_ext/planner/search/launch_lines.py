@@ -86,7 +86,7 @@ def one_a_line(words: Sequence[str]) -> str:
 
 
 def folded(words: Sequence[str], indent: int) -> str:
-    """Return flags for a shell in continued lines that fit 80 columns behind ``indent`` spaces."""
+    """Return flags for a shell in continued lines that fit 80 columns after ``indent`` spaces."""
     return _continued([*map(_quoted, words)], indent)
 
 

@@ -39,7 +39,7 @@ class ModelSums:
         self.model = model
         kinds = {id(layer): layer for layer in model.layers}
         self._kinds = tuple(kinds.values())
-        # By kind: how many layers of it there are in front of each, and behind the last.
+        # By kind: how many layers of it there are in front of each, and after the last.
         of_kind = np.array([[id(layer) == key for layer in model.layers] for key in kinds])
         self._before = np.concatenate([np.zeros((len(kinds), 1), int), of_kind.cumsum(axis=1)], axis=1)
         seconds = np.array([_seconds(layer) for layer in model.layers])
@@ -90,7 +90,7 @@ class ModelSums:
         return self._least[key]
 
     def _beside(self, job: Job, splits_head: bool, is_one: bool) -> Part:
-        """Return what the stages, or the only one, have beside their layers, but for what each has."""
+        """Return what the stages, or the only one, have besides their layers, but for what each has."""
         key = "beside", splits_head, is_one
         if key not in self._totals:
             ends = [part for parts in end_parts(self.model, splits_head) for part in parts]

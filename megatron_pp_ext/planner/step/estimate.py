@@ -91,7 +91,7 @@ class Estimate:
 
     @property
     def other_seconds(self) -> float:
-        """The seconds that the step takes beside the pipeline."""
+        """The seconds that the step takes besides the pipeline."""
         return self.step_seconds - self.pipeline_seconds
 
     def require_possible(self, system: System) -> None:

@@ -42,7 +42,7 @@ gradient of one that was, and the last stage's output."""
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """Seconds of a rank beside its actions: gradients are reduced, weights gathered, and weights updated."""
+    """Seconds of a rank besides its actions: gradients are reduced, weights gathered, and weights updated."""
 
     reduction: float
     gathering: float
@@ -115,7 +115,7 @@ class Workload:
     def _sharded(self, part: Part) -> Part:
         """Return ``part``, in which weights are gathered and gradients reduced layer by layer.
 
-        Megatron-FSDP does so beside the computation of other layers, which loses as in ``exposed``.
+        Megatron-FSDP does so during the computation of other layers, which loses as in ``exposed``.
         """
         waits = self._waits(part, self.sharing)
         gathering = waits.gathering if self.job.memory.shards_weights else 0.0
@@ -127,7 +127,7 @@ class Workload:
         )
 
     def _shown(self, traffic: float, computation: float, least: float = 0.0) -> float:
-        """Return the seconds of data-parallel ``traffic`` that a ``computation`` beside it does not hide.
+        """Return the seconds of data-parallel ``traffic`` that a simultaneous ``computation`` does not hide.
 
         It hides none of the ``least`` part.  Of what is hidden a part is lost, since the computation has
         fewer processors and less of the memory; in a pipeline this falls into idle time.
@@ -171,7 +171,7 @@ class Workload:
         return self.model.loss_workspace + self._deferred * self.model.deferred.after_input_gradient
 
     def deferred_seconds(self, rank: int) -> float:
-        """Return what ``rank`` computes behind its last backward: the deferred gradients of a step."""
+        """Return what ``rank`` computes after its last backward: the deferred gradients of a step."""
         return self._deferred * self.model.deferred.weight_gradient_seconds if rank == self.head_rank else 0.0
 
     @property
@@ -232,11 +232,11 @@ class Workload:
 
     @cached_property
     def waits(self) -> list[Waits]:
-        """The seconds that each rank waits beside its actions if nothing is overlapped."""
+        """The seconds that each rank waits besides its actions if nothing is overlapped."""
         return _once(self._waits, self.by_rank, self._sharings)
 
     def exposed(self, rank: int) -> Waits:
-        """Return what ``rank`` waits where it hides what it may behind its last backward and first forward.
+        """Return what ``rank`` waits where it hides what it may during its last backward and first forward.
 
         The last bucket of gradients, and the first of weights, cannot be hidden.
         """

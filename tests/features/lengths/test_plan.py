@@ -118,6 +118,7 @@ def test_a_memory_limit_is_kept_in_tokens(name, how, part):
         Planner(schedule).plan(costs, how, limits=[0.9 * max(costs.tokens)] * 4, budget=SHORT)
 
 
+@pytest.mark.wide
 def test_a_fraction_is_one_of_what_1f1b_keeps_in_this_step():
     lengths = step(12, seed=5).documents
     request = named("flex", 4, 12, limit=0.75)

@@ -12,6 +12,7 @@ from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.conftest import CACHE
+from tests.support.tiers import first
 
 
 def costs(copy):
@@ -44,7 +45,7 @@ def plans(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("limit", [2.0, 3.2])
+@pytest.mark.parametrize("limit", first(1, [2.0, 3.2]))
 def test_few_orders_are_planned_for_what_all_of_them_have(limit, plans):
     """The shortest of twelve families comes first, with no more W waiting than copies can keep."""
     families = published_orders(placements_of(8, costs(0.3)), 32)

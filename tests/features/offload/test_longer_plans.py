@@ -18,9 +18,12 @@ from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.check import check
 from tests.features.offload.test_free_plans import costs_of
 from tests.support import slow
+from tests.support.tiers import wide
+
+TELLING = ("1f1b", "interleaved", "zb-h1", "v-half")
 
 
-@pytest.mark.parametrize("name", catalog.NAMES)
+@pytest.mark.parametrize("name", [name if name in TELLING else wide(name) for name in catalog.NAMES])
 def test_all_leave_for_a_hundredth_of_a_step(name):
     """A copy takes a third of F + I + W each way."""
     schedule = catalog.build(name, 8, 32)

@@ -14,6 +14,7 @@ from megatron_pp_ext.features.offload.free_plans import share_offloaded
 from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.simulate import simulate
+from tests.support.tiers import wide
 
 RANKS, MICROBATCHES = 4, 12
 
@@ -68,7 +69,7 @@ def test_the_compiler_chooses_by_itself():
     assert max(simulate(schedule, costs).peak_memory) <= 1.5
 
 
-@pytest.mark.parametrize(("limit", "is_compiled"), [(0.375, False), (1.0, True)])
+@pytest.mark.parametrize(("limit", "is_compiled"), [wide((0.375, False)), (1.0, True)])
 def test_an_order_without_copies_is_compiled_where_its_bound_is_no_longer_than_the_step(limit, is_compiled):
     request = options.requested(named("flex", RANKS, MICROBATCHES, limit=limit), "auto", limit)
     made = []

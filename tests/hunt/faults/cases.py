@@ -44,6 +44,7 @@ RUNNERS = {
     "stock, interleaved": Runner(2, "--num-virtual-stages-per-pipeline-rank 2"),
     "1f1b": Runner(3, "--pipeline-schedule 1f1b"),
     "zb-h1": Runner(3, "--pipeline-schedule zb-h1"),
+    "zb-h1, ordered": Runner(3, "--pipeline-schedule zb-h1 --pipeline-order rule"),
     "v-half": Runner(2, "--pipeline-schedule v-half"),
     "v-half, host": Runner(2, "--pipeline-schedule v-half --pipeline-offload 0.5", copies=True),
     "v-zb, 2 replicas": Runner(4, f"--pipeline-schedule v-zb {SHARDED}", replicas=2),

@@ -23,6 +23,7 @@ CASES = [
     Case("pipedream", "persistent", "evaluation", "stopped", victim=1, at=0.5),
     Case("pipedream-2bw", "sync", "step", "killed", victim=0, at=0.7),
     Case("v-zb, 2 replicas", "persistent", "step", "paused", victim=2, at=0.4),
+    Case("zb-h1, ordered", "sync", "step", "killed", victim=1, at=0.5),
     Case("zb-h1", "sync", "evaluation", "killed", victim=1, at=0.5, launcher="torchrun"),
 ]
 

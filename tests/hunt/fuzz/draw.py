@@ -3,6 +3,7 @@
 from functools import cache
 from random import Random
 
+from megatron_pp_ext.schedule.names import AUTO, FLEX
 from megatron_pp_ext.verification.reference_runs import SCHEDULE_FLAGS
 from tests.hunt.fuzz.factors import FACTORS, FLAGS, Row, is_legal, levels
 from tests.hunt.fuzz.job import STOCK, has_checkpoint, is_cut
@@ -26,8 +27,10 @@ def draw(seed: int, number: int) -> Row:
     """Return case ``number`` of ``seed``, counted from 0: a level for each factor, and a schedule.
 
     Beside the factors, a row has a ``seed`` for what else is random in it, its ``schedule``, how that is
-    measured (``measures``), the schedule under which it goes on from a checkpoint (``resume``), the share of
-    activations that waits on the host (``host``), and the tokens of slices of its sequences (``slices``).
+    measured (``measures``), the schedule under which it goes on from a checkpoint (``resume``), the share
+    of activations that waits on the host (``host``), how its microbatches, which are read ahead then, are
+    ordered (``order``): they have one length, so that they stay where they are, and the tokens of slices of
+    its sequences (``slices``).
     """
     random = Random(f"{seed} {number // TOGETHER}")
     row = _job(random)
@@ -40,7 +43,16 @@ def draw(seed: int, number: int) -> Row:
         measures = "trace"
     resume = own.choice([STOCK, *names]) if has_checkpoint(row) else "none"
     host = "none" if measures == "profile" else own.choice(["none", "none", "0.5", "1"])
-    whole = {**row, "schedule": schedule, "measures": measures, "resume": resume, "host": host}
+    is_compiled = schedule.split()[0] in (AUTO, FLEX)
+    order = "none" if is_compiled else own.choice(["none", "none", "rule", "search"])
+    whole = {
+        **row,
+        "schedule": schedule,
+        "measures": measures,
+        "resume": resume,
+        "host": host,
+        "order": order,
+    }
     slices = Random(f"{seed} {number} {schedule} slices").choice(["none", "4", "8", "16"])
     if slices == "none" or not is_cut(whole):
         return {**whole, "slices": "none"}
@@ -49,11 +61,8 @@ def draw(seed: int, number: int) -> Row:
 
 def plain(**choices: str) -> Row:
     """Return the row of the plainest job under V-Half, but for ``choices``."""
-    none = {
-        "seed": "1",
-        "schedule": "v-half",
-        **dict.fromkeys(("measures", "resume", "host", "slices"), "none"),
-    }
+    own = dict.fromkeys(("measures", "resume", "host", "order", "slices"), "none")
+    none = {"seed": "1", "schedule": "v-half", **own}
     return {**none, **{factor: levels(factor)[0] for factor in FACTORS}, **choices}
 
 

@@ -63,8 +63,10 @@ def trained(row: Row, data: Path, folder: Path) -> list[str]:
     """The flags of the job under its schedule; ``folder`` is for what it writes."""
     measures = _MEASURES[row["measures"]].format(folder=folder).split()
     host = [] if row["host"] == "none" else ["--pipeline-offload", row["host"]]
+    order = [] if row["order"] == "none" else ["--pipeline-order", row["order"]]
     slices = [] if row["slices"] == "none" else ["--pipeline-slice-tokens", row["slices"]]
-    return [*_job(row, data), *_schedule(row, row["schedule"], folder), *measures, *host, *slices]
+    schedule = _schedule(row, row["schedule"], folder)
+    return [*_job(row, data), *schedule, *measures, *host, *order, *slices]
 
 
 def is_cut(row: Row) -> bool:

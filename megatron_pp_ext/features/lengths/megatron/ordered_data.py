@@ -14,11 +14,14 @@ from megatron_pp_ext.features.lengths.megatron.agreement import Documents, agree
 from megatron_pp_ext.features.lengths.megatron.run_costs import RunCosts
 from megatron_pp_ext.features.lengths.microbatches import Microbatches
 from megatron_pp_ext.features.lengths.ordering import Ordering
-from megatron_pp_ext.features.lengths.plan import Plan, Planner
+from megatron_pp_ext.features.lengths.plan import BUDGET, Plan, Planner
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.runners.model_stage import StepInputs
 from megatron_pp_ext.integration.runners.step_parts import Step, StepPart
 from megatron_pp_ext.runtime.first_rank import print_rank_0
+
+_SEARCHING = 0.75
+"""The part of the time for a plan in which an order is searched for; costs and W take the rest."""
 
 
 def ordered(pipeline: Pipeline) -> StepPart:
@@ -74,7 +77,8 @@ class _Ordered:
         planner = self._planners.get(schedule.microbatches)
         if planner is None or planner.schedule is not schedule:
             planner = self._planners[schedule.microbatches] = Planner(schedule, step.may_move_weights)
-        return planner.plan(self._costs.of(Microbatches(documents)), self._ordering.how)
+        costs = self._costs.of(Microbatches(documents))
+        return planner.plan(costs, self._ordering.how, budget=_SEARCHING * BUDGET)
 
     def _moves_weights(self, step: Step) -> bool:
         """Whether W may be moved: not those of a file, nor where copies or pairs are planned around them."""

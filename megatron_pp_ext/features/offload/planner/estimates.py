@@ -36,7 +36,7 @@ class Offloaded(Addition):
     def activations(
         self, work: "Workload", schedule: Schedule, peaks: tuple[float, ...]
     ) -> tuple[float, ...]:
-        """See ``Addition``: no copy takes memory beside what it frees."""
+        """See ``Addition``: no copy takes memory besides what it frees."""
         if not schedule.copies:
             return peaks
         return tuple(map(min, peaks, kept_on_device(work, schedule)))

@@ -7,7 +7,7 @@ generators outlive it.  When the backward takes the last layer of a segment, all
 forward once more, with a graph, and their backwards follow one by one.  So no more than one segment is
 there as a whole, for each backward that runs.
 
-The repeated forward runs alone: its exchanges of tokens hide behind nothing.  Layers of multi-token
+The repeated forward runs alone: its exchanges of tokens are hidden by nothing.  Layers of multi-token
 prediction are not recomputed, since their forward changes what the plan keeps for the chunk.
 """
 

@@ -8,7 +8,7 @@ from megatron.core import parallel_state
 
 
 def _logged() -> dict[str, torch.Tensor]:
-    """Return the sums of layers, by the names of the losses, that Megatron prints behind a step."""
+    """Return the sums of layers, by the names of the losses, that Megatron prints after a step."""
     try:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     except ImportError:  # an older release

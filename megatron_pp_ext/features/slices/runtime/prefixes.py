@@ -43,7 +43,7 @@ class Prefix:
 
 
 class _Grow(torch.autograd.Function):
-    """Writes a slice's keys behind the earlier ones, and returns a view of all."""
+    """Writes a slice's keys after the earlier ones, and returns a view of all."""
 
     @staticmethod
     def forward(ctx: "torch.autograd.function.FunctionCtx", *given: object) -> torch.Tensor:

@@ -7,7 +7,7 @@ weight exists once, as the output layer's.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -70,6 +70,8 @@ def _replace_output(model: Any, is_last: bool) -> torch.nn.Parameter | None:
     if is_last:
         replaced = getattr(model, "output_layer", None)
         weight = _weight_alone(replaced, ColumnParallelLinear, "output layer")
+        if model.config.cross_entropy_loss_fusion and model.config.cross_entropy_fusion_impl == "linear":
+            _refuse("output layer", "is one kernel with the loss (cross_entropy_fusion_impl linear)")
         model.compute_language_model_loss = part.keep_labels
     model.output_layer = part
     return weight
@@ -94,11 +96,15 @@ def _weight_alone(module: Any, kind: type[torch.nn.Module], what: str) -> torch.
         except ValueError as error:
             problem = f"has a weight that {error}"
     if problem:
-        raise SystemExit(
-            "megatron_pp_ext: --pipeline-vocabulary shared cuts embedding and output layer by rows, and the "
-            f"model's {what} {problem}; leave it out"
-        )
+        _refuse(what, problem)
     return weight
+
+
+def _refuse(what: str, problem: str) -> NoReturn:
+    raise SystemExit(
+        "megatron_pp_ext: --pipeline-vocabulary shared cuts embedding and output layer by rows, and the "
+        f"model's {what} {problem}; leave it out"
+    )
 
 
 _STOCK_MARKS = {

@@ -112,6 +112,8 @@ class OutputPart(VocabularyPart):
     """
 
     labels: torch.Tensor | None = None
+    sequence_parallel = False
+    """Megatron's branch core_dev_r0.16.0 asks its output layer for it."""
 
     def forward(
         self, input_: torch.Tensor | None = None, **unused: Any

@@ -45,7 +45,7 @@ CASES = {
     "windows and sinks": (2, "zb-h1", 4, (*PP2, *LLAMA, *WINDOW)),
     "experts": (2, "zb-h1", 8, (*PP2, *LLAMA, *EXPERTS)),
 }
-ALWAYS = {"tied, learned positions", "grouped queries, evaluation", "tensor-parallel"}
+ALWAYS = {"tied, learned positions", "tensor-parallel"}
 """What is not wide."""
 
 

@@ -1,0 +1,170 @@
+"""Does a step of microbatches of unlike length take what its plan says?  (stages that sleep by tokens, gloo)
+
+    python -m benchmarks.runtime.lengths [--ranks 4] [--microbatches 8] [--forward 0.05] [--repeats 3]
+
+Every family runs on our executor in the order given, by the rule and as a search finds, in turns and in the
+same processes, with W in the holes of the step as in training.  A stage sleeps for what its microbatch costs.
+Writes results/lengths_runtime.md.
+"""
+
+import gc
+import time
+from functools import partial
+from random import Random
+from statistics import median
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import typer
+
+from benchmarks.measuring import in_turns
+from benchmarks.report import RESULTS, Out, Row, publish, table
+from benchmarks.runtime.machine import cores_awake, settle, step_seconds
+from benchmarks.runtime.stages import Times
+from benchmarks.runtime.systems import RunStep, World
+from megatron_pp_ext.features.lengths.length_costs import LengthCosts
+from megatron_pp_ext.features.lengths.microbatches import Microbatches
+from megatron_pp_ext.features.lengths.orders import How
+from megatron_pp_ext.features.lengths.plan import Plan, Planner
+from megatron_pp_ext.runtime.executor import execute
+from megatron_pp_ext.runtime.plan import plan_rank
+from megatron_pp_ext.runtime.rank import Rank
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.actions import Action, Kind
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.unit_costs import UnitCosts
+from tests.support.ranks import run_ranks
+
+FAMILIES = "1f1b", "interleaved", "zb-h1", "v-half"
+HOWS: tuple[How, ...] = "given", "rule", "search"
+MESSAGE = Times(0, 0, 0, 8 << 10)
+
+
+class UnlikeStage:
+    """A ``runtime.rank.Stage`` that sleeps for what each microbatch costs."""
+
+    def __init__(self, stage: int, costs: UnitCosts) -> None:
+        self._stage, self._costs = stage, costs
+
+    def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor:
+        """Sleep for F."""
+        return self._after(Kind.F, microbatch)
+
+    def backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor:
+        """Sleep for B."""
+        return self._after(Kind.B, microbatch)
+
+    def backward_input(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor:
+        """Sleep for I."""
+        return self._after(Kind.I, microbatch)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Sleep for W."""
+        time.sleep(self._costs.seconds(Action(self._stage, Kind.W, microbatch)))
+
+    def _after(self, kind: Kind, microbatch: int) -> torch.Tensor:
+        time.sleep(self._costs.seconds(Action(self._stage, kind, microbatch)))
+        return torch.empty(MESSAGE.shape)
+
+
+def lengths(microbatches: int) -> Microbatches:
+    """Return documents of a lognormal distribution, as answers of a reinforcement-learning run have it."""
+    random = Random(1)
+    drawn = [
+        [min(20_480, int(random.lognormvariate(8.7, 0.8)) + 1) for _ in range(random.randint(1, 3))]
+        for _ in range(microbatches)
+    ]
+    return Microbatches.of(drawn)
+
+
+def planned(family: str, how: How, ranks: int, microbatches: int, forward: float) -> tuple[Plan, UnitCosts]:
+    """Return the plan of the step, and the costs of its microbatches in its order."""
+    schedule, step = catalog.build(family, ranks, microbatches), lengths(microbatches)
+    mean = sum(step.tokens) / microbatches
+    kinds = "forward", "input_gradient", "weight_gradient"
+    unit = Costs.per_rank(ranks, schedule.placement.chunks, **dict.fromkeys(kinds, forward))
+    costs = LengthCosts.with_attention(unit, mean).of(step)
+    plan = Planner(schedule).plan(costs, how)
+    return plan, costs.ordered(plan.order)
+
+
+def build(world: World, family: str, how: How, ranks: int, microbatches: int, forward: float) -> RunStep:
+    """Build a step on this rank, as training runs it: the family's plan with W in other places."""
+    plan, costs = planned(family, how, ranks, microbatches, forward)
+    schedule, rank = catalog.build(family, ranks, microbatches), dist.get_rank()
+    mine = plan_rank(schedule, rank)
+    if plan.schedule.orders[rank] != schedule.orders[rank]:
+        mine = mine.with_weights_moved(plan.schedule.orders[rank])
+    stages = {stage: UnlikeStage(stage, costs) for stage in schedule.placement.stages_of(rank)}
+
+    # New channels for each step, as in training.
+    return lambda: execute(mine, Rank(stages, world.channels(MESSAGE)))
+
+
+def measure(
+    rank: int, ranks: int, microbatches: int, forward: float, repeats: int
+) -> dict[tuple[str, How], list[tuple[float, float]]]:
+    """Run all ways in turns on one rank, and return start and end of every step of each."""
+    settle(rank)
+    world = World.join(ranks)
+
+    def timed(run: RunStep) -> tuple[float, float]:
+        dist.barrier()
+        start = time.perf_counter()
+        run()
+        return start, time.perf_counter()
+
+    ways = {
+        (family, how): partial(timed, build(world, family, how, ranks, microbatches, forward))
+        for family in FAMILIES
+        for how in HOWS
+    }
+    gc.collect()
+    gc.freeze()  # the collector need not look through imported modules within a step
+    in_turns(ways, 1)
+    return in_turns(ways, repeats)
+
+
+def main(
+    out: Out = RESULTS / "lengths_runtime.md",
+    ranks: Annotated[int, typer.Option(help="Pipeline ranks.")] = 4,
+    microbatches: Annotated[int, typer.Option(help="Microbatches of a step.")] = 8,
+    forward: Annotated[float, typer.Option(help="Seconds of a mean F without attention.")] = 0.05,
+    repeats: Annotated[int, typer.Option(help="Steps of each way that count.")] = 3,
+) -> None:
+    """Measure, and write a table."""
+    with cores_awake():
+        found = run_ranks(measure, ranks, ranks, microbatches, forward, repeats, timeout=3600)
+    rows: list[Row] = []
+    for family in FAMILIES:
+        for how in HOWS:
+            plan, _ = planned(family, how, ranks, microbatches, forward)
+            steps = step_seconds([spans[family, how] for spans in found])
+            of_given = planned(family, "given", ranks, microbatches, forward)[0].seconds
+            numbers = (plan.seconds, median(steps), min(steps))
+            moved = "yes" if plan.schedule.orders != catalog.build(family, ranks, microbatches).orders else ""
+            rows.append(
+                (
+                    family,
+                    how,
+                    *(f"{1e3 * seconds:.0f}" for seconds in numbers),
+                    *(f"{seconds / plan.seconds:.3f}" for seconds in numbers[1:]),
+                    f"{plan.seconds / of_given:.3f}",
+                    moved,
+                )
+            )
+    heads = (
+        *("schedule", "order", "simulated ms", "median ms", "least ms"),
+        *("median/simulated", "least/simulated", "simulated/given", "W moved"),
+    )
+    about = (
+        f"p = {ranks}, m = {microbatches}, {repeats} steps of each way in turns. A stage sleeps for "
+        f"{1e3 * forward:.0f} ms in each of F, I and W of a mean microbatch, and for attention by the "
+        "squares of documents; messages of 8 KiB over gloo."
+    )
+    publish(out, "Steps of microbatches of unlike length", about, table(heads, rows))
+
+
+if __name__ == "__main__":
+    typer.run(main)

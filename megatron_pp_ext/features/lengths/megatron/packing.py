@@ -1,0 +1,61 @@
+"""Megatron's own packing (--sequence-packing-scheduler dp_balanced) by cost instead of tokens.
+
+It packs the documents of a step in the order in which they come, up to a number of tokens.  ``pack_by_cost``
+puts a scheduler in its place that keeps the number of microbatches and balances what they cost.
+"""
+
+from typing import Any
+
+from megatron_pp_ext.features.lengths.length_costs import EQUAL_AT
+from megatron_pp_ext.features.lengths.packing import Groups, Packing
+
+_NAME = "dp_balanced"
+
+
+def pack_by_cost(
+    schedule: str = "1f1b", *, ranks: int, chunks: int | None = None, equal_at: float = EQUAL_AT
+) -> None:
+    """Let ``dp_balanced`` of this process balance microbatches by their costs; again, by other ones.
+
+    ``schedule`` with so many pipeline ``ranks`` and ``chunks`` a rank is the one by which a balanced step is
+    compared with Megatron's own, which stays where it is not longer.  Call it on every rank with the same
+    arguments before training starts.  ValueError, in one line, for a Megatron without such a packer, and for
+    a schedule that cannot be.
+    """
+    from megatron_pp_ext.compiler.request import named
+
+    named(schedule, ranks, 1, chunks)
+    try:
+        from megatron.core.datasets import data_schedule
+
+        schedulers: dict[Any, Any] = data_schedule.scheduler_map
+    except (ImportError, AttributeError):
+        raise ValueError(
+            "this Megatron does not pack sequences by a scheduler (megatron.core.datasets.data_schedule has "
+            "no scheduler_map); balance the data with megatron_pp_ext.balance where it is read"
+        ) from None
+    (key,) = (one for one in schedulers if getattr(one, "value", one) == _NAME)
+    of_megatron = getattr(schedulers[key], "of_megatron", schedulers[key])
+    schedulers[key] = _by_cost(of_megatron, schedule, ranks, chunks, equal_at)
+
+
+def _by_cost(of_megatron: Any, schedule: str, ranks: int, chunks: int | None, equal_at: float) -> type[Any]:
+    """Return a scheduler like Megatron's that balances what it has packed."""
+
+    class ByCost(of_megatron):
+        def get_groups_and_subsamples(self, sample_id_seqlens: Any) -> Groups:
+            """Return the documents of each microbatch and rank; lengths come with the documents' numbers."""
+            found: Groups = super().get_groups_and_subsamples(sample_id_seqlens)
+            lengths = [int(length) for _, length in sample_id_seqlens]
+            packing = Packing(
+                schedule,
+                ranks,
+                chunks,
+                int(self.max_seq_len_all_ranks),
+                getattr(self, "max_num_seqs", None),
+                equal_at,
+            )
+            return packing.balanced(found, lengths, self.dp_size)
+
+    ByCost.of_megatron = of_megatron
+    return ByCost

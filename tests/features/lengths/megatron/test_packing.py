@@ -1,0 +1,63 @@
+"""Megatron's own packer with ours in its place: on a checkout that has one, else it is refused."""
+
+import json
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import run_ranks  # noqa: F401  (stand-ins for torch.cuda)
+
+# isort: split
+from megatron.core.datasets import data_schedule
+
+from megatron_pp_ext.features.lengths.megatron.packing import pack_by_cost
+
+CHECKOUT = Path(os.environ.get("MEGATRON_LM", ""), "megatron", "core", "datasets", "data_schedule.py")
+ROOT = Path(__file__).parents[4]
+
+
+@pytest.mark.skipif(hasattr(data_schedule, "scheduler_map"), reason="this Megatron packs sequences")
+def test_a_megatron_without_a_packer_is_named():
+    with pytest.raises(ValueError, match="does not pack sequences by a scheduler"):
+        pack_by_cost("1f1b", ranks=2)
+    with pytest.raises(ValueError, match="unknown schedule"):
+        pack_by_cost("1f2b", ranks=2)
+
+
+@pytest.mark.checkout
+@pytest.mark.skipif(
+    not CHECKOUT.is_file() or "scheduler_map" not in CHECKOUT.read_text(),
+    reason="MEGATRON_LM does not name a Megatron-LM checkout that packs sequences by a scheduler",
+)
+def test_packed_microbatches_train_by_cost_and_in_order():
+    """m is the packer's, and losses come back in the order in which it hands microbatches over."""
+    paths = os.pathsep.join((str(CHECKOUT.parents[3]), str(ROOT)))
+    job = [sys.executable, "-m", "tests.features.lengths.megatron.packing_job"]
+    ran = subprocess.run(
+        job,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    ranks = json.loads(ran.stdout.splitlines()[-1])
+    first, other, *_ = (rank["by_cost"] for rank in ranks)
+    assert ranks[0]["given"] != first != other
+    assert [rank["by_cost"] for rank in ranks] == [first, other] * 2, "pipeline ranks have the same data"
+
+    def work(replica):
+        return [
+            sum((end - start) + (end - start) ** 2 / 8 for start, end in pairwise(ends)) for ends in replica
+        ]
+
+    given = [work(rank["given"]) for rank in ranks[:2]]
+    assert max(map(sum, (work(first), work(other)))) < max(map(sum, given))
+    for rank in ranks[2:]:
+        assert rank["ours"] == rank["stock_by_cost"] != []
