@@ -43,7 +43,7 @@ def sliced(pipeline: Pipeline) -> StepPart:
 
 def _require_length(inputs: StepInputs, option: Slices) -> None:
     """Raise ValueError unless the step's sequences have the length that its schedule was made for."""
-    length = option.tokens * option.count
+    ((length,),) = option.units(1).documents
     tensor = inputs.groups.tp.size() if inputs.config.sequence_parallel else 1
     if inputs.config.variable_seq_lengths or inputs.shape[0] * tensor != length:
         raise ValueError(
