@@ -19,7 +19,7 @@ def _logged() -> dict[str, torch.Tensor]:
 
 @contextmanager
 def averaged(count: float) -> Iterator[None]:
-    """Divide what the microbatches inside add by the ``count`` of units that one has on average: Megatron expects one."""
+    """Divide what microbatches add by the ``count`` of units that one has: Megatron expects one."""
     before = {name: values.clone() for name, values in _logged().items()}
     yield
     for name, values in _logged().items():
