@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
-import megatron.bridge.peft.utils
 import megatron.bridge.training.config as config
 import megatron.bridge.training.eval
 import megatron.bridge.training.pretrain
@@ -20,7 +19,6 @@ from megatron.bridge import AutoBridge
 from megatron.bridge.models.gpt.gpt_builder import GPTModelConfig
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.models.transformer_config import TransformerConfig
-from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -28,8 +26,9 @@ from megatron.core.transformer.enums import AttnBackend
 
 import megatron_pp_ext
 from megatron_pp_ext import cpu
+from tests.frameworks.adapters import Adapters, Export
 from tests.support import frameworks, ranks, rounding
-from tests.support.training import global_parameters, initialize_by_layer, normal
+from tests.support.training import global_parameters, initialize_by_layer
 
 FOR_A_CPU: dict[str, Any] = {
     "pipeline_dtype": torch.float32,
@@ -79,7 +78,8 @@ class Job:
     layers: Callable[..., Any] | None = None
     """The layers of a chunk, if not those of ``layers_of``."""
     adapts: str | None = None
-    """The folder of Hugging Face weights whose adapters alone are trained, and saved in that format too."""
+    """The folder of Hugging Face weights of which adapters alone are trained; they are saved and exported in
+    that format too."""
     save: str | None = None
     load: str | None = None
 
@@ -92,6 +92,7 @@ class Run:
     norms: list[float] = field(default_factory=list)  # of the gradients of a step
     validation: list[dict[str, float]] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)  # at the end, by global name
+    exported: dict[str, torch.Tensor] = field(default_factory=dict)  # at the end, in Hugging Face's names
     layers: list[list[int]] = field(default_factory=list)  # of each chunk
     steps: list[int] = field(default_factory=list)  # microbatches of each step that our runner did
 
@@ -146,7 +147,11 @@ def _pretrain(rank: int, job: Job, install: Callable[[], None] | None) -> Run:
     ):
         setattr(module, name, watch(run, getattr(module, name)))
     with frameworks.counting_steps() as run.steps:
-        megatron.bridge.training.pretrain.pretrain(_container(job, run), job.step)
+        megatron.bridge.training.pretrain.pretrain(
+            _container(job, run),
+            job.step,
+            callbacks=[Export(job.adapts, run.exported)] if job.adapts else None,
+        )
     run.weights = {name: weight.detach().clone() for name, weight in run.weights.items()}
     return run
 
@@ -243,29 +248,11 @@ def _container(job: Job, run: Run) -> config.ConfigContainer:
             pretrained_checkpoint=job.adapts,
             also_save_hf_checkpoint=job.adapts is not None,
         ),
-        peft=None if job.adapts is None else _Adapters(run),
+        peft=None if job.adapts is None else Adapters(run.weights),
         rng=config.RNGConfig(seed=1234),
         dist=config.DistributedInitConfig(distributed_backend="gloo"),
         mixed_precision=None,
     )
-
-
-class _Adapters(LoRA):
-    """Adapters that begin with numbers that depend on their layers alone."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__(dim=4, alpha=8)
-        self._run = run
-        megatron.bridge.peft.utils.HAVE_TE = False  # its stand-in has no layers to ask for
-
-    def __call__(self, model: Any, training: bool = True) -> Any:
-        adapted = super().__call__(model, training)
-        self._run.weights = dict(global_parameters(adapted))
-        with torch.no_grad():
-            for name, weight in self._run.weights.items():
-                if weight.requires_grad:
-                    weight.copy_(0.05 * normal(name, weight.shape))
-        return adapted
 
 
 def layers_of(config: Any, vp_stage: int | None = None) -> Any:
@@ -283,7 +270,7 @@ def _look(run: Run, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
     """Set the weights by layer, and keep the chunks until their last weights are copied."""
     initialize_by_layer(chunks)
     run.layers = [[layer.layer_number for layer in chunk.decoder.layers] for chunk in chunks]
-    run.weights = dict(global_parameters(chunks))
+    run.weights.update(global_parameters(chunks))
     return chunks
 
 

@@ -18,17 +18,20 @@ frameworks.require("megatron.bridge")
 from tests.frameworks.llama import LLAMA  # noqa: E402
 from tests.frameworks.megatron_bridge import Job, assert_same_bits, stock, under  # noqa: E402
 
+MERGED = "model.layers.0.self_attn.o_proj.weight"
+"""A weight into which an adapter is merged."""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama in Hugging Face's format, and what stock makes of it in four steps."""
+    """The place of a tiny Llama in Hugging Face's format, and of what stock makes of it in four steps."""
     torch.manual_seed(1)
     folder = tmp_path_factory.mktemp("llama")
     LlamaForCausalLM(LLAMA).save_pretrained(folder / "weights")
     return folder
 
 
-def exported(checkpoint: Path) -> dict[str, torch.Tensor]:
+def saved_adapters(checkpoint: Path) -> dict[str, torch.Tensor]:
     (file,) = checkpoint.rglob("adapter_model.safetensors")
     return load_file(file)
 
@@ -44,8 +47,12 @@ def test_adapters_train_resume_and_are_exported(name: str, chunks: int, folder: 
     assert_same_bits(
         replace(resumed, losses=begun.losses + resumed.losses, norms=begun.norms + resumed.norms), theirs
     )
-    ours, stocks = exported(whole), exported(folder / "stock")
-    assert len(ours) == 2 * 7 * LLAMA.num_hidden_layers
-    assert ours.keys() == stocks.keys()
-    assert not [name for name in ours if not torch.equal(ours[name], stocks[name])]
-    assert any("lora_B" in name and weight.any() for name, weight in ours.items())
+    adapters, stocks = saved_adapters(whole), saved_adapters(folder / "stock")
+    assert len(adapters) == 2 * 7 * LLAMA.num_hidden_layers
+    assert any("lora_B" in name and weight.any() for name, weight in adapters.items())
+    before = load_file(folder / "weights" / "model.safetensors")
+    assert resumed.exported.keys() == before.keys()
+    assert not torch.equal(resumed.exported[MERGED], before[MERGED])
+    for ours, others in ((adapters, stocks), (resumed.exported, theirs.exported)):
+        assert ours.keys() == others.keys()
+        assert not [name for name in ours if not torch.equal(ours[name], others[name])]

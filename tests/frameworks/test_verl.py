@@ -66,6 +66,17 @@ def test_replicas_with_other_numbers_of_microbatches(name: str, chunks: int, wei
         assert_same_bits(one, other)
 
 
+@pytest.mark.parametrize(("name", "chunks"), [("zb-h1", 1), ("v-half", 2)])
+def test_microbatches_in_a_planned_order(name: str, chunks: int, weights: Path) -> None:
+    """verl finds the losses where its own samples are; only the sums of gradients have another order."""
+    (ours,) = verl_engine.train(str(weights), name, verl_engine.Job(chunks=chunks, order="rule"))
+    (theirs,) = stock(weights, verl_engine.Job())
+    assert ours.losses[:2] == theirs.losses[:2], "the first updates of the actor and of the critic"
+    for one, other in zip(ours.losses, theirs.losses, strict=True):
+        assert one == pytest.approx(other, rel=0.05, abs=0.05)
+    assert all(torch.equal(ours.passes[0][kind], other) for kind, other in theirs.passes[0].items())
+
+
 @pytest.mark.parametrize(("name", "chunks"), [("v-half", 2), ("interleaved", 2)])
 def test_adapters(name: str, chunks: int, weights: Path) -> None:
     """The actor trains adapters alone, is its own reference without them, and sends them by themselves."""

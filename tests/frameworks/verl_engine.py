@@ -69,6 +69,8 @@ class Job:
     one has verl's dynamic microbatches."""
     adapts: bool = False
     """Whether the actor trains adapters alone (LoRA), without which it is the reference."""
+    order: str | None = None
+    """How the microbatches of updates are ordered by the lengths of their samples."""
 
 
 @dataclass
@@ -120,7 +122,7 @@ def _train(rank: int, folder: str, name: str | None, job: Job) -> Run:
     torch.distributed.init_process_group("gloo")
     run, replica = Run(), rank % job.replicas
     with (
-        megatron_pp_ext.installed(name, ranks=2, microbatches=8) if name else nullcontext(),
+        megatron_pp_ext.installed(name, ranks=2, microbatches=8, **_order(job)) if name else nullcontext(),
         frameworks.counting_steps() as run.steps,
     ):
         actor = _engine(MegatronEngineWithLMHead, folder, job, lora=LORA if job.adapts else {})
@@ -139,6 +141,16 @@ def _train(rank: int, folder: str, name: str | None, job: Job) -> Run:
         if job.adapts:
             run.adapters = _sent(actor, base_sync_done=True)
     return run
+
+
+def _order(job: Job) -> dict[str, Any]:
+    return {} if job.order is None else {"order": job.order, "lengths": _lengths}
+
+
+def _lengths(batch: TensorDict) -> list[int]:
+    """Return the tokens of each sample: verl's samples are rows of a nested tensor."""
+    found: list[int] = batch["input_ids"].offsets().diff().tolist()
+    return found
 
 
 def _sent(actor: MegatronEngine, **how: bool) -> dict[str, torch.Tensor]:

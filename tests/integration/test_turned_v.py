@@ -87,7 +87,8 @@ def test_other_models(world_size: int, flags: str) -> None:
 def test_predictions_of_several_tokens(tied: str, layout: str, stages: str) -> None:
     """With a copy of the embedding on the first rank, where Megatron's own sum would not look for it.
 
-    Stock has the same layers with the loss: with MTP there, a tied output layer has a weight that is never used.
+    Stock has the same layers with the loss: with MTP there, a tied output layer has a weight that it never
+    uses.
     """
     flag, model = "--pipeline-model-parallel-layout", f"{PREDICTION} {tied}"
     ours = run(2, f"{PP2} {model} {flag} {layout} {V_HALF}".split())

@@ -14,7 +14,7 @@ from tests.support.comparison import Result, assert_same_bits, run
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 from megatron_pp_ext import pretrain_gpt
-from megatron_pp_ext.features.lengths.megatron import ordered_data
+from megatron_pp_ext.features.lengths.megatron import ordered_data, run_costs
 
 END_OF_DOCUMENT, LENGTH, MICROBATCHES = 63, 32, 8
 APART = ("--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss", "--clip-grad", "0")
@@ -83,18 +83,33 @@ def watched_orders(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
     monkeypatch.setattr(ordered_data._Ordered, "_plan", watched)
 
 
-@pytest.mark.parametrize("flags", ["1f1b --pipeline-order rule", "v-half --pipeline-order search"])
-def test_an_order_equals_stock_on_data_in_that_order(monkeypatch, tmp_path, documents, flags):
-    watched_orders(monkeypatch, tmp_path / "orders")
-    ours = trained(monkeypatch, (*documents, "--pipeline-schedule", *flags.split()))
-    orders = [[*map(int, line.split())] for line in (tmp_path / "orders").read_text().splitlines()]
-    assert len(orders) == 2 and all(order != sorted(order) for order in orders)
+def assert_equal_to_stock_in_order(
+    monkeypatch: pytest.MonkeyPatch, file: Path, flags: tuple[str, ...], schedule: str, steps: int
+) -> None:
+    """Train for so many ``steps``, and by stock on the samples in the order that ours has planned."""
+    watched_orders(monkeypatch, file)
+    flags = (*flags, "--train-iters", str(steps))
+    ours = trained(monkeypatch, (*flags, "--pipeline-schedule", *schedule.split()))
+    orders = [[*map(int, line.split())] for line in file.read_text().splitlines()]
+    assert len(orders) == steps and all(order != sorted(order) for order in orders)
 
     def moved(number: int) -> int:
         step, place = divmod(number, MICROBATCHES)
         return step * MICROBATCHES + orders[step][place] if step < len(orders) else number
 
-    stock = trained(monkeypatch, documents, moved)
+    stock = trained(monkeypatch, flags, moved)
     # What Megatron reports of a step is a sum over microbatches, in the order of the data here.
     assert ours.losses == pytest.approx(stock.losses, rel=1e-6)
     assert_same_bits(ours._replace(losses=stock.losses), stock)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b --pipeline-order rule", "v-half --pipeline-order search"])
+def test_an_order_equals_stock_on_data_in_that_order(monkeypatch, tmp_path, documents, schedule):
+    assert_equal_to_stock_in_order(monkeypatch, tmp_path / "orders", documents, schedule, steps=2)
+
+
+def test_measured_steps_tell_the_costs_of_later_ones(monkeypatch, tmp_path, documents, said_by):
+    said = said_by(run_costs)
+    schedule = "zb-h1 --pipeline-order rule --pipeline-profile-steps 1-2"
+    assert_equal_to_stock_in_order(monkeypatch, tmp_path / "orders", documents, schedule, steps=4)
+    assert "microbatches are ordered by what 8 measured ones took" in said.read_text()
