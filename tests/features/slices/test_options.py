@@ -5,6 +5,7 @@ import pytest
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.features.lengths.ordering import Ordering, with_order
 from megatron_pp_ext.features.slices.options import Slices, are_by_length, slices
+from megatron_pp_ext.job import pipeline
 from tests.features.slices.test_estimates import asked
 
 
@@ -29,3 +30,12 @@ def test_a_length_that_cannot_be() -> None:
 def test_a_flag_that_is_no_number() -> None:
     with pytest.raises(ValueError, match="must be a whole number or auto"):
         asked("--pipeline-schedule v-half --pipeline-slice-tokens many")
+
+
+def test_a_step_that_is_planned_needs_no_divisor() -> None:
+    given = asked("--pipeline-schedule flex --pipeline-memory-limit 0.5 --pipeline-slice-tokens 5000")
+    with pytest.raises(ValueError, match="does not divide"):
+        pipeline.read(given, 1)
+    planned = pipeline.read(given.changed(pipeline_order="search"), 1)
+    assert are_by_length(planned)
+    assert planned.option(Slices) == Slices(5000)
