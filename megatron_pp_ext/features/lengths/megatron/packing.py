@@ -1,4 +1,4 @@
-"""Megatron's own packing (--sequence-packing-scheduler dp_balanced) by cost instead of tokens.
+"""Megatron's own packing (``config.sequence_packing_scheduler``, ``dp_balanced``), by cost instead of tokens.
 
 It packs the documents of a step in the order in which they come, up to a number of tokens.  ``pack_by_cost``
 puts a scheduler in its place that keeps the number of microbatches and balances what they cost.
@@ -6,6 +6,7 @@ puts a scheduler in its place that keeps the number of microbatches and balances
 
 from typing import Any
 
+from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.features.lengths.length_costs import EQUAL_AT
 from megatron_pp_ext.features.lengths.packing import Groups, Packing
 
@@ -22,8 +23,6 @@ def pack_by_cost(
     arguments before training starts.  ValueError, in one line, for a Megatron without such a packer, and for
     a schedule that cannot be.
     """
-    from megatron_pp_ext.compiler.request import named
-
     named(schedule, ranks, 1, chunks)
     try:
         from megatron.core.datasets import data_schedule

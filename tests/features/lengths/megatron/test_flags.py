@@ -12,7 +12,7 @@ from tests.support.flags import PP4, read
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.features.guided.options import ProfileSteps
 from megatron_pp_ext.features.lengths.length_costs import EQUAL_AT, LengthCosts
-from megatron_pp_ext.features.lengths.megatron import run_costs
+from megatron_pp_ext.features.lengths.megatron import ordered_data, run_costs
 from megatron_pp_ext.features.lengths.megatron.run_costs import RunCosts
 from megatron_pp_ext.features.lengths.microbatches import Microbatches
 from megatron_pp_ext.features.lengths.ordering import Ordering
@@ -137,3 +137,17 @@ def test_measured_steps_take_the_place_of_what_was_estimated(monkeypatch):
             assert stage.forward == pytest.approx(expected.forward)
             assert stage.input_gradient == pytest.approx(expected.input_gradient)
     assert "by what 6 measured ones took: attention to 50 tokens" in said[0]
+
+
+def test_data_whose_lengths_cannot_be_told_is_an_error_only_where_an_order_was_asked_for(monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(ordered_data, "_print_once", said.append)
+    for is_default in (True, False):
+        asked = Ordering("rule", is_default=is_default)
+        steps = ordered_data._Ordered(Pipeline(named("1f1b", 2, 3).with_option(asked)), asked)
+        if is_default:
+            steps._leave_as_given("no lengths")
+        else:
+            with pytest.raises(RuntimeError, match="no lengths"):
+                steps._leave_as_given("no lengths")
+    assert said == ["megatron_pp_ext: microbatches stay in the order of the data: no lengths"]

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from enum import Enum
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,8 +25,37 @@ ROOT = Path(__file__).parents[4]
 def test_a_megatron_without_a_packer_is_named():
     with pytest.raises(ValueError, match="does not pack sequences by a scheduler"):
         pack_by_cost("1f1b", ranks=2)
-    with pytest.raises(ValueError, match="unknown schedule"):
+    with pytest.raises(ValueError, match="no schedule is called '1f2b'"):
         pack_by_cost("1f2b", ranks=2)
+
+
+class OneByOne:
+    """A packer that puts each document into a microbatch of its own."""
+
+    max_seq_len_all_ranks, dp_size = 100, 2
+
+    def get_groups_and_subsamples(self, sample_id_seqlens):
+        numbers = [number for number, _ in sample_id_seqlens]
+        return [[[one], [other]] for one, other in zip(numbers[::2], numbers[1::2], strict=True)]
+
+
+class Name(Enum):
+    DP_BALANCED = "dp_balanced"
+
+
+@pytest.mark.parametrize("key", [Name.DP_BALANCED, "dp_balanced"], ids=["main", "dev"])
+def test_the_packer_of_megatrons_name_is_replaced_and_asked(monkeypatch, key):
+    schedulers = {key: OneByOne}
+    monkeypatch.setattr(data_schedule, "scheduler_map", schedulers, raising=False)
+    documents = [(0, 90), (1, 5), (2, 80), (3, 9)]
+    given = OneByOne().get_groups_and_subsamples(documents)
+    for _ in range(2):
+        pack_by_cost("1f1b", ranks=2, equal_at=50)
+        found = schedulers[key]().get_groups_and_subsamples(documents)
+        assert found != given
+        replicas = [{one for row in found for one in row[replica]} for replica in range(2)]
+        assert [len(replica & {0, 2}) for replica in replicas] == [1, 1], "each has one of the long ones"
+    assert schedulers[key].of_megatron is OneByOne, "the second call replaces the first"
 
 
 @pytest.mark.checkout

@@ -19,7 +19,10 @@ from megatron_pp_ext.features.lengths.megatron import ordered_data, run_costs
 END_OF_DOCUMENT, LENGTH, MICROBATCHES = 63, 32, 8
 APART = ("--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss", "--clip-grad", "0")
 PIPELINE = ("--pipeline-model-parallel-size", "2")
-ONE_OF_STEP = "--global-batch-size", str(MICROBATCHES)
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none "
+    "--moe-token-dispatcher-type alltoall --expert-model-parallel-size 2"
+)
 
 
 class Packed:
@@ -55,7 +58,9 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     return ("--data-path", str(prefix), "--split", "98,1,1", *APART)
 
 
-def trained(monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], order: Any = int) -> Result:
+def trained(
+    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], order: Any = int, replicas: int = 1
+) -> Result:
     """Train on the samples in ``order``."""
     with monkeypatch.context() as patched:
         build = pretrain_gpt.datasets
@@ -66,7 +71,8 @@ def trained(monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], order: Any 
 
         packed.is_distributed = True  # type: ignore[attr-defined]
         patched.setattr(pretrain_gpt, "datasets", packed)
-        return run(2, [*PIPELINE, *ONE_OF_STEP, *flags])
+        batch = "--global-batch-size", str(MICROBATCHES * replicas)
+        return run(2 * replicas, [*PIPELINE, *batch, *flags])
 
 
 def watched_orders(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
@@ -84,20 +90,33 @@ def watched_orders(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
 
 
 def assert_equal_to_stock_in_order(
-    monkeypatch: pytest.MonkeyPatch, file: Path, flags: tuple[str, ...], schedule: str, steps: int
+    monkeypatch: pytest.MonkeyPatch,
+    file: Path,
+    flags: tuple[str, ...],
+    schedule: str,
+    steps: int,
+    replicas: int = 1,
 ) -> None:
-    """Train for so many ``steps``, and by stock on the samples in the order that ours has planned."""
+    """Train for so many ``steps``, and by stock on the samples in the order that ours has planned.
+
+    All ``replicas`` have one order.
+    """
     watched_orders(monkeypatch, file)
     flags = (*flags, "--train-iters", str(steps))
-    ours = trained(monkeypatch, (*flags, "--pipeline-schedule", *schedule.split()))
-    orders = [[*map(int, line.split())] for line in file.read_text().splitlines()]
+    ours = trained(monkeypatch, (*flags, "--pipeline-schedule", *schedule.split()), replicas=replicas)
+    planned = [[*map(int, line.split())] for line in file.read_text().splitlines()]
+    orders = planned[::replicas]
+    assert sorted(planned) == sorted(orders * replicas)
     assert len(orders) == steps and all(order != sorted(order) for order in orders)
 
     def moved(number: int) -> int:
-        step, place = divmod(number, MICROBATCHES)
-        return step * MICROBATCHES + orders[step][place] if step < len(orders) else number
+        sample, replica = divmod(number, replicas)
+        step, place = divmod(sample, MICROBATCHES)
+        if step >= len(orders):
+            return number
+        return (step * MICROBATCHES + orders[step][place]) * replicas + replica
 
-    stock = trained(monkeypatch, flags, moved)
+    stock = trained(monkeypatch, flags, moved, replicas)
     # What Megatron reports of a step is a sum over microbatches, in the order of the data here.
     assert ours.losses == pytest.approx(stock.losses, rel=1e-6)
     assert_same_bits(ours._replace(losses=stock.losses), stock)
@@ -106,6 +125,13 @@ def assert_equal_to_stock_in_order(
 @pytest.mark.parametrize("schedule", ["1f1b --pipeline-order rule", "v-half --pipeline-order search"])
 def test_an_order_equals_stock_on_data_in_that_order(monkeypatch, tmp_path, documents, schedule):
     assert_equal_to_stock_in_order(monkeypatch, tmp_path / "orders", documents, schedule, steps=2)
+
+
+def test_pipelines_that_share_experts_run_in_one_order(monkeypatch, tmp_path, documents):
+    """Each has data of its own, and the exchanges of their tokens meet in every layer."""
+    flags = (*documents, *EXPERTS.split())
+    schedule = "zb-h1 --pipeline-order rule"
+    assert_equal_to_stock_in_order(monkeypatch, tmp_path / "orders", flags, schedule, steps=2, replicas=2)
 
 
 def test_measured_steps_tell_the_costs_of_later_ones(monkeypatch, tmp_path, documents, said_by):
