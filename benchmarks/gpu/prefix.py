@@ -4,7 +4,7 @@ python -m benchmarks.gpu.layers prefix 4096 [--dry]
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import Any
@@ -64,29 +64,35 @@ class Layer(torch.nn.Module):
         return result
 
 
-def trained(layer: Layer, given: torch.Tensor, tokens: int) -> float:
-    """Run forwards of slices of so many tokens, and their backwards in reverse; return the seconds."""
-    layer.zero_grad()
-    given.grad = None
-    sequence, outputs = Sequence(Owner(0, 0), len(given)), list[torch.Tensor]()
+def trained(layer: Layer, given: torch.Tensor, tokens: int) -> tuple[float, list[torch.Tensor]]:
+    """Run forwards of slices of so many tokens, and their backwards in reverse.
+
+    Return the seconds, and the gradients of the input and of all weights, added up in fp32 as Megatron does.
+    """
+    sums = [torch.zeros_like(one, dtype=torch.float32) for one in layer.parameters()]
+    sequence = Sequence(Owner(0, 0), len(given))
+    inputs = [one.detach().requires_grad_() for one in given.split(tokens)]
     _wait()
     begin = time.perf_counter()
-    for start in range(0, len(given), tokens):
-        outputs.append(layer(given[start : start + tokens], sequence, start))
+    outputs = [layer(one, sequence, number * tokens) for number, one in enumerate(inputs)]
     for output in reversed(outputs):
         output.backward(torch.ones_like(output))
+        for total, one in zip(sums, layer.parameters(), strict=True):
+            assert one.grad is not None
+            total += one.grad
+            one.grad = None
     _wait()
-    return time.perf_counter() - begin
+    seconds = time.perf_counter() - begin
+    return seconds, [torch.cat([one.grad.float() for one in inputs if one.grad is not None]), *sums]
+
+
+def _seconds(layer: Layer, given: torch.Tensor, tokens: int) -> float:
+    return trained(layer, given, tokens)[0]
 
 
 def _wait() -> None:
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
-
-
-def gradients(layer: Layer, given: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the gradients of the input and of all weights."""
-    yield from (one.grad.float() for one in (given, *layer.parameters()) if one.grad is not None)
 
 
 def distance(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
@@ -110,13 +116,12 @@ def prefix(
     exact.load_state_dict(layer.state_dict())
     found: dict[str, list[torch.Tensor]] = {}
     for kind, one, cut in (("exact", exact, 1), ("whole", layer, 1), ("sliced", layer, 4)):
-        given = short.detach().to(next(one.parameters()).dtype).requires_grad_()
-        trained(one, given, len(given) // cut)
-        found[kind] = list(gradients(one, given))
+        given = short.to(next(one.parameters()).dtype)
+        _, found[kind] = trained(one, given, len(given) // cut)
     whole, sliced = (distance(found[kind], found["exact"]) for kind in ("whole", "sliced"))
     del exact, found
-    long = torch.randn(length, 1, heads * width, device=device, dtype=dtype, requires_grad=True)
-    ways = {size: partial(trained, layer, long, size) for size in (length, tokens)}
+    long = torch.randn(length, 1, heads * width, device=device, dtype=dtype)
+    ways = {size: partial(_seconds, layer, long, size) for size in (length, tokens)}
     seconds = {size: median(some) for size, some in in_turns(ways, rounds=REPEATS, warm_up=1).items()}
     cells: dict[str, Any] = {
         "tokens": length,
