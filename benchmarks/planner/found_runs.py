@@ -87,7 +87,7 @@ def found(folder: Path) -> Iterator[FoundRun]:
             row["precision"],
             row["step_s"],
             row.get("mpp_model"),
-            row.get("flags", ()),
+            _flags(row),
             _why_outside(row),
             row["container"],
         )
@@ -110,6 +110,26 @@ _COMPLETED = {
     "Llama 4": ("--moe-router-pre-softmax",),
 }
 """Flags without which Megatron would refuse a row's, and which its recipe has."""
+
+_BRIDGE = ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te")
+"""What every recipe of Megatron-Bridge's summaries sets, and its rows leave out (scripts/performance/utils,
+``_set_common_perf_overrides``, at the tags from v0.2.1 to v0.6.0)."""
+
+_FUSED = (
+    "--use-transformer-engine-op-fuser",
+    "--moe-paged-stash",
+    "--moe-expert-rank-capacity-factor",
+    "1.5",
+)
+"""What recipes set with ``cutedsl_fused_grouped_mlp`` and graphs of whole iterations (v0.5.0,
+``set_workload_base_configs`` and ``set_full_iter_cg_configs``)."""
+
+
+def _flags(row: Mapping[str, Any]) -> Sequence[str]:
+    """Return the flags of a row of Megatron-Bridge with those of its recipe that it leaves out."""
+    own = row.get("flags") or ()
+    fused = _FUSED if row.get("cfg", {}).get("cutedsl_fused_grouped_mlp") else ()
+    return (*own, *_BRIDGE, *fused) if own else ()
 
 
 def _why_outside(row: Mapping[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """Does a step of microbatches of unlike length take what its plan says?  (stages that sleep by tokens, gloo)
 
     python -m benchmarks.runtime.lengths [--ranks 4] [--microbatches 8] [--forward 0.05] [--repeats 3]
+        [--real-time]
 
 Every family runs on our executor in the order given, by the rule and as a search finds, in turns and in the
 same processes, with W in the holes of the step as in training.  A stage sleeps for what its microbatch costs.
@@ -8,6 +9,7 @@ Writes results/lengths_runtime.md.
 """
 
 import gc
+import os
 import time
 from functools import partial
 from random import Random
@@ -103,10 +105,12 @@ def build(world: World, family: str, how: How, ranks: int, microbatches: int, fo
 
 
 def measure(
-    rank: int, ranks: int, microbatches: int, forward: float, repeats: int
+    rank: int, ranks: int, microbatches: int, forward: float, repeats: int, real_time: bool
 ) -> dict[tuple[str, How], list[tuple[float, float]]]:
     """Run all ways in turns on one rank, and return start and end of every step of each."""
     settle(rank)
+    if real_time:
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     world = World.join(ranks)
 
     def timed(run: RunStep) -> tuple[float, float]:
@@ -132,10 +136,13 @@ def main(
     microbatches: Annotated[int, typer.Option(help="Microbatches of a step.")] = 8,
     forward: Annotated[float, typer.Option(help="Seconds of a mean F without attention.")] = 0.05,
     repeats: Annotated[int, typer.Option(help="Steps of each way that count.")] = 3,
+    real_time: Annotated[
+        bool, typer.Option(help="Let the ranks run before all else on a busy machine; needs root.")
+    ] = False,
 ) -> None:
     """Measure, and write a table."""
     with cores_awake():
-        found = run_ranks(measure, ranks, ranks, microbatches, forward, repeats, timeout=3600)
+        found = run_ranks(measure, ranks, ranks, microbatches, forward, repeats, real_time, timeout=3600)
     rows: list[Row] = []
     for family in FAMILIES:
         for how in HOWS:

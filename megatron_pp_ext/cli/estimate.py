@@ -121,7 +121,7 @@ def estimate(
 
         with waiting("planning steps of drawn lengths"):
             expected = steps_by_length(asked.job, machine, request, drawn_from, draws, seed)
-        show_by_length(expected, estimated.other_seconds)
+        show_by_length(expected, estimated)
     without = not_counted(asked)
     show_not_counted(without)
     if chosen:
@@ -137,7 +137,7 @@ def estimate(
             "precision": asked.job.precision.words,
             **counted,
             **asdict(estimated),
-            "by_length": None if expected is None else asdict(expected),
+            "by_length": expected and {**asdict(expected), "grounds": _grounds_by_length(estimated)},
             "not_counted": without,
             **launch.record(),
         }
@@ -227,8 +227,12 @@ def show(estimated: "Estimate", request: Request, machine: System, gpus: int, jo
         )
 
 
-def show_by_length(expected: "ByLength", others: float) -> None:
-    """Print the steps to be expected for documents that were drawn, ``others`` being their other seconds."""
+def show_by_length(expected: "ByLength", estimated: "Estimate") -> None:
+    """Print the steps to be expected for documents that were drawn.
+
+    ``estimated`` is the step of sequences that are alike, whose other seconds they take too.
+    """
+    others = estimated.other_seconds
     console.print(
         f"{expected.draws} steps of drawn lengths, seed {expected.seed}: the heaviest microbatch is "
         f"{expected.heaviest:.2f} of the mean; step, by the order of microbatches"
@@ -245,6 +249,14 @@ def show_by_length(expected: "ByLength", others: float) -> None:
             console.print(
                 f"  {name}: {pipeline + others:.4g} s" + (f" ({gain:+.1%})" if abs(gain) >= 5e-4 else "")
             )
+    console.print(f"  {_grounds_by_length(estimated)}")
+
+
+def _grounds_by_length(estimated: "Estimate") -> str:
+    """Return what such steps are to be trusted for: no published run had documents of different lengths."""
+    # Steps of measured stages, which have no band, are none of documents.
+    assert estimated.band is not None
+    return str(estimated.band.beyond("with documents of different lengths"))
 
 
 def show_not_counted(lines: Sequence[str]) -> None:

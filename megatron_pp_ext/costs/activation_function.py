@@ -2,7 +2,8 @@
 
 Gates are those of arXiv 2002.05202.  In one kernel it reads what the first product made, writes the second
 one's input, and keeps what it read.  Operation by operation a gate keeps every factor, and a clamp its input
-too (``glu`` in megatron.core.transformer.mlp).  An expert's result is multiplied by the router's
+too (``glu`` in megatron.core.transformer.mlp).  Products of experts may do all of it themselves
+(``Precision.fuses_experts``).  An expert's result is multiplied by the router's
 probabilities, in the same kernel or in one that keeps both factors.
 """
 
@@ -15,6 +16,8 @@ def activation(costs: LayerCosts, inner: int, copies: int = 1, is_expert: bool =
     """Return the activation function of ``inner`` numbers a token, for ``copies`` times the tokens."""
     model = costs.job.model
     width = copies * costs.sizes.cut(inner)
+    if is_expert and costs.job.precision.fuses_experts:
+        return Part(after_forward=(model.gates + costs.sizes.waiting) * width)
     is_fused = _is_fused(costs.job, is_expert)
     # Numbers that are read and written for each one of the result, in the forward and in the backward, and
     # those that are kept.
@@ -22,8 +25,11 @@ def activation(costs: LayerCosts, inner: int, copies: int = 1, is_expert: bool =
     if model.gates == 2 and not is_fused:
         forward, backward, kept = forward + 4, backward + 6, kept + 2
     if _clamps(costs.job, is_fused):
-        # Both halves are read and written; in one kernel's place there are copies of both, else of the gate.
-        forward, backward, kept = forward + 4, backward + 6, kept + (2 if is_fused else 1)
+        # Both halves are read and written, and joined again for a fused kernel.  The backward compares the
+        # input with each bound, which makes masks of a byte, and chooses by them; then it joins both halves.
+        # In one kernel's place there are copies of both, else of the gate.
+        forward, backward = forward + (8 if is_fused else 4), backward + (15 if is_fused else 11)
+        kept += 2 if is_fused else 1
     if is_expert and not is_fused:
         forward, backward, kept = forward + 2, backward + 3, kept + 1
     part = Part(

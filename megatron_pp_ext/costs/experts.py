@@ -12,10 +12,12 @@ from megatron_pp_ext.costs.mlp import MLP_KERNELS, feed_forward
 from megatron_pp_ext.costs.part import Matrices, Part
 from megatron_pp_ext.costs.router import ROUTER_KERNELS, router
 
-_BIASED = 6
-"""How often the results of experts are read or written for their biases, in the forward and in the backward:
-each bias is multiplied by probabilities, added, and the parts of all experts are joined (``TEGroupedMLP`` in
-megatron.core.transformer.moe.experts)."""
+_BIASED, _UNBIASED = 14, 20
+"""How often the results of experts are read or written for their biases, in the forward and in the backward,
+where numbers in fp32 count twice.  Each bias is multiplied by probabilities, which are in fp32, and added;
+the parts of all experts are joined, and the whole is converted.  The backward converts the gradient,
+multiplies and sums it for the bias and for the probabilities, and joins what the experts get (``_apply_bias``
+in megatron.core.transformer.moe.experts)."""
 
 
 def experts(costs: LayerCosts) -> Part:
@@ -59,13 +61,17 @@ def _routed(costs: LayerCosts, here: int) -> Part:
     else:
         ordered += (sent + once) / 2
     moving = 2 * exchange + costs.kernels.stream(4 * ordered)
-    if model.add_bias_linear:
-        moving += costs.kernels.copy(_BIASED * chosen * costs.sizes.routed(width))
+    adds_biases = model.add_bias_linear and not costs.job.precision.fuses_experts
+    biased = chosen * costs.sizes.routed(width) if adds_biases else 0.0
+    kept = one.after_forward + chosen * costs.sizes.routed(width)
+    if costs.job.precision.moe_paged_stash:
+        # What is kept is copied into pages, and back.
+        moving += costs.kernels.stream(2 * kept)
     return replace(
         one,
-        forward_seconds=one.forward_seconds + moving,
-        input_gradient_seconds=one.input_gradient_seconds + moving,
-        after_forward=one.after_forward + chosen * costs.sizes.routed(width),
+        forward_seconds=one.forward_seconds + moving + costs.kernels.copy(_BIASED * biased),
+        input_gradient_seconds=one.input_gradient_seconds + moving + costs.kernels.copy(_UNBIASED * biased),
+        after_forward=kept,
         parameters=0.0,
         expert_parameters=one.parameters * here,
         fp8_parameters=one.fp8_parameters * here,

@@ -123,7 +123,8 @@ def _layers(costs: LayerCosts) -> list[Part]:
         (attentions.layer(number), second_halves[kind]) for number, kind in enumerate(model.has_experts, 1)
     ]
     left = costs.kernels.left_beside_exchange
-    made = {(id(front), id(back)): _joined(front, back, left) for front, back in halves}
+    pairs = {(id(front), id(back)): (front, back) for front, back in halves}
+    made = {key: _joined(*pair, left) for key, pair in pairs.items()}
     return [made[id(front), id(back)] for front, back in halves]
 
 

@@ -65,6 +65,7 @@ class ProductCosts:
         self._memory = job.memory
         self._fuses = job.precision.gradient_accumulation_fusion
         self._is_grouped = job.precision.moe_grouped_gemm
+        self._fuses_experts = job.precision.fuses_experts
         self.gathers_in_i = self._is_cut and job.precision.transformer_impl != "local"
 
     def column(
@@ -96,6 +97,7 @@ class ProductCosts:
             is_biased,
             parts=(self._operand_parts(experts), 1),
             is_normed=is_normed,
+            is_cast=(True, not self._fuses_experts or experts is None),
         )
         if experts is not None:
             return product + self._dispatched(copies * self._sizes.routed(read))
@@ -124,8 +126,16 @@ class ProductCosts:
         kept = self._sizes.cut(width)
         kept += self._sizes.whole(made) if experts is None else self._sizes.routed(made)
         parts = self._operand_parts(experts)
+        is_cast = not self._fuses_experts or experts is None, True
         product = self._product(
-            width / self._share(experts), made, kept, copies, experts, is_biased, parts=(1, parts)
+            width / self._share(experts),
+            made,
+            kept,
+            copies,
+            experts,
+            is_biased,
+            parts=(1, parts),
+            is_cast=is_cast,
         )
         if experts is not None:
             return product + self._dispatched(copies * self._sizes.routed(made))
@@ -196,12 +206,13 @@ class ProductCosts:
         is_output: bool = False,
         parts: tuple[int, int] = (1, 1),
         is_normed: bool = False,
+        is_cast: tuple[bool, bool] = (True, True),
     ) -> Part:
         """Return the product with a rank's weight of ``read`` times ``made``.
 
-        Its input and the gradient of its output are ``kept`` bytes, for each of the ``copies``; ``parts`` are
-        the ranks that each cast their part of either.  The activations that it keeps between F and I are
-        counted with the layers around it.
+        Its input and the gradient of its output are ``kept`` bytes, for each of the ``copies``; ``is_cast``
+        says which of both a kernel casts, and ``parts`` are the ranks that each cast their part of it.  The
+        activations that it keeps between F and I are counted with the layers around it.
         """
         sizes, kernels = self._sizes, self._kernels
         is_grouped = self._is_grouped and experts is not None
@@ -226,7 +237,7 @@ class ProductCosts:
             waiting += experts * sizes.bytes * read * made
         # F casts the input, I the gradient of the output; W finds both.
         casts = kernels.cast(tokens * read, parts[0], is_normed), kernels.cast(tokens * made, parts[1])
-        casts = (0.0, 0.0) if is_output else casts
+        casts = (0.0, 0.0) if is_output else (casts[0] * is_cast[0], casts[1] * is_cast[1])
         has_bias = self._has_biases if is_biased is None else is_biased
         product = Part(
             weight_operations=2 * tokens * read * made,

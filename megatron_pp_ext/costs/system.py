@@ -94,12 +94,13 @@ class System:
     ``processors`` are the SMs or compute units, 0 where product shapes make no difference, and
     ``around_loop`` what a tile of each number format takes besides its loop (``product_shapes``);
     ``attention_rates`` has rows of (width of a head, operations a second, keys) of fused attention, which
-    takes as long for each query as so many keys more than it sees would; ``kernel_seconds`` is what a host
-    takes to start a kernel.  ``exposed_sums`` is the share of the time to read and write gradients that a
-    product which adds to them does not hide: one where a processor works on one tile at a time.
-    ``sustained`` has the share of these rates that training keeps up, 1 where it is
-    left out: "clock" of products and attention, whose clock is lower under load than in the short
-    measurement of one alone, "copy" of small kernels, which device memory bounds, and "network".
+    takes as long for each query as so many keys more than it sees would, and ``attention_backward_rates`` has
+    such rows of its backward, which runs as fast as the forward where there are none;
+    ``kernel_seconds`` is what a host takes to start a kernel. ``exposed_sums`` is the share of the time to
+    read and write gradients that a product which adds to them does not hide: one where a processor works on
+    one tile at a time. ``sustained`` has the share of these rates that training keeps up, 1 where it is left
+    out: "clock" of products and attention, whose clock is lower under load than in the short measurement of
+    one alone, "copy" of small kernels, which device memory bounds, and "network".
     ``fp8_recipes`` are the values of --fp8-recipe with which products run; None, where nobody says, means all
     but mxfp8.  ``reserved_bytes`` of the memory are the driver's and the communicators'.  ``sources`` has for
     each field where it was read or how it was measured.
@@ -120,6 +121,7 @@ class System:
     processors: _CountOrNone = 0
     around_loop: Mapping[_Dtype, _NotNegative] = field(default_factory=dict)
     attention_rates: Sequence[_AttentionRate] = ()
+    attention_backward_rates: Sequence[_AttentionRate] = ()
     kernel_seconds: _NotNegative = 0.0
     exposed_sums: _NotNegative = 0.0
     sustained: Mapping[_Sustained, _Positive] = field(default_factory=dict)
@@ -168,21 +170,21 @@ class System:
             best += scale / distance
         return here * best / near
 
-    def attention_rate(self, width: float, keys: float, tiles: float, masked: float = 0) -> float | None:
-        """Return the operations a second of a forward of fused attention, whose masked ones do not count.
+    def attention_rate(
+        self, width: float, keys: float, tiles: float, masked: float = 0, is_backward: bool = False
+    ) -> float | None:
+        """Return the operations a second of fused attention, whose masked ones do not count.
 
-        Heads have a ``width``, and queries see so many ``keys`` on average; there are so many ``tiles`` of
-        ``ATTENTION_TILE`` queries.  With them ``masked`` keys are computed, which do not count.  Rows are
+        They are those of its forward, or of its backward if ``is_backward``.  Heads have a ``width``, and
+        queries see so many ``keys`` on average; there are so many ``tiles`` of ``ATTENTION_TILE`` queries.
+        With them ``masked`` keys are computed, which do not count.  Rows are
         interpolated between widths.  None where it is not known.
         """
-        if not self.attention_rates:
+        rows = (is_backward and self.attention_backward_rates) or self.attention_rates
+        if not rows:
             return None
-        rate, around = (
-            _interpolated(
-                [(row[0], row[column]) for row in sorted(self.attention_rates, key=itemgetter(0))], width
-            )
-            for column in (1, 2)
-        )
+        rows = sorted(rows, key=itemgetter(0))
+        rate, around = (_interpolated([(row[0], row[column]) for row in rows], width) for column in (1, 2))
         filled = 1.0
         if self.processors:
             each = tiles / self.processors

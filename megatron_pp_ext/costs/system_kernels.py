@@ -21,8 +21,8 @@ FlashAttention-2 (arXiv 2307.08691, figures 5 and 6), causal, heads of 128, sequ
 _FUSED_BACKWARD = 2.5
 """The products in the backward of fused attention for each one of the forward (same source, section 4.1).
 
-They run as fast as those of the forward: 518 and 529 TFLOP/s over 8,192 tokens on an H100 (arXiv 2407.08608,
-figures 5 and 6, cuDNN)."""
+On an H100 they run as fast as those of the forward: 518 and 529 TFLOP/s over 8,192 tokens (arXiv 2407.08608,
+figures 5 and 6, cuDNN).  A system says where they do not (``attention_backward_rates``)."""
 
 _RANDOM_FORWARD = 1.5
 """What the random numbers of dropout add to the forward of fused attention with heads of 128, and once more
@@ -97,7 +97,7 @@ class SystemKernelSeconds(KernelSeconds):
         self._drops = job.model.attention_dropout > 0
         is_fp4 = self._dtype == "fp4"
         self._scales_first = not is_fp4 and precision.fp8_recipe == "tensorwise"
-        self._norms_cast = not is_fp4 and precision.fp8_recipe in ("delayed", "mxfp8")
+        self._norms_cast = not is_fp4 and precision.fp8_recipe == "delayed"
         self._sends_once = parallel.moe_token_dispatcher_type == "flex"
         self._backend = parallel.moe_flex_dispatcher_backend
         model = job.model
@@ -137,11 +137,17 @@ class SystemKernelSeconds(KernelSeconds):
             tiles = operations / (4 * length * width * _ATTENTION_TILE)
             # Where a window begins inside the sequence, its edge cuts tiles as that of the causal mask does.
             cut = _ATTENTION_TILE * (1 - 2 * seen)
-            fused = self._system.attention_rate(width, seen * length, tiles, cut)
-            rate = fused or _FUSED_RATE * rate
-            forward = seen * operations / rate
+            forward, backward = (
+                seen
+                * operations
+                / (
+                    self._system.attention_rate(width, seen * length, tiles, cut, is_backward)
+                    or _FUSED_RATE * rate
+                )
+                for is_backward in (False, True)
+            )
             random = _RANDOM_FORWARD * forward * _RANDOM_WIDTH / width if self._drops else 0.0
-            return forward + random, _FUSED_BACKWARD * forward + random
+            return forward + random, _FUSED_BACKWARD * backward + random
         # Scores are written, put through softmax and read.  Their gradient is written, put through softmax
         # with them, and read twice, and they once more.  Dropout reads, writes, and has a mask of a byte.
         dropping = 2.5 if self._drops else 0.0
@@ -163,7 +169,9 @@ class SystemKernelSeconds(KernelSeconds):
 
         Numbers that were gathered by rows, or written so by a norm, are read again to write them by columns;
         such a norm writes a byte in the place of its own result.  It cannot where scales are of the tensor
-        itself, as those of NVFP4 partly are, which take a pass over it first, or of its blocks.
+        itself, as those of NVFP4 partly are, which take a pass over it first, or of its blocks.  In MXFP8 it
+        does so with NVTE_NORM_FWD_USE_CUDNN=1 alone, which no flag sets (``rmsnorm_fwd`` in
+        transformer_engine/pytorch/csrc/extensions/normalization.cpp).
         """
         if not self._is_fp8:
             return 0.0

@@ -41,7 +41,6 @@ class Flags:
     microbatch_group_size_per_vp_stage: int | None = None
     moe_enable_deepep: bool | None = None
     moe_expert_rank_capacity_factor: float | None = None
-    moe_paged_stash: bool | None = None
     moe_router_enable_expert_bias: bool | None = None
     moe_router_load_balancing_type: str | list[str] | None = None
     moe_router_padding_for_fp8: bool | None = None
@@ -77,7 +76,6 @@ class Flags:
     use_precision_aware_optimizer: bool | None = None
     use_te_activation_func: bool | None = None
     use_tp_pp_dp_mapping: bool | None = None
-    use_transformer_engine_op_fuser: bool | None = None
 
     @classmethod
     def of(cls, args: object) -> Self:

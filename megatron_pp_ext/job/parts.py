@@ -245,6 +245,8 @@ class Precision:
     bias_gelu_fusion: bool = True
     bias_swiglu_fusion: bool = True
     use_fused_weighted_squared_relu: bool = False
+    use_transformer_engine_op_fuser: bool = False
+    moe_paged_stash: bool = False
     cross_entropy_loss_fusion: bool = False
     cross_entropy_fusion_impl: str = "native"
 
@@ -284,6 +286,15 @@ class Precision:
         if not self.is_half or not (self.fp8 or self.fp4):
             return "bf16" if self.is_half else "fp32"
         return "fp4" if self.fp4 else "fp8"
+
+    @property
+    def fuses_experts(self) -> bool:
+        """Whether products of experts add biases, activate and cast in their own kernels.
+
+        Transformer Engine fuses so in MXFP8 (transformer_engine.pytorch.ops.fused.grouped_mlp).
+        """
+        is_mxfp8 = self.uses_fp8 and not self.fp4 and self.fp8_recipe == "mxfp8"
+        return self.use_transformer_engine_op_fuser and self.moe_grouped_gemm and is_mxfp8
 
     @property
     def is_unfused(self) -> bool:

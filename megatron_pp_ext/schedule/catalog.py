@@ -229,7 +229,8 @@ def canonical(name: str) -> str:
         return f"{CSV_PREFIX}{path}"
     plain = _plain(name)
     plain = ALIASES.get(plain, plain)
-    return plain if plain in {*ENTRIES, *NOT_HERE, NO_PIPELINE} else name
+    is_known = plain in ENTRIES or plain in NOT_HERE or plain == NO_PIPELINE
+    return plain if is_known else name
 
 
 def entry(name: str) -> Entry:

@@ -106,5 +106,7 @@ def test_an_estimate_expects_steps_of_drawn_lengths(mpp, tmp_path):
     assert found["balanced"] > 0
     assert found["heaviest"] > 1
     assert "searched, documents balanced over replicas" in result.output
+    assert found["grounds"].startswith("no range of times to expect: none of ")
+    assert found["grounds"].endswith(" was under v-half, or with documents of different lengths")
     again = mpp(*words, "--", *flags.split())
     assert again.output == result.output

@@ -124,7 +124,7 @@ def test_a_router_is_whole_on_each_tensor_parallel_rank():
         ({}, 3, 5, 2),
         ({"activation_func_clamp_value": 7.0}, 3, 5, 2),  # which the kernel does not look at
         ({"bias_swiglu_fusion": False}, 7, 11, 4),
-        ({"bias_swiglu_fusion": False, "activation_func_clamp_value": 7.0}, 11, 17, 5),
+        ({"bias_swiglu_fusion": False, "activation_func_clamp_value": 7.0}, 11, 22, 5),
     ],
 )
 def test_a_gate_in_one_kernel_and_in_several(changed, forward, backward, kept):

@@ -150,6 +150,14 @@ def test_fused_attention_runs_at_the_rate_of_its_heads_and_keys() -> None:
     assert windowed == pytest.approx(0.5e9 / (1e12 * 256 / (356 + 64)))
 
 
+def test_the_backward_of_fused_attention_has_rates_of_its_own() -> None:
+    rates = {"attention_rates": [[64, 1e12, 100]], "attention_backward_rates": [[64, 5e11, 512]]}
+    alone, both = kernels({"attention_rates": rates["attention_rates"]}), kernels(rates)
+    forward, backward = both.attention(2e9, 0, True, 1024, 64)
+    assert forward == alone.attention(2e9, 0, True, 1024, 64)[0]
+    assert backward == pytest.approx(2.5e9 / 5e11 * 2)
+
+
 def test_fused_attention_makes_random_numbers_for_dropout() -> None:
     """As many in either pass as there are scores; with heads of 128 they take 1.5 times the forward."""
     for width in (64, 128):

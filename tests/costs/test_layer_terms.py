@@ -186,15 +186,52 @@ def test_what_dropout_copies():
 def test_what_is_copied_in_a_layer_of_experts():
     """Its own inner width twice a token and twice more where it is multiplied by probabilities, the tokens
     put in order four times, read and written each, of which two times a token is read or written once
-    for its two experts, six more for the biases of its results, and the router's three numbers for eight
-    experts each."""
+    for its two experts, fourteen more for the biases of its results, or twenty in the backward, and the
+    router's three numbers for eight experts each."""
     inner, sent, routed = 2 * 2 * S * B * 384, 2 * HIDDEN, 2 * 3 * 4 * S * B * 8
     found = seconds(experts(costs("copy", **EXPERTS)))
     assert found == (
-        5 * HIDDEN + 4 * inner + (7 + 6) * sent + routed,
-        5 * HIDDEN + 6 * inner + (7 + 6) * sent + routed,
+        5 * HIDDEN + 4 * inner + (7 + 14) * sent + routed,
+        5 * HIDDEN + 6 * inner + (7 + 20) * sent + routed,
         0,
     )
+
+
+def test_clamps_before_a_fused_activation_are_kernels_of_their_own():
+    """Both halves are read, written and joined; the backward has a mask for each of three bounds."""
+    plain, clamped = (
+        experts(costs("copy", **EXPERTS, quick_geglu=True, activation_func_clamp_value=most))
+        for most in (None, 7.0)
+    )
+    width = 2 * 2 * S * B * 384
+    assert clamped.forward_seconds - plain.forward_seconds == 8 * width
+    assert clamped.input_gradient_seconds - plain.input_gradient_seconds == 15 * width
+    assert clamped.after_forward - plain.after_forward == 2 * width
+
+
+MXFP8 = {"fp8": "e4m3", "fp8_recipe": "mxfp8", "moe_grouped_gemm": True, "swiglu": True}
+
+
+@pytest.mark.parametrize("kind", ["copy", "cast"])
+def test_products_of_experts_that_are_fused_copy_no_activations_or_biases(kind):
+    """Of the casts those of tokens as they come are left, and of their gradients."""
+    plain, fused = (
+        experts(costs(kind, **EXPERTS, **MXFP8, use_transformer_engine_op_fuser=is_fused))
+        for is_fused in (False, True)
+    )
+    inner, sent = 2 * 2 * S * B * 384, 2 * HIDDEN
+    less = (3 * inner + 14 * sent, 5 * inner + 20 * sent) if kind == "copy" else (inner / 2, inner)
+    assert plain.forward_seconds - fused.forward_seconds == less[0]
+    assert plain.input_gradient_seconds - fused.input_gradient_seconds == less[1]
+    half = experts(costs(kind, **EXPERTS, use_transformer_engine_op_fuser=True))
+    assert half == experts(costs(kind, **EXPERTS))
+
+
+def test_a_paged_stash_copies_what_experts_keep_into_pages_and_back():
+    plain, paged = (experts(costs("copy", **EXPERTS, moe_paged_stash=is_paged)) for is_paged in (False, True))
+    kept = 2 * 2 * S * B * 384 * 3 + 2 * HIDDEN
+    assert paged.forward_seconds - plain.forward_seconds == 2 * kept
+    assert paged.input_gradient_seconds - plain.input_gradient_seconds == 2 * kept
 
 
 def test_positions_and_the_order_of_heads_are_copied_around_attention():

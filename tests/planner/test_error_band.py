@@ -66,6 +66,14 @@ def test_offloading_and_a_shared_vocabulary_are_unmeasured_too() -> None:
     assert shared.unmeasured == ("with a shared vocabulary",)
 
 
+def test_slices_and_documents_of_different_lengths_are_unmeasured_too() -> None:
+    sliced = band("--pipeline-schedule", "1f1b", "--pipeline-slice-tokens", "2048")
+    assert sliced.unmeasured == ("in slices of sequences",)
+    varied = "with documents of different lengths"
+    assert band().beyond(varied).unmeasured == (varied,)
+    assert sliced.beyond(varied).low is None
+
+
 def test_with_two_things_that_no_run_had_there_is_no_range() -> None:
     found = estimated("--pipeline-schedule", "zb-h1", machine="mi300x")
     assert found.band is not None and found.band.of(found.step_seconds) is None

@@ -63,12 +63,23 @@ MODELS = {
     "of groups of experts": f"{SIZES} --vocab-size 1000 --bf16 --num-experts 16 --moe-ffn-hidden-size 256 "
     "--expert-model-parallel-size 8 --global-batch-size 64 --disable-bias-linear --moe-router-topk 4 "
     "--moe-token-dispatcher-type flex --moe-router-num-groups 8 --moe-router-group-topk 3",
+    "of experts in MXFP8": f"{SIZES} --vocab-size 1000 --bf16 --num-experts 16 --moe-ffn-hidden-size 4096 "
+    "--expert-model-parallel-size 8 --micro-batch-size 8 --global-batch-size 64 --moe-grouped-gemm --swiglu "
+    "--disable-bias-linear --fp8-format e4m3 --fp8-recipe mxfp8 --moe-token-dispatcher-type flex "
+    "--moe-flex-dispatcher-backend hybridep --moe-expert-rank-capacity-factor 1.5",
     "of a batch that does not divide": f"{SIZES} --global-batch-size 18 --vocab-size 1000 {ON_4}",
 }  # fmt: skip
 """Models that need different flags; that of seven layers and the last need one flag more."""
 
-SYSTEMS = {"in FP4": "b200"}
-GPUS = {"experts": 64, "of groups of experts": 8, "of encoders": 1, "latent": 64, "gated experts": 64}
+SYSTEMS = {"in FP4": "b200", "of experts in MXFP8": "b200"}
+GPUS = {
+    "experts": 64,
+    "of groups of experts": 8,
+    "of experts in MXFP8": 8,
+    "of encoders": 1,
+    "latent": 64,
+    "gated experts": 64,
+}
 
 
 EIGHT = Path(support.__file__).with_name("eight_blocks.json")

@@ -224,7 +224,7 @@ RULES = (
             ),
             Rule(
                 "--moe-paged-stash",
-                when=lambda job: job.flags.moe_paged_stash and job.changes_its_order,
+                when=lambda job: job.precision.moe_paged_stash and job.changes_its_order,
                 why="it holds all steps to the order of its first one",
                 fix="choose a schedule that stays as it is, such as 1f1b",
             ),

@@ -149,7 +149,7 @@ ROWS = (
     Rule(
         "--moe-single-grouped-weight",
         when=lambda job: (
-            job.flags.moe_single_grouped_weight and not job.flags.use_transformer_engine_op_fuser
+            job.flags.moe_single_grouped_weight and not job.precision.use_transformer_engine_op_fuser
         ),
         why="needs --moe-grouped-gemm and --use-transformer-engine-op-fuser",
         fix="add both, or leave it out",

@@ -33,6 +33,10 @@ class Addition:
         """Return the ``estimate`` of one step of ``schedule`` with what the feature knows of it."""
         return estimate
 
+    def unmeasured(self, schedule: Schedule) -> Iterator[str]:
+        """Yield what steps of ``schedule`` have and no published step had, in words (``error_band``)."""
+        yield from ()
+
     def lines(self, estimate: "Estimate") -> Iterator[str]:
         """Yield what people should read of the ``estimate`` after the memory of its ranks."""
         yield from ()

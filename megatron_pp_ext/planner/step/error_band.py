@@ -65,6 +65,10 @@ class Band:
             return f"no range of times to expect: {without}"
         return f"{without}; {widest}"
 
+    def beyond(self, *unmeasured: str) -> "Band":
+        """Return the band of a job that also has what is ``unmeasured``, in words."""
+        return _band(self.kind, (*self.unmeasured, *unmeasured))
+
     def of(self, seconds: float) -> tuple[float, float] | None:
         """Return the range around an estimate of ``seconds``, if there is one."""
         return None if self.low is None or self.high is None else (self.low * seconds, self.high * seconds)
@@ -84,8 +88,11 @@ def kind_of(job: Job, system: System, gpus: int) -> str:
 def band(job: Job, system: System, gpus: int, schedule: str, splits_head: bool) -> Band:
     """Return the band of ``job`` on so many ``gpus`` of ``system`` under ``schedule``."""
     kind = kind_of(job, system, gpus)
+    return _band(kind, tuple(_unmeasured(job, system.name, schedule, splits_head, validation()[kind])))
+
+
+def _band(kind: str, unmeasured: tuple[str, ...]) -> Band:
     known = validation()[kind]
-    unmeasured = tuple(_unmeasured(job, system.name, schedule, splits_head, known))
     low, high = known["low"], known["high"]
     if unmeasured or known["publishers"] < 2:
         every = validation().values()

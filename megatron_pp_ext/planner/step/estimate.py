@@ -225,6 +225,9 @@ def estimate(
     samples = job.batch.micro_batch_size * work.data * microbatches
     tokens = job.model.seq_length * samples
     seconds, file = taken.step_seconds, job.pipeline.pipeline_costs if work.model.measured else None
+    known = None if file else band(job, work.system, gpus, name, work.placement.splits_head)
+    for addition in additions():
+        known = known and known.beyond(*addition.unmeasured(order.timer.schedule))
     possible = seconds * gpus * work.system.peak(job.precision.format)
     return Estimate(
         step_seconds=seconds,
@@ -233,7 +236,7 @@ def estimate(
         utilisation=None if work.model.counts_weights else model_operations(job, samples) / possible,
         tokens_per_second=tokens / seconds,
         ranks=memory(work, order, name, microbatches, margin),
-        band=None if file else band(job, work.system, gpus, name, work.placement.splits_head),
+        band=known,
         stages_from=str(file) if file else None,
     )
 

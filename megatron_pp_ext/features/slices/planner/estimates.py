@@ -1,5 +1,6 @@
 """What the slices of a step cost in an estimate, and what ranks keep of them."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron_pp_ext.features.slices.costs.of_slices import of_slices
@@ -48,6 +49,11 @@ class Sliced(Addition):
             schedule.share * peak + sum(_owed(work, stage) for stage in work.placement.stages_of(rank))
             for rank, peak in enumerate(peaks)
         )
+
+    def unmeasured(self, schedule: Schedule) -> Iterator[str]:
+        """See ``Addition``."""
+        if schedule.units:
+            yield "in slices of sequences"
 
 
 def _owed(work: "Workload", stage: int) -> float:
