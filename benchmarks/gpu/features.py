@@ -27,7 +27,7 @@ class Feature:
     """What a part trains with: flags for all of its runs, and further ones for each row.
 
     ``wide`` are flags that a dry run leaves out.  ``needs`` is the package without which it cannot run,
-    ``logged`` what a row's log has to have.
+    ``logged`` what a row's log has to have.  Sums ``is_rounded`` of which make the first losses, too, differ.
     """
 
     title: str
@@ -36,6 +36,7 @@ class Feature:
     wide: str = ""
     needs: str = ""
     logged: str = ""
+    is_rounded: bool = False
 
     def train(self, part: str, bench: Bench, rows: Rows) -> None:
         """Add the rows of the part."""
@@ -43,7 +44,7 @@ class Feature:
             rows.add("all", {"found": f"{self.needs} is not installed"})
             return
         flags = shlex.split(self.flags) + ([] if bench.dry else shlex.split(self.wide))
-        compare(bench, rows, part, flags, self.rows, self.logged)
+        compare(bench, rows, part, flags, self.rows, self.logged, self.is_rounded)
 
 
 FEATURES = {
@@ -73,6 +74,15 @@ FEATURES = {
             for name in ("1f1b", "interleaved", "zb-h1", "v-half")
         },
         needs="transformer_engine",
+    ),
+    "sliced": Feature(
+        "Losses in slices of sequences",
+        f"{LONG} --position-embedding-type rope",
+        {
+            f"{name}-4": f"--pipeline-schedule {name} --pipeline-slice-tokens 128"
+            for name in ("1f1b", "zb-h1", "v-half")
+        },
+        is_rounded=True,
     ),
     "cp": Feature(
         "Losses with context parallelism, p = 2",

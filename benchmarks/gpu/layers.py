@@ -4,6 +4,7 @@ python -m benchmarks.gpu.layers split plain [--dry]
 python -m benchmarks.gpu.layers copies products [--dry]
 python -m benchmarks.gpu.layers gaps v-half [--dry]
 python -m benchmarks.gpu.layers away v-half [--dry]
+python -m benchmarks.gpu.layers prefix 4096 [--dry]
 """
 
 import json
@@ -17,7 +18,9 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from benchmarks.gpu import prefix as prefixes
 from benchmarks.gpu.one_rank import TOKENS, WIDE, Block, away, gaps
+from benchmarks.gpu.prefix import prefix
 from benchmarks.measuring import in_turns
 from megatron_pp_ext.calibration.measure import HOST_BYTES, copies_both_ways
 from megatron_pp_ext.runtime.activation_meter import Owner
@@ -143,9 +146,18 @@ def copies(what: str, hidden: int) -> dict[str, object]:
     }
 
 
+def _prefix(name: str, dry: bool) -> dict[str, object]:
+    if dry:
+        return prefix(str(int(name) // 64), prefixes.LENGTH // 64, 2, 8, prefixes.masked, "cpu")
+    if find_spec("transformer_engine") is None:
+        return {"goal": "not installed"}
+    sizes = prefixes.LENGTH, prefixes.HEADS, prefixes.WIDTH
+    return prefix(name, *sizes, prefixes.of_engine(*sizes[1:]), "cuda")
+
+
 def main(
-    what: Annotated[str, typer.Argument(help="split, copies, gaps or away.")],
-    name: Annotated[str, typer.Argument(help="The kind of layers, or the schedule.")],
+    what: Annotated[str, typer.Argument(help="split, copies, gaps, away or prefix.")],
+    name: Annotated[str, typer.Argument(help="The kind of layers, the schedule, or the tokens of a slice.")],
     dry: Annotated[bool, typer.Option("--dry", help="Small, on CPUs that stand in for a GPU.")] = False,
 ) -> None:
     """Print one row as JSON."""
@@ -160,6 +172,7 @@ def main(
         "copies": partial(copies, hidden=hidden),
         "gaps": partial(gaps, hidden=hidden, kernels=kernels),
         "away": partial(away, hidden=wide[0], tokens=wide[1]),
+        "prefix": partial(_prefix, dry=dry),
     }
     print(json.dumps(ways[what](name)))
 

@@ -19,6 +19,8 @@ from megatron_pp_ext.costs import system
 KINDS = ("plain", "transformer-engine")
 PROFILED = ("1f1b", "zb-h1", "v-half", "v-min")
 BESIDE = ("products", "activations")
+SLICES = ("2048", "4096", "8192")
+"""The tokens of a slice, as words."""
 LIKE = "h100"
 """The system whose figures are compared with what is measured."""
 
@@ -168,6 +170,12 @@ PARTS = {
     ),
     "away-one-queue": Part(
         "Steps with activations on the host and one hardware queue", 150, _one_queue, PROFILED
+    ),
+    "slices": Part(
+        "A layer that works on slices of a sequence, by their tokens",
+        120,
+        partial(_layers, "prefix", SLICES),
+        SLICES,
     ),
     "rates": Part("Rates of the device, and the planner's", 120, rates),
     "parity": Part("Losses from one checkpoint on, p = 4 on one device", 240, parity, tuple(runs.COMPARED)),

@@ -4,7 +4,7 @@
 
 Trains a GPT with long sequences on four CPU ranks: under Megatron's own 1F1B and interleaved schedules, and
 under 1F1B and V-Half with 1, 2, 4 and 8 slices of every sequence.  Runs take turns.  Writes
-results/slices.md.
+results/slices_runtime.md.
 """
 
 import shlex
@@ -74,7 +74,7 @@ def expected(name: str) -> str:
 
 
 def main(
-    out: Out = RESULTS / "slices.md",
+    out: Out = RESULTS / "slices_runtime.md",
     rounds: Annotated[int, typer.Option(help="Runs of each system, which take turns.")] = 1,
     steps: Annotated[int, typer.Option(help="Steps of a run that count, behind one to warm up.")] = 1,
     tokens: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,

@@ -34,6 +34,7 @@ from megatron_pp_ext.job.sizes import data_parallel_size, fewest_ranks, smallest
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.jobs.command import missing
 from megatron_pp_ext.planner.search.launch_lines import Launch
+from megatron_pp_ext.schedule.names import AUTO
 
 if TYPE_CHECKING:
     from megatron_pp_ext.planner.step.by_length import ByLength
@@ -98,6 +99,7 @@ def estimate(
     gpus = world_size or smallest_world(asked.job)
     with waiting("estimating"):
         words, asked, chosen = with_layout(words, asked, gpus)
+        words, asked = with_slices(words, asked, gpus)
         request = for_world(asked, gpus)
         require_size(request)
         estimated = estimate_request(asked.job, machine, request, margin)
@@ -158,6 +160,18 @@ def with_layout(words: Sequence[str], asked: RequestedJob, gpus: int) -> tuple[l
     return [*kept, flag, str(asked.pipeline.pipeline_model_parallel_layout)], asked, chosen
 
 
+def with_slices(words: Sequence[str], asked: RequestedJob, gpus: int) -> tuple[list[str], RequestedJob]:
+    """Return flags with tokens in the place of ``--pipeline-slice-tokens auto``, and what they ask."""
+    from megatron_pp_ext.features.slices.costs import choice
+    from megatron_pp_ext.features.slices.options import FLAG
+
+    if asked.pipeline.pipeline_slice_tokens != AUTO:
+        return list(words), asked
+    asked = choice.settled(asked, data_parallel_size(asked.job, gpus), asked.job.padded_vocabulary)
+    kept = [word for name, values in by_name(words) if name != FLAG for word in (name, *values)]
+    return [*kept, FLAG, str(asked.pipeline.pipeline_slice_tokens)], asked
+
+
 def show(estimated: "Estimate", request: Request, machine: System, gpus: int, job: Job) -> None:
     """Time in a few lines, memory as a table."""
     from megatron_pp_ext.planner.step.additions import additions
@@ -179,8 +193,8 @@ def show(estimated: "Estimate", request: Request, machine: System, gpus: int, jo
         least, most = around
         expected = f"expect {least:.4g} to {most:.4g} s: "
     console.print(f"{expected}{estimated.grounds}")
-    if estimated.note:
-        console.print(estimated.note)
+    for about in filter(None, (estimated.note, *(option.about for option in request.options))):
+        console.print(about)
     if request.updates is None and request.ranks > 1 and request.microbatches < request.ranks:
         console.print(
             f"{request.ranks} pipeline ranks share {request.microbatches} microbatches: raise "

@@ -28,6 +28,8 @@ class Option:
     """Whether weight gradients may come later than input gradients, whatever the order says."""
     evaluates: ClassVar[bool] = False
     """Whether the feature is part of evaluations too."""
+    orders_lengths: ClassVar[bool] = False
+    """Whether the feature itself orders microbatches of unlike length, within the limit of a compiler."""
 
     @property
     def measured_by(self) -> str:
@@ -37,6 +39,11 @@ class Option:
     @property
     def until(self) -> str:
         """Until when the order stays as it is, in words; empty for ever."""
+        return ""
+
+    @property
+    def word(self) -> str:
+        """A short word for the names of candidates of a search; empty for none."""
         return ""
 
     @property

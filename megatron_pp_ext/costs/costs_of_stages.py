@@ -1,12 +1,10 @@
-"""The costs of a model's stages, from the arithmetic of its layers.
-
-Seconds are proportional to floating-point operations, activations and messages are counted in bytes, and
-messages take no time.
-"""
+"""The costs of a model's stages, from the arithmetic of its layers or from what a machine takes for it."""
 
 from megatron_pp_ext.costs import stage_parts
 from megatron_pp_ext.costs.layer_costs import LayerCosts
 from megatron_pp_ext.costs.model_parts import model_parts
+from megatron_pp_ext.costs.system import Link, System
+from megatron_pp_ext.costs.system_kernels import SystemKernelSeconds
 from megatron_pp_ext.job import layers
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule.costs import Costs
@@ -15,6 +13,7 @@ from megatron_pp_ext.schedule.costs import Costs
 def stage_costs(job: Job, stages: int, rows: int, splits_head: bool = False) -> Costs:
     """Return the costs of ``stages`` stages, cut as Megatron will cut them; hops are free.
 
+    Seconds are proportional to floating-point operations, activations and messages are counted in bytes.
     The embedding has ``rows`` rows.  With ``splits_head`` every rank of the pipeline has a part of it
     and of the output layer.
 
@@ -24,6 +23,33 @@ def stage_costs(job: Job, stages: int, rows: int, splits_head: bool = False) -> 
     parts = stage_parts.stage_parts(job, model, layers.by_stage(job, stages), splits_head)
     shared = stage_parts.head_costs(job, model) if splits_head else None
     return Costs(tuple(part.costs() for part in parts), message=message_bytes(job), head=shared)
+
+
+def stage_seconds(
+    job: Job, stages: int, rows: int, system: System, data: int, is_split: bool = True
+) -> Costs:
+    """Return the same in the seconds of ``system``, messages included, on ``data`` data-parallel ranks.
+
+    Backwards are in two halves if ``is_split``.
+    """
+    model = model_parts(job, SystemKernelSeconds(system, job), vocabulary=rows)
+    parts = stage_parts.stage_parts(job, model, layers.by_stage(job, stages))
+    parallel, size = job.parallel, stage_parts.message_bytes(job, model.hidden_bytes)
+    apart = data * parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    link = system.message_link(parallel.pipeline_model_parallel_size, apart)
+    stages_of = tuple(part.costs(is_split) for part in parts)
+    return Costs(stages_of, hop_seconds(job, system, link, size), size)
+
+
+def hop_seconds(job: Job, system: System, link: Link, size: float) -> float:
+    """Return the seconds of a message of ``size`` bytes on ``link``.
+
+    Where tensor-parallel ranks send parts of it, they gather it afterwards.
+    """
+    if not job.parallel.divides_messages:
+        return link.seconds(size)
+    ranks = job.parallel.tensor_model_parallel_size
+    return link.seconds(size / ranks) + system.gather_seconds(size, ranks)
 
 
 def message_bytes(job: Job) -> float:

@@ -181,7 +181,7 @@ def install(
     trace: str | Path | None = None,
     timeout: float | timedelta | None = None,
     offload: float | str | None = None,
-    slice_tokens: int | None = None,
+    slice_tokens: int | str | None = None,
     loss_rank: str = LAST,
     order: str | None = None,
     lengths: LengthsOf | None = None,
@@ -199,7 +199,8 @@ def install(
     "auto". ``trace`` is a file for the times of each step's actions.  ``timeout`` is how long a message may
     take, a timedelta or minutes (10).  ``offload`` lets activations wait on the host: a share of them, or
     "auto" for as many as cost no time, and for as few as keep ``memory_limit`` where there is one.
-    ``slice_tokens`` cuts sequences into slices of so many tokens, which go through the pipeline one by one.
+    ``slice_tokens`` cuts sequences into slices of so many tokens, which go through the pipeline one by one;
+    "auto" chooses the number before the first step.
     ``loss_rank`` is the pipeline rank with both ends of the model where a schedule has them on one, as a V
     does: "last", where other trainers look for the loss, or "first", as in the papers.
 

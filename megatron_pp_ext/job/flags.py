@@ -60,7 +60,6 @@ class Flags:
     pipeline_layer_seeds: bool | None = None
     pipeline_order: Literal["given", "rule", "search"] | None = None
     pipeline_profile_steps: str | None = None
-    pipeline_slice_tokens: int | None = None
     pipeline_unproved: bool | None = None
     profile_pipeline: Path | None = None
     recompute_num_layers: int | None = None

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_pp_ext import amounts
 from megatron_pp_ext.compiler.limits import LARGEST_FRACTION
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.names import OTHERS
+from megatron_pp_ext.schedule.names import AUTO, OTHERS
 
 FILES = [Path(__file__).with_name("our_flags.toml")]
 """The tables of flags; a feature that has its own adds it here (``features``)."""
@@ -26,10 +26,27 @@ def _bytes(given: str) -> float:
         raise ArgumentTypeError(str(error)) from None
 
 
+def _count_or_auto(given: str) -> int | str:
+    """Return the number that a flag's value is, or ``auto``."""
+    if given == AUTO:
+        return given
+    try:
+        return int(given)
+    except ValueError:
+        raise ArgumentTypeError(f"the value is {given!r}, but must be a whole number or {AUTO}") from None
+
+
 _OURS = {"with_stock", "text_or_number"}
 """The keys of a row that argparse does not know."""
 
-_TYPES = {"schedule": catalog.canonical, "file": Path, "int": int, "float": float, "bytes": _bytes}
+_TYPES = {
+    "schedule": catalog.canonical,
+    "file": Path,
+    "int": int,
+    "float": float,
+    "bytes": _bytes,
+    "count_or_auto": _count_or_auto,
+}
 
 
 @cache

@@ -94,6 +94,11 @@ class Schedule:
         """The number of microbatches, of which units are parts."""
         return 1 + max(unit.microbatch for unit in self.units) if self.units else self.microbatches
 
+    @property
+    def share(self) -> float:
+        """The part of a microbatch that a unit is on average."""
+        return self.whole_microbatches / self.microbatches
+
     def unit_name(self, microbatch: int) -> str:
         """Return what people call the unit of this number: ``3``, or ``3.1`` for slice 1 of microbatch 3."""
         return str(self.units[microbatch] if self.units else microbatch)

@@ -127,7 +127,6 @@ CASES: dict[str, dict[str, str]] = {
     f"Beside `--pipeline-order rule` or `search`|{PP4} --pipeline-order rule": {
         "update their weights between microbatches": f"{UNTIED} --pipeline-schedule pipedream",
         "its memory limit is kept for equal": "--pipeline-schedule flex --pipeline-memory-limit 0.5",
-        "--pipeline-slice-tokens: slices are": f"--pipeline-schedule v-half {SLICES}",
         "a graph holds the order of one step": f"--pipeline-schedule v-half --pipeline-unproved {GRAPHS}",
     },
     f"Beside `--pipeline-order rule` or `search`|{PP2} --fake-process-group --pipeline-order rule": {

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import tests.support.ranks  # noqa: F401  (installs the stand-ins for torch.cuda before Megatron is imported)
 
 # isort: split
-from benchmarks.gpu import archive, check, layers, one_rank, parts, runs, shared_device, sharing
+from benchmarks.gpu import archive, check, layers, one_rank, parts, prefix, runs, shared_device, sharing
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.rows import FAILED, Rows
 from megatron_pp_ext.jobs import process
@@ -121,6 +121,13 @@ def test_gaps_are_those_between_kernels(name: str) -> None:
 def test_a_cut_backward_is_measured() -> None:
     found = layers.split("plain", 16)
     assert float(str(found["I + W ms"])) > 0
+
+
+def test_a_layer_in_slices_is_measured() -> None:
+    """With attention that keeps all scores; slices are as exact as whole sequences."""
+    found = prefix.prefix("16", 128, 2, 8, prefix.masked, "cpu")
+    assert float(str(found["in slices ms"])) > 0
+    assert found["goal"] == "met"
 
 
 @pytest.mark.parametrize("name", parts.BESIDE)

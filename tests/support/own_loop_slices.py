@@ -5,12 +5,15 @@ All of it runs in a process of its own, in which Megatron is as it comes.
 
 import pickle
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from tests.support.ranks import run_ranks  # isort: skip  (the stand-ins come before Megatron)
 
 import megatron_pp_ext
+from megatron_pp_ext.features.slices.costs import choice
 from tests.support import own_loop
 
 
@@ -21,6 +24,7 @@ def on_rank(rank: int) -> dict[str, Any]:
     model = own_loop.build(1)
     found["stock"] = own_loop.train(model, own_loop.COUNTS)
     found["stock data"] = _data(model)
+    found["chosen"], found["line"] = _chosen()
     megatron_pp_ext.install("v-half", ranks=2, microbatches=8, slice_tokens=2)
     model = own_loop.build(2)
     found["sliced"] = own_loop.train(model, own_loop.COUNTS)
@@ -35,6 +39,14 @@ def on_rank(rank: int) -> dict[str, Any]:
     if rank == 1:  # it has the first stage, and fails before its first message
         found["changed"] = _error(model, forward_step=changed)
     return found
+
+
+def _chosen() -> tuple[Any, str]:
+    """Return what a model found whose slices are chosen, here as 4 tokens, and what was printed."""
+    choice.chosen = lambda *about: 4
+    with redirect_stdout(StringIO()) as printed:
+        megatron_pp_ext.install("v-half", ranks=2, microbatches=8, slice_tokens="auto")
+        return own_loop.train(own_loop.build(2), own_loop.COUNTS), printed.getvalue()
 
 
 def _data(model: list[Any]) -> list[Any]:

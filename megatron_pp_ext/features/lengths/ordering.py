@@ -80,10 +80,10 @@ def with_order(request: Request, how: object, limit: float | str | None = None) 
     """
     if how != "given" and how != "rule" and how != "search":
         raise ValueError(f"order is {how!r}; give 'given', 'rule' or 'search'")
-    if how != "given" and request.is_compiled:
+    if how != "given" and request.is_compiled and not any(one.orders_lengths for one in request.options):
         raise ValueError(
             f"order is {how!r}, and the memory limit of {request.schedule} is kept for equal microbatches "
-            "alone; leave the order out, or choose a schedule by name, such as v-half"
+            "alone; leave the order out, choose a schedule by name, such as v-half, or add slice_tokens"
         )
     return request.with_option(Ordering(how))
 

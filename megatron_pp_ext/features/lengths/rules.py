@@ -43,11 +43,10 @@ RULES = (
             ),
             Rule(
                 "--pipeline-schedule {pipeline_schedule}",
-                when=lambda job: job.pipeline.can.is_compiled,
+                when=lambda job: job.pipeline.can.is_compiled and job.pipeline.pipeline_slice_tokens is None,
                 why="its memory limit is kept for equal microbatches alone",
-                fix="choose a schedule by name, such as v-half",
+                fix="choose a schedule by name, such as v-half, or add --pipeline-slice-tokens",
             ),
-            Rule("--pipeline-slice-tokens", why="slices are planned for sequences of one length"),
             Rule(
                 "--cuda-graph-impl {cuda_graph_impl}",
                 when=has_graphs,

@@ -26,7 +26,10 @@ def lower_bound(work: Work, where: Where, chains: Chains) -> float:
         tail = 0.0 if splits else float(tails[stages[0]])
         found = max(found, float(heads[stages[0]] + per_stage[stages].sum()) + tail)
     bounds = np.flatnonzero(np.diff(chains.chain_of, prepend=-1, append=chains.chain_of[-1] + 1))
-    for begin, end in pairwise(bounds):
+    of_units = (forward + back).sum(axis=0)
+    for begin, end in sorted(pairwise(bounds), key=lambda one: -float(of_units[slice(*one)].sum())):
+        if float(of_units[begin:end].sum()) + 2 * float(delays.sum()) <= found:
+            break  # the work of a chain is no less than its time, and others have less
         way_back = _flow(back[::-1, begin:end][:, ::-1], delays[::-1])
         found = max(found, _flow(forward[:, begin:end], delays) + way_back)
     return found

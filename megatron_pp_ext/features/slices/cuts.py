@@ -33,37 +33,44 @@ def bounds(length: int, slices: int, equal_at: float | None = None) -> list[int]
 
 
 def cut(
-    documents: Iterable[Sequence[int]], most_tokens: int, by: By = "tokens", equal_at: float = 24_576
+    documents: Iterable[Sequence[int]],
+    most_tokens: int,
+    by: By = "tokens",
+    equal_at: float = 24_576,
+    multiple: int = 1,
+    rows: int = 1,
 ) -> Units:
     """Return the units of microbatches with these documents, of at most ``most_tokens`` tokens each.
 
     Longer documents are cut into slices, as few as there can be where they have equal tokens, and shorter
     ones go together in their order.  Microbatches follow each other, and in each the long documents come
-    before the short ones.  ValueError for ``most_tokens`` below 1.
+    before the short ones.  Slices end at a ``multiple`` of so many tokens, which divides all lengths.  A
+    token stands for one of each of the ``rows`` of a batch.  ValueError for ``most_tokens`` below
+    ``multiple``.
     """
-    if most_tokens < 1:
-        raise ValueError(f"units have at most {most_tokens} tokens, but need 1 or more: raise it")
+    if most_tokens < multiple:
+        raise ValueError(f"units have at most {most_tokens} tokens, but need {multiple} or more: raise it")
     units, chain = list[Unit](), 0
     step = [tuple(lengths) for lengths in documents]
     for microbatch, lengths in enumerate(step):
         number = 0
-        for pieces in _of_microbatch(lengths, most_tokens, equal_at if by == "cost" else None):
+        for pieces in _of_microbatch(lengths, most_tokens, equal_at if by == "cost" else None, multiple):
             for one in pieces:
                 units.append(Unit(microbatch, number, chain, one))
                 number += 1
             chain += 1
-    return Units.of(step, units)
+    return Units.of(step, units, rows)
 
 
 def _of_microbatch(
-    lengths: Sequence[int], most_tokens: int, equal_at: float | None
+    lengths: Sequence[int], most_tokens: int, equal_at: float | None, multiple: int
 ) -> Iterable[list[tuple[Piece, ...]]]:
     """Yield the pieces of each unit of each chain."""
     pack, tokens = list[Piece](), 0
     packs = list[list[tuple[Piece, ...]]]()
     for document, length in enumerate(lengths):
         if length > most_tokens:
-            cuts = _within(length, most_tokens, equal_at)
+            cuts = _within(length, most_tokens, equal_at, multiple)
             yield [(Piece(document, begin, end),) for begin, end in pairwise(cuts)]
             continue
         if tokens + length > most_tokens:
@@ -76,12 +83,14 @@ def _of_microbatch(
     yield from packs
 
 
-def _within(length: int, most_tokens: int, equal_at: float | None) -> list[int]:
+def _within(length: int, most_tokens: int, equal_at: float | None, multiple: int) -> list[int]:
     """Return the cuts of a document into the fewest slices of which none has more than ``most_tokens``.
 
     Where costs are to be equal, the mean slice has at most so many tokens, and the first ones have more.
     """
-    return bounds(length, -(-length // most_tokens), equal_at)
+    slices = -(-(length // multiple) // (most_tokens // multiple))
+    cuts = bounds(length // multiple, slices, None if equal_at is None else equal_at / multiple)
+    return [multiple * place for place in cuts]
 
 
 def ordered(units: Units, chains: Sequence[int]) -> Units:

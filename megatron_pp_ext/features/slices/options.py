@@ -6,15 +6,18 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from megatron_pp_ext.compiler.request import Option, Request
+from megatron_pp_ext.features.lengths.ordering import Ordering
 from megatron_pp_ext.features.slices.units import Units, equal_slices
 from megatron_pp_ext.job import options, other_sums, our_flags
 from megatron_pp_ext.job.other_sums import OtherSums
 from megatron_pp_ext.job.requested_job import RequestedJob
+from megatron_pp_ext.job.typed_job import Job
+from megatron_pp_ext.schedule.names import AUTO
 
-_FLAG = "--pipeline-slice-tokens"
+FLAG = "--pipeline-slice-tokens"
 
 # In lower precision every slice rounds its part of a weight's gradient.
-SUMS = OtherSums(_FLAG, "gradients are summed over slices of sequences", fp32=1e-5, lower=1e-1)
+SUMS = OtherSums(FLAG, "gradients are summed over slices of sequences", fp32=1e-5, lower=1e-1)
 """The sums of a job with the flag."""
 
 
@@ -22,26 +25,52 @@ SUMS = OtherSums(_FLAG, "gradients are summed over slices of sequences", fp32=1e
 class Slices(Option):
     """The request for slices of ``tokens`` tokens, of which every sequence has ``count``.
 
-    ``count`` is 1 as long as the length of the sequences is not known: a call of ``install`` knows no model.
+    ``tokens`` are None as long as they are to be chosen, and ``count`` is 1 as long as the length of the
+    sequences is not known: a call of ``install`` knows no model.
     """
 
-    tokens: int
+    tokens: int | None
     count: int = 1
 
     evaluates: ClassVar[bool] = True
+    orders_lengths: ClassVar[bool] = True
+
+    @property
+    def word(self) -> str:
+        return "" if self.count == 1 else f"slices{self.count}"
+
+    @property
+    def about(self) -> str:
+        return "" if self.count == 1 else f"sequences in {self.count} slices of {self.tokens} tokens"
 
     def units(self, microbatches: int) -> Units:
         """Return the units of a step with so many ``microbatches`` of one sequence length."""
+        assert self.tokens is not None
         return equal_slices(microbatches, self.count, self.tokens * self.count)
 
 
-def slices(given: int, sequence: int, name: str = _FLAG) -> Slices:
+OVERHEAD = 128.0
+"""The tokens that a unit costs on top of its own, where nothing else says it."""
+
+
+def are_by_length(request: Request) -> bool:
+    """Whether units are planned in each step, by the lengths of its sequences."""
+    ordering = request.option(Ordering)
+    return request.option(Slices) is not None and ordering is not None and ordering.how != "given"
+
+
+def slices(given: int | str, sequence: int, name: str = FLAG) -> Slices:
     """Return slices of ``given`` tokens of sequences of ``sequence`` tokens, 0 where that is not known.
 
-    ValueError, in one line, for a number that is not above 0 and for one that does not divide the sequence.
+    Where ``given`` is ``auto`` they are whole sequences until it is settled (``costs.choice``).  ValueError,
+    in one line, for any other text, a number that is not above 0, and one that does not divide the sequence.
     """
+    if given == AUTO:
+        return Slices(None)
     if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-        raise ValueError(f"{name} is {given!r}, but must be a whole number from 1 on; give one, such as 4096")
+        raise ValueError(
+            f"{name} is {given!r}, but must be a whole number from 1 on, or {AUTO}; give one, such as 4096"
+        )
     if not sequence or given >= sequence:
         return Slices(given)
     if sequence % given:
@@ -53,27 +82,45 @@ def slices(given: int, sequence: int, name: str = _FLAG) -> Slices:
 
 def read(asked: RequestedJob, request: Request) -> Request:
     """Return ``request`` with what the flag says; see ``job.options.Read``."""
-    given = asked.flags.pipeline_slice_tokens
-    return request if given is None else request.with_option(slices(given, asked.model.seq_length))
+    given = asked.pipeline.pipeline_slice_tokens
+    if given is None:
+        return request
+    option = slices(given, 0)
+    if are_by_length(request.with_option(option)):
+        return request.with_option(option)
+    return request.with_option(slices(given, asked.model.seq_length))
 
 
 def _permitted(asked: RequestedJob) -> Mapping[str, Any]:
-    """Raise ValueError where a search is asked for slices; see ``job.options.Permitted``."""
-    given = asked.flags.pipeline_slice_tokens
-    if given is not None:
-        raise ValueError(
-            f"{_FLAG} is {given}, but a search plans whole sequences: leave it out, and ask mpp estimate "
-            "what slices change for the configuration that it finds"
-        )
-    return {}
+    return {"pipeline_slice_tokens": asked.pipeline.pipeline_slice_tokens}
+
+
+SMALLEST = 512
+"""The fewest tokens of a slice that a search tries."""
+
+
+def choices(job: Job) -> tuple[Slices | None, ...]:
+    """Return the slices in the candidates of a search, None for whole sequences.
+
+    ``auto`` gives whole sequences, and halves of them, of these and so on.  ValueError for a number that does
+    not divide the sequences.
+    """
+    given, length = job.pipeline.pipeline_slice_tokens, job.model.seq_length
+    if given is None:
+        return (None,)
+    if given != AUTO:
+        found = slices(given, length)
+        return (found if found.count > 1 else None,)
+    counts = [1 << step for step in range(1, max(1, length // SMALLEST).bit_length())]
+    return (None, *(Slices(length // count, count) for count in counts if length % count == 0))
 
 
 def _flags(request: Request) -> Mapping[str, Any]:
     found = request.option(Slices)
-    return {"pipeline_slice_tokens": None if found is None else found.tokens}
+    return {"pipeline_slice_tokens": None if found is None else found.tokens or AUTO}
 
 
-def _read_argument(request: Request, given: int, limit: float | str | None) -> Request:
+def _read_argument(request: Request, given: int | str, limit: float | str | None) -> Request:
     return request.with_option(slices(given, 0, "slice_tokens"))
 
 

@@ -3,8 +3,10 @@
 import math
 from collections.abc import Callable, Sequence
 
+from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.features.lengths.length_costs import EQUAL_AT, LengthCosts
 from megatron_pp_ext.features.slices.cuts import By, cut, ordered
+from megatron_pp_ext.features.slices.listing import ROUNDING
 from megatron_pp_ext.features.slices.search import BUDGET, Plan, Search
 from megatron_pp_ext.features.slices.shift import more, shifted
 from megatron_pp_ext.features.slices.slice_costs import unit_costs, work_of
@@ -22,7 +24,8 @@ class Planner:
     """Plans steps on ``placement`` whose stages have the costs of ``rates``.
 
     ``overhead`` are the tokens that a unit costs on top of its own, and ``equal_at``
-    is the length of a document whose attention takes as long as all else.
+    is the length of a document whose attention takes as long as all else.  Slices end at a ``multiple`` of
+    so many tokens, which divides all lengths.  A token stands for one of each of the ``rows`` of a batch.
     """
 
     def __init__(
@@ -33,6 +36,8 @@ class Planner:
         splits_backward: bool = True,
         overhead: float = 0.0,
         equal_at: float = EQUAL_AT,
+        multiple: int = 1,
+        rows: int = 1,
     ) -> None:
         if len(rates.stages) != placement.stages:
             raise ValueError(
@@ -41,6 +46,7 @@ class Planner:
             )
         self.placement, self.rates, self.splits_backward = placement, rates, splits_backward
         self.overhead, self.equal_at = overhead, equal_at
+        self._multiple, self._rows = multiple, rows
 
     def plan(
         self,
@@ -67,8 +73,27 @@ class Planner:
         """Return the size of units whose step is shortest where chains go light-heavy-light.
 
         Small units fill the pipeline sooner and keep less, and their ``overhead`` makes the step longer.
+        Raises InfeasibleLimit where a rank cannot keep the longest document.
         """
-        return min(_sizes(documents), key=lambda size: self._search(documents, size, limits, by).by_rule())
+        found, refused = dict[int, float](), list[InfeasibleLimit]()
+        for size in _sizes(documents):
+            try:
+                found[size] = self._search(documents, size, limits, by).by_rule()
+            except InfeasibleLimit as error:  # of a pack, or of the longest document
+                refused.append(error)
+        if not found:
+            raise refused[0]
+        return min(found, key=found.__getitem__)
+
+    def least_limits(self, documents: Sequence[Sequence[int]], slice_tokens: int) -> list[float]:
+        """Return the least that each rank may keep: the longest document, or the largest pack."""
+        units = cut(documents, slice_tokens, multiple=self._multiple, rows=self._rows)
+        most = max(sum(units.tokens[number] for number in chain) for chain in units.chains)
+        stages, placement = self.rates.stages, self.placement
+        return [
+            most * math.fsum(stages[stage].activation for stage in placement.stages_of(rank)) * (1 + ROUNDING)
+            for rank in range(placement.ranks)
+        ]
 
     def in_family(
         self,
@@ -82,16 +107,39 @@ class Planner:
         ``make`` makes the family's schedule for so many microbatches.  None as ``slice_tokens`` chooses those
         with the shortest step.
         """
-        sizes = _sizes(documents) if slice_tokens is None else [slice_tokens]
-        no_limits = [math.inf] * self.placement.ranks
-        found = list[Plan]()
-        for size in sizes:
-            search = self._search(documents, size, no_limits, by)
-            units = ordered(search.units, search.rule)
-            schedule = shifted(make(len(units) + more(units)), units)
-            seconds = simulate(schedule, self.costs(units)).makespan
-            found.append(Plan(units, schedule, seconds, min(search.lower_bound, seconds)))
-        return min(found, key=lambda plan: plan.seconds)
+        if slice_tokens is None:
+            slice_tokens = self.chosen_in_family(make, documents, by)
+        units, schedule = self.order_of_family(make, documents, slice_tokens, by)
+        seconds = simulate(schedule, self.costs(units)).makespan
+        bound = self._search(documents, slice_tokens, self._no_limits, by).lower_bound
+        return Plan(units, schedule, seconds, min(bound, seconds))
+
+    def chosen_in_family(
+        self, make: Callable[[int], Schedule], documents: Sequence[Sequence[int]], by: By = "tokens"
+    ) -> int:
+        """Return the size of units whose step is shortest in the order of a family; see ``in_family``."""
+
+        def seconds(size: int) -> float:
+            units, schedule = self.order_of_family(make, documents, size, by)
+            return simulate(schedule, self.costs(units)).makespan
+
+        return min(_sizes(documents), key=seconds)
+
+    def order_of_family(
+        self,
+        make: Callable[[int], Schedule],
+        documents: Sequence[Sequence[int]],
+        slice_tokens: int,
+        by: By = "tokens",
+    ) -> tuple[Units, Schedule]:
+        """Return the units and the order of ``in_family``, in milliseconds: without their simulation."""
+        search = self._search(documents, slice_tokens, self._no_limits, by)
+        units = ordered(search.units, search.rule)
+        return units, shifted(make(len(units) + more(units)), units)
+
+    @property
+    def _no_limits(self) -> list[float]:
+        return [math.inf] * self.placement.ranks
 
     def costs(self, units: Units) -> UnitCosts:
         """Return what actions of ``units`` cost, for ``simulate``."""
@@ -100,7 +148,7 @@ class Planner:
     def _search(
         self, documents: Sequence[Sequence[int]], size: int, limits: Sequence[float], by: By
     ) -> Search:
-        units = cut(documents, size, by, self.equal_at)
+        units = cut(documents, size, by, self.equal_at, self._multiple, self._rows)
         work = work_of(units, self.rates, self.placement, self.splits_backward, self.overhead)
         return Search(units, work, self.placement, limits)
 

@@ -6,9 +6,15 @@ from megatron_pp_ext.job.rules.rule import Rule, Rules
 
 
 def _cuts(job: RequestedJob) -> bool:
-    """Whether sequences are cut: not where a slice would be as long as they are."""
-    tokens, sequence = job.flags.pipeline_slice_tokens, job.model.seq_length
-    return tokens is not None and (not sequence or tokens < sequence)
+    """Whether sequences may be cut: not where all have one length, as long as a slice."""
+    tokens, sequence = job.pipeline.pipeline_slice_tokens, job.model.seq_length
+    if tokens is None:
+        return False
+    return not sequence or isinstance(tokens, str) or tokens < sequence or _is_ordered(job)
+
+
+def _is_ordered(job: RequestedJob) -> bool:
+    return job.flags.pipeline_order in ("rule", "search")
 
 
 def has_states(job: RequestedJob) -> bool:
@@ -19,7 +25,7 @@ def has_states(job: RequestedJob) -> bool:
 RULES = (
     Rules(
         title="What `--pipeline-slice-tokens` needs",
-        when=lambda job: job.flags.pipeline_slice_tokens is not None,
+        when=lambda job: job.pipeline.pipeline_slice_tokens is not None,
         rows=(
             Rule(
                 "--pipeline-slice-tokens {pipeline_slice_tokens}",
@@ -30,8 +36,8 @@ RULES = (
             Rule(
                 "--pipeline-slice-tokens {pipeline_slice_tokens}",
                 when=lambda job: (
-                    job.flags.pipeline_slice_tokens
-                    and job.flags.pipeline_slice_tokens % job.parallel.sequence_ranks
+                    isinstance(job.pipeline.pipeline_slice_tokens, int)
+                    and job.pipeline.pipeline_slice_tokens % job.parallel.sequence_ranks
                 ),
                 why=(
                     "cannot be shared out over --tensor-model-parallel-size {tensor_model_parallel_size} "

@@ -24,6 +24,9 @@ BUDGET = 0.05
 ACTIONS_PER_SECOND = 5e6
 """How many actions one core lists in a second, at least."""
 
+SECONDS_OF_AN_ACTION = 0.7e-6
+"""The seconds of one core for what a plan makes of each action beside listing them."""
+
 NAME = "sliced"
 """The name of schedules that are planned for units."""
 
@@ -92,7 +95,7 @@ class Search:
     def planned(self, budget: float = BUDGET) -> Plan:
         """Return the shortest plan that is found in ``budget`` seconds of a core."""
         actions = self._work.kept.size * (2 + self._work.splits)
-        passes = max(1, int(budget * ACTIONS_PER_SECOND / actions))
+        passes = max(1, int((budget - actions * SECONDS_OF_AN_ACTION) * ACTIONS_PER_SECOND / actions))
         best, chosen, policy = np.inf, list(range(len(self._costs))), _POLICIES[0]
         for order, one in self._tried(passes):
             seconds, _ = self._listed(order, one)

@@ -111,6 +111,14 @@ class Units:
         return tuple(chain for chain in self.chains for _ in chain)
 
     @cached_property
+    def of_microbatch(self) -> tuple[tuple[int, ...], ...]:
+        """The numbers of the units of each microbatch."""
+        found: list[list[int]] = [[] for _ in self.documents]
+        for number, unit in enumerate(self.units):
+            found[unit.microbatch].append(number)
+        return tuple(map(tuple, found))
+
+    @cached_property
     def backwards(self) -> tuple[int, ...]:
         """The numbers of the units in the order of their I: chain by chain, each in reverse."""
         return tuple(number for chain in self.chains for number in reversed(chain))

@@ -88,7 +88,7 @@ def _first_runner(
     group = pg_collection.pp if pg_collection else parallel_state.get_pipeline_model_parallel_group()
     require_as_placed(model, pipeline, group)
     settled = settle(pipeline, model, seq_length, micro_batch_size)
-    announce(pipeline)
+    announce(settled)
     return put_together(settled, _transport(pipeline))
 
 

@@ -28,7 +28,8 @@ class StepInputs:
     """The arguments that Megatron passes for one step, and the losses and tokens that the stages add.
 
     ``group`` is the pipeline's, one of Megatron's ``groups``, and ``shape`` that of its messages.
-    ``training_steps`` is the number of training steps that this process has run before.
+    ``training_steps`` is the number of training steps that this process has run before, and ``samples`` those
+    of a microbatch.
     """
 
     forward_step_func: ForwardStep
@@ -45,6 +46,7 @@ class StepInputs:
     collect_non_loss_data: bool
     first_val_step: bool | None
     training_steps: int = 0
+    samples: int = 1
     losses: list[Any] = field(default_factory=list)
     tokens: torch.Tensor = field(default_factory=lambda: torch.zeros([], dtype=torch.int, device="cuda"))
 

@@ -157,6 +157,7 @@ class PipelineRunner:
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
             training_steps=self._training_steps,
+            samples=micro_batch_size,
         )
         paged_stash.begin_step(config, forward_only)
         clock = timed(config, "forward-backward", level=1, barrier=config.barrier_with_L1_time)

@@ -86,6 +86,7 @@ class Candidate:
             words.append("shared")
         if self.recompute.granularity:
             words.append(self.recompute.name)
+        words += [option.word for option in self.options if option.word]
         if self.layout is not None:
             words.append("uneven")
         if self.choice is not None:
@@ -96,6 +97,10 @@ class Candidate:
     def order(self) -> str:
         """A short name of its schedule, with the chunks a rank from three on."""
         return self.schedule if self.chunks < 3 else f"{self.schedule}{self.chunks}"
+
+    def option[T: Option](self, kind: type[T]) -> T | None:
+        """Return the option of this class, or None."""
+        return next((one for one in self.options if isinstance(one, kind)), None)
 
     @property
     def apart_from_schedule(self) -> Self:
@@ -120,7 +125,12 @@ class Candidate:
     def _request(self) -> Request:
         """What flags of features are about; the placement stands for any of these ranks."""
         return Request(
-            self.schedule, (linear(self.pipeline),), self.microbatches, False, splits_head=self.splits_head
+            self.schedule,
+            (linear(self.pipeline),),
+            self.microbatches,
+            False,
+            splits_head=self.splits_head,
+            options=self.options,
         )
 
     def request(self, microbatches: int) -> Request:

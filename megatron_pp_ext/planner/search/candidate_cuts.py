@@ -52,7 +52,8 @@ class CandidateCuts:
         mean = self.workloads.mean(one, placement)
         shared, order = mean.work.head, order_of(one, 2 * one.pipeline)
         kept = order.in_flight.peaks(mean.work.parts, shared.activation if shared else 0.0)
-        return mean.memory(one.microbatches, self.margin, fmean(map(mul, kept, self.left or repeat(1.0))))
+        whole = fmean(map(mul, kept, self.left or repeat(1.0)))
+        return mean.memory(one.microbatches, self.margin, whole * order.timer.schedule.share)
 
     def memory(self, cut: Cut) -> tuple[RankMemory, ...]:
         """Return what the ranks need for a few microbatches."""
@@ -63,6 +64,9 @@ class CandidateCuts:
     def _of_ranks(self, work: Workload) -> Iterator[RankMemory]:
         """Yield what ``short_memory`` returns; many cuts give a rank the same stages, counted once."""
         order, kinds = order_of(self.candidate, 2 * self.candidate.pipeline), work.model.kinds
+        if order.timer.schedule.units:
+            yield from memory(work, order, self.candidate.schedule, self.candidate.microbatches, self.margin)
+            return
         layers = [kinds[first:end] for _, first, end in bounds(tuple(work.layers))]
         kept = work.head.activation if work.head else 0.0
         for rank, stages in enumerate(stages_of_ranks(work.placement)):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_pp_ext.features.pairs.options import Pairs
+from megatron_pp_ext.features.slices import options as slices_options
 from megatron_pp_ext.features.vocabulary.options import choices
 from megatron_pp_ext.job.layers import joined, spread
 from megatron_pp_ext.job.sizes import require_divisible
@@ -65,7 +66,15 @@ class Space:
                             continue
                         cut = self.described(cut)
                         if _is_legal(cut.described(self.job), self.gpus // pipeline):
-                            yield cut
+                            yield from self._sliced(cut)
+
+    def _sliced(self, cut: Candidate) -> Iterator[Candidate]:
+        """Yield ``cut`` with whole sequences and with the slices that it can have, of those asked for."""
+        for slices in slices_options.choices(self.job):
+            if slices is None:
+                yield cut
+            elif cut.pipeline > 1 and cut.context == 1 and (slices.tokens or 0) % cut.tensor == 0:
+                yield replace(cut, options=(*cut.options, slices))
 
     @property
     def _is_paired(self) -> bool:
@@ -171,7 +180,9 @@ class Space:
 
 def record(candidate: Candidate) -> dict[str, Any]:
     """Return what ``candidate`` sets, as files of a search have it."""
-    return {**candidate.record(), "is_paired": Pairs() in candidate.options}
+    found = {**candidate.record(), "is_paired": Pairs() in candidate.options}
+    slices = candidate.option(slices_options.Slices)
+    return found if slices is None else {**found, "slice_tokens": slices.tokens}
 
 
 def _is_legal(job: Job, stage_ranks: int) -> bool:

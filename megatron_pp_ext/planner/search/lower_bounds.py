@@ -26,6 +26,18 @@ from megatron_pp_ext.planner.step.programs import short_program
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule.placement import Placement, Shape
 
+_BY_SLICES = 0.9
+"""The part of the work of whole sequences that slices of them have at least.
+
+Their products have lower rates, and attention adds up to that of the whole, but both are interpolated.
+"""
+
+
+def slices_of(work: Workload) -> float:
+    """Return into how many slices each sequence is cut."""
+    tokens = work.job.pipeline.pipeline_slice_tokens
+    return max(1.0, work.job.model.seq_length / tokens) if isinstance(tokens, int) else 1.0
+
 
 def bounds(work: Workload, microbatches: int) -> tuple[float, float]:
     """Return two lower bounds on a step in seconds: with whole backwards, and with split ones.
@@ -33,6 +45,16 @@ def bounds(work: Workload, microbatches: int) -> tuple[float, float]:
     In every placement stage r is the first one of rank r.  Where actions may run together, each takes its
     part of their time at least.
     """
+    if slices_of(work) > 1:
+        least = (
+            _BY_SLICES
+            * microbatches
+            * max(
+                own.forward_seconds + own.input_gradient_seconds + own.weight_gradient_seconds
+                for own in work.by_rank
+            )
+        )
+        return least, least
     shared = work.costs.head
     scores, last = (shared.scores, shared.weight_gradient) if shared else (0.0, 0.0)
     hop, head, tail, whole, split = work.costs.hop, 0.0, 0.0, 0.0, 0.0
@@ -77,8 +99,8 @@ class MeanRank:
             # The largest stage of a rank keeps no less than the mean of its stages.
             whole = self.part.after_forward
             kept = _least_kept(work, whole, whole / work.placement.chunks, of_largest)
-        messages = _mean_messages(work.placement, microbatches)
-        loss = work.model.loss_workspace / work.placement.ranks
+        messages = _mean_messages(work.placement, microbatches) / slices_of(work)
+        loss = work.model.loss_workspace / work.placement.ranks / slices_of(work)
         return memory_beside(work, self.state, loss, kept, messages, margin)
 
     def bounds(self, microbatches: int) -> tuple[float, float]:
@@ -91,6 +113,9 @@ class MeanRank:
         T <= Z (1 - (1 - 1/m)^p).
         """
         work, part, shared = self.work, self.part, self.work.head
+        if slices_of(work) > 1:
+            sliced = _BY_SLICES * microbatches * (part.forward_seconds + part.backward_seconds)
+            return sliced, sliced
         each, last = (shared.scores, shared.weight_gradient) if shared else (0.0, 0.0)
         ranks = work.placement.ranks
         mean = part.forward_seconds + part.backward_seconds
@@ -170,8 +195,9 @@ def least_memory(work: Workload, microbatches: int, margin: float, of_largest: b
     for rank in {*ranks.values(), work.head_rank}:
         largest = max(work.parts[stage].after_forward for stage in work.placement.stages_of(rank))
         activations = _least_kept(work, work.by_rank[rank].after_forward, largest, of_largest)
-        messages = least_messages(work.placement, rank, microbatches)
-        ranks_memory.append(rank_memory(work, rank, activations, messages, margin))
+        messages = least_messages(work.placement, rank, microbatches) / slices_of(work)
+        loss = work.loss_bytes(rank) / slices_of(work)
+        ranks_memory.append(memory_beside(work, work.states[rank], loss, activations, messages, margin))
     return max(ranks_memory, key=lambda one: one.total)
 
 

@@ -137,7 +137,7 @@ def memory(
     for addition in additions():
         activations = addition.activations(work, schedule, activations)
     # Messages and logits are those of a unit.
-    share = schedule.whole_microbatches / schedule.microbatches
+    share = schedule.share
     messages = [share * count for count in order.peak_messages]
     return tuple(
         memory_beside(work, work.states[rank], share * work.loss_bytes(rank), *peak, margin)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any
 
+from megatron_pp_ext.costs.costs_of_stages import hop_seconds
 from megatron_pp_ext.costs.model_parts import ModelParts, model_parts
 from megatron_pp_ext.costs.optimizers import update_seconds
 from megatron_pp_ext.costs.part import Part
@@ -19,7 +20,7 @@ from megatron_pp_ext.costs.stage_parts import (
     stage_parts,
 )
 from megatron_pp_ext.costs.state import ModelState, Sharing, model_state
-from megatron_pp_ext.costs.system import Link, System
+from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.costs.system_kernels import SystemKernelSeconds
 from megatron_pp_ext.features.pairs.costs import pair
 from megatron_pp_ext.job import replicas, sizes, stage_costs
@@ -46,17 +47,6 @@ class Waits:
     reduction: float
     gathering: float
     update: float
-
-
-def hop_seconds(job: Job, system: System, link: Link, size: float) -> float:
-    """Return the seconds of a message of ``size`` bytes on ``link``.
-
-    Where tensor-parallel ranks send parts of it, they gather it afterwards.
-    """
-    if not job.parallel.divides_messages:
-        return link.seconds(size)
-    ranks = job.parallel.tensor_model_parallel_size
-    return link.seconds(size / ranks) + system.gather_seconds(size, ranks)
 
 
 def model_on(job: Job, system: System) -> ModelParts:

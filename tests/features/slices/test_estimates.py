@@ -6,6 +6,7 @@ import pytest
 
 from megatron_pp_ext.costs import system
 from megatron_pp_ext.job.pipeline import for_world
+from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.planner import described
 from megatron_pp_ext.planner.step.estimate import Estimate, estimate_request
 
@@ -16,10 +17,15 @@ MODEL = (
 )
 
 
+def asked(flags: str) -> RequestedJob:
+    """Return the job of ``MODEL`` with more ``flags``."""
+    return described.read(shlex.split(f"{MODEL} {flags}"), None).counted()
+
+
 def estimated(flags: str) -> Estimate:
     """Return the estimate of ``MODEL`` with more ``flags`` on 4 H100."""
-    asked = described.read(shlex.split(f"{MODEL} {flags}"), None).counted()
-    return estimate_request(asked.job, system.read("h100"), for_world(asked, 4))
+    job = asked(flags)
+    return estimate_request(job.job, system.read("h100"), for_world(job, 4))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "v-half"])

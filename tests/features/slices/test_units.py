@@ -71,3 +71,14 @@ def test_a_unit_needs_a_token() -> None:
         cut([[5]], 0)
     with pytest.raises(ValueError, match="3 tokens do not make 4 slices"):
         bounds(3, 4)
+
+
+def test_slices_end_where_tensor_parallel_ranks_can_share_them() -> None:
+    """Of 20 tokens in units of at most 9, of which 4 ranks have equal parts."""
+    units = cut([[20, 4]], 9, multiple=4)
+    assert [unit.tokens for unit in units.units] == [4, 8, 8, 4]
+    assert all(begin % 4 == end % 4 == 0 for unit in units.units for _, begin, end in unit.pieces)
+
+
+def test_rows_count_the_tokens_of_a_batch() -> None:
+    assert cut([[10], [6]], 5, rows=3).tokens == (15, 15, 9, 9)

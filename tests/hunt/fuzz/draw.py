@@ -6,7 +6,7 @@ from random import Random
 from megatron_pp_ext.schedule.names import AUTO, FLEX
 from megatron_pp_ext.verification.reference_runs import SCHEDULE_FLAGS
 from tests.hunt.fuzz.factors import FACTORS, FLAGS, Row, is_legal, levels
-from tests.hunt.fuzz.job import STOCK, has_checkpoint
+from tests.hunt.fuzz.job import STOCK, has_checkpoint, is_cut
 from tests.hunt.fuzz.schedules import drawn
 from tests.support.training import has_flag
 
@@ -28,8 +28,9 @@ def draw(seed: int, number: int) -> Row:
 
     Beside the factors, a row has a ``seed`` for what else is random in it, its ``schedule``, how that is
     measured (``measures``), the schedule under which it goes on from a checkpoint (``resume``), the share
-    of activations that waits on the host (``host``), and how its microbatches, which are read ahead then, are
-    ordered (``order``): they have one length, so that they stay where they are.
+    of activations that waits on the host (``host``), how its microbatches, which are read ahead then, are
+    ordered (``order``): they have one length, so that they stay where they are, and the tokens of slices of
+    its sequences (``slices``).
     """
     random = Random(f"{seed} {number // TOGETHER}")
     row = _job(random)
@@ -44,7 +45,7 @@ def draw(seed: int, number: int) -> Row:
     host = "none" if measures == "profile" else own.choice(["none", "none", "0.5", "1"])
     is_compiled = schedule.split()[0] in (AUTO, FLEX)
     order = "none" if is_compiled else own.choice(["none", "none", "rule", "search"])
-    return {
+    whole = {
         **row,
         "schedule": schedule,
         "measures": measures,
@@ -52,11 +53,15 @@ def draw(seed: int, number: int) -> Row:
         "host": host,
         "order": order,
     }
+    slices = Random(f"{seed} {number} {schedule} slices").choice(["none", "4", "8", "16"])
+    if slices == "none" or not is_cut(whole):
+        return {**whole, "slices": "none"}
+    return {**whole, "host": "none", "slices": slices}
 
 
 def plain(**choices: str) -> Row:
     """Return the row of the plainest job under V-Half, but for ``choices``."""
-    own = {"measures": "none", "resume": "none", "host": "none", "order": "none"}
+    own = dict.fromkeys(("measures", "resume", "host", "order", "slices"), "none")
     none = {"seed": "1", "schedule": "v-half", **own}
     return {**none, **{factor: levels(factor)[0] for factor in FACTORS}, **choices}
 

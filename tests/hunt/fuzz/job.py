@@ -64,7 +64,30 @@ def trained(row: Row, data: Path, folder: Path) -> list[str]:
     measures = _MEASURES[row["measures"]].format(folder=folder).split()
     host = [] if row["host"] == "none" else ["--pipeline-offload", row["host"]]
     order = [] if row["order"] == "none" else ["--pipeline-order", row["order"]]
-    return [*_job(row, data), *_schedule(row, row["schedule"], folder), *measures, *host, *order]
+    slices = [] if row["slices"] == "none" else ["--pipeline-slice-tokens", row["slices"]]
+    schedule = _schedule(row, row["schedule"], folder)
+    return [*_job(row, data), *schedule, *measures, *host, *order, *slices]
+
+
+def is_cut(row: Row) -> bool:
+    """Whether sequences may be cut: nothing is refused beside slices, and their sums are those of the whole.
+
+    Experts are balanced by slices, dropout draws other numbers, and sums may overflow in other places.
+    """
+    whole = {
+        "pairs": "none",
+        "prediction": "none",
+        "sharing": "none",
+        "dropout": "off",
+    }
+    return (
+        all(row[factor] == level for factor, level in whole.items())
+        and row["experts"] in ("none", "biased")
+        and row["precision"] != "fp16-overflows"
+        and row["measures"] != "profile"
+        and "cp" not in row["parallel"]
+        and not row["schedule"].startswith(CSV)
+    )
 
 
 def saving(checkpoint: str, folder: Path) -> list[str]:

@@ -24,7 +24,9 @@ def described(row: Row) -> str:
     parts = [f"{job.ranks(row)} ranks, --pipeline-model-parallel-size {row['pipeline']}"]
     parts.append(f"schedule {row['schedule']}")
     parts += [
-        f"{what} {row[what]}" for what in ("measures", "resume", "host", "order") if row[what] != "none"
+        f"{what} {row[what]}"
+        for what in ("measures", "resume", "host", "order", "slices")
+        if row[what] != "none"
     ]
     for factor in unusual(row):
         if factor != "pipeline":
@@ -51,7 +53,7 @@ def sections(seed: int, cases: Sequence[Found]) -> list[str]:
     choices = [
         (outcome, f"{factor}: {row[factor]}")
         for outcome, row in named
-        for factor in ("measures", "host", "order", *unusual(row))
+        for factor in ("measures", "host", "order", "slices", *unusual(row))
     ]
     return [
         f"{len(cases)} cases took {seconds:.0f} seconds, {seconds / max(1, len(cases)):.1f} each.",

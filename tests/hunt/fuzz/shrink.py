@@ -12,7 +12,7 @@ from tests.hunt.fuzz.job import has_checkpoint
 
 def shrunk(row: Row, still_differs: Callable[[Row], bool]) -> Row:
     """Return the row in which none of its unusual choices can be made plain alone."""
-    for one in ("measures", "host", "order"):
+    for one in ("measures", "host", "order", "slices"):
         if row[one] != "none" and still_differs({**row, one: "none"}):
             row = {**row, one: "none"}
     size = len(list(unusual(row)))

@@ -67,6 +67,8 @@ def test_everything_is_drawn_and_nothing_forbidden() -> None:
     for factor in FACTORS:
         assert {row[factor] for row in rows} == set(levels(factor)), factor
     assert is_legal(plain())
+    assert {row["slices"] for row in rows} == {"none", "4", "8", "16"}
+    assert all(job.is_cut(row) for row in rows if row["slices"] != "none")
     for why, choices in FORBIDDEN.items():
         for factor, names in choices.items():
             assert names == "others" or set(names.split()) <= set(levels(factor)), why

@@ -25,9 +25,10 @@ _SEARCHING = 0.75
 
 
 def ordered(pipeline: Pipeline) -> StepPart:
-    """Return what orders the data of steps, as the request asks."""
+    """Return what orders the data of steps, as the request asks, unless another feature does."""
     ordering = pipeline.request.option(Ordering)
-    if ordering is None or ordering.how == "given":
+    is_others = any(option.orders_lengths for option in pipeline.request.options)
+    if ordering is None or ordering.how == "given" or is_others:
         return _as_given
     return _Ordered(pipeline, ordering).step
 
@@ -54,7 +55,7 @@ class _Ordered:
         step.may_move_weights = self._moves_weights(step)
         self._costs.learn(step)
         data: list[list[Any] | None] = []
-        agreed = agree(lambda: self._documents(inputs, data), inputs, self._costs.work)
+        agreed = agree(lambda: read_documents(inputs, data, self._ordering), inputs, self._costs.work)
         if agreed.unknown:
             self._leave_as_given(agreed.unknown)
         found = self._plan(step, agreed.planned) if agreed.planned else None
@@ -85,18 +86,19 @@ class _Ordered:
         is_free = self._may_move and schedule.splits_backward and not (schedule.paired or schedule.copies)
         return is_free and not step.inputs.config.fine_grained_activation_offloading
 
-    def _documents(self, inputs: StepInputs, data: list[list[Any] | None]) -> Documents | None:
-        """Read the step's microbatches into ``data``, by chunks; return the lengths of their documents."""
-        data += [_read(iterator, inputs.microbatches) for iterator in inputs.iterators]
-        own = next((batches for batches in data if batches is not None), None)
-        if own is None:
-            return None
-        return tuple(tuple(map(int, self._ordering.lengths_of(batch))) for batch in own)
-
     def _leave_as_given(self, why: str) -> None:
         if not self._ordering.is_default:
             raise RuntimeError(why)
         _print_once(f"megatron_pp_ext: microbatches stay in the order of the data: {why}")
+
+
+def read_documents(inputs: StepInputs, data: list[list[Any] | None], ordering: Ordering) -> Documents | None:
+    """Read the step's microbatches into ``data``, by chunks; return the lengths of their documents."""
+    data += [_read(iterator, inputs.microbatches) for iterator in inputs.iterators]
+    own = next((batches for batches in data if batches is not None), None)
+    if own is None:
+        return None
+    return tuple(tuple(map(int, ordering.lengths_of(batch))) for batch in own)
 
 
 def _read(iterator: Any, count: int) -> list[Any] | None:

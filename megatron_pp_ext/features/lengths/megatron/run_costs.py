@@ -35,11 +35,11 @@ class RunCosts:
 
     def of(self, microbatches: Microbatches) -> UnitCosts:
         """Return the costs of a step with these ``microbatches``."""
-        return self._by_length(microbatches).of(microbatches)
+        return self.by_length(microbatches).of(microbatches)
 
     def work(self, microbatches: Microbatches) -> list[float]:
         """Return the seconds that all stages together work on each microbatch."""
-        return self._by_length(microbatches).work(microbatches)
+        return self.by_length(microbatches).work(microbatches)
 
     def note(self, step: int, microbatches: Microbatches) -> None:
         """Keep the ``microbatches`` of a step in their order, if the step may be measured.
@@ -74,7 +74,8 @@ class RunCosts:
             f"to {self._fitted.equal_at:,.0f} tokens takes as long as all else"
         )
 
-    def _by_length(self, microbatches: Microbatches) -> LengthCosts:
+    def by_length(self, microbatches: Microbatches) -> LengthCosts:
+        """Return the costs of the stages by the lengths of documents, of which a step has these."""
         if self._fitted is not None:
             return self._fitted
         self._of_model = self._of_model or self._estimate()

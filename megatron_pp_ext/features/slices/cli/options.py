@@ -7,12 +7,9 @@ import typer
 
 from megatron_pp_ext.cli.options import require_at_least
 from megatron_pp_ext.compiler.request import Request
-from megatron_pp_ext.features.slices.options import Slices
+from megatron_pp_ext.features.slices.options import OVERHEAD, Slices
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.names import AUTO
-
-OVERHEAD = 128
-"""The tokens that a unit costs on top of its own, where no option says it."""
 
 LEGEND = "/{}: every sequence goes through the pipeline in {} equal slices"
 
@@ -41,7 +38,7 @@ class Slicing:
         float | None,
         typer.Option(
             help="With --slice-tokens, the tokens that each slice or pack costs on top of its own, for "
-            f"kernels that are slower where they are small.  [default: {OVERHEAD}]",
+            f"kernels that are slower where they are small.  [default: {OVERHEAD:.0f}]",
             metavar="TOKENS",
         ),
     ] = None

@@ -1,32 +1,83 @@
-"""The part of a microbatch that a slice of its sequences needs."""
+"""The part of a microbatch that a slice of its sequences, or a pack of short ones, needs."""
 
+from dataclasses import fields, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megatron_pp_ext.features.slices.runtime.prefixes import Slice
 
 _ALONG_LAST = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
 """The arguments of Megatron's models that have a number for each token, with the tokens last."""
 
+_OTHERS = ("cu_seqlens_q_padded", "cu_seqlens_kv_padded", "tokens_per_sample")
+"""What some releases know of documents beside their lengths, which a pack has not."""
 
-def cut(arguments: dict[str, Any], start: int, end: int) -> dict[str, Any]:
-    """Return the ``arguments`` of a model's forward for the tokens from ``start`` to ``end``.
 
-    A mask of attention keeps the columns of all tokens before.  ValueError for a tensor or a description of
-    documents of which it is not known how to cut it.
+def cut(arguments: dict[str, Any], here: Slice) -> dict[str, Any]:
+    """Return the ``arguments`` of a model's forward for the tokens of ``here``.
+
+    A mask of attention keeps the columns of all tokens before.  Lengths of documents (``packed_seq_params``)
+    become those of a pack, and are left out for a single document.  ValueError for a tensor of which it is
+    not known how to cut it, and for documents other than the step was planned for.
     """
-    return {name: _cut(name, value, start, end) for name, value in arguments.items()}
+    if len(here.sizes) > 1 and arguments.get("packed_seq_params") is None:
+        raise ValueError(
+            "a microbatch has several documents by its lengths, but its forward step gives the model no "
+            "packed_seq_params: give lengths of whole sequences"
+        )
+    return {name: _cut(name, value, here) for name, value in arguments.items()}
 
 
-def _cut(name: str, value: Any, start: int, end: int) -> Any:
+def _cut(name: str, value: Any, here: Slice) -> Any:
     if name in _ALONG_LAST and isinstance(value, torch.Tensor):
-        return value[..., start:end]
-    if name == "attention_mask" and isinstance(value, torch.Tensor):
-        return value[..., start:end, :end]
+        _require_tokens(name, value.shape[-1], here)
+        return _joined([value[..., begin:end] for begin, end in here.ranges], -1)
     if name == "decoder_input" and isinstance(value, torch.Tensor):
-        return value[start:end]
+        _require_tokens(name, len(value), here)
+        return _joined([value[begin:end] for begin, end in here.ranges], 0)
+    if name == "attention_mask" and isinstance(value, torch.Tensor) and len(here.ranges) == 1:
+        ((begin, end),) = here.ranges
+        return value[..., begin:end, begin - here.start : end]
+    if name == "packed_seq_params" and value is not None and here.sizes:
+        return _pack(value, here)
     if isinstance(value, torch.Tensor) or (name == "packed_seq_params" and value is not None):
         raise ValueError(
             f"slices of sequences do not know how to cut {name}, which the forward step gives to the model; "
             "leave it out, or leave out --pipeline-slice-tokens"
         )
     return value
+
+
+def _joined(parts: list[torch.Tensor], dimension: int) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dimension)
+
+
+def _require_tokens(name: str, tokens: int, here: Slice) -> None:
+    if tokens != here.total:
+        raise ValueError(
+            f"the step was planned for {here.total} tokens of a microbatch, and its {name} has {tokens}; let "
+            "lengths count all tokens of a row, padding included"
+        )
+
+
+def _pack(given: PackedSeqParams, here: Slice) -> PackedSeqParams | None:
+    """Return the lengths of the documents of a pack; None for one document, whose attention needs none."""
+    if len(here.sizes) == 1:
+        return None
+    assert given.cu_seqlens_q is not None
+    ends = torch.tensor(
+        [0, *accumulate(here.sizes)], dtype=given.cu_seqlens_q.dtype, device=given.cu_seqlens_q.device
+    )
+    longest, known = max(here.sizes), {one.name for one in fields(given)}
+    return replace(
+        given,
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        **dict.fromkeys(known.intersection(_OTHERS)),
+        **({"total_tokens": sum(here.sizes)} if getattr(given, "total_tokens", None) else {}),
+    )

@@ -58,7 +58,7 @@ class Calls:
             return None
         arguments = _named(module.forward, args, kwargs)
         self.call.arguments = self.call.arguments or arguments
-        return (), cut(arguments, here.start, here.end)
+        return (), cut(arguments, here)
 
     def _after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if self.call is not None:
@@ -67,14 +67,18 @@ class Calls:
 
 def _named(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
     """Return all arguments of a call by name."""
-    bound = inspect.signature(function).bind(*args, **kwargs).arguments
-    return {**{name: value for name, value in bound.items() if name != "kwargs"}, **bound.get("kwargs", {})}
+    signature = inspect.signature(function)
+    bound = signature.bind(*args, **kwargs).arguments
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            bound |= bound.pop(name, {})
+    return bound
 
 
 def _with_prefix(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     """Let attention see the keys and values of the whole sequence up to the slice's end."""
     here = running()
-    if here is None:
+    if here is None or here.sequence is None:
         return None
     arguments = _named(module.forward, args, kwargs)
     for what in ("key", "value"):

@@ -18,8 +18,8 @@ def _logged() -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def averaged(count: int) -> Iterator[None]:
-    """Divide what the microbatches inside add by their ``count`` of slices: Megatron expects one each."""
+def averaged(count: float) -> Iterator[None]:
+    """Divide what microbatches add by the ``count`` of units that one has: Megatron expects one."""
     before = {name: values.clone() for name, values in _logged().items()}
     yield
     for name, values in _logged().items():

@@ -14,44 +14,68 @@ from megatron_pp_ext.runtime.activation_meter import Owner
 
 
 @dataclass(slots=True)
-class _Microbatch:
-    """What a stage knows of a microbatch whose slices are under way.
+class _Loss:
+    """The loss of the last stage's outputs so far, ``whole``, and their gradient once it is computed."""
 
-    ``outputs`` are those of the last stage's slices, until the loss is computed of all of them.  Then
-    ``whole`` is what it was computed of, and ``gradient`` that of the whole output.
-    """
-
-    sequence: Sequence
-    call: Call = field(default_factory=Call)
-    loss_function: Any = None
-    outputs: list[torch.Tensor] = field(default_factory=list)
-    whole: torch.Tensor | None = None
-    loss: torch.Tensor | None = None
+    whole: torch.Tensor
+    loss: torch.Tensor
     gradient: torch.Tensor | None = None
 
 
-class SlicedStage(ModelStage):
-    """One chunk of the model, whose units are slices of a microbatch's sequences.
+@dataclass(slots=True)
+class _Microbatch:
+    """What a stage knows of a microbatch whose slices are under way.
 
-    The script's forward step runs once for each microbatch, with the first slice: it reads the whole batch,
-    of which the model gets the slice.  The model is called with the same arguments for the others.  On the
-    last stage the script's loss function gets the outputs of all slices as one, so that losses, their
-    normalization and what is reported are those of whole microbatches.
+    ``left`` is the number of units that have yet to end.  On the last stage ``outputs`` are those of units,
+    and ``losses`` has one for each chain, by its first unit.
     """
 
-    def __init__(self, *about: Any, units: Units, calls: list[Calls], **named: Any) -> None:
+    left: int
+    call: Call = field(default_factory=Call)
+    loss_function: Any = None
+    outputs: dict[int, torch.Tensor] = field(default_factory=dict)
+    losses: dict[int, _Loss] = field(default_factory=dict)
+
+
+class SlicedStage(ModelStage):
+    """One chunk of the model, whose units are slices of a microbatch's sequences, or packs of short ones.
+
+    The script's forward step runs once for each microbatch, with the first unit: it reads the whole batch,
+    of which the model gets the unit's part.  The model is called with the same arguments for the others.  On
+    the last stage the script's loss function gets the outputs of all units as one, so that losses, their
+    normalization and what is reported are those of whole microbatches.
+
+    Where a microbatch has several sequences, the backward of one may come before the forward of another.  The
+    loss function then runs once for each, with zeros for outputs that are not known yet, and only the last
+    call, which has all, is reported.
+    """
+
+    def __init__(
+        self, *about: Any, units: Units, calls: list[Calls], knows_documents: bool = False, **named: Any
+    ) -> None:
         super().__init__(*about, **named)
         self._units, self._calls = units, calls[self._chunk]
+        self._knows_documents = knows_documents
         self._microbatches: dict[int, _Microbatch] = {}
+        self._sequences: dict[int, Sequence] = {}
 
     def _slice(self, unit: int) -> tuple[_Microbatch, Slice]:
-        one = self._units.units[unit]
+        one, chain = self._units.units[unit], self._units.chain_of[unit]
         if one.microbatch not in self._microbatches:
-            (length,) = self._units.documents[one.microbatch]
-            self._microbatches[one.microbatch] = _Microbatch(Sequence(Owner(self._stage, unit), length))
-        found = self._microbatches[one.microbatch]
-        (piece,) = one.pieces
-        return found, Slice(found.sequence, piece.begin, piece.end)
+            self._microbatches[one.microbatch] = _Microbatch(len(self._units.of_microbatch[one.microbatch]))
+        if len(chain) > 1 and chain[0] not in self._sequences:
+            length = self._units.documents[one.microbatch][one.pieces[0].document]
+            self._sequences[chain[0]] = Sequence(Owner(self._stage, chain[0]), length)
+        sizes = tuple(piece.end - piece.begin for piece in one.pieces)
+        here = Slice(
+            self._sequences.get(chain[0]),
+            one.prefix,
+            one.prefix + sum(sizes),
+            self._units.positions(unit),
+            sum(self._units.documents[one.microbatch]),
+            sizes if self._knows_documents else (),
+        )
+        return self._microbatches[one.microbatch], here
 
     def _forward(self, unit: int, activation: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | int]:
         found, here = self._slice(unit)
@@ -70,39 +94,71 @@ class SlicedStage(ModelStage):
 
         try:
             with at_work_on(here):
-                output, _ = self._stock_forward(forward_step, unit, activation, [], len(self._units))
+                output, _ = self._stock_forward(forward_step, unit, activation, [], self._of_step(unit))
         finally:
             self._calls.call = None
         found.call.output = None
         tokens: torch.Tensor | int = 0
         if self._is_last:
-            found.outputs.append(output.detach())
+            found.outputs[unit] = output.detach()
             if output._base is not None:
                 output = output.clone()  # Megatron does not free the numbers of a view
             if self._units.is_last(unit):
-                tokens = self._whole_loss(found, unit)
-        if self.inputs.forward_only and self._units.is_last(unit):
-            del self._microbatches[self._units.units[unit].microbatch]
+                tokens = self._loss(found, unit)
+        if self.inputs.forward_only:
+            self._end(unit, is_chain_over=self._units.is_last(unit))
         return output, tokens
 
-    def _whole_loss(self, found: _Microbatch, unit: int) -> torch.Tensor | int:
-        """Compute the loss of a microbatch of the outputs of all its slices; return its tokens."""
-        whole = torch.cat(found.outputs, dim=1)
+    def _of_step(self, unit: int) -> int:
+        """Return as how many units the step's microbatches count, if all are cut as that of ``unit`` is.
+
+        Megatron divides by it a loss, and the scale of what experts' routers add to gradients.
+        """
+        return self._units.microbatches * len(self._units.of_microbatch[self._units.units[unit].microbatch])
+
+    def _loss(self, found: _Microbatch, unit: int) -> torch.Tensor | int:
+        """Compute the loss of a microbatch of the known outputs; return its tokens if these are all."""
+        microbatch = self._units.units[unit].microbatch
+        whole = self._whole(found, microbatch)
         whole.requires_grad_(not self.inputs.forward_only)
-        found.outputs.clear()
-        found.whole = whole
-        found.loss, tokens = self._stock_forward(
-            lambda *_: (whole, self._scaled(found)), unit, None, self.inputs.losses, len(self._units)
+        has_all = len(found.outputs) == len(self._units.of_microbatch[microbatch])
+        loss, tokens = self._stock_forward(
+            lambda *_: (whole, self._scaled(found, unit)),
+            unit,
+            None,
+            self.inputs.losses if has_all else [],
+            self._of_step(unit),
         )
+        found.losses[self._units.chain_of[unit][0]] = _Loss(whole, loss)
+        if not has_all:
+            return 0
+        found.outputs.clear()
         return tokens
 
-    def _scaled(self, found: _Microbatch) -> Any:
+    def _whole(self, found: _Microbatch, microbatch: int) -> torch.Tensor:
+        """Return the outputs of a microbatch in the order of its tokens, with zeros for unknown ones."""
+        numbers = self._units.of_microbatch[microbatch]
+        known = [found.outputs.get(number) for number in numbers]
+        like = next(one for one in known if one is not None)
+        if len(self._units.documents[microbatch]) == 1 and not any(one is None for one in known):
+            return torch.cat([one for one in known if one is not None], dim=1)
+        tokens = sum(self._units.documents[microbatch])
+        whole = like.new_zeros(len(like), tokens, *like.shape[2:])
+        for number, one in zip(numbers, known, strict=True):
+            if one is not None:
+                begin = 0
+                for first, end in self._units.positions(number):
+                    whole[:, first:end] = one[:, begin : begin + end - first]
+                    begin += end - first
+        return whole
+
+    def _scaled(self, found: _Microbatch, unit: int) -> Any:
         """Return the loss function of a step that counts units: it is divided by those of a microbatch less.
 
         Megatron divides a loss by the step's microbatches, and at the same place it divides the scale of what
         experts' routers add to gradients, which each unit adds.
         """
-        count = len(self._units) // self._units.microbatches
+        count = self._of_step(unit) // self._units.microbatches
 
         def scaled(output: torch.Tensor, **about: Any) -> Any:
             made = found.loss_function(output, **about)
@@ -116,19 +172,29 @@ class SlicedStage(ModelStage):
     def _backward(self, unit: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         found, here = self._slice(unit)
         if self._is_last:
-            gradient = self._part_of_gradient(found, here)
+            gradient = self._part_of_gradient(found.losses[self._units.chain_of[unit][0]], here)
         with at_work_on(here):
             made = super()._backward(unit, gradient)
-        if self._units.is_first(unit):
-            del self._microbatches[self._units.units[unit].microbatch]
+        self._end(unit, is_chain_over=self._units.is_first(unit))
         return made
 
-    def _part_of_gradient(self, found: _Microbatch, here: Slice) -> torch.Tensor:
-        if found.gradient is None:
+    def _end(self, unit: int, is_chain_over: bool) -> None:
+        """Forget what slices share once their sequence ``is_chain_over``, and a microbatch at its end."""
+        chain, microbatch = self._units.chain_of[unit][0], self._units.units[unit].microbatch
+        found = self._microbatches[microbatch]
+        found.left -= 1
+        if is_chain_over:
+            self._sequences.pop(chain, None)
+            found.losses.pop(chain, None)
+        if not found.left:
+            del self._microbatches[microbatch]
+
+    def _part_of_gradient(self, of_chain: _Loss, here: Slice) -> torch.Tensor:
+        if of_chain.gradient is None:
             with self.at_work():
-                found.gradient = stock_schedules.backward_step(
-                    found.whole, found.loss, None, self.inputs.config
+                of_chain.gradient = stock_schedules.backward_step(
+                    of_chain.whole, of_chain.loss, None, self.inputs.config
                 )
-            found.whole = found.loss = None
-        assert found.gradient is not None
-        return found.gradient[:, here.start : here.end].contiguous()
+        assert of_chain.gradient is not None
+        parts = [of_chain.gradient[:, begin:end] for begin, end in here.ranges]
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=1)

@@ -4,10 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
+from megatron_pp_ext.features.lengths.ordering import Ordering
+from megatron_pp_ext.features.slices.megatron.by_length import ByLength
 from megatron_pp_ext.features.slices.megatron.layers import Calls
 from megatron_pp_ext.features.slices.megatron.router_losses import averaged
 from megatron_pp_ext.features.slices.megatron.sliced_stage import SlicedStage
-from megatron_pp_ext.features.slices.options import Slices
+from megatron_pp_ext.features.slices.options import Slices, are_by_length
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.runners.model_stage import StepInputs
 from megatron_pp_ext.integration.runners.step_parts import Step, StepPart
@@ -16,6 +18,10 @@ from megatron_pp_ext.integration.runners.step_parts import Step, StepPart
 def sliced(pipeline: Pipeline) -> StepPart:
     """Return what slices bring to the steps of ``pipeline``; nothing where none are requested."""
     option = pipeline.request.option(Slices)
+    if option is not None and are_by_length(pipeline.request):
+        ordering = pipeline.request.option(Ordering)
+        assert ordering is not None
+        return ByLength(pipeline, option, ordering).step
     calls: list[Calls] = []
 
     @contextmanager
@@ -37,10 +43,10 @@ def sliced(pipeline: Pipeline) -> StepPart:
 
 def _require_length(inputs: StepInputs, option: Slices) -> None:
     """Raise ValueError unless the step's sequences have the length that its schedule was made for."""
-    length = option.tokens * option.count
+    ((length,),) = option.units(1).documents
     tensor = inputs.groups.tp.size() if inputs.config.sequence_parallel else 1
     if inputs.config.variable_seq_lengths or inputs.shape[0] * tensor != length:
         raise ValueError(
             f"slices were planned for sequences of {length} tokens, and this step has others; give all steps "
-            "this length, or leave out --pipeline-slice-tokens"
+            "this length, let --pipeline-order rule plan each step, or leave out --pipeline-slice-tokens"
         )

@@ -1,17 +1,13 @@
-"""What the slices of a step cost, and what ranks keep of them.
-
-A slice costs what a microbatch of its length would, whose smaller products have a lower rate, and attention
-to the slices before it on top.
-"""
+"""What the slices of a step cost in an estimate, and what ranks keep of them."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from megatron_pp_ext.features.slices.costs.of_slices import of_slices
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.additions import Addition
 from megatron_pp_ext.schedule.actions import Schedule
-from megatron_pp_ext.schedule.costs import Costs, StageCosts
-from megatron_pp_ext.schedule.unit_costs import UnitCosts
+from megatron_pp_ext.schedule.costs import Costs
 
 if TYPE_CHECKING:
     from megatron_pp_ext.planner.step.workload import Workload
@@ -34,32 +30,14 @@ class Sliced(Addition):
                 "--pipeline-slice-tokens needs the model's own costs, and --pipeline-costs has those of "
                 "whole sequences: leave one out"
             )
+        from megatron_pp_ext.planner.step.workload import Workload
+
+        def costs_of(job: Job) -> Costs:
+            about = work.system, work.placement, work.data, work.layers
+            return Workload(job, *about, is_split=work.is_split).costs
+
         slices = schedule.microbatches // schedule.whole_microbatches
-        tokens = work.job.model.seq_length // slices
-        alone = _cut(work, tokens, 1).costs
-        attention = _attention(work)
-        whole = work.job.batch.micro_batch_size * tokens**2
-        kinds = [
-            Costs(
-                tuple(
-                    _with_prefix(stage, 2 * number * whole, *seconds)
-                    for stage, seconds in zip(alone.stages, attention, strict=True)
-                ),
-                head=alone.head,
-            )
-            for number in range(slices)
-        ]
-        each = work.job.batch.micro_batch_size * tokens
-        units = tuple(kinds[unit.slice] for unit in schedule.units)
-        return UnitCosts(
-            kinds[slices // 2].stages,
-            alone.hop,
-            alone.message,
-            alone.head,
-            alone.pair,
-            units=units,
-            tokens=(each,) * len(units),
-        )
+        return of_slices(costs_of, work.job, slices, schedule.units)
 
     def activations(
         self, work: "Workload", schedule: Schedule, peaks: tuple[float, ...]
@@ -67,9 +45,8 @@ class Sliced(Addition):
         """See ``Addition``: those of slices, and the gradients of a sequence's keys and values."""
         if not schedule.units:
             return peaks
-        share = schedule.whole_microbatches / schedule.microbatches
         return tuple(
-            share * peak + sum(_owed(work, stage) for stage in work.placement.stages_of(rank))
+            schedule.share * peak + sum(_owed(work, stage) for stage in work.placement.stages_of(rank))
             for rank, peak in enumerate(peaks)
         )
 
@@ -77,41 +54,6 @@ class Sliced(Addition):
         """See ``Addition``."""
         if schedule.units:
             yield "in slices of sequences"
-
-
-def _cut(work: "Workload", length: int, documents: int) -> "Workload":
-    """Return the work of microbatches of so many times the ``documents``, each of this ``length``."""
-    from megatron_pp_ext.planner.step.workload import Workload
-
-    job = work.job
-    cut = replace(
-        job,
-        model=replace(job.model, seq_length=length),
-        batch=replace(job.batch, micro_batch_size=documents * job.batch.micro_batch_size),
-    )
-    return Workload(cut, work.system, work.placement, work.data, work.layers, is_split=work.is_split)
-
-
-def _attention(work: "Workload") -> list[tuple[float, float]]:
-    """Return the seconds of F and I of each stage for a squared token of attention."""
-    length = work.job.model.seq_length
-    squares = work.job.batch.micro_batch_size * (length**2 - 2 * (length // 2) ** 2)
-    halves = _cut(work, length // 2, 2).costs.stages
-    return [
-        (
-            max(0.0, whole.forward - half.forward) / squares,
-            max(0.0, whole.input_gradient - half.input_gradient) / squares,
-        )
-        for whole, half in zip(_cut(work, length, 1).costs.stages, halves, strict=True)
-    ]
-
-
-def _with_prefix(stage: StageCosts, squares: float, forward: float, input_gradient: float) -> StageCosts:
-    return replace(
-        stage,
-        forward=stage.forward + squares * forward,
-        input_gradient=stage.input_gradient + squares * input_gradient,
-    )
 
 
 def _owed(work: "Workload", stage: int) -> float:

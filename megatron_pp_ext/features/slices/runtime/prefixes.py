@@ -89,11 +89,20 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """The tokens from ``start`` to ``end`` of a sequence, while a stage works on them."""
+    """The tokens from ``start`` to ``end`` of a sequence, while a stage works on them.
 
-    sequence: Sequence
+    ``sequence`` is what its slices share, None where it is whole.  A pack of several whole sequences starts
+    at 0, too.  ``ranges`` are the places of the tokens among the ``total`` of the microbatch.
+    ``sizes`` are the tokens of each sequence of a pack; they are empty where it is not known which sequences
+    the microbatch has.
+    """
+
+    sequence: Sequence | None
     start: int
     end: int
+    ranges: tuple[tuple[int, int], ...]
+    total: int
+    sizes: tuple[int, ...] = ()
 
 
 _running: Slice | None = None

@@ -68,7 +68,6 @@ def test_packed_sequences_are_ordered_by_the_rule_unless_something_else_is_asked
             "update their weights between microbatches",
         ),
         ("--pipeline-schedule flex --pipeline-memory-limit 0.9 --pipeline-order search", "memory limit"),
-        ("--pipeline-schedule 1f1b --pipeline-order rule --pipeline-slice-tokens 8", "slices are planned"),
     ],
 )
 def test_orders_that_cannot_be(monkeypatch, flags, words):

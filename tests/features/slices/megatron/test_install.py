@@ -45,3 +45,9 @@ def test_a_forward_step_that_changes_outputs_is_refused(found: list[dict]) -> No
 
 def test_sequences_of_another_length_are_refused(found: list[dict]) -> None:
     assert "planned for sequences of 8 tokens" in found[-1]["length"]
+
+
+def test_the_first_line_has_slices_that_were_chosen(found: list[dict]) -> None:
+    assert "sequences in 2 slices of 4 tokens" in found[0]["line"]
+    ours, stock = found[-1]["chosen"].losses, found[-1]["stock"].losses
+    assert all(one == pytest.approx(other, rel=1e-6) for one, other in zip(ours, stock, strict=True))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_pp_ext.features.slices.megatron.batches import cut
@@ -14,6 +15,7 @@ from megatron_pp_ext.features.slices.runtime.prefixes import Sequence, Slice, at
 from megatron_pp_ext.runtime.activation_meter import Owner
 
 LENGTH = 8
+ENDS = torch.tensor([0, 4, 5, 8], dtype=torch.int32)
 
 
 class CoreAttention(torch.nn.Module):
@@ -36,7 +38,7 @@ class Model(torch.nn.Module):
 
 
 def slice_of(start: int, end: int) -> Slice:
-    return Slice(Sequence(Owner(0, 0), LENGTH), start, end)
+    return Slice(Sequence(Owner(0, 0), LENGTH), start, end, ((start, end),), LENGTH)
 
 
 def attend(model: Model, one: Slice, mask: Any = None) -> tuple[Any, Any, Any]:
@@ -81,7 +83,7 @@ def test_a_batch_is_cut_along_its_tokens() -> None:
     tokens = torch.arange(2 * LENGTH).reshape(2, LENGTH)
     mask = torch.ones(1, 1, LENGTH, LENGTH).triu(1).bool()
     given = {"input_ids": tokens, "position_ids": tokens[None], "attention_mask": mask, "labels": None}
-    found = cut(given, 2, 4)
+    found = cut(given, slice_of(2, 4))
     assert found["input_ids"].tolist() == [[2, 3], [10, 11]]
     assert found["position_ids"].shape == (1, 2, 2)
     assert torch.equal(found["attention_mask"], mask[:, :, 2:4, :4])
@@ -90,6 +92,32 @@ def test_a_batch_is_cut_along_its_tokens() -> None:
 
 def test_what_cannot_be_cut_is_refused() -> None:
     with pytest.raises(ValueError, match="do not know how to cut pixels"):
-        cut({"pixels": torch.ones(1)}, 0, 1)
+        cut({"pixels": torch.ones(1)}, slice_of(0, 1))
     with pytest.raises(ValueError, match="do not know how to cut packed_seq_params"):
-        cut({"packed_seq_params": object()}, 0, 1)
+        cut({"packed_seq_params": object()}, slice_of(0, 1))
+    with pytest.raises(ValueError, match="planned for 8 tokens of a microbatch, and its labels has 9"):
+        cut({"labels": torch.ones(1, 9)}, slice_of(0, 1))
+
+
+PACK = PackedSeqParams("thd", ENDS, ENDS, max_seqlen_q=4, max_seqlen_kv=4)
+
+
+def test_a_pack_gets_its_own_documents() -> None:
+    """Those of 4, 1 and 3 tokens: the pack has the first and the last, which do not stand side by side."""
+    one = Slice(None, 0, 7, ((0, 4), (5, 8)), LENGTH, (4, 3))
+    found = cut({"input_ids": torch.arange(LENGTH)[None], "packed_seq_params": PACK}, one)
+    assert found["input_ids"].tolist() == [[0, 1, 2, 3, 5, 6, 7]]
+    params = found["packed_seq_params"]
+    assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == [0, 4, 7]
+    assert (params.max_seqlen_q, params.max_seqlen_kv) == (4, 4)
+
+
+def test_a_slice_of_one_document_is_no_pack() -> None:
+    """Its attention begins with the first key: no description of documents is needed."""
+    one = Slice(Sequence(Owner(0, 0), 4), 2, 4, ((2, 4),), LENGTH, (2,))
+    assert cut({"packed_seq_params": PACK}, one)["packed_seq_params"] is None
+
+
+def test_documents_that_the_model_is_not_told_of_are_refused() -> None:
+    with pytest.raises(ValueError, match="gives the model no packed_seq_params"):
+        cut({"packed_seq_params": None}, Slice(None, 0, 7, ((0, 4), (5, 8)), LENGTH, (4, 3)))

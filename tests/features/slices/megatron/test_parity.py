@@ -44,6 +44,10 @@ CASES = {
     "replicas": (4, "v-half", 8, (*PP2, *LLAMA, *DISTRIBUTED)),
     "windows and sinks": (2, "zb-h1", 4, (*PP2, *LLAMA, *WINDOW)),
     "experts": (2, "zb-h1", 8, (*PP2, *LLAMA, *EXPERTS)),
+    "planned in each step": (2, "v-half --pipeline-order rule", 12, (*PP2, *LLAMA)),
+    "planned, two samples": (2, "zb-h1 --pipeline-order search", 8, (*PP2, "--micro-batch-size", "2")),
+    "planned, replicas": (4, "v-half --pipeline-order rule", 8, (*PP2, *LLAMA, *DISTRIBUTED)),
+    "planned, tensor-parallel": (4, "v-half --pipeline-order rule", 8, (*PP2, *LLAMA, *TP2)),
 }
 ALWAYS = {"tied, learned positions", "tensor-parallel"}
 """What is not wide."""

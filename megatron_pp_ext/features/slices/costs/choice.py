@@ -1,0 +1,103 @@
+"""The choice of the length of slices: ``--pipeline-slice-tokens auto``, and ``install(slice_tokens="auto")``.
+
+Short slices fill the pipeline sooner, but their products have a lower rate and there are more messages.  The
+rates are those of one machine, whatever the run has, so that an estimate chooses what training chooses.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron_pp_ext.compiler.make import make
+from megatron_pp_ext.compiler.request import LARGEST, Request
+from megatron_pp_ext.costs import system
+from megatron_pp_ext.costs.costs_of_stages import stage_costs, stage_seconds
+from megatron_pp_ext.features.slices.costs.of_slices import of_slices
+from megatron_pp_ext.features.slices.options import FLAG, Slices, are_by_length
+from megatron_pp_ext.job import pipeline
+from megatron_pp_ext.job.requested_job import RequestedJob
+from megatron_pp_ext.job.rules import all_rules
+from megatron_pp_ext.job.typed_job import Job
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.names import AUTO
+from megatron_pp_ext.schedule.simulate import simulate
+
+MACHINE = "h100"
+"""The machine whose rates decide."""
+
+SMALLEST = 256
+"""The fewest tokens of a slice that are tried."""
+
+_TRIALS = 200
+"""The orders that the compiler may try for whole sequences, which are one candidate of several."""
+
+_LOSSES = 3
+"""After how many candidates in a row that are longer than the best one no shorter slices are tried."""
+
+
+def settled(asked: RequestedJob, data: int, rows: int) -> RequestedJob:
+    """Return what is ``asked`` with tokens in the place of ``auto``, unless each step is planned by itself.
+
+    ``data`` is the data-parallel size, and the embedding has ``rows`` rows.  ValueError for what
+    ``job.pipeline.read`` refuses and for a model whose costs are not known.
+    """
+    if asked.pipeline.pipeline_slice_tokens != AUTO:
+        return asked
+    request = pipeline.read(asked, data)
+    if are_by_length(request):
+        return asked
+    return asked.changed(pipeline_slice_tokens=chosen(asked, request, rows))
+
+
+def chosen(asked: RequestedJob, request: Request, rows: int) -> int:
+    """Return the tokens of the slices with which a step of ``request`` is shortest by simulation.
+
+    They divide the sequence, whose length they are where whole sequences are best.  The model is that of
+    ``asked``, whose embedding has ``rows`` rows.  ValueError where its costs are not known, and where no
+    length keeps the memory limit.
+    """
+    length = asked.model.seq_length
+    if request.is_stock or request.ranks == 1:
+        return length
+    if not (length and asked.model.hidden_size and asked.model.num_attention_heads):
+        raise ValueError(f"{FLAG} {AUTO} needs the sizes of the model: give a number of tokens")
+    all_rules.refuse_to_predict(asked)
+    best, least, losses, reason = 0, float("inf"), 0, ValueError()
+    for tokens in _candidates(asked.job, request):
+        try:
+            seconds = _seconds(asked.job, request, rows, length // tokens)
+        except ValueError as error:  # a limit that shorter slices may keep
+            reason = error
+            continue
+        if seconds < least:
+            best, least, losses = tokens, seconds, 0
+        elif (losses := losses + 1) == _LOSSES:
+            break
+    if not best:
+        raise reason
+    return best
+
+
+def _candidates(job: Job, request: Request) -> Iterator[int]:
+    """Yield the lengths that ``job`` permits, the longest first, which is that of the whole sequence."""
+    length, shared = job.model.seq_length, job.parallel.sequence_ranks
+    kinds = 3 if request.may_split_backward else 2
+    most = LARGEST // (request.finest.stages * kinds * request.microbatches)
+    for slices in range(1, max(1, min(most, length // SMALLEST)) + 1):
+        if slices == 1 or (length % slices == 0 and length // slices % shared == 0):
+            yield length // slices
+
+
+def _seconds(job: Job, request: Request, rows: int, slices: int) -> float:
+    """Return the simulated step with so many ``slices`` of every sequence; ValueError where no order fits."""
+    if slices == 1 and request.is_compiled:
+        request = replace(request, trials=min(request.trials, _TRIALS))
+    cut = request.with_option(Slices(job.model.seq_length // slices, slices))
+    schedule = make(cut, lambda stages, splits_head: stage_costs(job, stages, rows, splits_head)).schedule
+    machine, stages = system.read(MACHINE), schedule.placement.stages
+
+    def costs_of(one: Job) -> Costs:
+        return stage_seconds(one, stages, rows, machine, request.data, is_split=request.may_split_backward)
+
+    return simulate(
+        schedule, of_slices(costs_of, job, slices, schedule.units) if schedule.units else costs_of(job)
+    ).makespan

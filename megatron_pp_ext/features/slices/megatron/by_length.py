@@ -1,0 +1,160 @@
+"""Steps whose microbatches are of unlike length: units are cut from all of them, and planned each time.
+
+All ranks of a pipeline know the lengths before the step (``lengths.megatron.agreement``), and find the same
+plan.  The forward step reads the microbatches in the order in which their first units run, and the losses are
+handed over in the order of the data.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any
+
+from megatron_pp_ext.compiler.make import make
+from megatron_pp_ext.features.lengths.megatron.agreement import Documents, agree
+from megatron_pp_ext.features.lengths.megatron.ordered_data import read_documents
+from megatron_pp_ext.features.lengths.megatron.run_costs import RunCosts
+from megatron_pp_ext.features.lengths.microbatches import Microbatches
+from megatron_pp_ext.features.lengths.ordering import Ordering
+from megatron_pp_ext.features.slices.megatron.layers import Calls
+from megatron_pp_ext.features.slices.megatron.router_losses import averaged
+from megatron_pp_ext.features.slices.megatron.sliced_stage import SlicedStage
+from megatron_pp_ext.features.slices.options import OVERHEAD, Slices
+from megatron_pp_ext.features.slices.plan import SMALLEST, Planner
+from megatron_pp_ext.features.slices.search import BUDGET
+from megatron_pp_ext.features.slices.units import Units
+from megatron_pp_ext.integration.requested import Pipeline
+from megatron_pp_ext.integration.runners.flushed import require_same_schedule
+from megatron_pp_ext.integration.runners.model_stage import StepInputs
+from megatron_pp_ext.integration.runners.step_parts import Step
+from megatron_pp_ext.runtime.plan import plan_rank
+from megatron_pp_ext.schedule.actions import Schedule
+
+_KEPT = 32
+"""The schedules of a family that are kept for later steps with as many units."""
+
+
+class ByLength:
+    """Plans the steps of ``pipeline``, whose sequences are cut as ``option`` says."""
+
+    def __init__(self, pipeline: Pipeline, option: Slices, ordering: Ordering) -> None:
+        self._request, self._placement = pipeline.request, pipeline.placement
+        self._tokens, self._ordering = option.tokens, ordering
+        self._costs = RunCosts(pipeline, ordering)
+        self._calls: list[Calls] = []
+        self._of_family = lru_cache(maxsize=_KEPT)(self._make)
+
+    @contextmanager
+    def step(self, step: Step) -> Iterator[None]:
+        """Let the step run in units; evaluations run whole sequences."""
+        inputs = step.inputs
+        if inputs.forward_only:
+            yield
+            return
+        self._calls[:] = self._calls or map(Calls, inputs.model)
+        data: list[list[Any] | None] = []
+        agreed = agree(lambda: read_documents(inputs, data, self._ordering), inputs, self._costs.work)
+        if agreed.unknown:
+            raise RuntimeError(agreed.unknown)
+        if agreed.own != agreed.planned:
+            raise RuntimeError(
+                "pipelines that share experts have microbatches of other lengths in this step, and their "
+                "slices would not meet: give all of them the same lengths, or leave out slices of sequences"
+            )
+        units, schedule = self.plan(agreed.own, inputs)
+        require_same_schedule(schedule, inputs.groups)
+        step.plan = plan_rank(schedule, step.plan.rank)
+        step.may_move_weights = True  # replicas have other lengths, and so other orders
+        firsts = [numbers[0] for numbers in units.of_microbatch]
+        read = sorted(range(inputs.microbatches), key=firsts.__getitem__)
+        inputs.iterators = [
+            None if batches is None else iter([batches[number] for number in read]) for batches in data
+        ]
+        inputs.shape = ()
+        step.make_stage = partial(
+            SlicedStage, units=units, calls=self._calls, knows_documents=units.rows == 1
+        )
+        with averaged(len(units) / inputs.microbatches):
+            yield
+        if inputs.losses:
+            lasts = [numbers[-1] for numbers in units.of_microbatch]
+            ended = sorted(range(inputs.microbatches), key=lasts.__getitem__)
+            by_number = dict(zip(ended, inputs.losses, strict=True))
+            inputs.losses[:] = [by_number[number] for number in range(len(ended))]
+
+    def plan(self, documents: Documents, inputs: StepInputs) -> tuple[Units, Schedule]:
+        """Return the units of a step with these ``documents`` in each microbatch, and their order.
+
+        The first step chooses the tokens of a unit, where that is left open.
+        """
+        whole = Microbatches(documents)
+        rates, request = self._costs.by_length(whole), self._request
+        rows, multiple = _rows(documents, inputs), _tensor_ranks(inputs)
+        if rows > 1:
+            documents = tuple(lengths[:1] for lengths in documents)
+        _require_divisible(documents, multiple)
+        planner = Planner(
+            self._placement,
+            rates,
+            splits_backward=request.may_split_backward,
+            overhead=OVERHEAD,
+            multiple=multiple,
+            rows=rows,
+        )
+        if request.is_compiled:
+            limits = self._limits(planner, documents, whole, self._tokens or SMALLEST)
+            self._tokens = self._tokens or planner.chosen_tokens(documents, limits)
+            limits = self._limits(planner, documents, whole, self._tokens)
+            budget = BUDGET if self._ordering.how == "search" else 0.0
+            found = planner.plan(documents, self._tokens, limits, budget=budget)
+            return found.units, found.schedule
+        self._tokens = self._tokens or planner.chosen_in_family(self._of_family, documents)
+        return planner.order_of_family(self._of_family, documents, self._tokens)
+
+    def _limits(
+        self, planner: Planner, documents: Documents, whole: Microbatches, tokens: int
+    ) -> Sequence[float]:
+        """Return what each rank may keep in this step.
+
+        A limit that is a part of what 1F1B keeps is raised to what the longest sequence needs: no run is to
+        end for one that is longer than others.
+        """
+        of_step = replace(self._request, microbatches=len(documents), ordinary=None)
+        budget = of_step.budget(planner.rates.of(whole))
+        if budget.holds_messages:
+            return budget.ranks
+        return tuple(map(max, budget.ranks, planner.least_limits(documents, tokens)))
+
+    def _make(self, microbatches: int) -> Schedule:
+        """Return the schedule of the family for so many microbatches; families are proved by tests."""
+        return make(replace(self._request, microbatches=microbatches), is_proved=True).schedule
+
+
+def _rows(documents: Documents, inputs: StepInputs) -> int:
+    """Return how many sequences of one length a microbatch has: one where documents may be packed in it."""
+    rows = inputs.samples
+    if rows > 1:
+        for number, lengths in enumerate(documents):
+            if len(lengths) != rows or len(set(lengths)) > 1:
+                raise RuntimeError(
+                    f"microbatch {number} has {len(lengths)} lengths, {min(lengths)} to {max(lengths)}, and "
+                    f"slices of {rows} samples need as many equal ones, padding included; give those, or one "
+                    "sample a microbatch"
+                )
+    return rows
+
+
+def _tensor_ranks(inputs: StepInputs) -> int:
+    """Return by how many ranks the tokens of a unit are shared."""
+    return int(inputs.groups.tp.size()) if inputs.config.sequence_parallel else 1
+
+
+def _require_divisible(documents: Documents, multiple: int) -> None:
+    for number, lengths in enumerate(documents):
+        for length in lengths:
+            if length % multiple:
+                raise RuntimeError(
+                    f"microbatch {number} has a document of {length} tokens, which {multiple} "
+                    "tensor-parallel ranks cannot share in slices of sequences; pad documents to a multiple"
+                )

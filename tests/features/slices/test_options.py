@@ -1,0 +1,41 @@
+"""What requests for slices may say."""
+
+import pytest
+
+from megatron_pp_ext.compiler.request import named
+from megatron_pp_ext.features.lengths.ordering import Ordering, with_order
+from megatron_pp_ext.features.slices.options import Slices, are_by_length, slices
+from megatron_pp_ext.job import pipeline
+from tests.features.slices.test_estimates import asked
+
+
+def test_slices_keep_the_limit_of_a_compiled_order() -> None:
+    sliced = named("flex", 2, 4, limit=0.5).with_option(Slices(4096))
+    assert not are_by_length(sliced)
+    ordered = with_order(sliced, "search")
+    assert ordered.option(Ordering) == Ordering("search")
+    assert are_by_length(ordered)
+    assert not are_by_length(with_order(sliced, "given"))
+
+
+def test_a_length_that_cannot_be() -> None:
+    for given in (0, -1, True, 2.5, "some"):
+        with pytest.raises(ValueError, match="must be a whole number from 1 on, or auto"):
+            slices(given, 8)
+    with pytest.raises(ValueError, match="does not divide the 8 tokens"):
+        slices(3, 8)
+    assert slices("auto", 8) == Slices(None)
+
+
+def test_a_flag_that_is_no_number() -> None:
+    with pytest.raises(ValueError, match="must be a whole number or auto"):
+        asked("--pipeline-schedule v-half --pipeline-slice-tokens many")
+
+
+def test_a_step_that_is_planned_needs_no_divisor() -> None:
+    given = asked("--pipeline-schedule flex --pipeline-memory-limit 0.5 --pipeline-slice-tokens 5000")
+    with pytest.raises(ValueError, match="does not divide"):
+        pipeline.read(given, 1)
+    planned = pipeline.read(given.changed(pipeline_order="search"), 1)
+    assert are_by_length(planned)
+    assert planned.option(Slices) == Slices(5000)

@@ -1,0 +1,128 @@
+"""What ``tests/features/slices/megatron/test_by_length.py`` compares, written to the file that it is given.
+
+All of it runs in a process of its own, in which Megatron is as it comes.
+"""
+
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.support.ranks import run_ranks  # isort: skip  (the stand-ins come before Megatron)
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+
+import megatron_pp_ext
+from tests.support import own_loop
+
+COUNTS = (6, 4)
+LENGTHS = (8, 21, 5, 32, 3, 11)
+PACKS = ((3, 19, 4, 2), (12,), (5, 5, 5), (2, 9, 17))
+TOKENS = 6
+SCHEDULES = {
+    "1f1b": {"order": "rule"},
+    "v-half": {"order": "rule"},
+    "flex": {"order": "search", "memory_limit": 0.7},
+}
+BATCHES, FORWARD_STEP = own_loop.batches, own_loop.forward_step
+
+
+class PackedAttention(DotProductAttention):
+    """Local attention that knows packs of documents, as Transformer Engine's does."""
+
+    def forward(self, query: Any, key: Any, value: Any, attention_mask: Any, **about: Any) -> Any:
+        """See ``DotProductAttention``; a pack has no batch."""
+        packed = about.pop("packed_seq_params", None)
+        if packed is None:
+            return super().forward(query, key, value, attention_mask, **about)
+        sizes = packed.cu_seqlens_q.diff()
+        of = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+        apart = (of[:, None] != of[None, :]) | torch.ones(len(of), len(of)).triu(1).bool()
+        about["attn_mask_type"] = AttnMaskType.arbitrary
+        alone = (one[:, None] for one in (query, key, value))
+        return super().forward(*alone, apart[None, None], **about).squeeze(1)
+
+
+def packed_gpt(config: Any, **given: Any) -> GPTModel:
+    """A GPT with rotary positions whose attention knows packs."""
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.self_attention.submodules.core_attention = PackedAttention
+    return GPTModel(config, spec, position_embedding_type="rope", **given)
+
+
+def packed_batches(*unused: Any) -> Iterator[dict[str, Any]]:
+    """Yield batches of packed documents, without a mask."""
+    generator, number = torch.Generator().manual_seed(7), 0
+    while True:
+        sizes = PACKS[number % len(PACKS)]
+        number += 1
+        tokens = torch.randint(0, own_loop.WORDS, (1, sum(sizes) + 1), generator=generator)
+        ends = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
+        yield {
+            "input_ids": tokens[:, :-1],
+            "labels": tokens[:, 1:],
+            "position_ids": torch.cat([torch.arange(size) for size in sizes])[None],
+            "attention_mask": None,
+            "cu_seqlens": ends,
+        }
+
+
+def packed_step(iterator: Iterator[Any], model: Any) -> Any:
+    """The forward step of packed documents, of which each token weighs by its place in the pack."""
+    batch = next(iterator)
+    ends = batch.pop("cu_seqlens")
+    longest = int(ends.diff().max())
+    params = PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
+    weights = torch.linspace(0.5, 1.5, batch["input_ids"].shape[1])
+
+    def loss(losses: torch.Tensor, non_loss_data: bool = False) -> Any:
+        found = (losses.float().flatten() * weights).sum() / weights.sum()
+        return found, {"loss": found.detach().clone()}
+
+    return model(**batch, packed_seq_params=params), loss
+
+
+def trained(chunks: int, **about: Any) -> own_loop.Record:
+    """Return what sequences of unlike length left."""
+    model = own_loop.build(chunks, variable_seq_lengths=True, moe_token_dispatcher_type="alltoall", **about)
+    return own_loop.train(model, COUNTS, LENGTHS, seq_length=1)
+
+
+def packed(chunks: int) -> own_loop.Record:
+    """Return what packed documents left."""
+    own_loop.batches, own_loop.forward_step = packed_batches, packed_step
+    try:
+        model = own_loop.build(
+            chunks,
+            model_class=packed_gpt,
+            variable_seq_lengths=True,
+            moe_token_dispatcher_type="alltoall",
+        )
+        return own_loop.train(model, COUNTS, seq_length=1, forward_step_func=packed_step)
+    finally:
+        own_loop.batches, own_loop.forward_step = BATCHES, FORWARD_STEP
+
+
+def on_rank(rank: int) -> dict[Any, Any]:
+    """Return what this rank found."""
+    own_loop.start()
+    found: dict[Any, Any] = {"stock": trained(1), "stock packed": packed(1)}
+    for name, about in SCHEDULES.items():
+        chunks = 1 if name == "1f1b" else 2
+        for kind, train in (("", trained), (" packed", packed)):
+            with megatron_pp_ext.installed(
+                name, ranks=2, microbatches=COUNTS[0], slice_tokens=TOKENS, **about
+            ) as line:
+                found[name + kind] = train(line.chunks if name == "flex" else chunks)
+            found["line"] = str(line)
+    return found
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_bytes(pickle.dumps(run_ranks(on_rank, 2)))
