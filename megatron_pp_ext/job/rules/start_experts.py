@@ -147,6 +147,12 @@ ROWS = (
         fix="choose one of these",
     ),
     Rule(
+        "--moe-paged-stash",
+        when=lambda job: job.precision.moe_paged_stash and job.flags.moe_expert_rank_capacity_factor is None,
+        why="keeps as many tokens as --moe-expert-rank-capacity-factor says",
+        fix="add that flag",
+    ),
+    Rule(
         "--moe-single-grouped-weight",
         when=lambda job: (
             job.flags.moe_single_grouped_weight and not job.precision.use_transformer_engine_op_fuser
