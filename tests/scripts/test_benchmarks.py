@@ -18,7 +18,8 @@ COMMANDS = {
     "planner.host_memory", "planner.layouts",
     "planner.partition_costs", "planner.rehearsals", "planner.training_runs", "planner.two_checkouts",
     "runtime.lengths", "runtime.offload", "runtime.pairs", "runtime.replicas", "runtime.slice_steps",
-    "runtime.slices", "runtime.slow_links", "runtime.start_up", "runtime.steps", "runtime.time_to_loss", "runtime.train", "runtime.vocabulary",
+    "runtime.slices", "runtime.slow_links", "runtime.start_up", "runtime.steps",
+    "runtime.time_to_loss", "runtime.train", "runtime.vocabulary",
     "schedules.copies_to_host", "schedules.lengths", "schedules.limits_by_rank", "schedules.slices",
     "schedules.tables",
 }  # fmt: skip
