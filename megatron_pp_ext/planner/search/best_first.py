@@ -6,7 +6,6 @@ best: no other candidate can be among them.  A candidate that fits in no order g
 whose budget is spent, or that is interrupted, ends with the best that it has.
 """
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,6 +28,7 @@ from megatron_pp_ext.planner.step.programs import placement_of
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.names import FLEX
 from megatron_pp_ext.schedule.placement import Placement
+from megatron_pp_ext.schedule.without_collection import without_collection
 
 _SPENT = "stopped after the {:g} s of a processor that --cpu-seconds allows"
 _INTERRUPTED = "interrupted"
@@ -75,18 +75,11 @@ class Search:
                 f"--gpus {gpus} leaves a node of {each} GPUs in part: nearest that work are {below} and "
                 f"{below + each}"
             )
-        # Orders are lists of many thousand actions, none of which refers back, and a search builds hundreds:
-        # the collector would look for cycles among them in vain.
-        was_on = gc.isenabled()
-        gc.disable()
-        try:
+        with without_collection():
             bounded = sorted(self._bounded(progress), key=lambda one: one.bound)
             if not self.result.legal:
                 raise ValueError(reason(self._space))
             self._replay(bounded, progress)
-        finally:
-            if was_on:
-                gc.enable()
         if self._compiles is not Compiles.NEVER:
             self._compile(progress)
         if not self.result.best:

@@ -30,6 +30,7 @@ from megatron_pp_ext.integration.runners.model_stage import StepInputs
 from megatron_pp_ext.integration.runners.step_parts import Step
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.without_collection import without_collection
 
 _KEPT = 32
 """The schedules of a family that are kept for later steps with as many units."""
@@ -62,9 +63,10 @@ class ByLength:
                 "pipelines that share experts have microbatches of other lengths in this step, and their "
                 "slices would not meet: give all of them the same lengths, or leave out slices of sequences"
             )
-        units, schedule = self.plan(agreed.own, inputs)
+        with without_collection():
+            units, schedule = self.plan(agreed.own, inputs)
+            step.plan = plan_rank(schedule, step.plan.rank)
         require_same_schedule(schedule, inputs.groups)
-        step.plan = plan_rank(schedule, step.plan.rank)
         step.may_move_weights = True  # replicas have other lengths, and so other orders
         firsts = [numbers[0] for numbers in units.of_microbatch]
         read = sorted(range(inputs.microbatches), key=firsts.__getitem__)
