@@ -26,7 +26,7 @@ from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import v
 from megatron_pp_ext.schedule.simulate import simulate
 
-SIZES = 8192, 4096, None
+SIZES = 8192, 4096, 2048, None
 """The most tokens of a unit; None chooses them by the simulated step."""
 
 LIMITS = 0.5, 0.3, 0.25
