@@ -94,3 +94,8 @@ def test_the_documents_say_what_was_tried() -> None:
     assert f"\nThe table is for megatron-core {published[-1]}. " in compatibility
     assert f"core_v{', '.join(CHECKOUTS[:-1])} and {CHECKOUTS[-1]} checkouts" in compatibility
     assert f"Transformer Engine layers ({FIRST_ENGINE} or newer)" in compatibility
+
+
+def test_what_older_releases_run_is_there() -> None:
+    for line in (ROOT / "tests" / "smoke.txt").read_text().split():
+        assert (ROOT / line.partition("::")[0]).exists(), line
