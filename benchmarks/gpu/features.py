@@ -96,6 +96,6 @@ FEATURES = {
     "ddp": Feature(
         "Losses with a distributed optimizer that overlaps, p = 2",
         "--pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce "
-        "--overlap-param-gather",
+        "--overlap-param-gather --dist-ckpt-optim-fully-reshardable",
     ),
 }
