@@ -137,7 +137,7 @@ BELOW_IN_INTEGRATION = {
     "start_up": {"requested"},
     "workarounds": _HOOKS,
     "core": {*_HOOKS, "requested"},
-    "settled": {"requested", "core"},
+    "settled": {"settings", "requested", "core"},
     "runners": {*_HOOKS, "settings", "requested", "step_runners", "settled", "core"},
     "frameworks": {"releases", "patching", "requested", "core"},
     "trainer": {

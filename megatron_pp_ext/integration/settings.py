@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
+from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
 
@@ -44,6 +45,18 @@ type CostsAt = Callable[[int, bool, int, int], Costs]
 
 ValueError for a model that cannot be estimated.
 """
+
+
+def costs_at(estimate: Callable[[RequestedJob, int, bool], Costs], asked: RequestedJob) -> CostsAt:
+    """Return what ``estimate(asked, stages, splits_head)`` says of ``asked`` at other sequence lengths."""
+    asked = (
+        asked.changed()
+    )  # Megatron goes on to complete the arguments, and costs would not know what it adds
+
+    def costs(stages: int, splits_head: bool, length: int, sequences: int) -> Costs:
+        return estimate(asked.changed(seq_length=length, micro_batch_size=sequences), stages, splits_head)
+
+    return costs
 
 
 @dataclass(frozen=True, slots=True, eq=False)

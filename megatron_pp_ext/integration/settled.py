@@ -19,6 +19,7 @@ from megatron_pp_ext.features.slices.costs import choice
 from megatron_pp_ext.features.slices.options import are_by_length
 from megatron_pp_ext.integration.core.chunk_pipelines import part_of
 from megatron_pp_ext.integration.requested import Pipeline
+from megatron_pp_ext.integration.settings import costs_at
 from megatron_pp_ext.job import options
 from megatron_pp_ext.job.csv_schedule import require_trainable
 from megatron_pp_ext.job.model_config import arguments
@@ -71,9 +72,7 @@ def settle(pipeline: Pipeline, model: Sequence[torch.nn.Module], sequence: int, 
     if request.from_file is not None:
         require_trainable(request.from_file, asked)
     needs_costs = pipeline.costs is None and catalog.abilities(request.schedule).is_compiled
-    pipeline = replace(
-        pipeline, settings=replace(pipeline.settings, costs_at=partial(_costs_at, asked.changed()))
-    )
+    pipeline = replace(pipeline, settings=replace(pipeline.settings, costs_at=costs_at(_estimate, asked)))
     if request.options == pipeline.request.options and not needs_costs:
         return pipeline
 
@@ -87,10 +86,6 @@ def settle(pipeline: Pipeline, model: Sequence[torch.nn.Module], sequence: int, 
     added = (option.about for option in request.options if option not in pipeline.request.options)
     summary = "; ".join(filter(None, (pipeline.summary, *added)))
     return replace(pipeline, request=request, source=Source(request, costs_of), summary=summary)
-
-
-def _costs_at(asked: RequestedJob, stages: int, splits_head: bool, length: int, sequences: int) -> Costs:
-    return _estimate(asked.changed(seq_length=length, micro_batch_size=sequences), stages, splits_head)
 
 
 def _estimate(asked: RequestedJob, stages: int, splits_head: bool) -> Costs:

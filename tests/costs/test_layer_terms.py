@@ -214,7 +214,7 @@ MXFP8 = {"fp8": "e4m3", "fp8_recipe": "mxfp8", "moe_grouped_gemm": True, "swiglu
 
 @pytest.mark.parametrize("kind", ["copy", "cast"])
 def test_products_of_experts_that_are_fused_copy_no_activations_or_biases(kind):
-    """Of the casts those of tokens as they come are left, and of their gradients."""
+    """Only tokens as they come, and their gradients, are still cast."""
     plain, fused = (
         experts(costs(kind, **EXPERTS, **MXFP8, use_transformer_engine_op_fuser=is_fused))
         for is_fused in (False, True)

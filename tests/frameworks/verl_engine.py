@@ -65,8 +65,8 @@ class Job:
 
     chunks: int = 1
     replicas: int = 1
-    """Of the data-parallel ones, each has its own number of samples, two of which are a microbatch; a single
-    one has verl's dynamic microbatches."""
+    """Data-parallel replicas: several have different numbers of samples, two in a microbatch; one alone has
+    verl's dynamic microbatches."""
     adapts: bool = False
     """Whether the actor trains adapters alone (LoRA), without which it is the reference."""
     order: str | None = None

@@ -124,12 +124,12 @@ CASES: dict[str, dict[str, str]] = {
     f"What `--pipeline-order` needs|{PP4} --pipeline-order given": {
         "no effect under Megatron's own schedules; add --pipeline-schedule, 1f1b": "",
     },
-    f"Beside `--pipeline-order rule` or `search`|{PP4} --pipeline-order rule": {
+    f"With `--pipeline-order rule` or `search`|{PP4} --pipeline-order rule": {
         "update their weights between microbatches": f"{UNTIED} --pipeline-schedule pipedream",
         "its memory limit is kept for equal": "--pipeline-schedule flex --pipeline-memory-limit 0.5",
         "a graph holds the order of one step": f"--pipeline-schedule v-half --pipeline-unproved {GRAPHS}",
     },
-    f"Beside `--pipeline-order rule` or `search`|{PP2} --fake-process-group --pipeline-order rule": {
+    f"With `--pipeline-order rule` or `search`|{PP2} --fake-process-group --pipeline-order rule": {
         "--rehearse-pipeline: a rehearsal runs": "--pipeline-schedule 1f1b --rehearse-pipeline x.json",
     },
     f"What `--pipeline-slice-tokens` needs|{PP4} {SLICES}": {

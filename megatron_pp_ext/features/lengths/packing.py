@@ -38,12 +38,13 @@ class Packing:
         try:
             request = named(self.schedule, self.ranks, count, self.chunks)
             after = balance(lengths, replicas, count, most_tokens=self.most_tokens, equal_at=self.equal_at)
-            of_both = (seconds_of(one, lengths, request, self.equal_at) for one in (after, before))
-            is_shorter = next(of_both) < next(of_both)
+            balanced, as_given = (seconds_of(one, lengths, request, self.equal_at) for one in (after, before))
         except ValueError:
             return given
         most = self.most_documents
-        if not is_shorter or (most is not None and any(len(part) > most for one in after for part in one)):
+        if balanced >= as_given or (
+            most is not None and any(len(part) > most for one in after for part in one)
+        ):
             return given
         return [
             [list(after[replica][number]) for replica in range(replicas) for _ in range(copies)]

@@ -13,7 +13,8 @@ def has_packed(job: RequestedJob) -> bool:
     return any(map(job.is_set, PACKED))
 
 
-def _is_ordered(job: RequestedJob) -> bool:
+def is_ordered(job: RequestedJob) -> bool:
+    """Whether microbatches are ordered by their lengths."""
     return job.flags.pipeline_order in ("rule", "search")
 
 
@@ -31,8 +32,8 @@ RULES = (
         ),
     ),
     Rules(
-        title="Beside `--pipeline-order rule` or `search`",
-        when=_is_ordered,
+        title="With `--pipeline-order rule` or `search`",
+        when=is_ordered,
         subject="--pipeline-order {pipeline_order}",
         rows=(
             Rule(

@@ -96,7 +96,7 @@ def _permitted(asked: RequestedJob) -> Mapping[str, Any]:
 
 
 SMALLEST = 512
-"""The fewest tokens of a slice that a search tries."""
+"""The fewest tokens of a slice that is tried where the number is open."""
 
 
 def choices(job: Job) -> tuple[Slices | None, ...]:

@@ -7,6 +7,7 @@ from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.features.lengths.length_costs import EQUAL_AT, LengthCosts
 from megatron_pp_ext.features.slices.cuts import By, cut, ordered
 from megatron_pp_ext.features.slices.listing import ROUNDING
+from megatron_pp_ext.features.slices.options import SMALLEST
 from megatron_pp_ext.features.slices.search import BUDGET, Plan, Search
 from megatron_pp_ext.features.slices.shift import more, shifted
 from megatron_pp_ext.features.slices.slice_costs import unit_costs, work_of
@@ -16,8 +17,8 @@ from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.schedule.unit_costs import UnitCosts
 
-SMALLEST, LARGEST = 512, 65_536
-"""The sizes of units in tokens between which ``auto`` chooses, by factors of 2."""
+LARGEST = 65_536
+"""The most tokens of a unit that ``auto`` tries, from ``SMALLEST`` on by factors of 2."""
 
 
 class Planner:

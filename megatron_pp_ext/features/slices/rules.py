@@ -1,5 +1,6 @@
 """What slices of sequences do not support."""
 
+from megatron_pp_ext.features.lengths.rules import is_ordered
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules.cuda_graphs import has_graphs
 from megatron_pp_ext.job.rules.rule import Rule, Rules
@@ -10,11 +11,7 @@ def _cuts(job: RequestedJob) -> bool:
     tokens, sequence = job.pipeline.pipeline_slice_tokens, job.model.seq_length
     if tokens is None:
         return False
-    return not sequence or isinstance(tokens, str) or tokens < sequence or _is_ordered(job)
-
-
-def _is_ordered(job: RequestedJob) -> bool:
-    return job.flags.pipeline_order in ("rule", "search")
+    return not sequence or isinstance(tokens, str) or tokens < sequence or is_ordered(job)
 
 
 def has_states(job: RequestedJob) -> bool:

@@ -25,7 +25,7 @@ ACTIONS_PER_SECOND = 5e6
 """How many actions one core lists in a second, at least."""
 
 SECONDS_OF_AN_ACTION = 0.7e-6
-"""The seconds of one core for what a plan makes of each action beside listing them."""
+"""The seconds of one core for what a plan makes of each action besides listing it."""
 
 NAME = "sliced"
 """The name of schedules that are planned for units."""

@@ -29,11 +29,6 @@ def estimate(asked: RequestedJob, stages: int, splits_head: bool = False) -> Cos
     return stage_costs(job, stages, vocabulary(asked), splits_head)
 
 
-def at_length(asked: RequestedJob, stages: int, splits_head: bool, length: int, sequences: int) -> Costs:
-    """The same for microbatches of so many ``sequences`` of another ``length``."""
-    return estimate(asked.changed(seq_length=length, micro_batch_size=sequences), stages, splits_head)
-
-
 def vocabulary(asked: RequestedJob) -> int:
     """The rows of the embedding; ValueError where neither a flag nor the tokenizer gives them."""
     sizes.require_vocabulary(asked)

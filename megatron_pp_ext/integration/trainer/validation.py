@@ -20,7 +20,7 @@ from megatron_pp_ext.compiler.source import Source
 from megatron_pp_ext.features.slices.costs import choice
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.patching import hook
-from megatron_pp_ext.integration.settings import Settings
+from megatron_pp_ext.integration.settings import Settings, costs_at
 from megatron_pp_ext.integration.start_up import require_possible, show_compiling, summary
 from megatron_pp_ext.integration.step_runners import require_loaded
 from megatron_pp_ext.integration.trainer import layout_finder, model_costs
@@ -167,12 +167,10 @@ def pipeline_of(asked: RequestedJob, layout: str) -> requested.Pipeline:
         rehearsed = tuple(layers.by_stage(asked.job, source.placement.stages))
         # A rank without data learns from global rank 0, which is absent, that there is some to train on.
         args.do_train = True
-    # Megatron goes on to complete the arguments, and the costs would not know what it adds.
-    costs_at = functools.partial(model_costs.at_length, asked.changed())
     return requested.Pipeline(
         request,
         source,
-        Settings(costs_at=costs_at),
+        Settings(costs_at=costs_at(model_costs.estimate, asked)),
         trace=args.pipeline_trace,
         rehearsal=args.rehearse_pipeline,
         layers=rehearsed,

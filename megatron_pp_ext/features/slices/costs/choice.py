@@ -12,7 +12,7 @@ from megatron_pp_ext.compiler.request import LARGEST, Request
 from megatron_pp_ext.costs import system
 from megatron_pp_ext.costs.costs_of_stages import stage_costs, stage_seconds
 from megatron_pp_ext.features.slices.costs.of_slices import of_slices
-from megatron_pp_ext.features.slices.options import FLAG, Slices, are_by_length
+from megatron_pp_ext.features.slices.options import FLAG, SMALLEST, Slices, are_by_length
 from megatron_pp_ext.job import pipeline
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import all_rules
@@ -23,9 +23,6 @@ from megatron_pp_ext.schedule.simulate import simulate
 
 MACHINE = "h100"
 """The machine whose rates decide."""
-
-SMALLEST = 256
-"""The fewest tokens of a slice that are tried."""
 
 _TRIALS = 200
 """The orders that the compiler may try for whole sequences, which are one candidate of several."""

@@ -20,8 +20,8 @@ from megatron_pp_ext.features.lengths.ordering import Ordering
 from megatron_pp_ext.features.slices.megatron.layers import Calls
 from megatron_pp_ext.features.slices.megatron.router_losses import averaged
 from megatron_pp_ext.features.slices.megatron.sliced_stage import SlicedStage
-from megatron_pp_ext.features.slices.options import OVERHEAD, Slices
-from megatron_pp_ext.features.slices.plan import SMALLEST, Planner
+from megatron_pp_ext.features.slices.options import OVERHEAD, SMALLEST, Slices
+from megatron_pp_ext.features.slices.plan import Planner
 from megatron_pp_ext.features.slices.search import BUDGET
 from megatron_pp_ext.features.slices.units import Units
 from megatron_pp_ext.integration.requested import Pipeline

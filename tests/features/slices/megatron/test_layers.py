@@ -103,7 +103,7 @@ PACK = PackedSeqParams("thd", ENDS, ENDS, max_seqlen_q=4, max_seqlen_kv=4)
 
 
 def test_a_pack_gets_its_own_documents() -> None:
-    """Those of 4, 1 and 3 tokens: the pack has the first and the last, which do not stand side by side."""
+    """Of documents of 4, 1 and 3 tokens the pack has the first and the last, which are not neighbours."""
     one = Slice(None, 0, 7, ((0, 4), (5, 8)), LENGTH, (4, 3))
     found = cut({"input_ids": torch.arange(LENGTH)[None], "packed_seq_params": PACK}, one)
     assert found["input_ids"].tolist() == [[0, 1, 2, 3, 5, 6, 7]]
