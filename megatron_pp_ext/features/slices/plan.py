@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.features.lengths.length_costs import EQUAL_AT, LengthCosts
@@ -10,7 +11,7 @@ from megatron_pp_ext.features.slices.listing import ROUNDING
 from megatron_pp_ext.features.slices.options import SMALLEST
 from megatron_pp_ext.features.slices.search import BUDGET, Plan, Search
 from megatron_pp_ext.features.slices.shift import more, shifted
-from megatron_pp_ext.features.slices.slice_costs import unit_costs, work_of
+from megatron_pp_ext.features.slices.slice_costs import durations_of, unit_costs, work_of
 from megatron_pp_ext.features.slices.units import Units
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.placement import Placement
@@ -66,7 +67,8 @@ class Planner:
         """
         if slice_tokens is None:
             slice_tokens = self.chosen_tokens(documents, limits, by)
-        return self._search(documents, slice_tokens, limits, by).planned(budget)
+        found = self._search(documents, slice_tokens, limits, by).planned(budget)
+        return replace(found, schedule=self._timed(found.schedule, found.units))
 
     def chosen_tokens(
         self, documents: Sequence[Sequence[int]], limits: Sequence[float], by: By = "tokens"
@@ -136,7 +138,12 @@ class Planner:
         """Return the units and the order of ``in_family``, in milliseconds: without their simulation."""
         search = self._search(documents, slice_tokens, self._no_limits, by)
         units = ordered(search.units, search.rule)
-        return units, shifted(make(len(units) + more(units)), units)
+        return units, self._timed(shifted(make(len(units) + more(units)), units), units)
+
+    def _timed(self, schedule: Schedule, units: Units) -> Schedule:
+        """Return ``schedule`` with the times of its units, by which ranks launch."""
+        durations = durations_of(units, self.rates, self.placement, self.overhead)
+        return replace(schedule, durations=durations)
 
     @property
     def _no_limits(self) -> list[float]:
