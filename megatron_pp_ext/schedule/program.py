@@ -103,9 +103,7 @@ class Program:
     @classmethod
     def of(cls, schedule: Schedule, is_repeated: bool = False) -> "Program":
         """Return the program of ``schedule``, whose columns are arrays if ``is_repeated``."""
-        program = cls.of_orders(
-            schedule.orders, schedule.placement, schedule.paired, is_repeated=is_repeated
-        )
+        program = cls.of_orders(schedule.orders, schedule.placement, schedule.paired, is_repeated=is_repeated)
         program.durations = schedule.durations
         return program
 

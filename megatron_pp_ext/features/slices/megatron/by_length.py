@@ -26,6 +26,7 @@ from megatron_pp_ext.features.slices.search import BUDGET
 from megatron_pp_ext.features.slices.units import Units
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.runners.flushed import require_same_schedule
+from megatron_pp_ext.integration.runners.message_groups import shapes_of
 from megatron_pp_ext.integration.runners.model_stage import StepInputs
 from megatron_pp_ext.integration.runners.step_parts import Step
 from megatron_pp_ext.runtime.plan import plan_rank
@@ -74,6 +75,7 @@ class ByLength:
             None if batches is None else iter([batches[number] for number in read]) for batches in data
         ]
         inputs.shape = ()
+        inputs.shapes = shapes_of(inputs, (unit.tokens for unit in units.units), units.rows)
         step.make_stage = partial(
             SlicedStage, units=units, calls=self._calls, knows_documents=units.rows == 1
         )
