@@ -37,9 +37,7 @@ def step_seconds(schedule: Schedule, costs: Costs, announces: bool = False) -> f
                 if message not in sent:
                     sent[message] = now[rank]
                     waiting.append(message)
-                while len(waiting) > SENDS_AHEAD or (
-                    waiting and posted.get(waiting[0], now[rank]) < now[rank]
-                ):
+                while len(waiting) > SENDS_AHEAD:
                     if waiting[0] not in posted:
                         return False
                     now[rank] = max(now[rank], posted[waiting.popleft()])

@@ -31,15 +31,12 @@ def documents(seed: int) -> list[list[int]]:
 
 
 def planner(placement: Placement) -> Planner:
-    """A planner for stages that differ, on each of which attention to 8,192 tokens takes as long as all else."""
-    random = Random(0)
-    rates = []
+    """A planner for stages that differ, where attention to 8,192 tokens takes as long as all else."""
+    random, rates = Random(0), []
     for _ in range(placement.stages):
         scale = random.uniform(0.7, 1.3)
-        square = scale / 8192
-        rates.append(
-            StageRates((scale, scale, scale), (square, 2 * square, 0.0), activation=1.0, released=0.5)
-        )
+        per_square = scale / 8192, 2 * scale / 8192, 0.0
+        rates.append(StageRates((scale,) * 3, per_square, activation=1.0, released=0.5))
     return Planner(placement, LengthCosts(tuple(rates)))
 
 
@@ -79,9 +76,8 @@ def test_the_plans_cannot_hang() -> None:
         one.plan(documents(2), 4096, [3.0 * 131_072] * 3, budget=0.0).schedule,
     ]
     for schedule in plans:
-        assert_finishes_strictly(
-            [[plan_rank(schedule, rank)] for rank in range(schedule.ranks)], schedule.name
-        )
+        ranks = [[plan_rank(schedule, rank)] for rank in range(schedule.ranks)]
+        assert_finishes_strictly(ranks, schedule.name)
 
 
 def test_ranks_with_other_times_do_not_have_the_same_schedule() -> None:
