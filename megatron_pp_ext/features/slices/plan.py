@@ -140,6 +140,16 @@ class Planner:
         units = ordered(search.units, search.rule)
         return units, self._timed(shifted(make(len(units) + more(units)), units), units)
 
+    def forwards(
+        self, make: Callable[[int], Schedule], documents: Sequence[Sequence[int]], slice_tokens: int
+    ) -> tuple[Units, Schedule]:
+        """Return the units of an evaluation, in the order of the data, and the order of their forwards.
+
+        ``make`` makes the schedule of an evaluation of so many microbatches.
+        """
+        units = cut(documents, slice_tokens, multiple=self._multiple, rows=self._rows)
+        return units, self._timed(replace(make(len(units)), units=units.names), units)
+
     def _timed(self, schedule: Schedule, units: Units) -> Schedule:
         """Return ``schedule`` with the times of its units, by which ranks launch."""
         durations = durations_of(units, self.rates, self.placement, self.overhead)

@@ -12,6 +12,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from megatron_pp_ext.compiler.make import make
+from megatron_pp_ext.compiler.request import evaluation
 from megatron_pp_ext.features.lengths.megatron.agreement import Documents, agree
 from megatron_pp_ext.features.lengths.megatron.ordered_data import read_documents
 from megatron_pp_ext.features.lengths.megatron.run_costs import RunCosts
@@ -46,17 +47,26 @@ class ByLength:
         self._costs = RunCosts(pipeline, ordering)
         self._calls: list[Calls] = []
         self._of_family = lru_cache(maxsize=_KEPT)(self._make)
+        self._of_evaluation = lru_cache(maxsize=_KEPT)(self._make_evaluation)
 
     @contextmanager
     def step(self, step: Step) -> Iterator[None]:
-        """Let the step run in units; evaluations run whole sequences."""
+        """Let the step run in units.
+
+        Evaluations run whole sequences as long as no step has chosen the tokens of a unit, and where training
+        could not run.
+        """
         inputs = step.inputs
-        if inputs.forward_only:
+        if inputs.forward_only and self._tokens is None:
             yield
             return
         self._calls[:] = self._calls or map(Calls, inputs.model)
         data: list[list[Any] | None] = []
         agreed = agree(lambda: read_documents(inputs, data, self._ordering), inputs, self._costs.work)
+        if inputs.forward_only and (agreed.unknown or agreed.own != agreed.planned):
+            inputs.iterators = _iterators(data, range(inputs.microbatches))
+            yield
+            return
         if agreed.unknown:
             raise RuntimeError(agreed.unknown)
         if agreed.own != agreed.planned:
@@ -70,10 +80,7 @@ class ByLength:
         require_same_schedule(schedule, inputs.groups)
         step.may_move_weights = True  # replicas have other lengths, and so other orders
         firsts = [numbers[0] for numbers in units.of_microbatch]
-        read = sorted(range(inputs.microbatches), key=firsts.__getitem__)
-        inputs.iterators = [
-            None if batches is None else iter([batches[number] for number in read]) for batches in data
-        ]
+        inputs.iterators = _iterators(data, sorted(range(inputs.microbatches), key=firsts.__getitem__))
         inputs.shape = ()
         inputs.shapes = shapes_of(inputs, (unit.tokens for unit in units.units), units.rows)
         step.make_stage = partial(
@@ -106,6 +113,9 @@ class ByLength:
             multiple=multiple,
             rows=rows,
         )
+        if inputs.forward_only:
+            assert self._tokens is not None
+            return planner.forwards(self._of_evaluation, documents, self._tokens)
         if request.is_compiled:
             limits = self._limits(planner, documents, whole, self._tokens or SMALLEST)
             self._tokens = self._tokens or planner.chosen_tokens(documents, limits)
@@ -133,6 +143,15 @@ class ByLength:
     def _make(self, microbatches: int) -> Schedule:
         """Return the schedule of the family for so many microbatches; families are proved by tests."""
         return make(replace(self._request, microbatches=microbatches), is_proved=True).schedule
+
+    def _make_evaluation(self, microbatches: int) -> Schedule:
+        """Return the schedule of an evaluation of so many microbatches."""
+        return make(evaluation(self._placement, microbatches, self._request.options)).schedule
+
+
+def _iterators(data: Sequence[Sequence[Any] | None], order: Sequence[int]) -> list[Any]:
+    """Return iterators over ``data``, which is that of each chunk, in this ``order`` of microbatches."""
+    return [None if batches is None else iter([batches[number] for number in order]) for batches in data]
 
 
 def _rows(documents: Documents, inputs: StepInputs) -> int:
