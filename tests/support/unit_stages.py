@@ -88,7 +88,7 @@ def steps_of(
     down, up = direction_groups(list(range(dist.get_world_size())))
     found = []
     for schedule, costs, scale in cases:
-        last, shapes = schedule.placement.stages - 1, [(tokens,) for tokens in costs.tokens]
+        last, shapes = schedule.placement.stages - 1, [(tokens, 1, 1) for tokens in costs.tokens]
         stages = {
             stage: UnitStage(
                 stage,
