@@ -31,7 +31,7 @@ class DummyChannels(Channels):
         pass
 
     def _receive(self, peer: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
-        return random_numbers(torch.Size(shape), self._dtype, self._device).clone(), Done()
+        return random_numbers(torch.Size(self._shape), self._dtype, self._device).clone(), Done()
 
 
 @cache

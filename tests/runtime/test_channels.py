@@ -81,7 +81,7 @@ def post_all_at_once(rank: int, tensors: list[torch.Tensor]) -> list[torch.Tenso
 
 def test_a_receive_whose_shape_is_known_does_not_stop_the_host() -> None:
     sent = [NUMBERS, NUMBERS[:2], NUMBERS.reshape(12, 2, 1)]
-    _, got = run_ranks(post_all_at_once, 2, sent)
+    _, got = run_ranks(post_all_at_once, 2, sent, timeout=60)
     assert all(map(torch.equal, got, sent))
 
 
