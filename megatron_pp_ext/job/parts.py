@@ -40,6 +40,8 @@ class Model:
     num_experts: int = 0
     moe_layer_freq: int | tuple[int, ...] = 1
     moe_router_topk: int = 2
+    moe_expert_capacity_factor: float | None = None
+    moe_pad_expert_input_to_capacity: bool = False
     moe_router_num_groups: int = 0
     moe_router_group_topk: int = 0
     moe_ffn_hidden_size: int = 0
@@ -54,6 +56,21 @@ class Model:
     mamba_state_dim: int = 128
     heterogeneous_layers_config_path: str | None = None
     heterogeneous_layers_config_encoded_json: str | None = None
+
+    @property
+    def expert_capacity(self) -> float | None:
+        """The tokens that an expert takes at most, as a part of those it gets on average; None for all."""
+        factor = self.moe_expert_capacity_factor
+        return None if factor is None or factor < 0 else factor
+
+    @property
+    def routed_copies(self) -> float:
+        """How many times experts get each token, if the router sends every expert the same number.
+
+        A capacity drops what is beyond it, and padding fills it up.
+        """
+        taken = 1.0 if self.expert_capacity is None else self.expert_capacity
+        return self.moe_router_topk * (taken if self.moe_pad_expert_input_to_capacity else min(taken, 1.0))
 
     @property
     def pattern(self) -> str | None:
