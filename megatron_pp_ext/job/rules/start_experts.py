@@ -163,6 +163,12 @@ ROWS = (
         fix="choose aux_loss, seq_aux_loss, global_aux_loss or none",
     ),
     Rule(
+        "--moe-expert-capacity-factor 0",
+        when=lambda job: job.model.expert_capacity == 0,
+        why="drops every token",
+        fix="raise it",
+    ),
+    Rule(
         "--moe-expert-rank-capacity-factor",
         when=lambda job: (
             job.flags.moe_expert_rank_capacity_factor is not None
