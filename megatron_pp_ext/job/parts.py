@@ -298,6 +298,20 @@ class Precision:
         return (0.5 + 1 / 16 if self.fp4 else 1) if self.uses_fp8 else self.weight_size
 
     @property
+    def keeps_operands(self) -> bool:
+        """Whether weights of layers exist in FP8 or FP4 alone (--fp8-param-gather, --fp4-param-gather)."""
+        return self.fp4_param_gather if self.fp4 else self.fp8_param_gather
+
+    @property
+    def gathered_size(self) -> float:
+        """The bytes of a layer's weight as data-parallel ranks gather it.
+
+        In MXFP8 they gather bf16 and quantize it (``_ParamAndGradBuffer``, core 0.18).
+        """
+        is_bf16 = not self.fp4 and self.fp8_recipe == "mxfp8"
+        return self.operand_size if self.keeps_operands and not is_bf16 else self.weight_size
+
+    @property
     def format(self) -> str:
         """The format of the layers' products, as a system names it (``costs.system.DTYPES``)."""
         if not self.is_half or not (self.fp8 or self.fp4):
