@@ -72,8 +72,8 @@ RULES = (
             Rule(
                 "--mtp-num-layers",
                 why=(
-                    "the prediction at a slice's end needs tokens of the next slice, and the model divides its "
-                    "loss by the tokens of the call"
+                    "the prediction at a slice's end needs tokens of the next slice, and the model divides "
+                    "its loss by the tokens of the call"
                 ),
             ),
             Rule(
