@@ -46,5 +46,5 @@ def test_evaluates_in_slices(found: list[dict], name: str) -> None:
     """Losses are those of whole sequences, in the order of the data."""
     (losses, calls), (of_stock, calls_of_stock) = (found[-1][f"{one} evaluated"] for one in (name, "stock"))
     assert losses == pytest.approx(of_stock, rel=1e-4)
-    slices = sum(-(-length // own_loop_lengths.TOKENS) for length in own_loop_lengths.LENGTHS)
-    assert (calls, calls_of_stock) == (slices, len(own_loop_lengths.LENGTHS))
+    fewest = sum(-(-length // own_loop_lengths.TOKENS) for length in own_loop_lengths.LENGTHS)
+    assert calls >= fewest > calls_of_stock
