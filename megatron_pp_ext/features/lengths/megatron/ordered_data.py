@@ -5,12 +5,13 @@ are handed over in the order of the data.  The schedule has its order of F and I
 they are; W go into the holes of this step.  Evaluations are left alone.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 from megatron_pp_ext.features.lengths.megatron.agreement import Documents, agree
+from megatron_pp_ext.features.lengths.megatron.first_step import FirstStep, as_given
 from megatron_pp_ext.features.lengths.megatron.run_costs import RunCosts
 from megatron_pp_ext.features.lengths.microbatches import Microbatches
 from megatron_pp_ext.features.lengths.ordering import Ordering
@@ -29,20 +30,19 @@ def ordered(pipeline: Pipeline) -> StepPart:
     ordering = pipeline.request.option(Ordering)
     is_others = any(option.orders_lengths for option in pipeline.request.options)
     if ordering is None or ordering.how == "given" or is_others:
-        return _as_given
+        return as_given
+    if ordering.is_watched:
+        return FirstStep(ordering, lambda are_read: _Ordered(pipeline, ordering, are_read).step).step
     return _Ordered(pipeline, ordering).step
 
 
-@contextmanager
-def _as_given(step: Step) -> Iterator[None]:
-    yield
-
-
 class _Ordered:
-    """Orders the steps of ``pipeline``."""
+    """Orders the steps of ``pipeline``, of whose chunks those that ``are_read`` read data; None for all."""
 
-    def __init__(self, pipeline: Pipeline, ordering: Ordering) -> None:
-        self._ordering, self._costs = ordering, RunCosts(pipeline, ordering)
+    def __init__(
+        self, pipeline: Pipeline, ordering: Ordering, are_read: Sequence[bool] | None = None
+    ) -> None:
+        self._ordering, self._costs, self._are_read = ordering, RunCosts(pipeline, ordering), are_read
         self._may_move = pipeline.request.from_file is None
         self._planners: dict[int, Planner] = {}
 
@@ -55,7 +55,9 @@ class _Ordered:
         step.may_move_weights = self._moves_weights(step)
         self._costs.learn(step)
         data: list[list[Any] | None] = []
-        agreed = agree(lambda: read_documents(inputs, data, self._ordering), inputs, self._costs.work)
+        agreed = agree(
+            lambda: read_documents(inputs, data, self._ordering, self._are_read), inputs, self._costs.work
+        )
         if agreed.unknown:
             self._leave_as_given(agreed.unknown)
         found = self._plan(step, agreed.planned) if agreed.planned else None
@@ -63,7 +65,8 @@ class _Ordered:
         if agreed.own:
             self._costs.note(inputs.training_steps, Microbatches(agreed.own).ordered(order))
         inputs.iterators = [
-            None if batches is None else iter([batches[number] for number in order]) for batches in data
+            iterator if batches is None else iter([batches[number] for number in order])
+            for iterator, batches in zip(inputs.iterators, data, strict=True)
         ]
         if found is not None and found.schedule is not step.schedule:
             step.plan = step.plan.with_weights_moved(found.schedule.orders[step.plan.rank])
@@ -92,9 +95,18 @@ class _Ordered:
         _print_once(f"megatron_pp_ext: microbatches stay in the order of the data: {why}")
 
 
-def read_documents(inputs: StepInputs, data: list[list[Any] | None], ordering: Ordering) -> Documents | None:
-    """Read the step's microbatches into ``data``, by chunks; return the lengths of their documents."""
-    data += [_read(iterator, inputs.microbatches) for iterator in inputs.iterators]
+def read_documents(
+    inputs: StepInputs,
+    data: list[list[Any] | None],
+    ordering: Ordering,
+    are_read: Sequence[bool] | None = None,
+) -> Documents | None:
+    """Read the step's microbatches into ``data``, by chunks; return the lengths of their documents.
+
+    Of the chunks, those that ``are_read`` are read, None for all.
+    """
+    for iterator, is_read in zip(inputs.iterators, are_read or [True] * len(inputs.iterators), strict=True):
+        data.append(_read(iterator, inputs.microbatches) if is_read else None)
     own = next((batches for batches in data if batches is not None), None)
     if own is None:
         return None

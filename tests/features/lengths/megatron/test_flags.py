@@ -36,8 +36,8 @@ def ordering(monkeypatch: pytest.MonkeyPatch, flags: str) -> Ordering | None:
         ("--pipeline-schedule 1f1b --sft", "rule", True),
         ("--pipeline-schedule v-half --dataloader-inter-document-masking", "rule", True),
         ("--pipeline-schedule 1f1b --sft --pipeline-order given", "given", False),
-        ("--pipeline-schedule flex --pipeline-memory-limit 0.9 --sft", None, False),
-        ("--pipeline-schedule pipedream-2bw --pipeline-allow-waits --sft", None, False),
+        ("--pipeline-schedule flex --pipeline-memory-limit 0.9 --sft", "given", True),
+        ("--pipeline-schedule pipedream-2bw --pipeline-allow-waits --sft", "given", True),
         ("--pipeline-trace trace.json --sft", None, False),
     ],
 )
@@ -56,7 +56,8 @@ def test_packed_sequences_are_ordered_by_the_rule_unless_something_else_is_asked
         "search": "microbatches of unlike length ordered as a search finds, costs of the model's layers",
     }
     assert found.about.startswith(words[how])
-    assert ("--pipeline-order given leaves them" in found.about) is is_default
+    assert ("--pipeline-order given leaves them" in found.about) is (is_default and how == "rule")
+    assert bool(found.why_given) is (is_default and how == "given")
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,19 @@ def count_moved() -> list[bool]:
     return moved
 
 
+def count_agreements() -> list[str]:
+    """Return what will have an entry for each step that is planned by lengths."""
+    agreed: list[str] = []
+    agree = ordered_data.agree
+
+    def watched(*given: Any) -> Any:
+        agreed.append("planned")
+        return agree(*given)
+
+    ordered_data.agree = watched
+    return agreed
+
+
 def on_rank(rank: int) -> dict[Any, Any]:
     own_loop.start()
     found: dict[Any, Any] = {"moved": count_moved()}
@@ -82,6 +95,13 @@ def on_rank(rank: int) -> dict[Any, Any]:
         with megatron_pp_ext.installed(name, ranks=2, microbatches=8, order="rule") as about:
             found["ours", name] = trained(chunks)
         found["line", name] = str(about)
+    first, *others = found["orders", "zb-h1"]
+    found["stock", "default"] = trained(1, [tuple(range(len(first))), *others])
+    found["agreed"] = count_agreements()
+    with megatron_pp_ext.installed("zb-h1", ranks=2, microbatches=8):
+        found["ours", "default"] = trained(1)
+        found["agreed"].append("equal")
+        own_loop.train(own_loop.build(1), COUNTS)
     with megatron_pp_ext.installed("1f1b", ranks=2, microbatches=8, order="rule"):
         model = own_loop.build(1)
         iterators = [own_loop.batches() for _ in model]
@@ -112,6 +132,22 @@ def test_a_planned_order_equals_stock_on_data_in_that_order(found, name):
     for record, other in zip(ours, stock, strict=True):
         record.losses = other.losses
     own_loop.assert_same(ours, stock)
+
+
+def test_without_an_order_the_first_step_is_as_given_and_others_are_ordered_where_lengths_differ(found):
+    ours, stock = ([rank[kind, "default"] for rank in found] for kind in ("ours", "stock"))
+    order = found[0]["orders", "zb-h1"][1]
+    (first, second), (expected, in_order) = ours[-1].losses, stock[-1].losses
+    assert first == expected
+    assert [second[number] for number in order] == in_order
+    for record, other in zip(ours, stock, strict=True):
+        record.losses = other.losses
+    own_loop.assert_same(ours, stock)
+
+
+def test_equal_microbatches_of_one_shape_are_never_planned(found):
+    """Neither lengths are gathered then, nor is data read ahead."""
+    assert [rank["agreed"] for rank in found] == [["planned", "equal"]] * 2
 
 
 def test_weight_gradients_fill_the_holes_of_the_step(found):
@@ -175,7 +211,7 @@ def test_lengths_are_read_from_megatrons_batches():
 @pytest.mark.parametrize(
     ("schedule", "order", "lengths", "words"),
     [
-        ("1f1b", None, len, "lengths are given without an order"),
+        ("flex", None, len, "lengths are given without an order"),
         ("1f1b", "best", None, "order is 'best'; give"),
         ("flex", "rule", None, "is kept for equal microbatches alone"),
     ],
