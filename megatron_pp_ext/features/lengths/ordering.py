@@ -88,18 +88,9 @@ class Ordering(Option):
 
 
 def with_order(request: Request, how: object, limit: float | str | None = None) -> Request:
-    """Return ``request`` with an order of microbatches.
-
-    ValueError, in one line, for an unknown order, and for compiled schedules, whose memory limits are for
-    equal microbatches.
-    """
+    """Return ``request`` with an order of microbatches; ValueError, in one line, for an unknown one."""
     if how != "given" and how != "rule" and how != "search":
         raise ValueError(f"order is {how!r}; give 'given', 'rule' or 'search'")
-    if how != "given" and request.is_compiled and not any(one.orders_lengths for one in request.options):
-        raise ValueError(
-            f"order is {how!r}, and the memory limit of {request.schedule} is kept for equal microbatches "
-            "alone; leave the order out, choose a schedule by name, such as v-half, or add slice_tokens"
-        )
     return request.with_option(Ordering(how))
 
 
@@ -107,7 +98,7 @@ def with_lengths(request: Request, lengths_of: LengthsOf, limit: float | str | N
     """Return ``request`` with a function that reads lengths; ValueError, in one line, if it has no use."""
     ordering = by_default(request).option(Ordering)
     if ordering is None:
-        raise ValueError("lengths are given without an order; give order='rule' or 'search'")
+        raise ValueError("lengths are given without an order, and slices are equal then; give order='rule'")
     return request.with_option(replace(ordering, lengths_of=lengths_of))
 
 
@@ -116,8 +107,7 @@ def by_default(request: Request) -> Request:
 
     Slices without an order are those of sequences of one length.
     """
-    is_others = any(option.orders_lengths for option in request.options)
-    if request.option(Ordering) is not None or is_others or request.is_compiled:
+    if request.option(Ordering) is not None or any(option.orders_lengths for option in request.options):
         return request
     return request.with_option(Ordering("rule", is_default=True, is_watched=True))
 
@@ -125,10 +115,13 @@ def by_default(request: Request) -> Request:
 def read(asked: RequestedJob, request: Request) -> Request:
     """Return ``request`` with the order that the flags ask for, or that of packed sequences.
 
-    A call's is there already.  See ``job.options.Read``.
+    A call's is there already, and stays unless it is a default that the model rules out.  See
+    ``job.options.Read``.
     """
-    how = asked.flags.pipeline_order
-    if request.option(Ordering) is not None or request.is_stock:
+    how, of_call = asked.flags.pipeline_order, request.option(Ordering)
+    if of_call is not None and of_call.is_watched and (why := _refused(asked)):
+        return request.with_option(Ordering("given", is_default=True, why_given=why))
+    if of_call is not None or request.is_stock:
         return request
     if how is not None:
         return request.with_option(_of_flags(asked, how))

@@ -132,8 +132,5 @@ class _Watched:
 
 def _why_not(config: Any) -> str:
     """Return why a model with this config needs its microbatches in the order of the data, or nothing."""
-    if any(getattr(config, name, False) for name in _REPLAYS):
-        return "routing is replayed in the order of its record"
-    if getattr(config, "cuda_graph_impl", "none") not in (None, "none"):
-        return "a CUDA graph holds the order of one step"
-    return ""
+    replays = any(getattr(config, name, False) for name in _REPLAYS)
+    return "routing is replayed in the order of its record" if replays else ""

@@ -101,7 +101,6 @@ CASES: list[tuple[str, Any, Any, dict[str, Any], str]] = [
     ("no data", None, reads_nothing, VARIABLE, "no data is read by next"),
     ("numbers", lambda: iter(range(COUNT)), once, VARIABLE, "the lengths of documents are not known"),
     ("replay", lambda: batches((8, 5)), once, {**VARIABLE, "enable_routing_replay": True}, "replayed"),
-    ("graphs", lambda: batches((8, 5)), once, {**VARIABLE, "cuda_graph_impl": "local"}, "CUDA graph"),
 ]
 
 

@@ -36,7 +36,12 @@ def ordering(monkeypatch: pytest.MonkeyPatch, flags: str) -> Ordering | None:
         ("--pipeline-schedule 1f1b --sft", "rule", True),
         ("--pipeline-schedule v-half --dataloader-inter-document-masking", "rule", True),
         ("--pipeline-schedule 1f1b --sft --pipeline-order given", "given", False),
-        ("--pipeline-schedule flex --pipeline-memory-limit 0.9 --sft", "given", True),
+        ("--pipeline-schedule flex --pipeline-memory-limit 0.9 --sft", "rule", True),
+        (
+            "--pipeline-schedule flex --pipeline-memory-limit 0.9 --pipeline-vocabulary shared --sft",
+            "given",
+            True,
+        ),
         ("--pipeline-schedule pipedream-2bw --pipeline-allow-waits --sft", "given", True),
         ("--pipeline-trace trace.json --sft", None, False),
     ],
@@ -68,7 +73,11 @@ def test_packed_sequences_are_ordered_by_the_rule_unless_something_else_is_asked
             "--pipeline-schedule pipedream-2bw --pipeline-allow-waits --pipeline-order rule",
             "update their weights between microbatches",
         ),
-        ("--pipeline-schedule flex --pipeline-memory-limit 0.9 --pipeline-order search", "memory limit"),
+        (
+            "--pipeline-schedule flex --pipeline-memory-limit 0.9 --pipeline-vocabulary shared "
+            "--pipeline-order search",
+            "does not place the parts of a vocabulary",
+        ),
     ],
 )
 def test_orders_that_cannot_be(monkeypatch, flags, words):
@@ -145,7 +154,7 @@ def test_data_whose_lengths_cannot_be_told_is_an_error_only_where_an_order_was_a
     monkeypatch.setattr(ordered_data, "_print_once", said.append)
     for is_default in (True, False):
         asked = Ordering("rule", is_default=is_default)
-        steps = ordered_data._Ordered(Pipeline(named("1f1b", 2, 3).with_option(asked)), asked)
+        steps = ordered_data.Ordered(Pipeline(named("1f1b", 2, 3).with_option(asked)), asked)
         if is_default:
             steps._leave_as_given("no lengths")
         else:

@@ -77,7 +77,7 @@ def trained(
 
 def watched_orders(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
     """Let rank 0 write the order of each step to ``file``."""
-    plan = ordered_data._Ordered._plan
+    plan = ordered_data.Ordered.plan
 
     def watched(self: Any, step: Any, lengths: Any) -> Any:
         found = plan(self, step, lengths)
@@ -86,7 +86,7 @@ def watched_orders(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
                 lines.write(" ".join(map(str, found.order)) + "\n")
         return found
 
-    monkeypatch.setattr(ordered_data._Ordered, "_plan", watched)
+    monkeypatch.setattr(ordered_data.Ordered, "plan", watched)
 
 
 def assert_equal_to_stock_in_order(
