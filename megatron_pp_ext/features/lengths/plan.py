@@ -29,6 +29,9 @@ STEPS_PER_SECOND = 130e6
 The budget is turned into a number of trials by this, and not by a clock: all ranks must find the same order.
 """
 
+_STEPS_OF_A_TRIAL = 40
+"""The steps in whose time a trial's order is changed, whatever the schedule."""
+
 _STARTS = 3
 """How many of the orders that are known the search starts from."""
 
@@ -80,7 +83,7 @@ class Planner:
         if how == "given" or (table.seconds == table.seconds[:, :1]).all():
             return self._in_order(given, table, moves_weights=how != "given")
         work = self._work(table)
-        rule = orders.by_rule(work, self.schedule.placement)
+        rule = self._by_rule(work, table)
         if how == "rule" and not self._excess(rule, table, room):
             return self._in_order(rule, table)
         elsewhere = [other(work, costs.tokens) for other in orders.ELSEWHERE.values()]
@@ -113,6 +116,10 @@ class Planner:
             for kind in (Kind.F, Kind.B)
         ]
 
+    def _by_rule(self, work: Sequence[float], table: Table) -> orders.Order:
+        found = orders.by_rule(work, self.schedule.placement)
+        return min(found, key=lambda order: self._best_weights(order, table)[0]) if found[1:] else found[0]
+
     def _searched(
         self, known: Sequence[orders.Order], table: Table, budget: float, room: Floats
     ) -> list[orders.Order]:
@@ -125,7 +132,7 @@ class Planner:
 
         found = list[orders.Order]()
         actions = len(steps.before) + len(steps.weights.row) + len(memory.slot) * bool(len(room))
-        trials = int(budget * STEPS_PER_SECOND / (_STARTS * actions))
+        trials = int(budget * STEPS_PER_SECOND / (_STARTS * (actions + _STEPS_OF_A_TRIAL)))
         for seed, start in enumerate(sorted(known, key=length)[:_STARTS], 1):
             best = np.array(start, np.int64)
             search(steps, table, memory, room, best, trials, np.array([seed]), ends, done)
