@@ -66,5 +66,24 @@ def _by_cost(of_megatron: Any, packing: Packing) -> type[Any]:
             )
             return of_step.balanced(found, lengths, self.dp_size)
 
+        def run(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+            """Hand over the data of a step; under a V with the loss on the last rank, to both its ends."""
+            iterators, *others = super().run(*args, **kwargs)
+            return _with_both_ends(iterators), *others
+
     ByCost.of_megatron = of_megatron
     return ByCost
+
+
+def _with_both_ends(iterators: Any) -> Any:
+    """Return the iterators of a rank's chunks, of which the last rank's all have tokens and labels.
+
+    Megatron gives those to its last chunk alone, and lengths to others; a V has the first stage there too.
+    """
+    if not isinstance(iterators, list) or any(one is None for one in iterators):
+        return iterators
+    make = type(iterators[-1])  # RerunDataIterator, which can be read only once more
+    samples = list(iterators[-1].iterable)
+    if "labels" not in samples[0]:
+        return [*iterators[:-1], make(iter(samples))]
+    return [make(iter([dict(sample) for sample in samples])) for _ in iterators]

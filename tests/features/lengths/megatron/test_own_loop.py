@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_pp_ext.compiler.limits import kept_by_1f1b
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.features.lengths.length_costs import LengthCosts
@@ -204,6 +205,9 @@ def test_flex_keeps_its_limit_in_tokens(found):
     for plan, costs, limits, _ in found[0]["flex"]:
         kept = simulate(plan.schedule, costs.ordered(plan.order)).peak_activations
         assert all(peak <= limit * (1 + 1e-6) for peak, limit in zip(kept, limits, strict=True))
+        largest = max(sum(stage.activation for stage in unit.stages) / 2 for unit in costs.units)
+        limit = max(largest, LIMIT * kept_by_1f1b(2, len(plan.order), costs))
+        assert limits == pytest.approx([limit] * 2)
 
 
 def test_weight_gradients_fill_the_holes_of_the_step(found):
