@@ -87,18 +87,17 @@ def planned(family: str, how: How, ranks: int, microbatches: int, forward: float
     kinds = "forward", "input_gradient", "weight_gradient"
     unit = Costs.per_rank(ranks, schedule.placement.chunks, **dict.fromkeys(kinds, forward))
     costs = LengthCosts.with_attention(unit, mean).of(step)
-    plan = Planner(schedule).plan(costs, how)
+    planner = Planner(schedule)
+    plan = planner.timed(planner.plan(costs, how), costs)
     return plan, costs.ordered(plan.order)
 
 
 def build(world: World, family: str, how: How, ranks: int, microbatches: int, forward: float) -> RunStep:
-    """Build a step on this rank, as training runs it: the family's plan with W in other places."""
+    """Build a step on this rank, as training runs it."""
     plan, costs = planned(family, how, ranks, microbatches, forward)
-    schedule, rank = catalog.build(family, ranks, microbatches), dist.get_rank()
-    mine = plan_rank(schedule, rank)
-    if plan.schedule.orders[rank] != schedule.orders[rank]:
-        mine = mine.with_weights_moved(plan.schedule.orders[rank])
-    stages = {stage: UnlikeStage(stage, costs) for stage in schedule.placement.stages_of(rank)}
+    rank = dist.get_rank()
+    mine = plan_rank(plan.schedule, rank)
+    stages = {stage: UnlikeStage(stage, costs) for stage in plan.schedule.placement.stages_of(rank)}
 
     # New channels for each step, as in training.
     return lambda: execute(mine, Rank(stages, world.channels(MESSAGE)))

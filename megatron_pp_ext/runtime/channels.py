@@ -36,6 +36,13 @@ LARGE = 1 << 20
 """The bytes from which a thread hands messages to gloo; it gains nothing for fewer where no core is free."""
 
 
+type Shape = tuple[int, ...]
+
+
+class OtherShape(ValueError):
+    """A stage has made a message of another shape than both ends have agreed on."""
+
+
 class _Posted(NamedTuple):
     peer: int
     tensor: torch.Tensor
@@ -61,7 +68,9 @@ class Channels:
     over all of them, for messages to a higher and to a lower pipeline rank.  Every message is a
     tensor of ``dtype`` on ``device``.  Its shape is that of its microbatch in ``shapes`` where there are any,
     and ``shape`` elsewhere.  With an empty ``shape`` every message may have another one, which is sent ahead
-    of it; the receiver's host then stops where the receive is posted, until the message comes.
+    of it; the receiver's host then stops where the receive is posted, until the message comes.  A gradient
+    has the shape of what it is the gradient of, and announces none.  The shapes that are announced are added
+    to ``announced``, by microbatch.
     """
 
     def __init__(
@@ -73,6 +82,7 @@ class Channels:
         dtype: torch.dtype,
         device: torch.device,
         shapes: Sequence[Sequence[int]] = (),
+        announced: dict[int, set[Shape]] | None = None,
     ) -> None:
         self.is_closed = False
         here = ranks.index(dist.get_rank())
@@ -82,6 +92,8 @@ class Channels:
         self._from = [down if peer < here else up for peer in range(len(ranks))]
         self._shape, self._dtype, self._device = tuple(shape), dtype, device
         self._shapes = tuple(map(tuple, shapes))
+        self._announced = {} if announced is None else announced
+        self._of_gradients: dict[Message, Shape] = {}
         self._wire = wire_of(down, device)
         self._through_host = self._wire.type != device.type
         is_large = max(map(prod, self._shapes or (self._shape,))) * dtype.itemsize >= LARGE
@@ -98,6 +110,7 @@ class Channels:
             announced, work = self._receive(peer, (DIMENSIONS,), torch.long)
             work.wait()
             shape = tuple(announced.tolist())
+            self._keep(message, shape)
         self._posted[message] = _Posted(peer, *self._receive(peer, shape, self._dtype))
 
     def receive(self, peer: int, message: Message) -> torch.Tensor:
@@ -122,8 +135,9 @@ class Channels:
             payload = payload.to(self._wire)
         if not agreed:
             self._send(peer, torch.tensor(payload.shape, dtype=torch.long, device=self._wire))
+            self._keep(message, tuple(payload.shape))
         elif payload.shape != agreed:
-            raise ValueError(
+            raise OtherShape(
                 f"a stage produced a message of shape {tuple(payload.shape)} where {agreed} was agreed; "
                 "make all stages and microbatches hand on tensors of one shape"
             )
@@ -139,9 +153,16 @@ class Channels:
             raise RuntimeError(f"messages that no action took by the end of the step: {[*self._posted]}")
         self.is_closed = True
 
-    def _shape_of(self, message: Message) -> tuple[int, ...]:
+    def _shape_of(self, message: Message) -> Shape:
         """Return the shape that both ends of ``message`` know, empty where it is announced."""
-        return self._shapes[message.microbatch] if self._shapes else self._shape
+        if self._shapes:
+            return self._shapes[message.microbatch]
+        return self._shape or self._of_gradients.get(message, ())
+
+    def _keep(self, message: Message, shape: Shape) -> None:
+        sender, receiver, microbatch = message
+        self._of_gradients[Message(receiver, sender, microbatch)] = shape
+        self._announced.setdefault(microbatch, set()).add(shape)
 
     def _has_left(self) -> bool:
         """Return whether the oldest message is sent, as far as that may be asked.

@@ -5,7 +5,7 @@ the messages, and on the place of each receive (``schedule.messages``), without 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from megatron_pp_ext.runtime.extension import Extension, RankOrder, extensions
 from megatron_pp_ext.runtime.operations import transfers
@@ -60,49 +60,6 @@ class RankPlan:
     def has(self, kind: type[Operation]) -> bool:
         """Return whether any operation is of this ``kind``."""
         return any(isinstance(operation, kind) for operation in self.operations)
-
-    def with_weights_moved(self, actions: Sequence[Action]) -> "RankPlan":
-        """Return the plan with the same ``actions`` in an order in which W alone have other places.
-
-        A W sends and receives nothing.  What is launched since the last other action is launched before the W
-        that come next, so that the launches of all ranks keep their one order.  ValueError for another order
-        of other actions, and for actions that run in pairs.
-        """
-        others = [action for action in actions if action.kind is not Kind.W]
-        if others != [action for action in self.actions if action.kind is not Kind.W]:
-            raise ValueError("the actions are not those of the plan with W in other places")
-        if len(self.steps) != len(self.actions):
-            raise ValueError("actions that run in pairs keep their places")
-        works: dict[Action, StepOperations] = {}
-        launches: list[Operation] = []
-        before: dict[Action, tuple[Operation, ...]] = {}
-        for (action,), one in zip(self.steps, self.by_step, strict=True):
-            works[action] = one
-            launches += one.launches
-            if action.kind is not Kind.W:
-                before[action], launches = tuple(launches), []
-        moved: list[StepOperations] = []
-        waiting: list[Action] = []
-        for action in actions:
-            if action.kind is Kind.W:
-                waiting.append(action)
-                continue
-            moved += _launched_first([works[one] for one in (*waiting, action)], before[action])
-            waiting = []
-        left = tuple(launches)
-        if waiting:
-            moved += _launched_first([works[one] for one in waiting], left)
-            left = ()
-        steps = tuple((action,) for action in actions)
-        return replace(
-            self, actions=tuple(actions), steps=steps, by_step=tuple(moved), at_end=(*left, *self.at_end)
-        )
-
-
-def _launched_first(works: Sequence[StepOperations], launches: tuple[Operation, ...]) -> list[StepOperations]:
-    """Return ``works`` with all ``launches`` in front of the first one."""
-    first, *others = works
-    return [replace(first, launches=launches), *(replace(one, launches=()) for one in others)]
 
 
 def plan_rank(schedule: Schedule, rank: int, flushes: bool = True) -> RankPlan:

@@ -94,7 +94,7 @@ def test_messages_of_known_tokens_have_the_shapes_of_stock() -> None:
     config = SimpleNamespace(variable_seq_lengths=True, sequence_parallel=True, hidden_size=16)
     groups = SimpleNamespace(tp=SimpleNamespace(size=lambda: 2), cp=SimpleNamespace(size=lambda: 1))
     inputs: Any = SimpleNamespace(config=config, groups=groups)
-    assert message_groups.shapes_of(inputs, [8, 4096], 3) == ((4, 3, 16), (2048, 3, 16))
+    assert message_groups.shapes_of(inputs, [(3, 8), (3, 4096)]) == ((4, 3, 16), (2048, 3, 16))
     config.sequence_parallel = False
-    assert message_groups.shapes_of(inputs, [8], 1) == ((8, 1, 16),)
+    assert message_groups.shapes_of(inputs, [(1, 8)]) == ((8, 1, 16),)
     assert config.variable_seq_lengths

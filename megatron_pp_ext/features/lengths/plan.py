@@ -1,6 +1,7 @@
 """The plan of a step: in which order its microbatches go through the schedule, and where W stand in it."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.features.lengths import orders
+from megatron_pp_ext.features.lengths.durations import in_whole_numbers
 from megatron_pp_ext.features.lengths.length_costs import LengthCosts
 from megatron_pp_ext.features.lengths.microbatches import Microbatches
 from megatron_pp_ext.features.lengths.orders import How
@@ -98,6 +100,17 @@ class Planner:
         """Return the plan with this ``order``, under the schedule as it is."""
         self._require_sizes(costs)
         return self._in_order(list(order), table_of(costs), moves_weights=False)
+
+    def timed(self, plan: Plan, costs: UnitCosts) -> Plan:
+        """Return ``plan`` with the times of its microbatches, by which ranks launch.
+
+        ``costs`` are those that it was made for.  A plan of equal microbatches stays as it is.
+        """
+        seconds = table_of(costs).seconds
+        if (seconds == seconds[:, :1]).all():
+            return plan
+        of_stages = seconds[: len(OF_STAGES) * self.schedule.placement.stages, list(plan.order)]
+        return plan._replace(schedule=replace(plan.schedule, durations=in_whole_numbers(of_stages)))
 
     def work(self, costs: UnitCosts) -> list[float]:
         """Return the seconds that all ranks together work on each microbatch."""

@@ -4,21 +4,17 @@ A slice attends to the slices before it, so the squares of a unit (``Unit.square
 of whole documents.  Small units reach a lower rate: each takes as long as if it had ``overhead`` tokens more.
 """
 
-import math
 from dataclasses import replace
 
 import numpy as np
 
+from megatron_pp_ext.features.lengths.durations import Durations, in_whole_numbers
 from megatron_pp_ext.features.lengths.length_costs import LengthCosts
 from megatron_pp_ext.features.slices.listing import Work
 from megatron_pp_ext.features.slices.units import Units
-from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.messages import WORK
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.unit_costs import UnitCosts
-
-type Durations = tuple[tuple[int, ...], ...]
 
 
 def unit_costs(units: Units, rates: LengthCosts, overhead: float = 0.0) -> UnitCosts:
@@ -73,10 +69,8 @@ def work_of(
 def durations_of(units: Units, rates: LengthCosts, placement: Placement, overhead: float = 0.0) -> Durations:
     """Return the times of the actions of ``units`` as ``Schedule.durations`` has them."""
     forward, input_gradient, weight_gradient = work_of(units, rates, placement, True, overhead).seconds
-    seconds = np.stack([forward, input_gradient, weight_gradient, input_gradient + weight_gradient])
-    scale = WORK[Kind.F] * forward.size / math.fsum(forward.flat)
-    whole = np.maximum(1, np.rint(scale * seconds)).astype(np.int64)
-    return tuple(map(tuple, whole.transpose(2, 1, 0).reshape(len(units), -1).tolist()))
+    seconds = np.stack([forward, input_gradient, weight_gradient, input_gradient + weight_gradient], axis=1)
+    return in_whole_numbers(seconds.reshape(-1, len(units)))
 
 
 def equal_work(units: Units, costs: Costs, placement: Placement) -> Work:

@@ -11,7 +11,7 @@ from megatron.core.pipeline_parallel import schedules as stock_schedules
 from megatron_pp_ext.files import read_text
 from megatron_pp_ext.integration.runners.model_stage import StepInputs
 from megatron_pp_ext.integration.settings import PIPELINE, Settings
-from megatron_pp_ext.runtime.channels import Channels
+from megatron_pp_ext.runtime.channels import Channels, Shape
 from megatron_pp_ext.runtime.groups import MAX_CTAS, GroupOptions, direction_groups
 
 type Directions = tuple[dist.ProcessGroup, dist.ProcessGroup]
@@ -35,26 +35,31 @@ def message_groups(settings: Settings, ranks: list[int], edges: Iterable[tuple[i
 def message_channels(ranks: list[int], directions: Directions, inputs: StepInputs) -> Channels:
     """Make channels between the global ``ranks`` of a pipeline for the messages of a step."""
     dtype = inputs.config.pipeline_dtype
-    return Channels(ranks, *directions, inputs.shape, dtype, device(), inputs.shapes)
+    known = inputs.shapes, inputs.announced
+    return Channels(ranks, *directions, inputs.shape, dtype, device(), *known)
 
 
-def shapes_of(inputs: StepInputs, tokens: Iterable[int], rows: int) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of messages of ``rows`` sequences with so many ``tokens`` each.
+def shapes_of(inputs: StepInputs, sizes: Iterable[tuple[int, int]]) -> tuple[Shape, ...]:
+    """Return the shapes of messages whose units have ``sizes``: so many sequences of so many tokens each.
 
-    They are those of stock where all lengths are equal, which are not announced.
+    They are those of stock where all lengths are equal, which are not announced.  Empty where the ranks that
+    share sequences cannot share one of these evenly.
     """
     config, groups = copy(inputs.config), inputs.groups
     config.variable_seq_lengths = False
     shared = groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
-    ((_, *others),) = stock_schedules.get_tensor_shapes(
+    ((_, _, *others),) = stock_schedules.get_tensor_shapes(
         seq_length=shared,
-        micro_batch_size=rows,
+        micro_batch_size=1,
         decoder_seq_length=None,
         config=config,
         tp_group=groups.tp,
         cp_group=groups.cp,
     )
-    return tuple((count // shared, *others) for count in tokens)
+    sizes = tuple(sizes)
+    if any(tokens % shared for _, tokens in sizes):
+        return ()
+    return tuple((tokens // shared, rows, *others) for rows, tokens in sizes)
 
 
 def group_options(settings: Settings) -> GroupOptions:

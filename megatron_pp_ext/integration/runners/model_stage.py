@@ -14,6 +14,7 @@ from megatron_pp_ext.integration.core.data_parallel import DataParallel, LastAct
 from megatron_pp_ext.integration.core.mirrored_chunks import as_chunk
 from megatron_pp_ext.integration.core.stock_backward import backward_of_stock
 from megatron_pp_ext.runtime.activation_meter import Owner, keep_shape
+from megatron_pp_ext.runtime.channels import Shape
 from megatron_pp_ext.runtime.plan import RankPlan
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule.actions import Action, Kind
@@ -28,7 +29,8 @@ class StepInputs:
     """The arguments that Megatron passes for one step, and the losses and tokens that the stages add.
 
     ``group`` is the pipeline's, one of Megatron's ``groups``, and ``shape`` that of its messages, empty where
-    these differ; ``shapes`` are then those of each unit, if they are planned.
+    these differ; ``shapes`` are then those of each unit, if they are known before the step, and
+    ``announced`` those that its messages announce.
     ``training_steps`` is the number of training steps that this process has run before, and ``samples`` those
     of a microbatch.
     """
@@ -48,7 +50,8 @@ class StepInputs:
     first_val_step: bool | None
     training_steps: int = 0
     samples: int = 1
-    shapes: Sequence[tuple[int, ...]] = ()
+    shapes: Sequence[Shape] = ()
+    announced: dict[int, set[Shape]] = field(default_factory=dict)
     losses: list[Any] = field(default_factory=list)
     tokens: torch.Tensor = field(default_factory=lambda: torch.zeros([], dtype=torch.int, device="cuda"))
 

@@ -20,7 +20,7 @@ class Step:
 
     ``plan`` is what this rank does of ``schedule``.  A feature may set ``make_stage``, which takes what
     ``ModelStage`` takes, and add to ``parts`` what its operations work with (``rank.Rank.parts``).  It may
-    set ``plan`` to one with W in other places (``RankPlan.with_weights_moved``).
+    set ``plan`` to another one, the same for all ranks that meet in the step.
     """
 
     inputs: StepInputs

@@ -11,6 +11,9 @@ from megatron_pp_ext.integration.runners.model_stage import StepInputs
 type Documents = tuple[tuple[int, ...], ...]
 """The document lengths of each microbatch."""
 
+type Sizes = tuple[tuple[int, int], ...]
+"""How many sequences each microbatch has, and of how many tokens each; empty where that is not known."""
+
 type Work = Callable[[Microbatches], list[float]]
 """Returns how long each microbatch of a step takes."""
 
@@ -23,43 +26,54 @@ class Agreed(NamedTuple):
     """What all ranks plan by: the lengths of this pipeline's own data, and those to plan by.
 
     The two differ where pipelines share experts.  ``unknown`` is why no lengths are known, on any of the
-    ranks; then both are empty.
+    ranks; then both are empty.  ``sizes`` are those of the pipeline's own data, and ``are_trusted`` whether
+    all of its ranks trust them.
     """
 
     own: Documents = ()
     planned: Documents = ()
     unknown: str = ""
+    sizes: Sizes = ()
+    are_trusted: bool = False
 
 
 class _Report(NamedTuple):
     """What is known of one pipeline's data: its lengths, or a problem that ends the step.
 
-    ``rank`` is the pipeline rank that it comes from.
+    ``rank`` is the pipeline rank that it comes from.  A rank that is given no data has no ``documents``.
     """
 
     rank: int
-    documents: Documents = ()
+    are_trusted: bool
+    documents: Documents | None = None
+    sizes: Sizes = ()
     problem: str = ""
     unknown: str = ""
 
 
-def agree(read: Callable[[], Documents | None], inputs: StepInputs, work: Work) -> Agreed:
+def agree(
+    read: Callable[[], Documents | None],
+    inputs: StepInputs,
+    work: Work,
+    sizes: Callable[[], Sizes] = tuple,
+    are_trusted: bool = False,
+) -> Agreed:
     """Return what all ranks that meet in the step plan by; collective over their groups.
 
     ``read`` reads this rank's data ahead and returns the lengths, None where the rank is given no data.  What
     it raises as RuntimeError ends the step, a ValueError says why lengths are not known.  The ranks of a
     pipeline have the same data, and ranks without data take the lengths of others.  Pipelines that share
-    experts have data of their own: they plan by the heaviest microbatch in each place.
+    experts have data of their own: they plan by the heaviest microbatch in each place.  ``sizes`` returns
+    those of what is read, and ``are_trusted`` is whether this rank trusts them.
 
     RuntimeError, the same on all ranks that meet, where one of them cannot read its data, where the ranks of
     a pipeline read different lengths, and where none has data.
     """
-    report = _report(read, inputs.group.rank())
+    report = _report(read, sizes, _Report(inputs.group.rank(), are_trusted))
     for name in _PIPELINE:
         report = _of_pipeline(_gathered(report, getattr(inputs.groups, name, None)))
-    if report is None:
-        report = _Report(
-            inputs.group.rank(),
+    if not _knows(report):
+        report = report._replace(
             problem=(
                 "no rank of this pipeline has a data iterator, and an order of microbatches is planned by "
                 "their lengths; leave the order out"
@@ -73,7 +87,8 @@ def agree(read: Callable[[], Documents | None], inputs: StepInputs, work: Work) 
         raise RuntimeError(planned.problem)
     if planned.unknown:
         return Agreed(unknown=planned.unknown)
-    return Agreed(report.documents, planned.documents)
+    assert report.documents is not None and planned.documents is not None
+    return Agreed(report.documents, planned.documents, "", report.sizes, report.are_trusted)
 
 
 def of_all(own: Documents, inputs: StepInputs) -> tuple[Documents, ...]:
@@ -88,21 +103,30 @@ def of_all(own: Documents, inputs: StepInputs) -> tuple[Documents, ...]:
     return tuple(sorted(found))
 
 
-def _report(read: Callable[[], Documents | None], rank: int) -> _Report | None:
+def _report(
+    read: Callable[[], Documents | None], sizes: Callable[[], Sizes], without_data: _Report
+) -> _Report:
     try:
         documents = read()
     except RuntimeError as error:
-        return _Report(rank, problem=str(error))
+        return without_data._replace(problem=str(error))
     except ValueError as error:
-        return _Report(rank, unknown=str(error))
-    return None if documents is None else _Report(rank, documents)
+        return without_data._replace(unknown=str(error))
+    return without_data if documents is None else without_data._replace(documents=documents, sizes=sizes())
 
 
-def _of_pipeline(reports: Sequence[_Report | None]) -> _Report | None:
-    """Return the one report of ranks with the same data; a problem where they differ."""
-    known = sorted(filter(None, reports))
+def _knows(report: _Report) -> bool:
+    return report.documents is not None or bool(report.problem or report.unknown)
+
+
+def _of_pipeline(reports: Sequence[_Report]) -> _Report:
+    """Return the one report of ranks with the same data; a problem where they differ.
+
+    Sizes on which these do not agree are not known.
+    """
+    known = sorted(filter(_knows, reports), key=lambda one: one.rank)
     if not known:
-        return None
+        return reports[0]
     for one in known:
         if one.problem:
             return one
@@ -112,9 +136,12 @@ def _of_pipeline(reports: Sequence[_Report | None]) -> _Report | None:
     first = known[0]
     other = next((one for one in known if one.documents != first.documents), None)
     if other is None:
-        return first
-    return _Report(
-        first.rank,
+        sizes = {one.sizes for one in known if one.sizes}
+        return first._replace(
+            sizes=sizes.pop() if len(sizes) == 1 else (),
+            are_trusted=all(one.are_trusted for one in reports),
+        )
+    return first._replace(
         problem=(
             f"pipeline ranks {first.rank} and {other.rank} read microbatches of different lengths in this "
             "step; give all ranks of a pipeline the same data, or leave the order out"
@@ -127,16 +154,16 @@ def _of_several(reports: Sequence[_Report], work: Work) -> _Report:
     for one in reports:
         if one.problem or one.unknown:
             return one
-    counts = {len(one.documents): one.rank for one in reports}
+    found = [one.documents for one in reports if one.documents is not None]
+    counts = dict.fromkeys(map(len, found))
     if len(counts) > 1:
-        return _Report(
-            reports[0].rank,
+        return reports[0]._replace(
             problem=(
                 f"pipelines that share experts have {' and '.join(map(str, counts))} microbatches in this "
                 "step; give all of them as many"
             ),
         )
-    return reports[0]._replace(documents=_heaviest([one.documents for one in reports], work))
+    return reports[0]._replace(documents=_heaviest(found, work))
 
 
 def _heaviest(some: Sequence[Documents], work: Work) -> Documents:

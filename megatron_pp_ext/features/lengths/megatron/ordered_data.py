@@ -1,8 +1,8 @@
 """Training steps whose microbatches are read ahead and run in a planned order.
 
 What microbatch k of the schedule reads is microbatch ``order[k]`` of the data, on every stage, and the losses
-are handed over in the order of the data.  The schedule has its order of F and I, so that its launches stay as
-they are; W go into the holes of this step.  Evaluations are left alone.
+are handed over in the order of the data.  The schedule has its order of F and I; W go into the holes of this
+step, and ranks launch by the times of its microbatches.  Evaluations are left alone.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,15 +11,19 @@ from functools import cache
 from typing import Any
 
 from megatron_pp_ext.features.lengths.megatron.agreement import Documents, agree
+from megatron_pp_ext.features.lengths.megatron.known_shapes import KnownShapes, sizes_of
 from megatron_pp_ext.features.lengths.megatron.run_costs import RunCosts
 from megatron_pp_ext.features.lengths.microbatches import Microbatches
 from megatron_pp_ext.features.lengths.ordering import Ordering
 from megatron_pp_ext.features.lengths.plan import BUDGET, Plan, Planner
 from megatron_pp_ext.integration.requested import Pipeline
+from megatron_pp_ext.integration.runners.flushed import require_same_schedule
 from megatron_pp_ext.integration.runners.model_stage import StepInputs
 from megatron_pp_ext.integration.runners.step_parts import Step
 from megatron_pp_ext.runtime.first_rank import print_rank_0
-from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.runtime.plan import plan_rank
+from megatron_pp_ext.schedule.unit_costs import UnitCosts
+from megatron_pp_ext.schedule.without_collection import without_collection
 
 SEARCHING = 0.75
 """The part of the time for a plan in which an order is searched for; costs and W take the rest."""
@@ -34,6 +38,7 @@ class Ordered:
         self.ordering, self.costs, self._are_read = ordering, RunCosts(pipeline, ordering), are_read
         self._may_move = pipeline.request.from_file is None
         self._planners: dict[int, Planner] = {}
+        self._shapes = KnownShapes()
 
     @contextmanager
     def step(self, step: Step) -> Iterator[None]:
@@ -46,11 +51,15 @@ class Ordered:
         self.costs.learn(step)
         data: list[list[Any] | None] = []
         agreed = agree(
-            lambda: read_documents(inputs, data, self.ordering, self._are_read), inputs, self.costs.work
+            lambda: read_documents(inputs, data, self.ordering, self._are_read),
+            inputs,
+            self.costs.work,
+            lambda: sizes_of(data),
+            self._shapes.are_trusted,
         )
         if agreed.unknown:
             self._leave_as_given(agreed.unknown)
-        found = self.plan(step, agreed.planned) if agreed.planned else None
+        found = self._planned(step, agreed.planned) if agreed.planned else None
         order = range(inputs.microbatches) if found is None else found.order
         if agreed.own:
             self.costs.note(inputs.training_steps, Microbatches(agreed.own).ordered(order))
@@ -59,18 +68,22 @@ class Ordered:
             for iterator, batches in zip(inputs.iterators, data, strict=True)
         ]
         if found is not None and found.schedule is not step.schedule:
-            self.change(step, found.schedule)
-        yield
+            with without_collection():
+                step.plan = plan_rank(found.schedule, step.plan.rank)
+            require_same_schedule(found.schedule, inputs.groups)
+        with self._shapes.step(inputs, agreed, order):
+            yield
         if inputs.losses:
             by_number = dict(zip(order, inputs.losses, strict=True))
             inputs.losses[:] = [by_number[number] for number in range(len(order))]
 
-    def plan(self, step: Step, documents: Documents) -> Plan:
-        """Return the plan of a step whose microbatches have these ``documents``."""
-        planner = self.planner(step)
-        return planner.plan(
-            self.costs.of(Microbatches(documents)), self.ordering.how, budget=SEARCHING * BUDGET
-        )
+    def _planned(self, step: Step, documents: Documents) -> Plan:
+        costs = self.costs.of(Microbatches(documents))
+        return self.planner(step).timed(self.plan(step, costs), costs)
+
+    def plan(self, step: Step, costs: UnitCosts) -> Plan:
+        """Return the plan of a step whose microbatches have these ``costs``."""
+        return self.planner(step).plan(costs, self.ordering.how, budget=SEARCHING * BUDGET)
 
     def planner(self, step: Step) -> Planner:
         """Return the planner of the schedule that is in force, which is kept for later steps."""
@@ -79,10 +92,6 @@ class Ordered:
         if planner is None or planner.schedule is not schedule:
             planner = self._planners[schedule.microbatches] = Planner(schedule, step.may_move_weights)
         return planner
-
-    def change(self, step: Step, schedule: Schedule) -> None:
-        """Let the step run the planned ``schedule``, in which W alone have other places."""
-        step.plan = step.plan.with_weights_moved(schedule.orders[step.plan.rank])
 
     def moves_weights(self, step: Step) -> bool:
         """Whether W may be moved: not those of a file, nor where copies or pairs are planned around them."""

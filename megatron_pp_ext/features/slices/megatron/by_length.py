@@ -79,7 +79,7 @@ class ByLength:
         firsts = [numbers[0] for numbers in units.of_microbatch]
         inputs.iterators = _iterators(data, sorted(range(inputs.microbatches), key=firsts.__getitem__))
         inputs.shape = ()
-        inputs.shapes = shapes_of(inputs, (unit.tokens for unit in units.units), units.rows)
+        inputs.shapes = shapes_of(inputs, ((units.rows, unit.tokens) for unit in units.units))
         step.make_stage = partial(
             SlicedStage, units=units, calls=self._calls, knows_documents=units.rows == 1
         )

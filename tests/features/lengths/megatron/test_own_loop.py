@@ -13,7 +13,6 @@ from megatron_pp_ext.features.lengths.length_costs import LengthCosts
 from megatron_pp_ext.features.lengths.microbatches import Microbatches
 from megatron_pp_ext.features.lengths.ordering import lengths_of_batch, with_lengths, with_order
 from megatron_pp_ext.features.lengths.plan import Plan, Planner
-from megatron_pp_ext.runtime.plan import RankPlan
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.simulate import simulate
@@ -67,13 +66,13 @@ def planned_orders(name: str) -> list[tuple[int, ...]]:
 def count_moved() -> list[bool]:
     """Return what will say of each plan with W moved whether they have other places."""
     moved: list[bool] = []
-    move = RankPlan.with_weights_moved
+    timed = Planner.timed
 
-    def watched(plan: RankPlan, actions: Any) -> RankPlan:
-        moved.append(tuple(actions) != plan.actions)
-        return move(plan, actions)
+    def watched(planner: Planner, plan: Plan, costs: UnitCosts) -> Plan:
+        moved.append(plan.schedule.orders != planner.schedule.orders)
+        return timed(planner, plan, costs)
 
-    RankPlan.with_weights_moved = watched
+    Planner.timed = watched
     return moved
 
 
