@@ -11,7 +11,7 @@ from megatron_pp_ext.runtime.extension import Extension, RankOrder, extensions
 from megatron_pp_ext.runtime.operations import transfers
 from megatron_pp_ext.runtime.operations.compute import Compute
 from megatron_pp_ext.runtime.operations.operation import Operation
-from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind, Schedule, together
+from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Schedule, together
 from megatron_pp_ext.schedule.copies import Copies
 from megatron_pp_ext.schedule.messages import (
     Arrival,

@@ -274,3 +274,28 @@ def made_up(rank: int) -> tuple[int, bool]:
 def test_made_up_messages_take_the_memory_of_real_ones() -> None:
     """A rehearsal measures memory: what is received is a tensor of its own, as it would be in a real run."""
     assert run_ranks(made_up, 1) == [(3, True)]
+
+
+def activation_and_gradient(rank: int) -> tuple[torch.Tensor, dict[int, set[tuple[int, ...]]]]:
+    """Send an activation down and its gradient up; return what this rank got, and what was announced."""
+    dist.init_process_group("gloo")
+    announced: dict[int, set[tuple[int, ...]]] = {}
+    groups = direction_groups([0, 1])
+    ends = Channels([0, 1], *groups, (), torch.float, torch.device("cpu"), (), announced)
+    down, up = Message(0, 1, 3), Message(1, 0, 3)
+    if rank == 0:
+        ends.send(1, down, NUMBERS)
+        ends.post(1, up)
+        got = ends.receive(1, up)
+    else:
+        ends.post(0, down)
+        got = ends.receive(0, down)
+        ends.send(0, up, 2 * got)
+    ends.close()
+    return got, announced
+
+
+def test_a_gradient_announces_no_shape() -> None:
+    (gradient, *known), (activation, *others) = run_ranks(activation_and_gradient, 2)
+    assert torch.equal(activation, NUMBERS) and torch.equal(gradient, 2 * NUMBERS)
+    assert known == others == [{3: {SHAPE}}]

@@ -14,7 +14,8 @@ def step_seconds(schedule: Schedule, costs: Costs, announces: bool = False) -> f
     """Return the length of a step whose messages take no time, but wait until their receive is posted.
 
     A rank that has sent more than ``SENDS_AHEAD`` messages whose receives are not posted waits for the first
-    of them.  Where every message ``announces`` its shape, a rank that posts a receive waits for its sender.
+    of them.  Where it ``announces`` shapes, a rank that posts the receive of an activation waits for its
+    sender; a gradient has the shape of its activation.
     """
     plans = [plan_rank(schedule, rank).operations for rank in range(schedule.ranks)]
     at, now = [0] * len(plans), [0.0] * len(plans)
@@ -26,9 +27,10 @@ def step_seconds(schedule: Schedule, costs: Costs, announces: bool = False) -> f
         operation, waiting = plans[rank][at[rank]], under_way[rank]
         match operation:
             case Post(_, message):
-                if announces and message not in sent:
+                is_announced = announces and message.sender < message.receiver
+                if is_announced and message not in sent:
                     return False
-                posted[message] = now[rank] = max(now[rank], sent[message] if announces else 0.0)
+                posted[message] = now[rank] = max(now[rank], sent[message] if is_announced else 0.0)
             case Receive(_, message):
                 if message not in sent:
                     return False

@@ -31,15 +31,20 @@ class KnownShapes:
         """Whether this rank has seen that shapes follow from batches."""
         return bool(self._follow)
 
+    @staticmethod
+    def are_announced(inputs: StepInputs, agreed: Agreed) -> bool:
+        """Return whether messages of a step announce their shapes."""
+        return not inputs.shape and not (agreed.are_trusted and shapes_of(inputs, agreed.sizes))
+
     @contextmanager
     def step(self, inputs: StepInputs, agreed: Agreed, order: Sequence[int]) -> Iterator[None]:
-        """Surround a step of microbatches with these sizes, which runs them in this ``order``.
+        """Surround a step whose microbatches run in this ``order``.
 
-        RuntimeError where a stage then makes a message of another shape.
+        RuntimeError where a stage makes a message of another shape than was handed over.
         """
-        sizes = [agreed.sizes[number] for number in order] if agreed.sizes else []
-        shapes = () if inputs.shape else shapes_of(inputs, sizes)
-        if shapes and agreed.are_trusted:
+        followed = () if inputs.shape else shapes_of(inputs, agreed.sizes)
+        shapes = [followed[number] for number in order] if followed else []
+        if not self.are_announced(inputs, agreed):
             inputs.shapes = shapes
         try:
             yield

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from megatron_pp_ext.features.lengths.megatron.agreement import Documents, agree
+from megatron_pp_ext.features.lengths.megatron.agreement import Agreed, Documents, agree
 from megatron_pp_ext.features.lengths.megatron.known_shapes import KnownShapes, sizes_of
 from megatron_pp_ext.features.lengths.megatron.run_costs import RunCosts
 from megatron_pp_ext.features.lengths.microbatches import Microbatches
@@ -59,7 +59,7 @@ class Ordered:
         )
         if agreed.unknown:
             self._leave_as_given(agreed.unknown)
-        found = self._planned(step, agreed.planned) if agreed.planned else None
+        found = self._planned(step, agreed) if agreed.planned else None
         order = range(inputs.microbatches) if found is None else found.order
         if agreed.own:
             self.costs.note(inputs.training_steps, Microbatches(agreed.own).ordered(order))
@@ -77,9 +77,13 @@ class Ordered:
             by_number = dict(zip(order, inputs.losses, strict=True))
             inputs.losses[:] = [by_number[number] for number in range(len(order))]
 
-    def _planned(self, step: Step, documents: Documents) -> Plan:
-        costs = self.costs.of(Microbatches(documents))
-        return self.planner(step).timed(self.plan(step, costs), costs)
+    def _planned(self, step: Step, agreed: Agreed) -> Plan:
+        costs = self.costs.of(Microbatches(agreed.planned))
+        found = self.plan(step, costs)
+        if self._shapes.are_announced(step.inputs, agreed):
+            # Each receive then waits for its sender, and by the times of units most of all.
+            return found
+        return self.planner(step).timed(found, costs)
 
     def plan(self, step: Step, costs: UnitCosts) -> Plan:
         """Return the plan of a step whose microbatches have these ``costs``."""
