@@ -220,6 +220,11 @@ class System:
         )
 
     @property
+    def multiplies_any_layout(self) -> bool:
+        """Whether FP8 products read operands by rows or by columns, as from compute capability 10.0 on."""
+        return "mxfp8" in (self.fp8_recipes or ())
+
+    @property
     def half(self) -> str:
         """The format of products in half precision; fp32 where no rate of one is known."""
         return "bf16" if self.matrix_rates.get("bf16") else "fp32"
