@@ -50,7 +50,7 @@ _LOST_AT_THE_END = 0.8
 
 type _Text = Annotated[str, printable()]
 type _Dtype = Annotated[str, one_of(*DTYPES)]
-type _Sustained = Annotated[str, one_of("clock", "copy", "network", "overlap", "group")]
+type _Sustained = Annotated[str, one_of("clock", "copy", "cast", "network", "overlap", "group")]
 type _Positive = Annotated[float, above(0)]
 type _NotNegative = Annotated[float, at_least(0)]
 type _Count = Annotated[int, at_least(1)]

@@ -111,7 +111,6 @@ class SystemKernelSeconds(KernelSeconds):
         self._norms_scale = not is_fp4 and precision.fp8_recipe == "tensorwise"
         is_by_tensor = not is_fp4 and precision.fp8_recipe in ("delayed", "tensorwise")
         self._casts_once = is_by_tensor and system.multiplies_any_layout
-        self._summed = 2 * precision.gradient_size
         self._sends_once = parallel.moe_token_dispatcher_type == "flex"
         self._backend = parallel.moe_flex_dispatcher_backend
         model = job.model
@@ -128,7 +127,7 @@ class SystemKernelSeconds(KernelSeconds):
         slower = 1.0 if is_output else self._slower
         seconds = slower * 2 * groups * m * n * k / self._system.rate(dtype, m, n, k, groups)
         read = (self._bytes if is_output else self._operand) * (m * k + k * n)
-        written = (self._summed if adds else self._bytes) * m * n
+        written = (8 if adds else self._bytes) * m * n
         exposed = self._system.exposed_sums * written if adds else 0.0
         exposed_seconds = groups * exposed / self._system.copy_bytes_per_second
         return max(seconds, self.copy(groups * (read + written - exposed))) + exposed_seconds
@@ -190,19 +189,26 @@ class SystemKernelSeconds(KernelSeconds):
         transformer_engine/pytorch/csrc/extensions/normalization.cpp).  From compute capability 10.0 on
         products read tensors with one scale in any layout, so nothing is written by columns
         (``nvte_is_non_tn_fp8_gemm_supported`` in transformer_engine/common/transformer_engine.cpp).
+
+        These kernels reach a larger part of the memory's rate than others, where a system says so.
         """
         if not self._is_fp8:
             return 0.0
         columns = 0.0 if self._casts_once else self._operand
+        from_rows = (self._operand + columns) * numbers if columns else 0.0
         if is_normed and self._norms_cast:
-            by_columns = (self._operand + columns) * numbers if columns else 0.0
-            return self.copy((self._operand - self._bytes) * numbers / ranks + by_columns)
+            return self._quantized((self._operand - self._bytes) * numbers / ranks + from_rows)
         is_read_again = self._scales_first and not (is_normed and self._norms_scale)
         read = 2 * self._bytes if is_read_again else self._bytes
         if ranks == 1:
-            return self.copy((read + self._operand + columns) * numbers)
-        by_columns = (self._operand + columns) * numbers if columns else 0.0
-        return self.copy((read + self._operand) * numbers / ranks + by_columns)
+            return self._quantized((read + self._operand + columns) * numbers)
+        return self._quantized((read + self._operand) * numbers / ranks + from_rows)
+
+    def _quantized(self, size: float) -> float:
+        """Return the seconds in which kernels that cast read and write ``size`` bytes."""
+        sustained = self._system.sustained
+        share = sustained.get("cast", sustained.get("copy", 1.0))
+        return size / (self._system.copy_bytes_per_second * share)
 
     def addition(self, numbers: float) -> float:
         """Return the seconds to read both and to write the sums."""
