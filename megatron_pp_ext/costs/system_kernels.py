@@ -64,13 +64,11 @@ _SCANNED_BACKWARD = 3.0
 """The backward of a scan for each forward: the forward again, and two of the kind for its gradients.  This is
 assumed; no measurement of a backward was found."""
 
-_SLOWER_BY_SCALES = {"mxfp8": 1.05, "nvfp4": 1.08}
-"""How much longer products with scales of blocks take than those in FP8 with one scale, on a clock that both
-keep up for a hundred products.
+_MICROSCALED = 1.05
+"""How much longer products in MXFP8 take than those in FP8 with one scale for each operand.
 
-The products of a layer with a hidden size of 4,096 took 6.81 ms with one scale, 7.16 in MXFP8 and 3.76 in
-NVFP4 on a B300 (NVIDIA/TransformerEngine, commit d0067d0d, docs/examples/gemm_profiling); by the rates of
-products that each ran alone, 5.86 and 3.00 ms in FP8 and NVFP4."""
+On a B300 the products of a layer with a hidden size of 4,096 took 7.16 ms in place of 6.81
+(NVIDIA/TransformerEngine, commit d0067d0d, docs/examples/gemm_profiling)."""
 
 FLEXIBLE_PROCESSORS, _COLLECTIVE_PROCESSORS = 20, 32
 """The processors that an exchange of tokens takes: those of DeepEP, by the default of --moe-deepep-num-sms,
@@ -96,8 +94,8 @@ class SystemKernelSeconds(KernelSeconds):
         elif self._is_fp8:
             system.require_fp8(precision.fp8_recipe)
             self._dtype = "fp8_block" if precision.fp8_recipe == "blockwise" else "fp8"
-        scales = "nvfp4" if self._dtype == "fp4" else precision.fp8_recipe if self._is_fp8 else ""
-        self._slower = _SLOWER_BY_SCALES.get(scales, 1.0)
+        is_microscaled = self._dtype == "fp8" and precision.fp8_recipe == "mxfp8"
+        self._slower = _MICROSCALED if is_microscaled else 1.0
         self._bytes = precision.weight_size
         self._tensor = parallel.tensor_model_parallel_size
         self._overlaps = parallel.tp_comm_overlap and parallel.sequence_parallel
