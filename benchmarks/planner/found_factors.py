@@ -1,6 +1,6 @@
 """The factors of the systems, fitted on all published steps but those of one publisher at a time.
 
-python -m benchmarks.planner.found_factors RUNS   # half an hour of a core for each family
+python -m benchmarks.planner.found_factors RUNS   # four minutes of a core
 
 RUNS is the folder of ``found_runs``.  Runs of ``reference.training_runs`` take part, each source as a
 publisher of its own.  What is minimized is the mean error over kinds; in a kind a publisher counts by the
@@ -34,7 +34,7 @@ FAMILIES: Mapping[str, Sequence[str]] = {
     "blackwell": ("b200", "b300", "gb200", "gb300"),
 }
 """What has the same factors.  With those of boards (B200, B300) apart from those of racks (GB200, GB300),
-steps that were held out were estimated worse: FP8 on B200 by 9.1% in the place of 7.0%."""
+steps that were held out were estimated worse when that was tried: FP8 on B200 by 9.1% in place of 7.0%."""
 TRIED: Mapping[str, Mapping[str, Sequence[float]]] = {
     "hopper": {
         "clock": (0.88, 0.91, 0.94),
