@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Literal
 
@@ -102,4 +103,4 @@ def ordered(units: Units, chains: Sequence[int]) -> Units:
             unit = units.units[number]
             found.append(Unit(unit.microbatch, numbers[unit.microbatch], place, unit.pieces))
             numbers[unit.microbatch] += 1
-    return Units(units.documents, tuple(found), units.rows)
+    return replace(units, units=tuple(found))
