@@ -389,7 +389,7 @@ MADE_IN = {
 
 MAKES = {
     "compiler.compile": {"compile_schedule"},
-    "features.lengths.within": {"within_limits"},
+    "features.lengths.within": {"Within"},
     "features.pairs.order": {"compiled", "in_pairs", "paired"},
     "features.offload.compiled": {"planned", "published_orders", "shortest_within"},
     "features.offload.free_plans": {"with_share", "within"},

@@ -1,7 +1,7 @@
 """Where features enter Megatron: their hooks, and what they bring to steps, in the order of its set-up."""
 
 from megatron_pp_ext.features.guided.megatron.profile_guided import guide
-from megatron_pp_ext.features.lengths.megatron.ordered_data import ordered
+from megatron_pp_ext.features.lengths.megatron.steps import ordered
 from megatron_pp_ext.features.offload.megatron.host_activations import offloading
 from megatron_pp_ext.features.offload.megatron.host_limit import require_free
 from megatron_pp_ext.features.pairs.megatron import (

@@ -60,12 +60,12 @@ class Run:
     steps: list[int] = field(default_factory=list)  # microbatches of each step that our runner did
 
 
-def train(folder: str, name: str | None, chunks: int = 1, goal: str = "") -> Run:
+def train(folder: str, name: str | None, chunks: int = 1, goal: str = "", order: str | None = "given") -> Run:
     """Train on the Hugging Face weights in ``folder``; where ``name`` is None, under stock's 1F1B.
 
-    The ``goal`` is that of ``swift_goals``, or the next token.
+    The ``goal`` is that of ``swift_goals``, or the next token; ``order`` is that of ``install``.
     """
-    runs = ranks.run_ranks(_train, 2, folder, name, chunks, goal)
+    runs = ranks.run_ranks(_train, 2, folder, name, chunks, goal, order)
     last = next(run for run in runs if run.losses)
     for run in runs:
         assert run.norms == last.norms
@@ -75,9 +75,9 @@ def train(folder: str, name: str | None, chunks: int = 1, goal: str = "") -> Run
     return last
 
 
-def _train(rank: int, folder: str, name: str | None, chunks: int, goal: str) -> Run:
+def _train(rank: int, folder: str, name: str | None, chunks: int, goal: str, order: str | None) -> Run:
     if name is not None:
-        megatron_pp_ext.install(name, ranks=2, microbatches=max(MICROBATCHES))
+        megatron_pp_ext.install(name, ranks=2, microbatches=max(MICROBATCHES), order=order)
     torch.distributed.init_process_group("gloo")
     virtual = chunks if chunks > 1 else None
     parallel_state.initialize_model_parallel(1, 2, virtual)

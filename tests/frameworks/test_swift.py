@@ -77,6 +77,17 @@ def test_other_losses(name: str, goal: str, weights: Path) -> None:
     assert not [name for name in ours.weights if not torch.equal(ours.weights[name], theirs.weights[name])]
 
 
+@pytest.mark.parametrize("goal", ["", PREFERENCES])
+def test_microbatches_in_the_order_that_a_call_without_one_has(goal: str, weights: Path) -> None:
+    """Losses are where the trainer looks for them; only sums have another order, from the second step on."""
+    ours, theirs = swift.train(str(weights), "zb-h1", goal=goal, order=None), stock_of(weights, goal)
+    first = swift.MICROBATCHES[0]
+    assert ours.losses[:first] == theirs.losses[:first]
+    assert ours.losses != theirs.losses
+    for mine, stock in zip(ours.losses, theirs.losses, strict=True):
+        assert mine == {name: pytest.approx(value, rel=1e-2, abs=1e-4) for name, value in stock.items()}
+
+
 def test_weights_come_and_go_by_name(weights: Path) -> None:
     """What its loader reads under a V and its exporter writes again is the file itself."""
     from safetensors.torch import load_file

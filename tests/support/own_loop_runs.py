@@ -78,7 +78,7 @@ def on_rank(rank: int, folder: str) -> dict[Any, Any]:
     found["restored"] = _names() == stock_names
     found["again"] = own_loop.train(own_loop.build(1), own_loop.COUNTS)
     trace = Path(folder, "trace.json")
-    megatron_pp_ext.install("v-half", ranks=2, microbatches=3, trace=trace, timeout=5)
+    megatron_pp_ext.install("v-half", ranks=2, microbatches=3, trace=trace, timeout=5, order="given")
     found["v-half", "lengths"] = _lengths(2)
     found["v-half", "passes"] = _passes(own_loop.build(2))
     found["trace"] = trace.exists()

@@ -1,16 +1,16 @@
 """Documents into replicas and microbatches, so that all replicas take equally long for a step."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
-from megatron_pp_ext.compiler.make import make
-from megatron_pp_ext.compiler.request import Request, named
-from megatron_pp_ext.features.lengths.length_costs import EQUAL_AT, LengthCosts
-from megatron_pp_ext.features.lengths.microbatches import Microbatches
+from megatron_pp_ext.features.lengths.length_costs import EQUAL_AT, OVERHEAD
 from megatron_pp_ext.features.lengths.partition import partition
-from megatron_pp_ext.schedule.costs import Costs
 
 Balanced = list[list[list[int]]]
 """For each replica and each of its microbatches, the numbers of the documents in it."""
+
+_TIMED = 3
+"""How many packings are timed for all replicas, the best of a rough comparison."""
 
 
 def balance(
@@ -22,6 +22,9 @@ def balance(
     equal_at: float = EQUAL_AT,
     schedule: str = "1f1b",
     ranks: int | None = None,
+    chunks: int | None = None,
+    overhead: float = OVERHEAD,
+    given: Sequence[Sequence[Sequence[int]]] | None = None,
 ) -> Balanced:
     """Return which documents go into which microbatch of which data-parallel replica.
 
@@ -31,23 +34,45 @@ def balance(
     and Karp), then the microbatches of each.  With ``most_tokens`` no microbatch has more; then documents go,
     the longest first, to the cheapest replica and microbatch that still hold them.
 
-    ``microbatches`` may be several numbers.  Of these the one is taken whose step is shortest by simulation,
-    with ``ranks`` pipeline ranks under ``schedule`` and microbatches ordered by its rule.  The time that a
-    microbatch takes whatever its length is not counted, so give no more than are worth launching.
+    ``microbatches`` may be several numbers.  Of those for which documents fit, the one is taken whose step is
+    shortest by simulation, with ``ranks`` pipeline ranks and ``chunks`` a rank under ``schedule``, and
+    microbatches ordered by its rule.  A microbatch costs ``overhead`` tokens on top of its own.
+
+    ``given`` is a packing of the same form, for each replica and microbatch the numbers of its documents.  It
+    is returned where no other is found whose simulated step is shorter, so that the result is never worse.
 
     Equal arguments give an equal result, so that each rank may compute it for itself.  Raises ValueError for
     fewer documents than microbatches, for documents that do not fit into ``most_tokens``, and for several
-    numbers of microbatches without ``ranks``.
+    numbers of microbatches, or ``given``, without ``ranks``.
     """
-    if isinstance(microbatches, int):
-        return _balanced(lengths, replicas, microbatches, most_tokens, equal_at)
-    if ranks is None or not microbatches:
+    several = not isinstance(microbatches, int)
+    counts = tuple(microbatches) if not isinstance(microbatches, int) else (microbatches,)
+    if not counts or (ranks is None and (several or given is not None)):
         raise ValueError(
-            "one of several numbers of microbatches is chosen by the pipeline: give the numbers, and ranks, "
-            "its size"
+            "packings are compared by the pipeline's simulated step: give the numbers of microbatches, and "
+            "ranks, its size"
         )
-    found = [_balanced(lengths, replicas, count, most_tokens, equal_at) for count in microbatches]
-    return min(found, key=lambda one: seconds_of(one, lengths, named(schedule, ranks, len(one[0])), equal_at))
+    if ranks is None:
+        return _balanced(lengths, replicas, counts[0], most_tokens, equal_at)
+    # Imported here because it takes numpy, which nobody needs who gives one number.
+    from megatron_pp_ext.features.lengths.packed_steps import PackedSteps
+
+    steps = PackedSteps(lengths, schedule, ranks, chunks, equal_at, overhead)
+    found, refused = list[tuple[float, Balanced]](), list[ValueError]()
+    for count in counts:
+        try:
+            one = _balanced(lengths, replicas, count, most_tokens, equal_at)
+            found.append((steps.roughly(one), one))
+        except ValueError as error:
+            refused.append(error)
+    found.sort(key=lambda one: one[0])
+    best = [one for _, one in found[:_TIMED]]
+    if given is not None:
+        # The first of the shortest is taken.
+        best.insert(0, [[list(part) for part in share] for share in given])
+    if not best:
+        raise refused[0]
+    return min(best, key=steps.seconds) if len(best) > 1 else best[0]
 
 
 def _balanced(
@@ -70,7 +95,7 @@ def _balanced(
     def of(places: Sequence[int]) -> list[float]:
         return [costs[place] for place in places]
 
-    shares = partition(costs, replicas)
+    shares = _shares(tuple(costs), replicas)
     if min(map(len, shares)) >= microbatches:
         found = [
             [[share[at] for at in part] for part in partition(of(share), microbatches)] for share in shares
@@ -83,6 +108,12 @@ def _balanced(
     if most_tokens is None or _fits(found, lengths, most_tokens):
         return found
     return _within(lengths, costs, replicas, microbatches, most_tokens)
+
+
+@lru_cache(maxsize=1)
+def _shares(costs: tuple[float, ...], replicas: int) -> list[list[int]]:
+    """Return the documents of each replica, which are the same for any number of microbatches."""
+    return partition(costs, replicas)
 
 
 def _fits(found: Balanced, lengths: Sequence[int], most_tokens: int) -> bool:
@@ -98,9 +129,10 @@ def _within(
     work = [[0.0] * microbatches for _ in range(replicas)]
     left = len(lengths)
     for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+        fills_empty = left <= sum(not part for share in found for part in share)
         cells = [
             (
-                bool(found[replica][at]) and left <= _empty(found),
+                fills_empty and bool(found[replica][at]),
                 sum(work[replica]),
                 work[replica][at],
                 replica,
@@ -122,25 +154,3 @@ def _within(
         work[replica][at] += costs[place]
         left -= 1
     return found
-
-
-def _empty(found: Balanced) -> int:
-    """Return how many microbatches have no document yet."""
-    return sum(not part for share in found for part in share)
-
-
-def seconds_of(
-    found: Sequence[Sequence[Sequence[int]]], lengths: Sequence[int], request: Request, equal_at: float
-) -> float:
-    """Return how long the slowest replica takes by simulation, in any unit.
-
-    ``found`` are the numbers of the documents in each microbatch of each replica, and ``request`` the
-    schedule, by whose rule the microbatches are ordered.
-    """
-    from megatron_pp_ext.features.lengths.plan import Planner
-
-    made = make(request).schedule
-    planner, unit = Planner(made), Costs.per_rank(request.ranks, made.placement.chunks)
-    costs = LengthCosts.with_attention(unit, 1, equal_at)
-    steps = (Microbatches.of([lengths[place] for place in part] for part in share) for share in found)
-    return max(planner.plan(costs.of(step), "rule").seconds for step in steps)

@@ -17,6 +17,9 @@ EQUAL_AT = 24_576
 """The length of a document whose attention takes as long as all else of its forward: that of a model of
 7 billion parameters with full attention, which verl balances by."""
 
+OVERHEAD = 128.0
+"""The tokens that a microbatch costs on top of its own, for launches and small kernels."""
+
 ATTENTION_BACKWARD = 2.5
 """The seconds of attention's backward by those of its forward: five products of matrices in place of two."""
 
@@ -47,10 +50,13 @@ class StageRates:
     released: float = 0.0
     copy: float = 0.0
 
-    def costs(self, tokens: float, squares: float) -> StageCosts:
-        """Return the costs for a microbatch of so many tokens and this sum of squares."""
+    def costs(self, tokens: float, squares: float, overhead: float = 0.0) -> StageCosts:
+        """Return the costs for a microbatch of so many tokens and this sum of squares.
+
+        It takes as long as with ``overhead`` tokens more, of which nothing is kept.
+        """
         pairs = zip(self.per_token, self.per_square, strict=True)
-        times = [each * tokens + quadratic * squares for each, quadratic in pairs]
+        times = [each * (tokens + overhead) + quadratic * squares for each, quadratic in pairs]
         f, i, w = (max(seconds, _LEAST * sum(times)) for seconds in times)
         return StageCosts(f, i, w, tokens * self.activation, tokens * self.released, copy=tokens * self.copy)
 
@@ -170,13 +176,16 @@ class LengthCosts:
         )
         return tokens / squares if squares > 0 else math.inf
 
-    def of(self, microbatches: Microbatches) -> UnitCosts:
-        """Return the costs of a step with these microbatches; its ``stages`` are those of the mean one."""
-        count = len(microbatches)
-        mean = sum(microbatches.tokens) / count, sum(microbatches.squares) / count
-        whole = self._unit(*mean)
-        units = tuple(map(self._unit, microbatches.tokens, microbatches.squares))
-        tokens = microbatches.tokens
+    def of(self, microbatches: Microbatches, overhead: float = 0.0) -> UnitCosts:
+        """Return the costs of a step with these microbatches; its ``stages`` are those of the mean one.
+
+        ``overhead`` are the tokens that each costs on top of its own.
+        """
+        count, tokens = len(microbatches), microbatches.tokens
+        mean = sum(tokens) / count, sum(microbatches.squares) / count
+        whole = self._unit(*mean, overhead)
+        pairs = zip(tokens, microbatches.squares, strict=True)
+        units = tuple(self._unit(*pair, overhead) for pair in pairs)
         return UnitCosts(
             whole.stages, self.hop, self.message, whole.head, self.pair, units=units, tokens=tokens
         )
@@ -188,7 +197,7 @@ class LengthCosts:
         pairs = zip(microbatches.tokens, microbatches.squares, strict=True)
         return [per_token * tokens + per_square * squares for tokens, squares in pairs]
 
-    def _unit(self, tokens: float, squares: float) -> Costs:
+    def _unit(self, tokens: float, squares: float, overhead: float) -> Costs:
         shared = self.head
         if shared is not None:
             shared = replace(
@@ -197,7 +206,7 @@ class LengthCosts:
                 weight_gradient=tokens * shared.weight_gradient,
                 activation=tokens * shared.activation,
             )
-        return Costs(tuple(stage.costs(tokens, squares) for stage in self.stages), head=shared)
+        return Costs(tuple(stage.costs(tokens, squares, overhead) for stage in self.stages), head=shared)
 
 
 def _rates(stage: StageCosts, tokens: float, per_token: Times, per_square: Times) -> StageRates:

@@ -46,11 +46,14 @@ def groups_of_like_cost(costs: Sequence[float], size: int) -> Order:
     ]
 
 
-def by_rule(costs: Sequence[float], placement: Placement) -> Order:
-    """Return the order by the rule of the schedules with this ``placement``."""
+def by_rule(costs: Sequence[float], placement: Placement) -> list[Order]:
+    """Return the orders by the rule of the schedules with this ``placement``, of which the shortest is taken.
+
+    In a loop groups of like cost are nearly always the shortest, but not for every step.
+    """
     if placement.shape is Shape.LOOP:
-        return groups_of_like_cost(costs, placement.ranks)
-    return light_heavy_light(costs)
+        return [groups_of_like_cost(costs, placement.ranks), light_heavy_light(costs)]
+    return [light_heavy_light(costs)]
 
 
 ELSEWHERE: dict[str, Callable[[Sequence[float], Sequence[int]], Order]] = {

@@ -1,6 +1,7 @@
 """The plan of a step: in which order its microbatches go through the schedule, and where W stand in it."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -14,10 +15,9 @@ from megatron_pp_ext.features.lengths.microbatches import Microbatches
 from megatron_pp_ext.features.lengths.orders import How
 from megatron_pp_ext.features.lengths.steps import Floats, Integers, Movable, Table, table_of
 from megatron_pp_ext.features.lengths.timing import excess_of, judge, search, time_order
-from megatron_pp_ext.features.lengths.within import within_limits
+from megatron_pp_ext.features.lengths.within import Within
 from megatron_pp_ext.schedule.actions import OF_STAGES, Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.timing import ScheduleTimer
 from megatron_pp_ext.schedule.unit_costs import UnitCosts
 
 BUDGET = 0.05
@@ -28,6 +28,9 @@ STEPS_PER_SECOND = 130e6
 
 The budget is turned into a number of trials by this, and not by a clock: all ranks must find the same order.
 """
+
+_STEPS_OF_A_TRIAL = 40
+"""The steps in whose time a trial's order is changed, whatever the schedule."""
 
 _STARTS = 3
 """How many of the orders that are known the search starts from."""
@@ -80,7 +83,7 @@ class Planner:
         if how == "given" or (table.seconds == table.seconds[:, :1]).all():
             return self._in_order(given, table, moves_weights=how != "given")
         work = self._work(table)
-        rule = orders.by_rule(work, self.schedule.placement)
+        rule = self._by_rule(work, table)
         if how == "rule" and not self._excess(rule, table, room):
             return self._in_order(rule, table)
         elsewhere = [other(work, costs.tokens) for other in orders.ELSEWHERE.values()]
@@ -88,7 +91,7 @@ class Planner:
         found = [*self._searched(known, table, budget, room), *known]
         best = min(found, key=lambda order: self._judged(order, table, room))
         if above := self._excess(best, table, room):
-            return self._listed(found, costs, room, above)
+            return self._listed(found, table, room, above)
         return self._in_order(best, table)
 
     def in_order(self, costs: UnitCosts, order: Sequence[int]) -> Plan:
@@ -113,6 +116,10 @@ class Planner:
             for kind in (Kind.F, Kind.B)
         ]
 
+    def _by_rule(self, work: Sequence[float], table: Table) -> orders.Order:
+        found = orders.by_rule(work, self.schedule.placement)
+        return min(found, key=lambda order: self._best_weights(order, table)[0]) if found[1:] else found[0]
+
     def _searched(
         self, known: Sequence[orders.Order], table: Table, budget: float, room: Floats
     ) -> list[orders.Order]:
@@ -125,28 +132,31 @@ class Planner:
 
         found = list[orders.Order]()
         actions = len(steps.before) + len(steps.weights.row) + len(memory.slot) * bool(len(room))
-        trials = int(budget * STEPS_PER_SECOND / (_STARTS * actions))
+        trials = int(budget * STEPS_PER_SECOND / (_STARTS * (actions + _STEPS_OF_A_TRIAL)))
         for seed, start in enumerate(sorted(known, key=length)[:_STARTS], 1):
             best = np.array(start, np.int64)
             search(steps, table, memory, room, best, trials, np.array([seed]), ends, done)
             found.append(best.tolist())
         return found
 
-    def _listed(self, found: Sequence[orders.Order], costs: UnitCosts, room: Floats, above: float) -> Plan:
+    def _listed(self, found: Sequence[orders.Order], table: Table, room: Floats, above: float) -> Plan:
         """Return the shortest plan in which actions, too, have another order than in the schedule."""
-        plans = list[Plan]()
+        best: tuple[float, Integers, orders.Order] | None = None
         for order in found:
-            in_order = costs.ordered(order)
-            if (listed := within_limits(self.schedule, in_order, room.tolist())) is not None:
-                plans.append(
-                    Plan(tuple(order), listed, ScheduleTimer(listed).makespan(in_order.seconds, in_order))
-                )
-        if not plans:
+            listed = self._within.listed(order, table, room)
+            if listed is not None and (best is None or listed[0] < best[0]):
+                best = *listed, order
+        if best is None:
             raise InfeasibleLimit(
                 "no order of these microbatches is found that keeps the memory limit: the nearest is "
                 f"{above:.1%} above it on a rank; raise the limit, or let microbatches have fewer tokens"
             )
-        return min(plans, key=lambda plan: plan.seconds)
+        seconds, numbers, order = best
+        return Plan(tuple(order), self._within.schedule(numbers), seconds)
+
+    @cached_property
+    def _within(self) -> Within:
+        return Within(self.schedule, self._movable.memory)
 
     def _judged(self, order: orders.Order, table: Table, room: Floats) -> tuple[float, float]:
         """Return how far an order is above the limits, and how long its step takes."""

@@ -18,6 +18,12 @@ def is_ordered(job: RequestedJob) -> bool:
     return job.flags.pipeline_order in ("rule", "search")
 
 
+def _is_planned_within_a_limit(job: RequestedJob) -> bool:
+    """Whether list scheduling orders whole microbatches within a memory limit."""
+    is_compiled = job.pipeline.has_schedule and job.pipeline.can.is_compiled
+    return is_ordered(job) and is_compiled and job.pipeline.pipeline_slice_tokens is None
+
+
 RULES = (
     Rules(
         title="What `--pipeline-order` needs",
@@ -43,17 +49,31 @@ RULES = (
                 fix="choose a schedule that flushes",
             ),
             Rule(
-                "--pipeline-schedule {pipeline_schedule}",
-                when=lambda job: job.pipeline.can.is_compiled and job.pipeline.pipeline_slice_tokens is None,
-                why="its memory limit is kept for equal microbatches alone",
-                fix="choose a schedule by name, such as v-half, or add --pipeline-slice-tokens",
-            ),
-            Rule(
                 "--cuda-graph-impl {cuda_graph_impl}",
                 when=has_graphs,
                 why="a graph holds the order of one step",
             ),
             Rule("--rehearse-pipeline", why="a rehearsal runs microbatches of one length"),
+        ),
+    ),
+    Rules(
+        title="With `--pipeline-order rule` or `search` under `flex` and `auto`",
+        when=_is_planned_within_a_limit,
+        subject="--pipeline-order {pipeline_order} under --pipeline-schedule {pipeline_schedule}",
+        fix="leave one of them out, or choose a schedule by name, such as v-half",
+        rows=(
+            Rule(
+                "--expert-model-parallel-size above 1",
+                when=lambda job: job.parallel.expert_model_parallel_size > 1,
+                why=(
+                    "pipelines that share experts plan by each other's lengths, by which none keeps its "
+                    "memory limit"
+                ),
+            ),
+            Rule("--pipeline-vocabulary", why="list scheduling does not place the parts of a vocabulary"),
+            Rule("--pipeline-offload", why="copies are planned for one order"),
+            Rule("--fine-grained-activation-offloading", why="Megatron's offload is made for one order"),
+            Rule("--overlap-moe-expert-parallel-comm", why="list scheduling finds no pairs"),
         ),
     ),
 )

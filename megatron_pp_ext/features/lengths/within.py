@@ -12,49 +12,64 @@ from itertools import pairwise
 
 import numpy as np
 
-from megatron_pp_ext.features.lengths.steps import Floats, Integers
-from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
+from megatron_pp_ext.features.lengths.steps import Floats, Integers, Memory, Table
+from megatron_pp_ext.schedule.actions import OF_STAGES, Kind, Schedule
 from megatron_pp_ext.schedule.columns import as_list
 from megatron_pp_ext.schedule.loops import Loop
 from megatron_pp_ext.schedule.program import SUMS, B, Columns, F, I, Program
-from megatron_pp_ext.schedule.unit_costs import UnitCosts
 
 _ROUNDING = 1e-9
 """The part of a limit by which sums may be above it."""
 
 
-def within_limits(schedule: Schedule, costs: UnitCosts, limits: Sequence[float]) -> Schedule | None:
-    """Return the actions of ``schedule`` in orders by which rank r keeps at most ``limits[r]``.
+class Within:
+    """Finds orders of the actions of ``schedule``, whose ``memory`` has them in the schedule's order.
 
-    ``costs`` are those of the microbatches in the order of the schedule.  A rank that takes a microbatch
-    reserves memory for all its stages, if without this the ranks come to wait for each other.  None where
-    that does not help, where a single microbatch needs more, and for pairs and copies, which are planned for
-    an order.
+    A rank that takes a microbatch reserves memory for all its stages, if without this the ranks come to wait
+    for each other.  Pairs and copies are planned for an order: there is no other one then.
     """
-    if schedule.paired or schedule.copies:
+
+    def __init__(self, schedule: Schedule, memory: Memory) -> None:
+        self._schedule, self._memory = schedule, memory
+        self._is_fixed = bool(schedule.paired or schedule.copies)
+        self._program = Program.of(schedule, is_repeated=True)
+        placement = schedule.placement
+        of_ranks = [placement.stages_of(rank) for rank in range(placement.ranks)]
+        forward = OF_STAGES.index(Kind.F)
+        self._rows = [np.array([len(OF_STAGES) * stage + forward for stage in stages]) for stages in of_ranks]
+        firsts = [stages[0] for stages in of_ranks]
+        columns = self._program.columns
+        rank, stage, kind = (np.array(each) for each in (columns.rank, columns.stage, columns.kind))
+        self._rank = rank
+        self._begins = (kind == F) & (stage == np.array(firsts)[rank])
+
+    def listed(self, order: Sequence[int], table: Table, limits: Floats) -> tuple[float, Integers] | None:
+        """Return how long the step takes with the microbatches in this ``order``, and the actions by number.
+
+        Rank r keeps at most ``limits[r]``.  None where no order is found, as where one microbatch needs more.
+        """
+        if self._is_fixed:
+            return None
+        row, slot = self._memory.row, np.array(order, np.int64)[self._memory.slot]
+        seconds, kept = table.seconds[row, slot], table.kept[row, slot]
+        of_ranks = np.array([table.kept[rows].sum(axis=0) for rows in self._rows])
+        whole = np.where(self._begins, of_ranks[self._rank, slot], 0.0)
+        columns, stages = self._program.columns, self._schedule.placement.stages
+        for reserves in (False, True):
+            numbers = np.zeros(len(row), np.int64)
+            took = _listed(columns, seconds, kept, whole * reserves, table.delays, limits, stages, numbers)
+            if took < np.inf:
+                return took, numbers
         return None
-    program = Program.of(schedule, is_repeated=True)
-    actions, placement = program.actions, schedule.placement
-    seconds = np.array([costs.seconds(action) for action in actions])
-    kept = np.array([costs.kept(action) for action in actions])
-    whole = np.zeros(len(actions))
-    for number, (stage, kind, microbatch) in enumerate(actions):
-        own = placement.stages_of(placement.rank_of(stage))
-        if kind is Kind.F and stage == own[0]:
-            whole[number] = sum(costs.kept(Action(one, Kind.F, microbatch)) for one in own)
-    shared = costs.head
-    delays = np.array([costs.hop, shared.hidden if shared else 0.0, shared.sums if shared else 0.0, 0.0])
-    for reserves in (False, True):
-        order = np.zeros(len(actions), np.int64)
-        room = np.array(limits, float)
-        if _listed(program.columns, seconds, kept, whole * reserves, delays, room, placement.stages, order):
-            bounds = as_list(program.columns.bounds)
-            numbers = order.tolist()
-            orders = (
-                tuple(actions[number] for number in numbers[first:end]) for first, end in pairwise(bounds)
-            )
-            return replace(schedule, orders=tuple(orders))
-    return None
+
+    def schedule(self, numbers: Integers) -> Schedule:
+        """Return the schedule with the actions in this order."""
+        actions, places = self._program.actions, numbers.tolist()
+        orders = (
+            tuple(actions[number] for number in places[first:end])
+            for first, end in pairwise(as_list(self._program.columns.bounds))
+        )
+        return replace(self._schedule, orders=tuple(orders))
 
 
 @Loop
@@ -67,8 +82,8 @@ def _listed(
     limits: Floats,
     stages: int,
     order: Integers,
-) -> bool:
-    """Fill ``order`` with the actions of all ranks; return whether none is left."""
+) -> float:
+    """Fill ``order`` with the actions of all ranks; return when the last ends, infinite where one is left."""
     stage_of, kind, microbatch, rank_of, _, bounds, begins, needed, wires = columns
     count, ranks = len(kind), len(limits)
     ends = np.full(count, -1.0)
@@ -109,7 +124,7 @@ def _listed(
                 if arrival <= free[rank]:
                     break
         if best < 0:
-            return False
+            return np.inf
         rank, stage, code = rank_of[best], stage_of[best], kind[best]
         ends[best] = free[rank] = best_start + seconds[best]
         live[rank] += kept[best]
@@ -120,4 +135,4 @@ def _listed(
             backwards[stage] += 1
         order[filled[rank]] = best
         filled[rank] += 1
-    return True
+    return ends.max()

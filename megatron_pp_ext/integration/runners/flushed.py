@@ -40,6 +40,7 @@ class FlushedSteps:
             plan,
             self._transport,
             measured=self._source.measured,
+            free=self._source.free,
         )
         with ExitStack() as stack:
             for part in self._parts:

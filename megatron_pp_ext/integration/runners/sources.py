@@ -44,6 +44,10 @@ class Source(Protocol):
         Steps go by the number of training steps that the process had run before.
         """
 
+    @property
+    def free(self) -> Sequence[float]:
+        """The bytes that each rank has for activations and messages of a step, where they were measured."""
+
 
 class Requested:
     """The requested schedule; after the first step it may be made for the memory that is free then."""
@@ -67,6 +71,10 @@ class Requested:
     @property
     def measured(self) -> Mapping[int, Sequence[Costs]]:
         return {}
+
+    @property
+    def free(self) -> Sequence[float]:
+        return self._free_bytes
 
     def _schedule(self, microbatches: int, inputs: StepInputs) -> Schedule:
         free = self._measured_once() if self._measures_memory and inputs.training_steps else None

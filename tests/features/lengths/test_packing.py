@@ -4,8 +4,8 @@ from random import Random
 
 import pytest
 
-from megatron_pp_ext.compiler.request import named
-from megatron_pp_ext.features.lengths.balance import seconds_of
+from megatron_pp_ext.features.lengths.length_costs import OVERHEAD
+from megatron_pp_ext.features.lengths.packed_steps import PackedSteps
 from megatron_pp_ext.features.lengths.packing import Packing
 
 AT = 4000
@@ -29,24 +29,38 @@ def lengths_of(seed: int) -> list[int]:
     return [min(8000, int(random.lognormvariate(7, 1)) + 1) for _ in range(120)]
 
 
+@pytest.mark.parametrize("multiple", [1, 4])
 @pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize("seed", range(3))
-def test_balanced_microbatches_are_never_longer_than_megatrons(seed, copies):
+def test_balanced_microbatches_are_never_longer_than_megatrons(seed, copies, multiple):
+    """Their number is chosen, too."""
     lengths = lengths_of(seed)
     given = packed(lengths, 8000, 4, copies)
-    packing = Packing("1f1b", 4, None, 8000, equal_at=AT)
+    packing = Packing("1f1b", 4, None, 8000, equal_at=AT, multiple=multiple)
     found = packing.balanced(given, lengths, 4)
-    assert len(found) == len(given) and {len(row) for row in found} == {4 * copies}
+    assert len(found) == len(given) or len(found) % multiple == 0
+    assert {len(row) for row in found} == {4 * copies}
     assert sorted(one for row in found for part in row[::copies] for one in part) == [*range(len(lengths))]
     assert all(row[at] == row[at - at % copies] for row in found for at in range(4 * copies))
     assert all(sum(lengths[one] for one in part) <= 8000 for row in found for part in row)
-    request = named("1f1b", 4, len(given))
+    steps = PackedSteps(lengths, "1f1b", 4, None, AT, OVERHEAD)
 
     def seconds(groups):
-        shares = [[row[replica * copies] for row in groups] for replica in range(4)]
-        return seconds_of(shares, lengths, request, AT)
+        return steps.seconds([[row[replica * copies] for row in groups] for replica in range(4)])
 
     assert seconds(found) <= seconds(given)
+
+
+def test_more_microbatches_are_taken_where_they_shorten_the_step():
+    """And none where each costs a microbatch's time whatever its length."""
+    lengths = [500] * 96
+    given = packed(lengths, 6000, 2, 1)
+    assert len(given) == 4
+    cheap, dear = (
+        Packing("1f1b", 8, None, 6000, equal_at=AT, overhead=overhead).balanced(given, lengths, 2)
+        for overhead in (0, 20_000)
+    )
+    assert len(cheap) == 12 > len(dear)
 
 
 def test_megatrons_microbatches_stay_where_others_do_not_fit():

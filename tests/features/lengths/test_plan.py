@@ -160,3 +160,23 @@ def test_orders_are_worth_what_the_page_says(name, most):
         costs = by_length.of(step(16, seed))
         gains.append(planner.plan(costs).seconds / planner.plan(costs, "given").seconds)
     assert math.prod(gains) ** (1 / 4) < most
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "v-half", "v-zb"])
+@pytest.mark.parametrize("microbatches", [8, 32])
+def test_a_rule_is_never_worse_than_light_heavy_light_nor_a_search_than_any_known_order(name, microbatches):
+    """Also for lengths that nobody had in mind: two kinds, a long tail, and a giant among equal ones."""
+    random = Random(5)
+    schedule = catalog.build(name, 4, microbatches)
+    planner, by_length = Planner(schedule), costs_of(schedule.placement)
+    draws = (
+        lambda: random.choice([500] * 9 + [60_000]),
+        lambda: min(400 * int(random.paretovariate(1.1)), 131_072),
+        lambda: 131_072 if random.random() < 1 / (4 * microbatches) else 4_000,
+    )
+    for draw in draws:
+        documents = [[draw() for _ in range(4)] for _ in range(microbatches)]
+        plans = side_by_side(planner, by_length.of(Microbatches.of(documents)), SHORT)
+        assert plans["by rule"].seconds <= plans["light-heavy-light"].seconds * (1 + 1e-9)
+        shortest = min(plan.seconds for plan in plans.values())
+        assert plans["searched"].seconds == pytest.approx(shortest)

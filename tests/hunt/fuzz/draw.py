@@ -29,8 +29,8 @@ def draw(seed: int, number: int) -> Row:
     Beside the factors, a row has a ``seed`` for what else is random in it, its ``schedule``, how that is
     measured (``measures``), the schedule under which it goes on from a checkpoint (``resume``), the share
     of activations that waits on the host (``host``), how its microbatches, which are read ahead then, are
-    ordered (``order``): they have one length, so that they stay where they are, and the tokens of slices of
-    its sequences (``slices``).
+    ordered (``order``), the tokens of slices of its sequences (``slices``), and whether samples state the
+    documents in them, so that microbatches are of unlike length (``documents``).
     """
     random = Random(f"{seed} {number // TOGETHER}")
     row = _job(random)
@@ -43,8 +43,9 @@ def draw(seed: int, number: int) -> Row:
         measures = "trace"
     resume = own.choice([STOCK, *names]) if has_checkpoint(row) else "none"
     host = "none" if measures == "profile" else own.choice(["none", "none", "0.5", "1"])
-    is_compiled = schedule.split()[0] in (AUTO, FLEX)
-    order = "none" if is_compiled else own.choice(["none", "none", "rule", "search"])
+    order = own.choice(["none", "none", "rule", "search"])
+    if schedule.split()[0] in (AUTO, FLEX) and not _has_one_order(row, host):
+        order = "none"
     whole = {
         **row,
         "schedule": schedule,
@@ -55,13 +56,20 @@ def draw(seed: int, number: int) -> Row:
     }
     slices = Random(f"{seed} {number} {schedule} slices").choice(["none", "4", "8", "16"])
     if slices == "none" or not is_cut(whole):
-        return {**whole, "slices": "none"}
-    return {**whole, "host": "none", "slices": slices}
+        has_documents = order != "none" and row["data"] != "mock"
+        return {**whole, "slices": "none", "documents": "told" if has_documents else "none"}
+    return {**whole, "host": "none", "slices": slices, "documents": "none"}
+
+
+def _has_one_order(row: dict[str, str], host: str) -> bool:
+    """Whether ``flex`` and ``auto`` may order microbatches of the job."""
+    alone = row["sharing"] == row["pairs"] == host == "none"
+    return alone and "ep" not in row["parallel"]
 
 
 def plain(**choices: str) -> Row:
     """Return the row of the plainest job under V-Half, but for ``choices``."""
-    own = dict.fromkeys(("measures", "resume", "host", "order", "slices"), "none")
+    own = dict.fromkeys(("measures", "resume", "host", "order", "slices", "documents"), "none")
     none = {"seed": "1", "schedule": "v-half", **own}
     return {**none, **{factor: levels(factor)[0] for factor in FACTORS}, **choices}
 

@@ -6,11 +6,10 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 from tests.support.features import SEQUENCE
+from tests.support.told_documents import END
 from tests.support.training import TOKENS
 
 _DOCUMENTS = {"long": (100, 2 * SEQUENCE, 8 * SEQUENCE), "short": (600, 3, SEQUENCE)}
-END = 63
-"""What the tokenizer of the tiny GPT ends a document with."""
 
 
 def write(folder: Path) -> None:

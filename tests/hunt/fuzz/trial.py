@@ -14,6 +14,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -27,6 +28,7 @@ from tests.hunt.fuzz.factors import Row, is_legal
 from tests.hunt.fuzz.noise import BOUNDLESS, DRAWS, SILENCE, LastBits, Noise, between
 from tests.support.comparison import Result, run
 from tests.support.ranks import RankError
+from tests.support.told_documents import told
 
 
 class Kind(StrEnum):
@@ -139,7 +141,10 @@ class Trials:
             flags = job.trained(row, self._folder, folder)
             other_order = job.CSV_ANY_ORDER in (row["schedule"].split()[0], row["resume"].split()[0])
             allowed = judge.arithmetic(flags, ranks, other_order)
-            ours = self._train(ranks, [*flags, *job.saving(row["checkpoint"], folder)], **stores.options(row))
+            with told() if row["documents"] == "told" else nullcontext():
+                ours = self._train(
+                    ranks, [*flags, *job.saving(row["checkpoint"], folder)], **stores.options(row)
+                )
             resumed = self._resumed(row, folder) if job.has_checkpoint(row) else None
         return _Runs(allowed, ours, theirs, resumed)
 

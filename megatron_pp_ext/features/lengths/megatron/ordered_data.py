@@ -5,7 +5,7 @@ are handed over in the order of the data.  The schedule has its order of F and I
 they are; W go into the holes of this step.  Evaluations are left alone.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -17,84 +17,97 @@ from megatron_pp_ext.features.lengths.ordering import Ordering
 from megatron_pp_ext.features.lengths.plan import BUDGET, Plan, Planner
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.runners.model_stage import StepInputs
-from megatron_pp_ext.integration.runners.step_parts import Step, StepPart
+from megatron_pp_ext.integration.runners.step_parts import Step
 from megatron_pp_ext.runtime.first_rank import print_rank_0
+from megatron_pp_ext.schedule.actions import Schedule
 
-_SEARCHING = 0.75
+SEARCHING = 0.75
 """The part of the time for a plan in which an order is searched for; costs and W take the rest."""
 
 
-def ordered(pipeline: Pipeline) -> StepPart:
-    """Return what orders the data of steps, as the request asks, unless another feature does."""
-    ordering = pipeline.request.option(Ordering)
-    is_others = any(option.orders_lengths for option in pipeline.request.options)
-    if ordering is None or ordering.how == "given" or is_others:
-        return _as_given
-    return _Ordered(pipeline, ordering).step
+class Ordered:
+    """Orders the steps of ``pipeline``, of whose chunks those that ``are_read`` read data; None for all."""
 
-
-@contextmanager
-def _as_given(step: Step) -> Iterator[None]:
-    yield
-
-
-class _Ordered:
-    """Orders the steps of ``pipeline``."""
-
-    def __init__(self, pipeline: Pipeline, ordering: Ordering) -> None:
-        self._ordering, self._costs = ordering, RunCosts(pipeline, ordering)
+    def __init__(
+        self, pipeline: Pipeline, ordering: Ordering, are_read: Sequence[bool] | None = None
+    ) -> None:
+        self.ordering, self.costs, self._are_read = ordering, RunCosts(pipeline, ordering), are_read
         self._may_move = pipeline.request.from_file is None
         self._planners: dict[int, Planner] = {}
 
     @contextmanager
     def step(self, step: Step) -> Iterator[None]:
+        """Let the step run in the planned order; evaluations are left alone."""
         inputs = step.inputs
         if inputs.forward_only:
             yield
             return
-        step.may_move_weights = self._moves_weights(step)
-        self._costs.learn(step)
+        step.may_move_weights = self.moves_weights(step)
+        self.costs.learn(step)
         data: list[list[Any] | None] = []
-        agreed = agree(lambda: read_documents(inputs, data, self._ordering), inputs, self._costs.work)
+        agreed = agree(
+            lambda: read_documents(inputs, data, self.ordering, self._are_read), inputs, self.costs.work
+        )
         if agreed.unknown:
             self._leave_as_given(agreed.unknown)
-        found = self._plan(step, agreed.planned) if agreed.planned else None
+        found = self.plan(step, agreed.planned) if agreed.planned else None
         order = range(inputs.microbatches) if found is None else found.order
         if agreed.own:
-            self._costs.note(inputs.training_steps, Microbatches(agreed.own).ordered(order))
+            self.costs.note(inputs.training_steps, Microbatches(agreed.own).ordered(order))
         inputs.iterators = [
-            None if batches is None else iter([batches[number] for number in order]) for batches in data
+            iterator if batches is None else iter([batches[number] for number in order])
+            for iterator, batches in zip(inputs.iterators, data, strict=True)
         ]
         if found is not None and found.schedule is not step.schedule:
-            step.plan = step.plan.with_weights_moved(found.schedule.orders[step.plan.rank])
+            self.change(step, found.schedule)
         yield
         if inputs.losses:
             by_number = dict(zip(order, inputs.losses, strict=True))
             inputs.losses[:] = [by_number[number] for number in range(len(order))]
 
-    def _plan(self, step: Step, documents: Documents) -> Plan:
+    def plan(self, step: Step, documents: Documents) -> Plan:
+        """Return the plan of a step whose microbatches have these ``documents``."""
+        planner = self.planner(step)
+        return planner.plan(
+            self.costs.of(Microbatches(documents)), self.ordering.how, budget=SEARCHING * BUDGET
+        )
+
+    def planner(self, step: Step) -> Planner:
+        """Return the planner of the schedule that is in force, which is kept for later steps."""
         schedule = step.schedule
         planner = self._planners.get(schedule.microbatches)
         if planner is None or planner.schedule is not schedule:
             planner = self._planners[schedule.microbatches] = Planner(schedule, step.may_move_weights)
-        costs = self._costs.of(Microbatches(documents))
-        return planner.plan(costs, self._ordering.how, budget=_SEARCHING * BUDGET)
+        return planner
 
-    def _moves_weights(self, step: Step) -> bool:
+    def change(self, step: Step, schedule: Schedule) -> None:
+        """Let the step run the planned ``schedule``, in which W alone have other places."""
+        step.plan = step.plan.with_weights_moved(schedule.orders[step.plan.rank])
+
+    def moves_weights(self, step: Step) -> bool:
         """Whether W may be moved: not those of a file, nor where copies or pairs are planned around them."""
         schedule = step.schedule
         is_free = self._may_move and schedule.splits_backward and not (schedule.paired or schedule.copies)
         return is_free and not step.inputs.config.fine_grained_activation_offloading
 
     def _leave_as_given(self, why: str) -> None:
-        if not self._ordering.is_default:
+        if not self.ordering.is_default:
             raise RuntimeError(why)
         _print_once(f"megatron_pp_ext: microbatches stay in the order of the data: {why}")
 
 
-def read_documents(inputs: StepInputs, data: list[list[Any] | None], ordering: Ordering) -> Documents | None:
-    """Read the step's microbatches into ``data``, by chunks; return the lengths of their documents."""
-    data += [_read(iterator, inputs.microbatches) for iterator in inputs.iterators]
+def read_documents(
+    inputs: StepInputs,
+    data: list[list[Any] | None],
+    ordering: Ordering,
+    are_read: Sequence[bool] | None = None,
+) -> Documents | None:
+    """Read the step's microbatches into ``data``, by chunks; return the lengths of their documents.
+
+    Of the chunks, those that ``are_read`` are read, None for all.
+    """
+    for iterator, is_read in zip(inputs.iterators, are_read or [True] * len(inputs.iterators), strict=True):
+        data.append(_read(iterator, inputs.microbatches) if is_read else None)
     own = next((batches for batches in data if batches is not None), None)
     if own is None:
         return None

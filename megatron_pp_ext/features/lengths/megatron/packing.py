@@ -1,27 +1,38 @@
 """Megatron's own packing (``config.sequence_packing_scheduler``, ``dp_balanced``), by cost instead of tokens.
 
 It packs the documents of a step in the order in which they come, up to a number of tokens.  ``pack_by_cost``
-puts a scheduler in its place that keeps the number of microbatches and balances what they cost.
+puts a scheduler in its place that balances what microbatches cost, and chooses how many there are.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from megatron_pp_ext.compiler.request import named
-from megatron_pp_ext.features.lengths.length_costs import EQUAL_AT
+from megatron_pp_ext.features.lengths.length_costs import EQUAL_AT, OVERHEAD
 from megatron_pp_ext.features.lengths.packing import Groups, Packing
 
 _NAME = "dp_balanced"
 
 
 def pack_by_cost(
-    schedule: str = "1f1b", *, ranks: int, chunks: int | None = None, equal_at: float = EQUAL_AT
+    schedule: str = "1f1b",
+    *,
+    ranks: int,
+    chunks: int | None = None,
+    most_tokens: int | None = None,
+    equal_at: float = EQUAL_AT,
+    overhead: float = OVERHEAD,
 ) -> None:
     """Let ``dp_balanced`` of this process balance microbatches by their costs; again, by other ones.
 
-    ``schedule`` with so many pipeline ``ranks`` and ``chunks`` a rank is the one by which a balanced step is
-    compared with Megatron's own, which stays where it is not longer.  Call it on every rank with the same
-    arguments before training starts.  ValueError, in one line, for a Megatron without such a packer, and for
-    a schedule that cannot be.
+    ``schedule`` with so many pipeline ``ranks`` and ``chunks`` a rank is the one by which steps are timed:
+    those with two thirds to three times as many microbatches as Megatron has, and Megatron's own, which stays
+    where no other is shorter.  A microbatch costs ``overhead`` tokens on top of its own.  It has at most
+    ``most_tokens`` tokens, by default as many as Megatron allows (``max_seqlen_per_dp_cp_rank``, of all
+    context-parallel ranks); give more where memory allows.
+
+    Call it on every rank with the same arguments before training starts.  ValueError, in one line, for a
+    Megatron without such a packer, and for a schedule that cannot be.
     """
     named(schedule, ranks, 1, chunks)
     try:
@@ -35,10 +46,11 @@ def pack_by_cost(
         ) from None
     (key,) = (one for one in schedulers if getattr(one, "value", one) == _NAME)
     of_megatron = getattr(schedulers[key], "of_megatron", schedulers[key])
-    schedulers[key] = _by_cost(of_megatron, schedule, ranks, chunks, equal_at)
+    packing = Packing(schedule, ranks, chunks, most_tokens or 0, equal_at=equal_at, overhead=overhead)
+    schedulers[key] = _by_cost(of_megatron, packing)
 
 
-def _by_cost(of_megatron: Any, schedule: str, ranks: int, chunks: int | None, equal_at: float) -> type[Any]:
+def _by_cost(of_megatron: Any, packing: Packing) -> type[Any]:
     """Return a scheduler like Megatron's that balances what it has packed."""
 
     class ByCost(of_megatron):
@@ -46,15 +58,32 @@ def _by_cost(of_megatron: Any, schedule: str, ranks: int, chunks: int | None, eq
             """Return the documents of each microbatch and rank; lengths come with the documents' numbers."""
             found: Groups = super().get_groups_and_subsamples(sample_id_seqlens)
             lengths = [int(length) for _, length in sample_id_seqlens]
-            packing = Packing(
-                schedule,
-                ranks,
-                chunks,
-                int(self.max_seq_len_all_ranks),
-                getattr(self, "max_num_seqs", None),
-                equal_at,
+            of_step = replace(
+                packing,
+                most_tokens=packing.most_tokens or int(self.max_seq_len_all_ranks),
+                most_documents=getattr(self, "max_num_seqs", None),
+                multiple=getattr(self, "microbatch_group_size_per_vp_stage", None) or 1,
             )
-            return packing.balanced(found, lengths, self.dp_size)
+            return of_step.balanced(found, lengths, self.dp_size)
+
+        def run(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+            """Hand over the data of a step; under a V with the loss on the last rank, to both its ends."""
+            iterators, *others = super().run(*args, **kwargs)
+            return _with_both_ends(iterators), *others
 
     ByCost.of_megatron = of_megatron
     return ByCost
+
+
+def _with_both_ends(iterators: Any) -> Any:
+    """Return the iterators of a rank's chunks, of which the last rank's all have tokens and labels.
+
+    Megatron gives those to its last chunk alone, and lengths to others; a V has the first stage there too.
+    """
+    if not isinstance(iterators, list) or any(one is None for one in iterators):
+        return iterators
+    make = type(iterators[-1])  # RerunDataIterator, which can be read only once more
+    samples = list(iterators[-1].iterable)
+    if "labels" not in samples[0]:
+        return [*iterators[:-1], make(iter(samples))]
+    return [make(iter([dict(sample) for sample in samples])) for _ in iterators]

@@ -7,6 +7,7 @@ parameters.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron_pp_ext.features.guided.options import ProfileSteps
 from megatron_pp_ext.features.lengths.length_costs import EQUAL_AT, LengthCosts
@@ -79,16 +80,18 @@ class RunCosts:
         if self._fitted is not None:
             return self._fitted
         self._of_model = self._of_model or self._estimate()
+        mean = sum(microbatches.tokens) / len(microbatches)
         if not self._is_given:
-            return self._of_model
+            return _with_messages_of(self._of_model, mean / _LENGTH)
         assert self._pipeline.source is not None
         costs = self._pipeline.costs or self._pipeline.source.costs
         length, documents = costs.sizes.get("seq_length"), costs.sizes.get("micro_batch_size", 1)
         if not length:
             # Nothing states the length of the costs: they are those of a mean microbatch.
-            length = max(1, sum(microbatches.tokens) // len(microbatches))
+            length = max(1, int(mean))
         cut = costs.merged(self._pipeline.placement.stages)
-        return LengthCosts.measured(cut, length, documents, self._of_model.equal_at)
+        found = LengthCosts.measured(cut, length, documents, self._of_model.equal_at)
+        return _with_messages_of(found, mean / (length * documents))
 
     def _estimate(self) -> LengthCosts:
         placement, costs_at = self._pipeline.placement, self._pipeline.settings.costs_at
@@ -104,3 +107,8 @@ class RunCosts:
                     f"parameters, where attention to {EQUAL_AT:,} tokens takes as long as all else"
                 )
         return LengthCosts.with_attention(Costs.per_rank(placement.ranks, placement.chunks), 1)
+
+
+def _with_messages_of(costs: LengthCosts, part: float) -> LengthCosts:
+    """Return ``costs`` with messages of this part of the length, which are those of a mean microbatch."""
+    return replace(costs, hop=costs.hop * part, message=costs.message * part)

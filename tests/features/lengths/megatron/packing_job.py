@@ -44,16 +44,17 @@ def samples(replica: int) -> Iterator[list[dict[str, torch.Tensor]]]:
         ]
 
 
-def packed() -> tuple[Any, int]:
-    """Return the iterator of a step, and its number of microbatches."""
+def packed(chunks: int = 1) -> tuple[Any, int]:
+    """Return the iterator of a step, or those of all chunks, and its number of microbatches."""
     config: Any = SimpleNamespace(
         sequence_packing_scheduler="dp_balanced",
         max_seqlen_per_dp_cp_rank=20,
-        virtual_pipeline_model_parallel_size=None,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         microbatch_group_size_per_vp_stage=None,
     )
     replica = parallel_state.get_data_parallel_rank()
-    iterator, microbatches, *_ = data_schedule.wrap_data_iterator(samples(replica), config, 12)
+    data = [samples(replica)] * chunks if chunks > 1 else samples(replica)
+    iterator, microbatches, *_ = data_schedule.wrap_data_iterator(data, config, 12)
     return iterator, microbatches
 
 
@@ -69,15 +70,18 @@ def forward_step(iterator: Any, model: Any) -> Any:
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     apart = document[:, None] != document[None]
     later = torch.triu(torch.ones(len(document), len(document)), 1).bool()
-    rows = {name: batch[name][None] for name in ("labels", "position_ids")}
-    output = model(input_ids=batch["tokens"][None], attention_mask=(apart | later)[None, None], **rows)
+    # Chunks in the middle have the lengths alone.
+    names = {"tokens": "input_ids", "labels": "labels", "position_ids": "position_ids"}
+    rows = {argument: batch[name][None] if name in batch else None for name, argument in names.items()}
+    output = model(attention_mask=(apart | later)[None, None], **rows)
     return output, own_loop._mean
 
 
-def losses() -> list[float]:
-    model = own_loop.build(1, variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
-    iterator, microbatches = packed()
-    found = own_loop.run_step(model, [iterator], microbatches, forward_step_func=forward_step, seq_length=1)
+def losses(chunks: int = 1) -> list[float]:
+    model = own_loop.build(chunks, variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
+    iterator, microbatches = packed(chunks)
+    iterators = iterator if chunks > 1 else [iterator]
+    found = own_loop.run_step(model, iterators, microbatches, forward_step_func=forward_step, seq_length=1)
     return [float(one["loss"]) for one in found]
 
 
@@ -90,12 +94,15 @@ def on_rank(rank: int) -> Any:
     by_cost, stock_by_cost = ends(), losses()
     with megatron_pp_ext.installed("zb-h1", ranks=2, microbatches=8, order="rule"):
         ours = losses()
+    with megatron_pp_ext.installed("v-half", ranks=2, microbatches=8, order="rule"):
+        in_v = losses(2)
     return {
         "given": given,
         "by_cost": by_cost,
         "stock": stock,
         "stock_by_cost": stock_by_cost,
         "ours": ours,
+        "in_v": in_v,
     }
 
 

@@ -36,8 +36,13 @@ def ordering(monkeypatch: pytest.MonkeyPatch, flags: str) -> Ordering | None:
         ("--pipeline-schedule 1f1b --sft", "rule", True),
         ("--pipeline-schedule v-half --dataloader-inter-document-masking", "rule", True),
         ("--pipeline-schedule 1f1b --sft --pipeline-order given", "given", False),
-        ("--pipeline-schedule flex --pipeline-memory-limit 0.9 --sft", None, False),
-        ("--pipeline-schedule pipedream-2bw --pipeline-allow-waits --sft", None, False),
+        ("--pipeline-schedule flex --pipeline-memory-limit 0.9 --sft", "rule", True),
+        (
+            "--pipeline-schedule flex --pipeline-memory-limit 0.9 --pipeline-vocabulary shared --sft",
+            "given",
+            True,
+        ),
+        ("--pipeline-schedule pipedream-2bw --pipeline-allow-waits --sft", "given", True),
         ("--pipeline-trace trace.json --sft", None, False),
     ],
 )
@@ -56,7 +61,8 @@ def test_packed_sequences_are_ordered_by_the_rule_unless_something_else_is_asked
         "search": "microbatches of unlike length ordered as a search finds, costs of the model's layers",
     }
     assert found.about.startswith(words[how])
-    assert ("--pipeline-order given leaves them" in found.about) is is_default
+    assert ("--pipeline-order given leaves them" in found.about) is (is_default and how == "rule")
+    assert bool(found.why_given) is (is_default and how == "given")
 
 
 @pytest.mark.parametrize(
@@ -67,7 +73,11 @@ def test_packed_sequences_are_ordered_by_the_rule_unless_something_else_is_asked
             "--pipeline-schedule pipedream-2bw --pipeline-allow-waits --pipeline-order rule",
             "update their weights between microbatches",
         ),
-        ("--pipeline-schedule flex --pipeline-memory-limit 0.9 --pipeline-order search", "memory limit"),
+        (
+            "--pipeline-schedule flex --pipeline-memory-limit 0.9 --pipeline-vocabulary shared "
+            "--pipeline-order search",
+            "does not place the parts of a vocabulary",
+        ),
     ],
 )
 def test_orders_that_cannot_be(monkeypatch, flags, words):
@@ -144,7 +154,7 @@ def test_data_whose_lengths_cannot_be_told_is_an_error_only_where_an_order_was_a
     monkeypatch.setattr(ordered_data, "_print_once", said.append)
     for is_default in (True, False):
         asked = Ordering("rule", is_default=is_default)
-        steps = ordered_data._Ordered(Pipeline(named("1f1b", 2, 3).with_option(asked)), asked)
+        steps = ordered_data.Ordered(Pipeline(named("1f1b", 2, 3).with_option(asked)), asked)
         if is_default:
             steps._leave_as_given("no lengths")
         else:

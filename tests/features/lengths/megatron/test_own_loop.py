@@ -6,14 +6,18 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_pp_ext.compiler.limits import kept_by_1f1b
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.features.lengths.length_costs import LengthCosts
 from megatron_pp_ext.features.lengths.microbatches import Microbatches
 from megatron_pp_ext.features.lengths.ordering import lengths_of_batch, with_lengths, with_order
-from megatron_pp_ext.features.lengths.plan import Planner
+from megatron_pp_ext.features.lengths.plan import Plan, Planner
 from megatron_pp_ext.runtime.plan import RankPlan
+from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.simulate import simulate
+from megatron_pp_ext.schedule.unit_costs import UnitCosts
 
 from tests.support.ranks import RankError, run_ranks  # isort: skip  (the stand-ins come before Megatron)
 import torch.distributed as dist
@@ -25,6 +29,7 @@ from megatron_pp_ext.features.lengths.megatron import ordered_data
 from tests.support import own_loop
 
 COUNTS = (8, 5)
+LIMIT = 0.75
 LENGTHS = (8, 5, 7, 3, 2)
 SCHEDULES = {"1f1b": 1, "zb-h1": 1, "v-half": 2, "interleaved": 2}
 BATCHES = own_loop.batches
@@ -72,6 +77,40 @@ def count_moved() -> list[bool]:
     return moved
 
 
+def count_agreements() -> list[str]:
+    """Return what will have an entry for each step that is planned by lengths."""
+    agreed: list[str] = []
+    agree = ordered_data.agree
+
+    def watched(*given: Any) -> Any:
+        agreed.append("planned")
+        return agree(*given)
+
+    ordered_data.agree = watched
+    return agreed
+
+
+def _without_weights(order: Any) -> list[Any]:
+    return [action for action in order if action.kind is not Kind.W]
+
+
+def plans_within_limits() -> list[tuple[Plan, UnitCosts, tuple[float, ...], bool]]:
+    """Return what will have each plan within limits, with its costs and limits, and whether F or I moved."""
+    plans: list[Any] = []
+    plan = Planner.plan
+
+    def watched(self: Planner, costs: UnitCosts, *given: Any, **about: Any) -> Plan:
+        found = plan(self, costs, *given, **about)
+        if about.get("limits") is not None:
+            schedules = found.schedule, self.schedule
+            one, other = ([_without_weights(order) for order in each.orders] for each in schedules)
+            plans.append((found, costs, about["limits"], one != other))
+        return found
+
+    Planner.plan = watched
+    return plans
+
+
 def on_rank(rank: int) -> dict[Any, Any]:
     own_loop.start()
     found: dict[Any, Any] = {"moved": count_moved()}
@@ -82,6 +121,28 @@ def on_rank(rank: int) -> dict[Any, Any]:
         with megatron_pp_ext.installed(name, ranks=2, microbatches=8, order="rule") as about:
             found["ours", name] = trained(chunks)
         found["line", name] = str(about)
+    planned = plans_within_limits()
+    for how in ("rule", "search"):
+        with megatron_pp_ext.installed(
+            "flex", ranks=2, microbatches=8, memory_limit=LIMIT, costs=(1.0,) * 4, order=how
+        ) as about:
+            found["ours", f"flex {how}"] = trained(about.chunks)
+        orders = [plan.order for plan, *_ in planned[-len(COUNTS) :]]
+        found["orders", f"flex {how}"] = orders
+        found["stock", f"flex {how}"] = trained(1, orders)
+    found["flex"], kept = list(planned), len(planned)
+    with megatron_pp_ext.installed("auto", ranks=2, microbatches=8, order="rule") as about:
+        found["ours", "auto"] = trained(about.chunks)
+    found["auto"] = planned[kept:]
+    found["orders", "auto"] = [tuple(range(COUNTS[0])), *(plan.order for plan, *_ in found["auto"])]
+    found["stock", "auto"] = trained(1, found["orders", "auto"])
+    first, *others = found["orders", "zb-h1"]
+    found["stock", "default"] = trained(1, [tuple(range(len(first))), *others])
+    found["agreed"] = count_agreements()
+    with megatron_pp_ext.installed("zb-h1", ranks=2, microbatches=8):
+        found["ours", "default"] = trained(1)
+        found["agreed"].append("equal")
+        own_loop.train(own_loop.build(1), COUNTS)
     with megatron_pp_ext.installed("1f1b", ranks=2, microbatches=8, order="rule"):
         model = own_loop.build(1)
         iterators = [own_loop.batches() for _ in model]
@@ -101,17 +162,52 @@ def found() -> list[dict[Any, Any]]:
     return run_ranks(on_rank, 2)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", [*SCHEDULES, "flex rule", "flex search", "auto"])
 def test_a_planned_order_equals_stock_on_data_in_that_order(found, name):
     ours, stock = ([rank[kind, name] for rank in found] for kind in ("ours", "stock"))
     orders = found[0]["orders", name]
-    assert "microbatches of unlike length ordered by the rule of the schedule" in found[0]["line", name]
-    assert all(order != tuple(range(len(order))) for order in orders)
+    if name in SCHEDULES:
+        assert "microbatches of unlike length ordered by the rule of the schedule" in found[0]["line", name]
+    are_as_given = [order == tuple(range(len(order))) for order in orders]
+    if name in SCHEDULES:
+        assert not any(are_as_given)
+    else:
+        assert not all(are_as_given)
+    assert name != "auto" or are_as_given[0], "nothing is known of memory in the first step"
     for order, given, in_order in zip(orders, ours[-1].losses, stock[-1].losses, strict=True):
         assert [given[number] for number in order] == in_order, "losses are in the caller's order"
     for record, other in zip(ours, stock, strict=True):
         record.losses = other.losses
     own_loop.assert_same(ours, stock)
+
+
+def test_without_an_order_the_first_step_is_as_given_and_others_are_ordered_where_lengths_differ(found):
+    ours, stock = ([rank[kind, "default"] for rank in found] for kind in ("ours", "stock"))
+    order = found[0]["orders", "zb-h1"][1]
+    (first, second), (expected, in_order) = ours[-1].losses, stock[-1].losses
+    assert first == expected
+    assert [second[number] for number in order] == in_order
+    for record, other in zip(ours, stock, strict=True):
+        record.losses = other.losses
+    own_loop.assert_same(ours, stock)
+
+
+def test_equal_microbatches_of_one_shape_are_never_planned(found):
+    """Neither lengths are gathered then, nor is data read ahead."""
+    assert [rank["agreed"] for rank in found] == [["planned", "equal"]] * 2
+
+
+def test_flex_keeps_its_limit_in_tokens(found):
+    """A part of what 1F1B keeps of this step, or the largest microbatch where that is more."""
+    assert len(found[0]["flex"]) == 2 * len(COUNTS)
+    assert len(found[0]["auto"]) == 1
+    assert any(have_moved for *_, have_moved in found[0]["flex"])
+    for plan, costs, limits, _ in found[0]["flex"]:
+        kept = simulate(plan.schedule, costs.ordered(plan.order)).peak_activations
+        assert all(peak <= limit * (1 + 1e-6) for peak, limit in zip(kept, limits, strict=True))
+        largest = max(sum(stage.activation for stage in unit.stages) / 2 for unit in costs.units)
+        limit = max(largest, LIMIT * kept_by_1f1b(2, len(plan.order), costs))
+        assert limits == pytest.approx([limit] * 2)
 
 
 def test_weight_gradients_fill_the_holes_of_the_step(found):
@@ -175,9 +271,7 @@ def test_lengths_are_read_from_megatrons_batches():
 @pytest.mark.parametrize(
     ("schedule", "order", "lengths", "words"),
     [
-        ("1f1b", None, len, "lengths are given without an order"),
         ("1f1b", "best", None, "order is 'best'; give"),
-        ("flex", "rule", None, "is kept for equal microbatches alone"),
     ],
 )
 def test_orders_that_cannot_be(schedule, order, lengths, words):

@@ -91,3 +91,4 @@ def test_packed_microbatches_train_by_cost_and_in_order():
     assert max(map(sum, (work(first), work(other)))) < max(map(sum, given))
     for rank in ranks[2:]:
         assert rank["ours"] == rank["stock_by_cost"] != []
+        assert rank["in_v"] == rank["stock_by_cost"], "a V has both ends of the model on the last rank"

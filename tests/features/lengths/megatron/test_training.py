@@ -1,22 +1,20 @@
 """Megatron's own loop on packed documents: an order by their lengths equals stock on data in that order."""
 
-import functools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from tests.support.comparison import Result, assert_same_bits, run
+from tests.support.told_documents import END, told
 
 # isort: split
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-from megatron_pp_ext import pretrain_gpt
 from megatron_pp_ext.features.lengths.megatron import ordered_data, run_costs
 
-END_OF_DOCUMENT, LENGTH, MICROBATCHES = 63, 32, 8
+MICROBATCHES = 8
 APART = ("--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss", "--clip-grad", "0")
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 EXPERTS = (
@@ -25,59 +23,29 @@ EXPERTS = (
 )
 
 
-class Packed:
-    """Samples of a dataset with the ends of their documents, as packed ones have them; in other places."""
-
-    def __init__(self, dataset: Any, order: Any) -> None:
-        self._dataset, self._order = dataset, order
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._dataset, name)
-
-    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-        sample = dict(self._dataset[self._order(number)])
-        starts = (sample["position_ids"] == 0).nonzero().flatten().tolist()
-        ends = torch.full((LENGTH + 1,), LENGTH, dtype=torch.int32)
-        ends[: len(starts)] = torch.tensor(starts, dtype=torch.int32)
-        return {**sample, "cu_seqlens": ends}
-
-
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """The flags for documents of 2 to 40 tokens, where a sequence has 32."""
     prefix: Path = tmp_path_factory.mktemp("documents") / "packed"
     random = np.random.default_rng(3)
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(END_OF_DOCUMENT))
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(END))
     for length in random.integers(2, 41, 600):
-        document = [*random.integers(0, END_OF_DOCUMENT, length - 1), END_OF_DOCUMENT]
+        document = [*random.integers(0, END, length - 1), END]
         builder.add_document(np.array(document), [length])
     builder.finalize(f"{prefix}.idx")
     return ("--data-path", str(prefix), "--split", "98,1,1", *APART)
 
 
-def trained(
-    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], order: Any = int, replicas: int = 1
-) -> Result:
+def trained(flags: tuple[str, ...], order: Any = int, replicas: int = 1) -> Result:
     """Train on the samples in ``order``."""
-    with monkeypatch.context() as patched:
-        build = pretrain_gpt.datasets
-
-        @functools.wraps(build)
-        def packed(*args: Any, **kwargs: Any) -> list[Any]:
-            return [None if one is None else Packed(one, order) for one in build(*args, **kwargs)]
-
-        packed.is_distributed = True  # type: ignore[attr-defined]
-        patched.setattr(pretrain_gpt, "datasets", packed)
+    with told(order):
         batch = "--global-batch-size", str(MICROBATCHES * replicas)
         return run(2 * replicas, [*PIPELINE, *batch, *flags])
 
 
 def watched_orders(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
     """Let rank 0 write the order of each step to ``file``."""
-    plan = ordered_data._Ordered._plan
+    plan = ordered_data.Ordered.plan
 
     def watched(self: Any, step: Any, lengths: Any) -> Any:
         found = plan(self, step, lengths)
@@ -86,7 +54,7 @@ def watched_orders(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
                 lines.write(" ".join(map(str, found.order)) + "\n")
         return found
 
-    monkeypatch.setattr(ordered_data._Ordered, "_plan", watched)
+    monkeypatch.setattr(ordered_data.Ordered, "plan", watched)
 
 
 def assert_equal_to_stock_in_order(
@@ -103,7 +71,7 @@ def assert_equal_to_stock_in_order(
     """
     watched_orders(monkeypatch, file)
     flags = (*flags, "--train-iters", str(steps))
-    ours = trained(monkeypatch, (*flags, "--pipeline-schedule", *schedule.split()), replicas=replicas)
+    ours = trained((*flags, "--pipeline-schedule", *schedule.split()), replicas=replicas)
     planned = [[*map(int, line.split())] for line in file.read_text().splitlines()]
     orders = planned[::replicas]
     assert sorted(planned) == sorted(orders * replicas)
@@ -116,7 +84,7 @@ def assert_equal_to_stock_in_order(
             return number
         return (step * MICROBATCHES + orders[step][place]) * replicas + replica
 
-    stock = trained(monkeypatch, flags, moved, replicas)
+    stock = trained(flags, moved, replicas)
     # What Megatron reports of a step is a sum over microbatches, in the order of the data here.
     assert ours.losses == pytest.approx(stock.losses, rel=1e-6)
     assert_same_bits(ours._replace(losses=stock.losses), stock)

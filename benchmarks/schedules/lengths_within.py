@@ -1,0 +1,64 @@
+"""How long are steps of unlike microbatches within a memory limit?  Writes results/lengths_within.md.
+
+    python -m benchmarks.schedules.lengths_within
+
+``flex`` is compiled for equal microbatches, and each step is planned within its limit in tokens, by two
+planners.  One process, no GPU; a minute or two on one core.
+"""
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.report import RESULTS, Out, Row, publish, table
+from benchmarks.schedules.lengths import WINDOWS, costs_by_length, steps
+from megatron_pp_ext.compiler.make import make
+from megatron_pp_ext.compiler.request import named
+from megatron_pp_ext.features.lengths.plan import Planner
+from megatron_pp_ext.features.slices.plan import Planner as UnitPlanner
+from megatron_pp_ext.schedule.costs import Costs
+
+PARTS = 0.4, 0.6, 0.8, 1.0
+"""The limits, as parts of what 1F1B keeps of a step."""
+
+
+def main(
+    out: Out = RESULTS / "lengths_within.md",
+    files: Annotated[
+        Path | None, typer.Option(help="A folder with the whole lists.", metavar="FOLDER")
+    ] = None,
+    ranks: int = 8,
+    microbatches: int = 16,
+    trials: int = 6,
+) -> None:
+    """Compare, and write the table."""
+    rows = list[Row]()
+    for name in WINDOWS:
+        for part in PARTS:
+            request = named("flex", ranks, microbatches, limit=part)
+            schedule = make(request, lambda stages, shared: Costs.per_rank(ranks, stages // ranks)).schedule
+            planner, rates = Planner(schedule), costs_by_length(ranks, schedule.placement.chunks)
+            units = UnitPlanner(schedule.placement, rates)
+            found = defaultdict[str, list[float]](list)
+            for step in steps(name, files, microbatches, trials):
+                costs, work = rates.of(step), sum(rates.work(step)) / ranks
+                most = max(step.tokens)
+                least = units.least_limits(step.documents, most)
+                limits = tuple(map(max, request.budget(costs).ranks, least))
+                for how in ("rule", "search"):
+                    plan = planner.plan(costs, how, limits=limits)
+                    found[f"order, {how}"].append(plan.seconds / work)
+                listed = units.plan(step.documents, most, limits)
+                found["list scheduling of whole microbatches"].append(listed.seconds / work)
+            rows.append((name, part, *(f"{sum(each) / len(each):.3f}" for each in found.values())))
+    about = (
+        f"Means of {trials} steps of {microbatches} microbatches on {ranks} ranks, over the work of a rank. "
+        "A limit is a part of what 1F1B keeps of the step, and no less than the largest microbatch."
+    )
+    publish(out, "Unlike microbatches within a limit", about, table(("lengths", "limit", *found), rows))
+
+
+if __name__ == "__main__":
+    typer.run(main)
