@@ -4,10 +4,10 @@ import math
 from collections.abc import Callable, Sequence
 
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
-from megatron_pp_ext.features.lengths.length_costs import EQUAL_AT, LengthCosts
+from megatron_pp_ext.features.lengths.length_costs import LengthCosts
 from megatron_pp_ext.features.slices.cuts import By, cut, ordered
-from megatron_pp_ext.features.slices.listing import ROUNDING
 from megatron_pp_ext.features.slices.options import SMALLEST
+from megatron_pp_ext.features.slices.problem import ROUNDING
 from megatron_pp_ext.features.slices.search import BUDGET, Plan, Search
 from megatron_pp_ext.features.slices.shift import more, shifted
 from megatron_pp_ext.features.slices.slice_costs import unit_costs, work_of
@@ -24,9 +24,8 @@ LARGEST = 65_536
 class Planner:
     """Plans steps on ``placement`` whose stages have the costs of ``rates``.
 
-    ``overhead`` are the tokens that a unit costs on top of its own, and ``equal_at``
-    is the length of a document whose attention takes as long as all else.  Slices end at a ``multiple`` of
-    so many tokens, which divides all lengths.  A token stands for one of each of the ``rows`` of a batch.
+    ``overhead`` are the tokens that a unit costs on top of its own.  Slices end at a ``multiple`` of so many
+    tokens, which divides all lengths.  A token stands for one of each of the ``rows`` of a batch.
     """
 
     def __init__(
@@ -36,7 +35,6 @@ class Planner:
         *,
         splits_backward: bool = True,
         overhead: float = 0.0,
-        equal_at: float = EQUAL_AT,
         multiple: int = 1,
         rows: int = 1,
     ) -> None:
@@ -46,7 +44,7 @@ class Planner:
                 "give one for each"
             )
         self.placement, self.rates, self.splits_backward = placement, rates, splits_backward
-        self.overhead, self.equal_at = overhead, equal_at
+        self.overhead = overhead
         self._multiple, self._rows = multiple, rows
 
     def plan(
@@ -55,7 +53,7 @@ class Planner:
         slice_tokens: int | None,
         limits: Sequence[float],
         *,
-        by: By = "tokens",
+        by: By = "cost",
         budget: float = BUDGET,
     ) -> Plan:
         """Return the plan of a step whose microbatches have these ``documents``.
@@ -69,7 +67,7 @@ class Planner:
         return self._search(documents, slice_tokens, limits, by).planned(budget)
 
     def chosen_tokens(
-        self, documents: Sequence[Sequence[int]], limits: Sequence[float], by: By = "tokens"
+        self, documents: Sequence[Sequence[int]], limits: Sequence[float], by: By = "cost"
     ) -> int:
         """Return the size of units whose step is shortest where chains go light-heavy-light.
 
@@ -88,7 +86,7 @@ class Planner:
 
     def least_limits(self, documents: Sequence[Sequence[int]], slice_tokens: int) -> list[float]:
         """Return the least that each rank may keep: the longest document, or the largest pack."""
-        units = cut(documents, slice_tokens, multiple=self._multiple, rows=self._rows)
+        units = cut(documents, slice_tokens, "tokens", multiple=self._multiple, rows=self._rows)
         most = max(sum(units.tokens[number] for number in chain) for chain in units.chains)
         stages, placement = self.rates.stages, self.placement
         return [
@@ -101,7 +99,7 @@ class Planner:
         make: Callable[[int], Schedule],
         documents: Sequence[Sequence[int]],
         slice_tokens: int | None,
-        by: By = "tokens",
+        by: By = "cost",
     ) -> Plan:
         """Return the plan whose actions have the order of a family (``shift``), and its memory.
 
@@ -116,7 +114,7 @@ class Planner:
         return Plan(units, schedule, seconds, min(bound, seconds))
 
     def chosen_in_family(
-        self, make: Callable[[int], Schedule], documents: Sequence[Sequence[int]], by: By = "tokens"
+        self, make: Callable[[int], Schedule], documents: Sequence[Sequence[int]], by: By = "cost"
     ) -> int:
         """Return the size of units whose step is shortest in the order of a family; see ``in_family``."""
 
@@ -131,7 +129,7 @@ class Planner:
         make: Callable[[int], Schedule],
         documents: Sequence[Sequence[int]],
         slice_tokens: int,
-        by: By = "tokens",
+        by: By = "cost",
     ) -> tuple[Units, Schedule]:
         """Return the units and the order of ``in_family``, in milliseconds: without their simulation."""
         search = self._search(documents, slice_tokens, self._no_limits, by)
@@ -149,7 +147,7 @@ class Planner:
     def _search(
         self, documents: Sequence[Sequence[int]], size: int, limits: Sequence[float], by: By
     ) -> Search:
-        units = cut(documents, size, by, self.equal_at, self._multiple, self._rows)
+        units = cut(documents, size, by, self.rates.equal_at, self._multiple, self._rows)
         work = work_of(units, self.rates, self.placement, self.splits_backward, self.overhead)
         return Search(units, work, self.placement, limits)
 
