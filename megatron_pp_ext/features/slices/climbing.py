@@ -33,21 +33,18 @@ class Climb(NamedTuple):
 
 @Loop
 def climbed(problem: Problem, climb: Climb, state: State, actions: Integers) -> float:
-    """Return the shortest step that is found, and leave its entry in ``climb``.
-
-    Fills ``actions[rank]``, if there is room for any, as ``listed`` does.
-    """
+    """Return the shortest step that is found; leave its entry in ``climb`` and its ``actions`` there."""
     orders, paces, draws, floor, order, gaps = climb
     count = orders.shape[1]
-    nothing = np.zeros((len(actions), 0), np.int64)
+    listing = np.empty_like(actions)
     best, pace = np.inf, 0.0
     for at in range(len(orders)):
         if best <= floor:
             break
-        found = listed(problem, Entry(orders[at], gaps, paces[at]), state, best, nothing)
+        found = listed(problem, Entry(orders[at], gaps, paces[at]), state, best, listing)
         if found < best:
             best, pace = found, paces[at]
-            order[:] = orders[at]
+            order[:], actions[:] = orders[at], listing
     tried, tried_gaps = order.copy(), gaps.copy()
     for at in range(len(draws)):
         if best <= floor:
@@ -64,10 +61,8 @@ def climbed(problem: Problem, climb: Climb, state: State, actions: Integers) -> 
             tried[one], tried[other] = tried[other], chain
         else:
             tried_gaps[chain] = _LONGEST_GAP * max(0.0, draws[at, 2] - _NO_GAP) / (1 - _NO_GAP)
-        found = listed(problem, Entry(tried, tried_gaps, pace), state, best, nothing)
+        found = listed(problem, Entry(tried, tried_gaps, pace), state, best, listing)
         if found <= best:
             best = found
-            order[:], gaps[:] = tried, tried_gaps
-    if actions.shape[1]:
-        listed(problem, Entry(order, gaps, pace), state, np.inf, actions)
+            order[:], gaps[:], actions[:] = tried, tried_gaps, listing
     return best

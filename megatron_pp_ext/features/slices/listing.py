@@ -34,7 +34,7 @@ from megatron_pp_ext.schedule.loops import part_of_loop
 def listed(problem: Problem, entry: Entry, state: State, until: float, actions: Integers) -> float:
     """Return when the last action ends; infinite where that is known to be after ``until``.
 
-    Fills ``actions[rank]``, if there is room for any, with ``(kind * stages + stage) * units + place``.
+    Fills ``actions[rank]`` with ``(kind * stages + stage) * units + place`` of each.
     """
     work, where, chains, ranks = problem
     stages, units = work.kept.shape
@@ -123,9 +123,8 @@ def listed(problem: Problem, entry: Entry, state: State, until: float, actions: 
             _release(state, rank, state.chain_at[place], amount)
         state.free[rank] = end
         last = max(last, end)
-        if actions.shape[1]:
-            actions[rank, filled[rank]] = (kind * stages + stage) * units + place
-            filled[rank] += 1
+        actions[rank, filled[rank]] = (kind * stages + stage) * units + place
+        filled[rank] += 1
     return last
 
 

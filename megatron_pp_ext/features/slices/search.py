@@ -28,6 +28,7 @@ from megatron_pp_ext.features.slices.problem import (
 from megatron_pp_ext.features.slices.units import Units
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
 from megatron_pp_ext.schedule.placement import Placement
+from megatron_pp_ext.schedule.without_collection import without_collection
 
 BUDGET = 0.05
 """The seconds of one core that a search may take by default."""
@@ -35,7 +36,7 @@ BUDGET = 0.05
 ACTIONS_PER_SECOND = 5e6
 """How many actions one core lists in a second, at least."""
 
-SECONDS_OF_AN_ACTION = 0.7e-6
+SECONDS_OF_AN_ACTION = 0.5e-6
 """The seconds of one core for what a plan makes of each action besides listing it."""
 
 NAME = "sliced"
@@ -98,7 +99,7 @@ class Search:
 
     def by_rule(self) -> float:
         """Return the step with the chains in the order of ``rule``, at the best pace."""
-        return self._found(len(_PACES), is_written=False)[0]
+        return self._found(len(_PACES))[0]
 
     @cached_property
     def lower_bound(self) -> float:
@@ -111,12 +112,13 @@ class Search:
         passes = max(
             len(_PACES), int((budget - actions * SECONDS_OF_AN_ACTION) * ACTIONS_PER_SECOND / actions)
         )
-        seconds, order, numbers = self._found(passes)
-        units = ordered(self.units, order)
-        schedule = self._schedule(units, numbers)
+        with without_collection():
+            seconds, order, numbers = self._found(passes)
+            units = ordered(self.units, order)
+            schedule = self._schedule(units, numbers)
         return Plan(units, schedule, seconds, min(self.lower_bound, seconds))
 
-    def _found(self, passes: int, is_written: bool = True) -> tuple[float, list[int], Integers]:
+    def _found(self, passes: int) -> tuple[float, list[int], Integers]:
         """Return the shortest step of so many ``passes``, the order of its chains and that of all actions."""
         rule, work, ranks = self.rule, self._problem.work, self._placement.ranks
         orders = [*repeat(rule, len(_PACES)), heaviest_first(self._costs), list(range(len(rule)))][:passes]
@@ -124,8 +126,7 @@ class Search:
         draws = np.random.default_rng(0).random((passes - len(orders), 3))
         floor = self.lower_bound * _NEAR
         found = Climb(np.array(orders), np.array(paces), draws, floor, np.array(rule), np.zeros(len(rule)))
-        each = work.kept.size * (2 + work.splits) // ranks if is_written else 0
-        actions = np.full((ranks, each), -1)
+        actions = np.empty((ranks, work.kept.size * (2 + work.splits) // ranks), np.int64)
         seconds = climbed(self._problem, found, state_of(self._problem), actions)
         assert np.isfinite(seconds), "the reservation lets every order go on"
         return seconds, found.order.tolist(), actions
