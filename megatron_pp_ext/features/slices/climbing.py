@@ -8,6 +8,9 @@ from megatron_pp_ext.features.slices.listing import listed
 from megatron_pp_ext.features.slices.problem import Entry, Floats, Integers, Problem, State
 from megatron_pp_ext.schedule.loops import Loop
 
+CHANGES = 3
+"""How many kinds of changes there are: a chain moves, two change places, or the gap after one is another."""
+
 _LONGEST_GAP = 1.2
 """The longest gap that is tried after a chain, by the work of the chain."""
 
@@ -19,8 +22,8 @@ class Climb(NamedTuple):
     """What is tried, and what was found.
 
     First come ``orders[k]`` of the chains with ``paces[k]``.  ``draws`` are numbers from 0 to 1, three for
-    each change of the best of them: a chain moves, two change places, or the gap after one is another.  The
-    climb ends at ``floor``.  ``order`` and ``gaps`` are those of the best entry.
+    each change of the best of them: its kind (``CHANGES``), a chain, and what becomes of it.  The climb ends
+    at ``floor``.  ``order`` and ``gaps`` are those of the best entry.
     """
 
     orders: Integers
@@ -50,7 +53,7 @@ def climbed(problem: Problem, climb: Climb, state: State, actions: Integers) -> 
         if best <= floor:
             break
         tried[:], tried_gaps[:] = order, gaps
-        what, one, other = 3 * draws[at, 0], int(count * draws[at, 1]), int(count * draws[at, 2])
+        what, one, other = CHANGES * draws[at, 0], int(count * draws[at, 1]), int(count * draws[at, 2])
         chain = tried[one]
         if what < 1:
             step = 1 if one < other else -1

@@ -13,7 +13,7 @@ import numpy as np
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.features.lengths.orders import heaviest_first, light_heavy_light
 from megatron_pp_ext.features.slices.bounds import lower_bound
-from megatron_pp_ext.features.slices.climbing import Climb, climbed
+from megatron_pp_ext.features.slices.climbing import CHANGES, Climb, climbed
 from megatron_pp_ext.features.slices.cuts import ordered
 from megatron_pp_ext.features.slices.problem import (
     ROUNDING,
@@ -124,6 +124,8 @@ class Search:
         orders = [*repeat(rule, len(_PACES)), heaviest_first(self._costs), list(range(len(rule)))][:passes]
         paces = [*_PACES, 0.0, 0.0][:passes]
         draws = np.random.default_rng(0).random((passes - len(orders), 3))
+        if len(set(self._costs)) == 1:
+            draws[:, 0] = 1 - draws[:, 0] / CHANGES  # equal chains do not move: all changes are of gaps
         floor = self.lower_bound * _NEAR
         found = Climb(np.array(orders), np.array(paces), draws, floor, np.array(rule), np.zeros(len(rule)))
         actions = np.empty((ranks, work.kept.size * (2 + work.splits) // ranks), np.int64)

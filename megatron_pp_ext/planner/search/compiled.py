@@ -96,9 +96,7 @@ class Compiler:
             left = tuple(map(min, amounts, left))
         return [min(left), left] if len(set(left)) > 1 else [min(left)]
 
-    def _within(
-        self, cut: Candidate, limit: Limit, whole: Costs, is_last: bool = False
-    ) -> Evaluated | str:
+    def _within(self, cut: Candidate, limit: Limit, whole: Costs, is_last: bool = False) -> Evaluated | str:
         """Return ``cut`` as compiled within ``limit``, or why that cannot be.
 
         Where its estimate is over the memory of a GPU, a lower limit is tried, unless this is the last one.
