@@ -81,7 +81,6 @@ BELOW: dict[str, set[str]] = {
         "log_lines",
         "processor",
         "costs",
-        "features.costs",
         "runtime",
         "cpu",
     },
@@ -119,6 +118,7 @@ REGISTERS = {
     (f"{PACKAGE}.job.rules.table", "features"),
     (f"{PACKAGE}.runtime.__init__", "features.runtime"),
     (f"{PACKAGE}.integration.core_hooks", "features.megatron"),
+    (f"{PACKAGE}.costs.choices.__init__", "features.costs"),
     (f"{PACKAGE}.planner.step.__init__", "features.planner"),
     (f"{PACKAGE}.planner.search.__init__", "features.planner"),
 }
@@ -230,7 +230,7 @@ def room(module: str, depth: int = 1) -> str:
 
 _LEVELS = {
     "megatron": {"megatron"},
-    "costs": {"costs"},
+    "costs": {"costs", "choices"},
     "runtime": {"runtime", "operations"},
     "planner": {"planner", "estimates", "searches"},
 }

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.planner.found_flags import flags_of, model_of
 from megatron_pp_ext.costs import system
 from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.job.pipeline import for_world
@@ -86,8 +87,8 @@ def found(folder: Path) -> Iterator[FoundRun]:
             row["gpus"],
             row["precision"],
             row["step_s"],
-            row.get("mpp_model"),
-            _flags(row),
+            model_of(row),
+            flags_of(row),
             _why_outside(row),
             row["container"],
         )
@@ -111,32 +112,12 @@ _COMPLETED = {
 }
 """Flags without which Megatron would refuse a row's, and which its recipe has."""
 
-_BRIDGE = ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te")
-"""What every recipe of Megatron-Bridge's summaries sets, and its rows leave out (scripts/performance/utils,
-``_set_common_perf_overrides``, at the tags from v0.2.1 to v0.6.0)."""
-
-_FUSED = (
-    "--use-transformer-engine-op-fuser",
-    "--moe-paged-stash",
-    "--moe-expert-rank-capacity-factor",
-    "1.5",
-)
-"""What recipes set with ``cutedsl_fused_grouped_mlp`` and graphs of whole iterations (v0.5.0,
-``set_workload_base_configs`` and ``set_full_iter_cg_configs``)."""
-
-
-def _flags(row: Mapping[str, Any]) -> Sequence[str]:
-    """Return the flags of a row of Megatron-Bridge with those of its recipe that it leaves out."""
-    own = row.get("flags") or ()
-    fused = _FUSED if row.get("cfg", {}).get("cutedsl_fused_grouped_mlp") else ()
-    return (*own, *_BRIDGE, *fused) if own else ()
-
 
 def _why_outside(row: Mapping[str, Any]) -> str:
     """Return why the flags of a row of Megatron-Bridge do not describe it, if they do not."""
     if "LoRA" in row["task"]:
         return "adapters are trained, and not the weights"
-    return "" if row.get("flags") else str(row.get("why") or "no recipe")
+    return ""
 
 
 def asked(run: FoundRun) -> RequestedJob:

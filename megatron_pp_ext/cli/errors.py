@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from megatron_pp_ext.jobs.process import ended_as_by_the_keyboard
+from megatron_pp_ext.jobs.signals import ended_as_by_the_keyboard
 
 
 class OneLineErrors(TyperGroup):

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,6 +24,7 @@ from megatron_pp_ext.cli.progress import waiting
 from megatron_pp_ext.cli.report import console, require_size, show_by_rank
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.costs import system as systems
+from megatron_pp_ext.costs.choices import registry as choices
 from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.features.lengths.drawing import read_distribution
 from megatron_pp_ext.files import require_folder, write_json
@@ -34,7 +36,6 @@ from megatron_pp_ext.job.sizes import data_parallel_size, fewest_ranks, smallest
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.jobs.command import missing
 from megatron_pp_ext.planner.search.launch_lines import Launch
-from megatron_pp_ext.schedule.names import AUTO
 
 if TYPE_CHECKING:
     from megatron_pp_ext.planner.step.by_length import ByLength
@@ -99,7 +100,7 @@ def estimate(
     gpus = world_size or smallest_world(asked.job)
     with waiting("estimating"):
         words, asked, chosen = with_layout(words, asked, gpus)
-        words, asked = with_slices(words, asked, gpus)
+        words, asked = with_choices(words, asked, gpus)
         request = for_world(asked, gpus)
         require_size(request)
         estimated = estimate_request(asked.job, machine, request, margin)
@@ -160,16 +161,12 @@ def with_layout(words: Sequence[str], asked: RequestedJob, gpus: int) -> tuple[l
     return [*kept, flag, str(asked.pipeline.pipeline_model_parallel_layout)], asked, chosen
 
 
-def with_slices(words: Sequence[str], asked: RequestedJob, gpus: int) -> tuple[list[str], RequestedJob]:
-    """Return flags with tokens in the place of ``--pipeline-slice-tokens auto``, and what they ask."""
-    from megatron_pp_ext.features.slices.costs import choice
-    from megatron_pp_ext.features.slices.options import FLAG
-
-    if asked.pipeline.pipeline_slice_tokens != AUTO:
-        return list(words), asked
-    asked = choice.settled(asked, data_parallel_size(asked.job, gpus), asked.job.padded_vocabulary)
-    kept = [word for name, values in by_name(words) if name != FLAG for word in (name, *values)]
-    return [*kept, FLAG, str(asked.pipeline.pipeline_slice_tokens)], asked
+def with_choices(words: Sequence[str], asked: RequestedJob, gpus: int) -> tuple[list[str], RequestedJob]:
+    """Return flags with what features choose where these leave it open, and what they ask then."""
+    found = choices.chosen(asked, lambda one: for_world(one, gpus), lambda: asked.job.padded_vocabulary)
+    flags = {"--" + name.replace("_", "-"): str(value) for name, value in found.items()}
+    kept = [word for name, values in by_name(words) if name not in flags for word in (name, *values)]
+    return [*kept, *chain.from_iterable(flags.items())], asked.changed(**found)
 
 
 def show(estimated: "Estimate", request: Request, machine: System, gpus: int, job: Job) -> None:

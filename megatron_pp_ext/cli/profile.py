@@ -17,7 +17,6 @@ from megatron_pp_ext.cli.report import console
 from megatron_pp_ext.files import require_folder
 from megatron_pp_ext.jobs.command import short_run, training, whole_number, words_of
 from megatron_pp_ext.jobs.failure import reason
-from megatron_pp_ext.jobs.process import run
 
 if TYPE_CHECKING:
     from megatron_pp_ext.schedule.formats.profile import Profile
@@ -81,6 +80,8 @@ def training_flags(file: Path, flags: list[str]) -> list[str]:
 
 def _measure(file: Path, flags: list[str], script: Path | None) -> None:
     """Train for a few steps, with the log next to ``file``; ValueError if the run fails."""
+    from megatron_pp_ext.jobs.process import run
+
     require_folder(file)
     log = file.with_suffix(".log")
     with tempfile.TemporaryDirectory(prefix="profile-") as folder:

@@ -20,7 +20,6 @@ from megatron_pp_ext.job import stage_costs
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.sizes import fewest_ranks, smallest_world
 from megatron_pp_ext.jobs.command import short_run, training, without, words_of
-from megatron_pp_ext.jobs.process import run_together
 from megatron_pp_ext.planner import rehearsal_noise
 from megatron_pp_ext.planner.rehearsal import Rehearsal, chosen_ranks, put_together
 from megatron_pp_ext.planner.search import launch_lines
@@ -74,6 +73,8 @@ def rehearse(
 
     mpp rehearse --model llama3-8b -- --pipeline-model-parallel-size 8 --pipeline-schedule v-half ...
     """
+    from megatron_pp_ext.jobs.process import run_together
+
     described = to_be_started(flags, model, script)
     job = described.words
     if print_only:

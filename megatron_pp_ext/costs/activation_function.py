@@ -12,7 +12,7 @@ from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.job.typed_job import Job
 
 
-def activation(costs: LayerCosts, inner: int, copies: int = 1, is_expert: bool = False) -> Part:
+def activation(costs: LayerCosts, inner: int, copies: float = 1, is_expert: bool = False) -> Part:
     """Return the activation function of ``inner`` numbers a token, for ``copies`` times the tokens."""
     model = costs.job.model
     width = copies * costs.sizes.cut(inner)

@@ -42,7 +42,7 @@ def experts(costs: LayerCosts) -> Part:
 def _routed(costs: LayerCosts, here: int) -> Part:
     """Return the ``here`` experts of a rank, with the way of tokens to them and back."""
     model, parallel = costs.job.model, costs.job.parallel
-    chosen, inner, width = model.moe_router_topk, model.expert_width, model.expert_input
+    chosen, inner, width = model.routed_copies, model.expert_width, model.expert_input
     one = (
         costs.products.column(model.gates * inner, chosen, here, read=width)
         + activation(costs, inner, chosen, is_expert=True)
@@ -53,7 +53,7 @@ def _routed(costs: LayerCosts, here: int) -> Part:
     # Tokens travel to the experts and back, and are put in order by rank and by expert before and after
     # either way: those of several experts where all that share them have gathered theirs.  A kernel reads a
     # token once for all of its copies that it writes, or writes the sum of those that it reads.
-    once = sent / chosen
+    once = costs.sizes.spread(width)
     ordered = sent * parallel.expert_tensor if here > 1 else 0.0
     if parallel.moe_token_dispatcher_type == "flex":
         came = once * costs.kernels.reached(parallel.expert_model_parallel_size)

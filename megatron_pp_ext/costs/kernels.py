@@ -107,6 +107,10 @@ class KernelSeconds:
         """Return the seconds of reading and writing ``size`` bytes in all in a few large copies."""
         return 0.0
 
+    def to_host(self, size: float) -> float:
+        """Return the seconds in which ``size`` bytes go to the host, or come back."""
+        return 0.0
+
     def launched(self, part: Part, kernels: float, has_routed: bool = False) -> Part:
         """Return ``part`` with the least seconds in which a host starts the ``kernels`` of its forward.
 

@@ -31,6 +31,7 @@ class ModelParts:
     layers, ``loss_workspace`` the temporary bytes of the loss.
     ``deferred`` is what of the output layer --defer-embedding-wgrad-compute may leave for the end of a step,
     for a microbatch: the product for the weight gradient, and what it reads.
+    ``to_host`` are the seconds in which a byte goes to the host, if --cpu-offloading-num-layers copies any.
     ``stages`` are the sums of stages that were cut, by how they are recomputed and by their layers.
     ``kinds`` tells layers apart: equal ones have the same number.
 
@@ -49,6 +50,7 @@ class ModelParts:
     loss_workspace: float
     measured: Costs | None = None
     deferred: Part = field(default_factory=Part)
+    to_host: float = 0.0
     stages: dict[tuple[object, ...], Part] = field(default_factory=dict, compare=False, repr=False)
     kinds: tuple[int, ...] = field(init=False, compare=False, repr=False)
 
@@ -101,6 +103,7 @@ def model_parts(
         loss_workspace=ends.loss_workspace(costs, rows),
         measured=measured,
         deferred=deferred,
+        to_host=costs.kernels.to_host(1.0) if job.memory.cpu_offloading_num_layers else 0.0,
     )
 
 

@@ -71,7 +71,7 @@ class ProductCosts:
     def column(
         self,
         width: int,
-        copies: int = 1,
+        copies: float = 1,
         experts: int | None = None,
         read: int | None = None,
         is_biased: bool | None = None,
@@ -113,7 +113,7 @@ class ProductCosts:
     def row(
         self,
         width: int,
-        copies: int = 1,
+        copies: float = 1,
         experts: int | None = None,
         made: int | None = None,
         is_biased: bool | None = None,

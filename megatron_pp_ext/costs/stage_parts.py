@@ -116,12 +116,16 @@ def _by_formulas(
 ) -> list[Part]:
     ends, memory = list(accumulate(layers_by_stage)), job.memory
     how = memory.recompute_granularity, memory.recompute_method, memory.recompute_num_layers
+    offloaded = memory.cpu_offloading_num_layers
     sums = []
     for start, end in zip([0, *ends], ends, strict=False):
-        key = *how, *model.kinds[start:end]
+        key = *how, offloaded, *model.kinds[start:end]
         if key not in model.stages:
             layers = _recomputed(job, model.hidden_bytes, model.layers[start:end])
-            model.stages[key] = _sum(layers) + model.other
+            stage = _sum(layers)
+            if offloaded:
+                stage = _offloaded(stage, layers[:offloaded], model.to_host)
+            model.stages[key] = stage + model.other
         sums.append(model.stages[key])
     for first, last in end_parts(model, splits_head):
         sums[0] += first
@@ -180,3 +184,20 @@ def _recomputed(job: Job, hidden_bytes: float, stage: Sequence[Part]) -> Sequenc
     groups = [stage[start : start + size] for start in range(0, len(stage), size)]
     made = {key: _sum(group).recomputed(kept) for group in groups for key in (tuple(map(id, group)),)}
     return [*(made[tuple(map(id, group))] for group in groups), *whole]
+
+
+def _offloaded(stage: Part, layers: Sequence[Part], to_host: float) -> Part:
+    """Return a stage of which the first ``layers`` copy what they keep to the host, a byte in ``to_host``.
+
+    Transformer Engine spreads their copies over the forwards and backwards of all layers, which wait where
+    copies take longer (pytorch/cpu_offload.py, ``AsyncDoubleBufferGroupOffloadHandler``).  One layer's are
+    on the device meanwhile.
+    """
+    copied = _sum(layers).after_forward
+    seconds = to_host * copied
+    return replace(
+        stage,
+        forward_seconds=max(stage.forward_seconds, seconds),
+        input_gradient_seconds=max(stage.input_gradient_seconds, seconds - stage.weight_gradient_seconds),
+        after_forward=stage.after_forward - copied + max(layer.after_forward for layer in layers),
+    )

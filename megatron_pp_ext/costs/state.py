@@ -32,8 +32,7 @@ def _fp8_copies(job: Job) -> float:
     transposed (module/linear.py, as Megatron 0.17 to 0.19 call it).  With --fp8-param-gather these two are
     all there is of the weight, as many bytes as it has in half precision.
     """
-    gathers = job.precision.fp4_param_gather if job.precision.fp4 else job.precision.fp8_param_gather
-    return 0 if gathers else 2 * job.precision.operand_size
+    return 0 if job.precision.keeps_operands else 2 * job.precision.operand_size
 
 
 def model_state(job: Job, part: Part, sharing: Sharing) -> ModelState:

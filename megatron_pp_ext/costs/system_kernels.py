@@ -182,6 +182,16 @@ class SystemKernelSeconds(KernelSeconds):
             return self.copy((read + 2 * self._operand) * numbers)
         return self.copy((read + self._operand) * numbers / ranks + 2 * self._operand * numbers)
 
+    def to_host(self, size: float) -> float:
+        """Return the seconds on the link to the host; ValueError for a system that describes none."""
+        host = self._system.host_beside_others
+        if host is None:
+            raise ValueError(
+                f"system {self._system.name} describes no host, which --cpu-offloading-num-layers needs: "
+                "give it host"
+            )
+        return size / host.bytes_per_second
+
     def addition(self, numbers: float) -> float:
         """Return the seconds to read both and to write the sums."""
         return self.copy(3 * self._bytes * numbers)

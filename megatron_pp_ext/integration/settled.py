@@ -14,9 +14,8 @@ import torch
 from megatron.core.utils import get_model_config, get_te_version
 
 from megatron_pp_ext.compiler.source import Source
+from megatron_pp_ext.costs.choices import registry as choices
 from megatron_pp_ext.costs.costs_of_stages import stage_costs
-from megatron_pp_ext.features.slices.costs import choice
-from megatron_pp_ext.features.slices.options import are_by_length
 from megatron_pp_ext.integration.core.chunk_pipelines import part_of
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.settings import costs_at
@@ -27,7 +26,6 @@ from megatron_pp_ext.job.requested_job import ENGINE, RequestedJob
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.names import AUTO
 
 
 def settle(pipeline: Pipeline, model: Sequence[torch.nn.Module], sequence: int, microbatch: int) -> Pipeline:
@@ -63,9 +61,7 @@ def settle(pipeline: Pipeline, model: Sequence[torch.nn.Module], sequence: int, 
         chunks=pipeline.placement.chunks,
         from_file=request.from_file,
     )
-    if asked.pipeline.pipeline_slice_tokens == AUTO and not are_by_length(request):
-        tokens = choice.chosen(asked, request, asked.job.padded_vocabulary)
-        asked = asked.changed(pipeline_slice_tokens=tokens)
+    asked = asked.changed(**choices.chosen(asked, lambda _: request, lambda: asked.job.padded_vocabulary))
     request = options.read(asked, request)
     asked = replace(asked, splits=request.may_split_backward)
     all_rules.refuse_model(asked)

@@ -40,6 +40,8 @@ class Model:
     num_experts: int = 0
     moe_layer_freq: int | tuple[int, ...] = 1
     moe_router_topk: int = 2
+    moe_expert_capacity_factor: float | None = None
+    moe_pad_expert_input_to_capacity: bool = False
     moe_router_num_groups: int = 0
     moe_router_group_topk: int = 0
     moe_ffn_hidden_size: int = 0
@@ -54,6 +56,21 @@ class Model:
     mamba_state_dim: int = 128
     heterogeneous_layers_config_path: str | None = None
     heterogeneous_layers_config_encoded_json: str | None = None
+
+    @property
+    def expert_capacity(self) -> float | None:
+        """The tokens that an expert takes at most, as a part of those it gets on average; None for all."""
+        factor = self.moe_expert_capacity_factor
+        return None if factor is None or factor < 0 else factor
+
+    @property
+    def routed_copies(self) -> float:
+        """How many times experts get each token, if the router sends every expert the same number.
+
+        A capacity drops what is beyond it, and padding fills it up.
+        """
+        taken = 1.0 if self.expert_capacity is None else self.expert_capacity
+        return self.moe_router_topk * (taken if self.moe_pad_expert_input_to_capacity else min(taken, 1.0))
 
     @property
     def pattern(self) -> str | None:
@@ -279,6 +296,20 @@ class Precision:
         In NVFP4 sixteen numbers of half a byte share a scale of a byte.
         """
         return (0.5 + 1 / 16 if self.fp4 else 1) if self.uses_fp8 else self.weight_size
+
+    @property
+    def keeps_operands(self) -> bool:
+        """Whether weights of layers exist in FP8 or FP4 alone (--fp8-param-gather, --fp4-param-gather)."""
+        return self.fp4_param_gather if self.fp4 else self.fp8_param_gather
+
+    @property
+    def gathered_size(self) -> float:
+        """The bytes of a layer's weight as data-parallel ranks gather it.
+
+        In MXFP8 they gather bf16 and quantize it (``_ParamAndGradBuffer``, core 0.18).
+        """
+        is_bf16 = not self.fp4 and self.fp8_recipe == "mxfp8"
+        return self.operand_size if self.keeps_operands and not is_bf16 else self.weight_size
 
     @property
     def format(self) -> str:

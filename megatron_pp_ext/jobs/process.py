@@ -8,7 +8,6 @@ inherit, and by which they are found at its end.
 import os
 import signal
 import subprocess
-import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,27 +24,6 @@ GRACE_SECONDS = 40
 
 MARKS = "MPP_STARTED_BY"
 """The variable with the marks of all starts that a process comes from, with spaces."""
-
-
-@contextmanager
-def ended_as_by_the_keyboard() -> Iterator[None]:
-    """Treat SIGTERM of a batch system and SIGHUP of a lost terminal like Ctrl-C, so that runs are ended."""
-    here = os.getpid()
-
-    def interrupt(number: int, frame: object) -> None:
-        if os.getpid() != here:
-            os._exit(128 + number)  # a forked process ends as it would without this handler
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

@@ -59,9 +59,9 @@ class Channels:
 
     ``ranks[r]`` is the global rank of pipeline rank r; ``down`` and ``up`` are process groups
     over all of them, for messages to a higher and to a lower pipeline rank.  Every message is a
-    tensor of ``shape`` and ``dtype`` on ``device``.  With an empty ``shape`` every message may have
-    another one, which is sent ahead of it; the receiver's host then stops where the receive is posted,
-    until the message comes.
+    tensor of ``dtype`` on ``device``.  Its shape is that of its microbatch in ``shapes`` where there are any,
+    and ``shape`` elsewhere.  With an empty ``shape`` every message may have another one, which is sent ahead
+    of it; the receiver's host then stops where the receive is posted, until the message comes.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class Channels:
         shape: Iterable[int],
         dtype: torch.dtype,
         device: torch.device,
+        shapes: Sequence[Sequence[int]] = (),
     ) -> None:
         self.is_closed = False
         here = ranks.index(dist.get_rank())
@@ -80,9 +81,10 @@ class Channels:
         self._to = [down if here < peer else up for peer in range(len(ranks))]
         self._from = [down if peer < here else up for peer in range(len(ranks))]
         self._shape, self._dtype, self._device = tuple(shape), dtype, device
+        self._shapes = tuple(map(tuple, shapes))
         self._wire = wire_of(down, device)
         self._through_host = self._wire.type != device.type
-        is_large = prod(self._shape) * dtype.itemsize >= LARGE
+        is_large = max(map(prod, self._shapes or (self._shape,))) * dtype.itemsize >= LARGE
         self._sender = ThreadPoolExecutor(1) if is_large and dist.get_backend(down) == "gloo" else None
         self._posted: dict[Message, _Posted] = {}
         self._sending: deque[tuple[dist.Work | _HandedOver, torch.Tensor]] = deque()
@@ -91,7 +93,7 @@ class Channels:
         """Post the receive of ``message``, the next one that pipeline rank ``peer`` sends here."""
         if message in self._posted:
             raise ValueError(f"the receive of {message} is posted already; post each message once")
-        shape = self._shape
+        shape = self._shape_of(message)
         if not shape:
             announced, work = self._receive(peer, (DIMENSIONS,), torch.long)
             work.wait()
@@ -109,20 +111,20 @@ class Channels:
         posted.work.wait()
         return posted.tensor.to(self._device) if self._through_host else posted.tensor
 
-    def send(self, peer: int, tensor: torch.Tensor) -> None:
-        """Start sending ``tensor``, which is detached, to pipeline rank ``peer``.
+    def send(self, peer: int, message: Message, tensor: torch.Tensor) -> None:
+        """Start sending ``tensor``, which is detached, to pipeline rank ``peer`` as its ``message``.
 
         What is computed next waits until at most ``SENDS_AHEAD`` of this rank's messages are unfinished.  The
         tensor's storage is kept until then; the caller may drop its own reference but must not write to it.
         """
-        payload = tensor.contiguous()
+        payload, agreed = tensor.contiguous(), self._shape_of(message)
         if self._through_host:
             payload = payload.to(self._wire)
-        if not self._shape:
+        if not agreed:
             self._send(peer, torch.tensor(payload.shape, dtype=torch.long, device=self._wire))
-        elif payload.shape != self._shape:
+        elif payload.shape != agreed:
             raise ValueError(
-                f"a stage produced a message of shape {tuple(payload.shape)} where {self._shape} was agreed; "
+                f"a stage produced a message of shape {tuple(payload.shape)} where {agreed} was agreed; "
                 "make all stages and microbatches hand on tensors of one shape"
             )
         self._send(peer, payload)
@@ -136,6 +138,10 @@ class Channels:
         if self._posted:
             raise RuntimeError(f"messages that no action took by the end of the step: {[*self._posted]}")
         self.is_closed = True
+
+    def _shape_of(self, message: Message) -> tuple[int, ...]:
+        """Return the shape that both ends of ``message`` know, empty where it is announced."""
+        return self._shapes[message.microbatch] if self._shapes else self._shape
 
     def _has_left(self) -> bool:
         """Return whether the oldest message is sent, as far as that may be asked.

@@ -107,10 +107,18 @@ def _launched_first(works: Sequence[StepOperations], launches: tuple[Operation, 
 
 def plan_rank(schedule: Schedule, rank: int, flushes: bool = True) -> RankPlan:
     """Return the plan of ``rank`` in ``schedule``; see ``plan_orders``."""
-    placement, about = schedule.placement, (schedule.paired, flushes, schedule.copies)
+    placement = schedule.placement
     at = placement.rank_of
     return plan_orders(
-        schedule.orders, placement.stages, lambda stage, _: at(stage), rank, *about, placement.ends_on_last
+        schedule.orders,
+        placement.stages,
+        lambda stage, _: at(stage),
+        rank,
+        schedule.paired,
+        flushes,
+        schedule.copies,
+        placement.ends_on_last,
+        schedule.durations,
     )
 
 
@@ -123,13 +131,15 @@ def plan_orders(
     flushes: bool = True,
     copies: Copies = NO_COPIES,
     ends_on_last: bool = False,
+    durations: Sequence[Sequence[int]] = (),
 ) -> RankPlan:
     """Return the plan of ``rank`` where all ranks follow ``orders`` with a model of ``stages`` stages.
 
     Unless it ``flushes``, messages may stay in flight, for a later step to take.  ``ends_on_last`` is that of
-    the placement.
+    the placement, and ``durations`` are those of the schedule.
     """
-    *launches, left_open = planned_launches(orders, stages, rank_of, paired, ends_on_last)[rank]
+    line = paired, ends_on_last, durations
+    *launches, left_open = planned_launches(orders, stages, rank_of, *line)[rank]
     actions = tuple(orders[rank])
     order = RankOrder(rank, stages, actions, tuple(together(actions, paired)), copies)
     planner = _Planner(rank, stages, rank_of, extensions(order))

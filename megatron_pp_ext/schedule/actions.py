@@ -79,6 +79,9 @@ class Schedule:
 
     Where sequences are cut into slices, microbatches are *units*: a slice, or a pack of short sequences.
     ``units`` then has the name of each by its number, and is empty elsewhere.
+
+    ``durations`` are planned times of units that differ much, in whole numbers (``messages.WORK``): those of
+    F, I, W and B of each stage in turn, for each unit.  They decide where receives are posted, and no more.
     """
 
     name: str
@@ -88,6 +91,7 @@ class Schedule:
     paired: frozenset[Action] = frozenset()
     copies: Copies = field(default_factory=Copies)
     units: tuple[UnitName, ...] = ()
+    durations: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
 
     @property
     def whole_microbatches(self) -> int:
@@ -148,6 +152,8 @@ class Schedule:
             text += f"\ncopies {self.copies}"
         if self.units:
             text += "\nunits " + ",".join(map(str, self.units))
+        if self.durations:
+            text += f"\ndurations {self.durations}"
         where = self.placement
         shape = f"{where.shape}/{where.ranks}/{where.chunks}" + "/shared" * where.splits_head
         shape += "/ends on last" * where.ends_on_last

@@ -28,7 +28,9 @@ of tensor, context, expert or data parallelism, has the place of its action on a
 same schedule.
 
 The proof holds for any such line, good or bad.  The line here is that of the ends of all actions in a
-simulation of the schedule, so that a receive is posted in the action before its message arrives.
+simulation of the schedule, so that a receive is posted in the action before its message arrives.  Where a
+receive is posted much later, its sender waits: few messages may be under way.  So where units take unlike
+times the simulation has them (``Schedule.durations``).
 """
 
 from collections import Counter, deque
@@ -36,13 +38,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from itertools import chain, pairwise
+from operator import add
 from typing import NamedTuple
 
 from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind
 from megatron_pp_ext.schedule.check import InvalidSchedule
 from megatron_pp_ext.schedule.columns import Column, as_list
 from megatron_pp_ext.schedule.placement import linear, wave
-from megatron_pp_ext.schedule.program import Orders, Program
+from megatron_pp_ext.schedule.program import KINDS, Orders, Program
 from megatron_pp_ext.schedule.walk import Walk
 
 SENDS_AHEAD = 4
@@ -58,13 +61,14 @@ EMBEDS_AHEAD = 2
 With one, the lookup would begin when the forward before ends, and the first stage would wait for it.
 """
 
-WORK = {Kind.F: 20, Kind.I: 22, Kind.W: 14, Kind.B: 36, Kind.S: 8, Kind.T: 4}
-P2P = HIDDEN = 1
-SUMS = 2
+WORK = {Kind.F: 1000, Kind.I: 1100, Kind.W: 700, Kind.B: 1800, Kind.S: 400, Kind.T: 200}
+P2P = HIDDEN = 50
+SUMS = 100
 """The simulated times of actions and messages, in the usual proportions of a transformer's layers.
 
 ``HIDDEN`` and ``SUMS`` are those of the exchanges about a split head (``Exchange``).  All are whole
-numbers, so that the line is the same on every machine.
+numbers, so that the line is the same on every machine.  A schedule may have other times of actions
+(``Schedule.durations``), in units of which a mean F takes as many.
 """
 
 RankOf = Callable[[int, int], int]
@@ -143,13 +147,15 @@ def planned_launches(
     rank_of: RankOf,
     paired: frozenset[Action] = frozenset(),
     ends_on_last: bool = False,
+    durations: Sequence[Sequence[int]] = (),
 ) -> list[list[tuple[Launch, ...]]]:
     """Return what every rank launches in addition to its actions and their sends: receives and exchanges.
 
     ``[r][i]`` is what rank r launches right before its action i, in this order.  Each list has one entry more
     than the rank has actions, for launches after the last one.  Messages received there are in flight at the
     end of ``orders``, for later orders to take.  ``paired`` are those of the schedule; nothing is launched
-    between the two actions of a pair.  ``ends_on_last`` is that of the placement.
+    between the two actions of a pair.  ``ends_on_last`` is that of the placement, and ``durations`` are those
+    of the schedule.
 
     Raises what ``launch_line`` raises.
     """
@@ -164,7 +170,7 @@ def planned_launches(
         for of_rank, at in zip(planned, launched, strict=True):
             of_rank[at].append(Exchange(what, microbatch))
 
-    line = launch_line(orders, stages, paired, ends_on_last)
+    line = launch_line(orders, stages, paired, ends_on_last, durations)
     lookups = _lookups([action.microbatch for _, _, action in line if action[:2] == (0, Kind.F)])
     for ahead in next(lookups) if shares else ():
         exchange(*ahead)
@@ -209,7 +215,11 @@ def _lookups(microbatches: Sequence[int]) -> Iterator[list[Exchange]]:
 
 
 def launch_line(
-    orders: Orders, stages: int, paired: frozenset[Action] = frozenset(), ends_on_last: bool = False
+    orders: Orders,
+    stages: int,
+    paired: frozenset[Action] = frozenset(),
+    ends_on_last: bool = False,
+    durations: Sequence[Sequence[int]] = (),
 ) -> list[tuple[int, int, Action]]:
     """Return all actions of ``orders``, each with its simulated end and its rank, in the module's line.
 
@@ -221,6 +231,7 @@ def launch_line(
     """
     walk = launched(orders, stages, paired, ends_on_last)
     program = walk.program
+    program.durations = durations
     line = zip(*in_line(walk), strict=True)
     return [(end, program.columns.rank[number], program.actions[number]) for end, number in line]
 
@@ -245,14 +256,28 @@ def launched(
 def in_line(walk: Walk) -> tuple[Column, Column]:
     """Return the simulated ends of all actions in the module's line, and their numbers."""
     program = walk.program
-    alone = [WORK[kind] for kind in OF_STAGES] * program.placement.stages
-    alone += WORK[Kind.S], WORK[Kind.T], 0
-    durations = [*alone, *(alone[first] + alone[second] for first, second in program.pairs)]
-    durations += [0] * program.placement.stages  # copies, which change nothing about when messages leave
-    _, of_steps = walk.times(durations, (P2P, HIDDEN, SUMS, SUMS))
+    delays, stages = (P2P, HIDDEN, SUMS, SUMS), program.placement.stages
+    no_copies = [0] * stages  # they change nothing about when messages leave
+    if program.durations:
+        _, of_steps = walk.times_of_each(_of_each(program), delays, add, no_copies)
+    else:
+        alone = [WORK[kind] for kind in OF_STAGES] * stages
+        alone += WORK[Kind.S], WORK[Kind.T], 0
+        durations = [*alone, *(alone[first] + alone[second] for first, second in program.pairs), *no_copies]
+        _, of_steps = walk.times(durations, delays)
     ends = program.make.taken(of_steps, walk.step_of[:-1])
     numbers = _in_order(program, ends)
     return program.make.taken(ends, numbers), numbers
+
+
+def _of_each(program: Program) -> list[int]:
+    """Return the duration of each action, of which those of stages have their unit's."""
+    stages, kinds, units, *_ = map(as_list, program.columns)
+    each, of_units = len(OF_STAGES), program.durations
+    return [
+        of_units[unit][each * stage + kind] if kind < each else WORK[KINDS[kind]]
+        for stage, kind, unit in zip(stages, kinds, units, strict=True)
+    ]
 
 
 def _in_order(program: Program, ends: Column) -> Column:

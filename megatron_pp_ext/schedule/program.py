@@ -62,8 +62,11 @@ class Columns(NamedTuple):
 class Program:
     """Actions of stages as in ``placement``, whose ranks need not be those of the program.
 
-    ``pairs`` are the places of the two durations of each different pair, and the pair's own.
+    ``pairs`` are the places of the two durations of each different pair, and the pair's own.  ``durations``
+    are those of the schedule.
     """
+
+    durations: Sequence[Sequence[int]] = ()
 
     def __init__(
         self,
@@ -100,7 +103,9 @@ class Program:
     @classmethod
     def of(cls, schedule: Schedule, is_repeated: bool = False) -> "Program":
         """Return the program of ``schedule``, whose columns are arrays if ``is_repeated``."""
-        return cls.of_orders(schedule.orders, schedule.placement, schedule.paired, is_repeated=is_repeated)
+        program = cls.of_orders(schedule.orders, schedule.placement, schedule.paired, is_repeated=is_repeated)
+        program.durations = schedule.durations
+        return program
 
     @classmethod
     def of_orders(

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pp_ext.cli import rehearse as command
 from megatron_pp_ext.cli.rehearse import environment, rehearsal_flags
 from megatron_pp_ext.job.sizes import smallest_world
+from megatron_pp_ext.jobs import process
 from megatron_pp_ext.jobs.failure import reason
 from megatron_pp_ext.planner import described
 from megatron_pp_ext.schedule import catalog
@@ -89,7 +89,7 @@ def stand_in(schedule, started: list[list[int]], **changed: object):
 def test_what_it_shows_and_writes(mpp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = catalog.build("1f1b", 3, 6)
     started: list[list[int]] = []
-    monkeypatch.setattr(command, "run_together", stand_in(schedule, started))
+    monkeypatch.setattr(process, "run_together", stand_in(schedule, started))
     files = {name: tmp_path / f"{name}.json" for name in ("json", "costs", "trace")}
     options = [word for name, file in files.items() for word in (f"--{name}", file)]
     result = mpp(
@@ -119,7 +119,7 @@ def test_seconds_from_a_busy_machine(accepted, mpp, tmp_path: Path, monkeypatch:
     schedule = catalog.build("1f1b", 2, 4)
 
     monkeypatch.setattr(
-        command, "run_together", stand_in(schedule, [], step_seconds=(15.0, 15.0), waited=0.5)
+        process, "run_together", stand_in(schedule, [], step_seconds=(15.0, 15.0), waited=0.5)
     )
     files = {name: tmp_path / f"{name}.json" for name in ("json", "costs", "trace")}
     options = [word for name, file in files.items() for word in (f"--{name}", file)]

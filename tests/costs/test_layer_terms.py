@@ -275,6 +275,22 @@ def test_experts_run_the_tokens_that_are_sent_to_them():
     assert found.expert_parameters == 8 * (weights + 384 + H)
 
 
+@pytest.mark.parametrize(
+    ("pads", "factor", "taken"),
+    [(True, 1.5, 1.5), (True, 0.5, 0.5), (False, 1.5, 1), (False, 0.5, 0.5), (False, -1, 1)],
+)
+@pytest.mark.parametrize("kind", ["product", "shuffle"])
+def test_a_capacity_drops_tokens_and_padding_fills_it(kind, pads, factor, taken):
+    capacity = {"moe_expert_capacity_factor": factor, "moe_pad_expert_input_to_capacity": pads}
+    all_of_them, router = (
+        experts(costs(kind, **EXPERTS, **more))
+        for more in ({}, {**capacity, "moe_expert_capacity_factor": 1e-9})
+    )
+    found = experts(costs(kind, **EXPERTS, **capacity))
+    for every, none, one in zip(*map(seconds, (all_of_them, router, found)), strict=True):
+        assert one - none == pytest.approx(taken * (every - none))
+
+
 def test_a_shared_expert_is_dense():
     shared = {"moe_shared_expert_intermediate_size": 640}
     with_it, without = (experts(costs("product", **EXPERTS, **more)) for more in (shared, {}))

@@ -2,6 +2,8 @@
 
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -85,3 +87,14 @@ def test_all_that_megatron_reads_is_read() -> None:
 
     get_nccl_options("pp", {"pp": Watched()})
     assert read_by_megatron == set(GroupOptions.__slots__)
+
+
+def test_messages_of_known_tokens_have_the_shapes_of_stock() -> None:
+    """Under sequence parallelism the ranks share the tokens; the step's own config stays as it was."""
+    config = SimpleNamespace(variable_seq_lengths=True, sequence_parallel=True, hidden_size=16)
+    groups = SimpleNamespace(tp=SimpleNamespace(size=lambda: 2), cp=SimpleNamespace(size=lambda: 1))
+    inputs: Any = SimpleNamespace(config=config, groups=groups)
+    assert message_groups.shapes_of(inputs, [8, 4096], 3) == ((4, 3, 16), (2048, 3, 16))
+    config.sequence_parallel = False
+    assert message_groups.shapes_of(inputs, [8], 1) == ((8, 1, 16),)
+    assert config.variable_seq_lengths

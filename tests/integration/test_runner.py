@@ -110,14 +110,14 @@ def fail(rank: int) -> list[str]:
     dist.init_process_group("gloo")
     groups = transport.ProcessGroups(Settings())
     inputs = SimpleNamespace(
-        group=dist.group.WORLD, shape=(1,), config=SimpleNamespace(pipeline_dtype=torch.float)
+        group=dist.group.WORLD, shape=(1,), shapes=(), config=SimpleNamespace(pipeline_dtype=torch.float)
     )
     found = []
     for is_ended in (True, False, False):
         try:
             channels = groups.channels(inputs)
             if is_ended and rank == 0:
-                channels.send(1, torch.ones(1))
+                channels.send(1, "message", torch.ones(1))
             elif is_ended:
                 channels.post(0, "message")
                 channels.receive(0, "message")

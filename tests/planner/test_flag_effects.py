@@ -32,7 +32,7 @@ MODELS = {
     "experts": f"{SIZES} --vocab-size 1000 {ON_4} --bf16 --num-experts 16 --moe-ffn-hidden-size 256 "
     "--moe-layer-freq 2 --expert-model-parallel-size 8 --micro-batch-size 4 --global-batch-size 256 "
     "--num-layers-per-virtual-pipeline-stage 2 --disable-bias-linear --optimizer sgd "
-    "--moe-token-dispatcher-type alltoall --moe-router-topk 4",
+    "--moe-token-dispatcher-type alltoall --moe-router-topk 4 --moe-expert-capacity-factor 1.5",
     "recomputed": f"{SIZES} --vocab-size 1000 {ON_4} --bf16 --recompute-granularity full "
     "--recompute-method block --recompute-num-layers 1",
     "selective": f"{SIZES} --vocab-size 1000 {ON_4} --bf16 --recompute-granularity selective --swiglu "
@@ -56,7 +56,7 @@ MODELS = {
     "--squared-relu --disable-bias-linear --global-batch-size 64 --optimizer-cpu-offload "
     "--optimizer-offload-fraction 0.5 --use-distributed-optimizer --use-precision-aware-optimizer",
     "gated experts": f"{SIZES} --vocab-size 1000 --pipeline-model-parallel-size 2 --bf16 --num-experts 16 "
-    "--moe-ffn-hidden-size 256 --quick-geglu --global-batch-size 64",
+    "--moe-ffn-hidden-size 256 --quick-geglu --global-batch-size 64 --moe-expert-capacity-factor 0.5",
     "gated without biases": f"{SIZES} --vocab-size 1000 --bf16 --quick-geglu --disable-bias-linear",
     "of sharded weights": f"{SIZES} --vocab-size 1000 --bf16 --use-megatron-fsdp",
     "in FP4": f"{SIZES} --vocab-size 1000 --bf16 --fp4-format e2m1",
@@ -212,7 +212,7 @@ def test_a_window_as_long_as_the_sequence_is_no_window(value: str) -> None:
 
 
 def test_a_default_that_is_given_is_not_asked() -> None:
-    given = ("--cpu-offloading-num-layers", "0", "--softmax-type", "vanilla", "--optimizer", "adam")
+    given = ("--num-distributed-optimizer-instances", "1", "--softmax-type", "vanilla", "--optimizer", "adam")
     asked = described.read([*MODELS["dense"].split(), *given], None).counted()
     assert flag_effects.not_counted(asked) == []
 

@@ -65,3 +65,24 @@ def test_hidden_traffic_costs_its_share_without_a_pipeline() -> None:
     )
     pipelined = {"pipeline_model_parallel_size": 2}
     assert estimated(half, **pipelined) == estimated(**pipelined)
+
+
+def test_activations_on_the_host_take_no_memory_and_no_time_where_the_link_is_fast() -> None:
+    fast = replace(MACHINE, host=Link(1e12, 0))
+    whole, copied = estimated(fast), estimated(fast, cpu_offloading_num_layers=6)
+    assert copied.step_seconds == whole.step_seconds
+    layer = whole.fullest.activations - estimated(num_layers=7).fullest.activations
+    assert whole.fullest.activations - copied.fullest.activations == pytest.approx(5 * layer)
+
+
+def test_layers_wait_for_copies_on_a_slow_link() -> None:
+    """Forward and backward of both microbatches take as long as the copies of six layers."""
+    slow = replace(MACHINE, host=Link(1e10, 0))
+    layer = estimated().fullest.activations - estimated(num_layers=7).fullest.activations
+    waited = estimated(slow, cpu_offloading_num_layers=6).pipeline_seconds
+    assert waited == pytest.approx(2 * 2 * 6 * layer / 1e10, rel=0.1)
+
+
+def test_a_system_without_a_host_has_no_place_for_activations() -> None:
+    with pytest.raises(ValueError, match=r"^system test describes no host, .*: give it host$"):
+        estimated(cpu_offloading_num_layers=6)

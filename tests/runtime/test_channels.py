@@ -3,7 +3,7 @@
 import gc
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from threading import Event, get_ident
 from types import SimpleNamespace
 from typing import Any
@@ -28,10 +28,10 @@ def message(microbatch: int) -> Message:
     return found
 
 
-def channels(shape: tuple[int, ...] = SHAPE) -> Channels:
+def channels(shape: tuple[int, ...] = SHAPE, shapes: Sequence[Sequence[int]] = ()) -> Channels:
     dist.init_process_group("gloo")
     groups = direction_groups([0, 1])
-    return Channels([0, 1], *groups, shape, torch.float, torch.device("cpu"))
+    return Channels([0, 1], *groups, shape, torch.float, torch.device("cpu"), shapes)
 
 
 def exchange(rank: int, tensors: list[torch.Tensor], shape: tuple[int, ...]) -> list[torch.Tensor]:
@@ -40,7 +40,7 @@ def exchange(rank: int, tensors: list[torch.Tensor], shape: tuple[int, ...]) -> 
     got = []
     for number, tensor in enumerate(tensors):
         if rank == 0:
-            ends.send(1, tensor)
+            ends.send(1, message(number), tensor)
         else:
             ends.post(0, message(number))
             got.append(ends.receive(0, message(number)))
@@ -64,6 +64,27 @@ def test_each_message_may_have_its_own_shape() -> None:
     assert all(map(torch.equal, got, sent))
 
 
+def post_all_at_once(rank: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return what arrives where all receives are posted before any message is sent."""
+    ends = channels((), [tensor.shape for tensor in tensors])
+    if rank == 1:
+        for number in range(len(tensors)):
+            ends.post(0, message(number))
+    dist.barrier()
+    if rank == 0:
+        for number, tensor in enumerate(tensors):
+            ends.send(1, message(number), tensor)
+    got = [ends.receive(0, message(number)) for number in range(len(tensors))] if rank == 1 else []
+    ends.close()
+    return got
+
+
+def test_a_receive_whose_shape_is_known_does_not_stop_the_host() -> None:
+    sent = [NUMBERS, NUMBERS[:2], NUMBERS.reshape(12, 2, 1)]
+    _, got = run_ranks(post_all_at_once, 2, sent, timeout=60)
+    assert all(map(torch.equal, got, sent))
+
+
 LENGTH = LARGE // 4
 
 
@@ -73,7 +94,7 @@ def exchange_large(rank: int) -> list[float]:
     for number in range(8):
         ends.post(1 - rank, message(number))
     for number in range(8):
-        ends.send(1 - rank, torch.full((LENGTH,), 10.0 * rank + number))
+        ends.send(1 - rank, message(number), torch.full((LENGTH,), 10.0 * rank + number))
     got = [ends.receive(1 - rank, message(number)) for number in range(8)]
     ends.close()
     assert all(one.min() == one.max() for one in got)
@@ -130,7 +151,7 @@ def test_the_caller_goes_on_while_gloo_copies_a_large_message(over: Callable[...
     socket = Socket()
     ends = over(socket)
     for number in range(SENDS_AHEAD):
-        ends.send(1, torch.full((LENGTH,), float(number)))
+        ends.send(1, message(number), torch.full((LENGTH,), float(number)))
     assert socket.sent == []
     socket.may_write.set()
     ends.close()
@@ -146,7 +167,7 @@ def test_other_messages_are_launched_by_the_caller(numbers, backend, over):
     """A small message leaves sooner so, and NCCL launches a message behind the caller's stream."""
     socket = Socket()
     socket.may_write.set()
-    over(socket, numbers, backend).send(1, torch.zeros(numbers))
+    over(socket, numbers, backend).send(1, message(0), torch.zeros(numbers))
     assert socket.threads == [get_ident()]
 
 
@@ -154,21 +175,22 @@ def test_a_large_message_that_is_lost_ends_the_step(over: Callable[..., Channels
     socket = Socket()
     socket.may_write.set()
     ends = over(socket)
-    ends.send(1, torch.full((LENGTH,), -1.0))
+    ends.send(1, message(0), torch.full((LENGTH,), -1.0))
     with pytest.raises(RuntimeError, match="the connection is lost"):
         ends.close()
 
 
-def refuse_other_shape(rank: int) -> str:
-    ends = channels()
+def refuse_other_shape(rank: int, shape: tuple[int, ...], shapes: Sequence[Sequence[int]]) -> str:
+    ends = channels(shape, shapes)
     with pytest.raises(ValueError) as error:
-        ends.send(1 - rank, torch.zeros(2, 3, 4))
+        ends.send(1 - rank, message(0), torch.zeros(2, 3, 4))
     return str(error.value)
 
 
-def test_another_shape_of_as_many_numbers_is_refused() -> None:
+@pytest.mark.parametrize("known", [(SHAPE, ()), ((), [SHAPE])], ids=["of all", "of each"])
+def test_another_shape_of_as_many_numbers_is_refused(known: tuple[Any, Any]) -> None:
     """Sequence and batch have changed places: the numbers would arrive, as noise."""
-    for said in run_ranks(refuse_other_shape, 2):
+    for said in run_ranks(refuse_other_shape, 2, *known):
         assert "message of shape (2, 3, 4) where (3, 2, 4) was agreed" in said
 
 
@@ -177,6 +199,7 @@ class Network(Channels):
 
     def __init__(self, shape: tuple[int, ...] = SHAPE) -> None:
         self._shape, self._dtype, self._device = shape, torch.float, torch.device("cpu")
+        self._shapes = ()
         self._wire, self._through_host = torch.device("cpu"), False
         self._posted, self._sending = {}, deque()
         self.waited: list[int] = []
@@ -202,11 +225,11 @@ def test_few_messages_are_on_their_way() -> None:
     """A rank that is ahead waits for its oldest message, and learns what became of it."""
     ends = Network()
     for number in range(SENDS_AHEAD + 3):
-        ends.send(1, NUMBERS)
+        ends.send(1, message(number), NUMBERS)
         assert ends.waited == list(range(number + 1 - SENDS_AHEAD))
     ends.close()
     assert ends.waited == list(range(SENDS_AHEAD + 3))
-    ends.send(1, -NUMBERS)
+    ends.send(1, message(0), -NUMBERS)
     with pytest.raises(RuntimeError, match="the connection is lost"):
         ends.close()
 

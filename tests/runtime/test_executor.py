@@ -219,7 +219,7 @@ class Watched:
         self.taken.append(weakref.ref(arrived))
         return arrived
 
-    def send(self, peer, tensor) -> None:
+    def send(self, peer, message, tensor) -> None:
         self._require_nothing_taken()
 
     def _require_nothing_taken(self) -> None:

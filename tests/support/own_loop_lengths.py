@@ -94,6 +94,17 @@ def trained(chunks: int, **about: Any) -> own_loop.Record:
     return own_loop.train(model, COUNTS, LENGTHS, seq_length=1)
 
 
+def evaluated(chunks: int) -> tuple[list[float], int]:
+    """Return the losses of an evaluation after a step of training, and the calls of a chunk in it."""
+    model = own_loop.build(chunks, variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
+    own_loop.train(model, COUNTS[:1], LENGTHS, seq_length=1)
+    calls = list[None]()
+    model[0].register_forward_hook(lambda *_: calls.append(None))
+    iterators = [own_loop.batches(LENGTHS) for _ in model]
+    losses = own_loop.run_step(model, iterators, len(LENGTHS), forward_only=True, seq_length=1)
+    return [float(one["loss"]) for one in losses], len(calls)
+
+
 def packed(chunks: int) -> own_loop.Record:
     """Return what packed documents left."""
     own_loop.batches, own_loop.forward_step = packed_batches, packed_step
@@ -112,7 +123,7 @@ def packed(chunks: int) -> own_loop.Record:
 def on_rank(rank: int) -> dict[Any, Any]:
     """Return what this rank found."""
     own_loop.start()
-    found: dict[Any, Any] = {"stock": trained(1), "stock packed": packed(1)}
+    found: dict[Any, Any] = {"stock": trained(1), "stock packed": packed(1), "stock evaluated": evaluated(1)}
     for name, about in SCHEDULES.items():
         chunks = 1 if name == "1f1b" else 2
         for kind, train in (("", trained), (" packed", packed)):
@@ -120,6 +131,8 @@ def on_rank(rank: int) -> dict[Any, Any]:
                 name, ranks=2, microbatches=COUNTS[0], slice_tokens=TOKENS, **about
             ) as line:
                 found[name + kind] = train(line.chunks if name == "flex" else chunks)
+                if not kind:
+                    found[name + " evaluated"] = evaluated(line.chunks if name == "flex" else chunks)
             found["line"] = str(line)
     return found
 

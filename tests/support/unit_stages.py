@@ -1,4 +1,7 @@
-"""Stages that sleep for a unit's time and keep its bytes, to hold plans of units against steps."""
+"""Stages that sleep for a unit's time and keep its bytes, to hold plans of units against steps.
+
+A message has a number for each of its unit's tokens.
+"""
 
 import time
 from typing import Any
@@ -16,9 +19,6 @@ from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule.actions import Kind, Schedule
 from megatron_pp_ext.schedule.unit_costs import UnitCosts
 from tests.support.module_stage import ModuleStage
-
-SHAPE = (4,)
-"""That of a message."""
 
 
 class _Work(torch.autograd.Function):
@@ -88,12 +88,12 @@ def steps_of(
     down, up = direction_groups(list(range(dist.get_world_size())))
     found = []
     for schedule, costs, scale in cases:
-        last = schedule.placement.stages - 1
+        last, shapes = schedule.placement.stages - 1, [(tokens, 1, 1) for tokens in costs.tokens]
         stages = {
             stage: UnitStage(
                 stage,
                 UnitLayer(stage, costs, scale),
-                first_inputs=lambda _: torch.zeros(SHAPE),
+                first_inputs=lambda unit, shapes=shapes: torch.zeros(shapes[unit]),
                 loss=(lambda output, _: output.sum()) if stage == last else None,
             )
             for stage in schedule.placement.stages_of(rank)
@@ -101,7 +101,7 @@ def steps_of(
         plan, seconds, recorder = plan_rank(schedule, rank), [], StepRecorder()
         for number in range(repeats + 1):
             channels = Channels(
-                list(range(schedule.ranks)), down, up, SHAPE, torch.float, torch.device("cpu")
+                list(range(schedule.ranks)), down, up, (), torch.float, torch.device("cpu"), shapes
             )
             dist.barrier()
             begin = time.perf_counter()

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Literal
 
@@ -13,6 +14,9 @@ By = Literal["tokens", "cost"]
 Units of unlike cost make ranks wait for each other.  So slices by cost are more: as many more as is the part
 of attention in the cost of the document's last token.
 """
+
+_LITTLE = 0.1
+"""The part of a slice for which there is none more."""
 
 
 def bounds(length: int, slices: int, equal_at: float | None = None, most: int | None = None) -> list[int]:
@@ -96,12 +100,13 @@ def _of_microbatch(
 def _within(length: int, most_tokens: int, equal_at: float, multiple: int) -> list[int]:
     """Return the cuts of a document into slices of at most ``most_tokens``."""
     blocks, most = length // multiple, most_tokens // multiple
+    fewest = -(-blocks // most)
     if math.isinf(equal_at):
-        cuts = bounds(blocks, -(-blocks // most))
+        cuts = bounds(blocks, fewest)
     else:
         of_attention = 2 * length / (2 * length + equal_at)
-        slices = min(blocks, math.ceil(blocks / most * (1 + of_attention)))
-        cuts = bounds(blocks, slices, equal_at / multiple, most)
+        wanted = math.ceil(blocks / most * (1 + of_attention) - _LITTLE)
+        cuts = bounds(blocks, min(blocks, max(fewest, wanted)), equal_at / multiple, most)
     return [multiple * place for place in cuts]
 
 
@@ -114,4 +119,4 @@ def ordered(units: Units, chains: Sequence[int]) -> Units:
             unit = units.units[number]
             found.append(Unit(unit.microbatch, numbers[unit.microbatch], place, unit.pieces))
             numbers[unit.microbatch] += 1
-    return Units(units.documents, tuple(found), units.rows)
+    return replace(units, units=tuple(found))

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.features.lengths.length_costs import LengthCosts
@@ -10,7 +11,7 @@ from megatron_pp_ext.features.slices.options import SMALLEST
 from megatron_pp_ext.features.slices.problem import ROUNDING
 from megatron_pp_ext.features.slices.search import BUDGET, Plan, Search
 from megatron_pp_ext.features.slices.shift import more, shifted
-from megatron_pp_ext.features.slices.slice_costs import unit_costs, work_of
+from megatron_pp_ext.features.slices.slice_costs import durations_of, unit_costs, work_of
 from megatron_pp_ext.features.slices.units import Units
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.placement import Placement
@@ -64,7 +65,16 @@ class Planner:
         """
         if slice_tokens is None:
             slice_tokens = self.chosen_tokens(documents, limits, by)
-        return self._search(documents, slice_tokens, limits, by).planned(budget)
+        return self.plan_units(self.cut(documents, slice_tokens, by), limits, budget)
+
+    def plan_units(self, units: Units, limits: Sequence[float], budget: float = BUDGET) -> Plan:
+        """Return the plan of a step of ``units``; see ``plan``."""
+        found = self._search(units, limits).planned(budget)
+        return replace(found, schedule=self._timed(found.schedule, found.units))
+
+    def cut(self, documents: Sequence[Sequence[int]], slice_tokens: int, by: By = "cost") -> Units:
+        """Return the units of microbatches with these ``documents``, in the order of the data."""
+        return cut(documents, slice_tokens, by, self.rates.equal_at, self._multiple, self._rows)
 
     def chosen_tokens(
         self, documents: Sequence[Sequence[int]], limits: Sequence[float], by: By = "cost"
@@ -77,16 +87,15 @@ class Planner:
         found, refused = dict[int, float](), list[InfeasibleLimit]()
         for size in _sizes(documents):
             try:
-                found[size] = self._search(documents, size, limits, by).by_rule()
+                found[size] = self._search(self.cut(documents, size, by), limits).by_rule()
             except InfeasibleLimit as error:  # of a pack, or of the longest document
                 refused.append(error)
         if not found:
             raise refused[0]
         return min(found, key=found.__getitem__)
 
-    def least_limits(self, documents: Sequence[Sequence[int]], slice_tokens: int) -> list[float]:
+    def least_limits(self, units: Units) -> list[float]:
         """Return the least that each rank may keep: the longest document, or the largest pack."""
-        units = cut(documents, slice_tokens, "tokens", multiple=self._multiple, rows=self._rows)
         most = max(sum(units.tokens[number] for number in chain) for chain in units.chains)
         stages, placement = self.rates.stages, self.placement
         return [
@@ -108,9 +117,9 @@ class Planner:
         """
         if slice_tokens is None:
             slice_tokens = self.chosen_in_family(make, documents, by)
-        units, schedule = self.order_of_family(make, documents, slice_tokens, by)
+        units, schedule = self.order_of_family(make, self.cut(documents, slice_tokens, by))
         seconds = simulate(schedule, self.costs(units)).makespan
-        bound = self._search(documents, slice_tokens, self._no_limits, by).lower_bound
+        bound = self._search(units, self._no_limits).lower_bound
         return Plan(units, schedule, seconds, min(bound, seconds))
 
     def chosen_in_family(
@@ -119,22 +128,27 @@ class Planner:
         """Return the size of units whose step is shortest in the order of a family; see ``in_family``."""
 
         def seconds(size: int) -> float:
-            units, schedule = self.order_of_family(make, documents, size, by)
+            units, schedule = self.order_of_family(make, self.cut(documents, size, by))
             return simulate(schedule, self.costs(units)).makespan
 
         return min(_sizes(documents), key=seconds)
 
-    def order_of_family(
-        self,
-        make: Callable[[int], Schedule],
-        documents: Sequence[Sequence[int]],
-        slice_tokens: int,
-        by: By = "cost",
-    ) -> tuple[Units, Schedule]:
+    def order_of_family(self, make: Callable[[int], Schedule], units: Units) -> tuple[Units, Schedule]:
         """Return the units and the order of ``in_family``, in milliseconds: without their simulation."""
-        search = self._search(documents, slice_tokens, self._no_limits, by)
-        units = ordered(search.units, search.rule)
-        return units, shifted(make(len(units) + more(units)), units)
+        units = ordered(units, self._search(units, self._no_limits).rule)
+        return units, self._timed(shifted(make(len(units) + more(units)), units), units)
+
+    def order_of_evaluation(self, make: Callable[[int], Schedule], units: Units) -> Schedule:
+        """Return the order of the forwards of ``units``, which stay in theirs.
+
+        ``make`` makes the schedule of an evaluation of so many microbatches.
+        """
+        return self._timed(replace(make(len(units)), units=units.names), units)
+
+    def _timed(self, schedule: Schedule, units: Units) -> Schedule:
+        """Return ``schedule`` with the times of its units, by which ranks launch."""
+        durations = durations_of(units, self.rates, self.placement, self.overhead)
+        return replace(schedule, durations=durations)
 
     @property
     def _no_limits(self) -> list[float]:
@@ -144,10 +158,7 @@ class Planner:
         """Return what actions of ``units`` cost, for ``simulate``."""
         return unit_costs(units, self.rates, self.overhead)
 
-    def _search(
-        self, documents: Sequence[Sequence[int]], size: int, limits: Sequence[float], by: By
-    ) -> Search:
-        units = cut(documents, size, by, self.rates.equal_at, self._multiple, self._rows)
+    def _search(self, units: Units, limits: Sequence[float]) -> Search:
         work = work_of(units, self.rates, self.placement, self.splits_backward, self.overhead)
         return Search(units, work, self.placement, limits)
 

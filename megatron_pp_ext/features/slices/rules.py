@@ -69,7 +69,13 @@ RULES = (
                     "be on some of them"
                 ),
             ),
-            Rule("--mtp-num-layers", why="the prediction at a slice's end needs tokens of the next slice"),
+            Rule(
+                "--mtp-num-layers",
+                why=(
+                    "the prediction at a slice's end needs tokens of the next slice, and the model divides "
+                    "its loss by the tokens of the call"
+                ),
+            ),
             Rule(
                 "--experimental-attention-variant",
                 why="the state of such attention is not carried from slice to slice",

@@ -4,6 +4,7 @@ A slice attends to the slices before it, so the squares of a unit (``Unit.square
 of whole documents.  Small units reach a lower rate: each takes as long as if it had ``overhead`` tokens more.
 """
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -11,9 +12,13 @@ import numpy as np
 from megatron_pp_ext.features.lengths.length_costs import LengthCosts
 from megatron_pp_ext.features.slices.problem import Work
 from megatron_pp_ext.features.slices.units import Units
+from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.messages import WORK
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.unit_costs import UnitCosts
+
+type Durations = tuple[tuple[int, ...], ...]
 
 
 def unit_costs(units: Units, rates: LengthCosts, overhead: float = 0.0) -> UnitCosts:
@@ -63,6 +68,15 @@ def work_of(
     hop = rates.hop * units.microbatches / len(units)
     delays = [0.0 if placement.is_local(stage) else hop for stage in range(placement.stages - 1)]
     return Work(seconds, kept, released, np.array(delays), int(splits_backward))
+
+
+def durations_of(units: Units, rates: LengthCosts, placement: Placement, overhead: float = 0.0) -> Durations:
+    """Return the times of the actions of ``units`` as ``Schedule.durations`` has them."""
+    forward, input_gradient, weight_gradient = work_of(units, rates, placement, True, overhead).seconds
+    seconds = np.stack([forward, input_gradient, weight_gradient, input_gradient + weight_gradient])
+    scale = WORK[Kind.F] * forward.size / math.fsum(forward.flat)
+    whole = np.maximum(1, np.rint(scale * seconds)).astype(np.int64)
+    return tuple(map(tuple, whole.transpose(2, 1, 0).reshape(len(units), -1).tolist()))
 
 
 def equal_work(units: Units, costs: Costs, placement: Placement) -> Work:

@@ -1,10 +1,12 @@
 """The process groups and channels of a pipeline's messages, made by the run's settings."""
 
 from collections.abc import Iterable
+from copy import copy
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.pipeline_parallel import schedules as stock_schedules
 
 from megatron_pp_ext.files import read_text
 from megatron_pp_ext.integration.runners.model_stage import StepInputs
@@ -32,7 +34,27 @@ def message_groups(settings: Settings, ranks: list[int], edges: Iterable[tuple[i
 
 def message_channels(ranks: list[int], directions: Directions, inputs: StepInputs) -> Channels:
     """Make channels between the global ``ranks`` of a pipeline for the messages of a step."""
-    return Channels(ranks, *directions, inputs.shape, inputs.config.pipeline_dtype, device())
+    dtype = inputs.config.pipeline_dtype
+    return Channels(ranks, *directions, inputs.shape, dtype, device(), inputs.shapes)
+
+
+def shapes_of(inputs: StepInputs, tokens: Iterable[int], rows: int) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of messages of ``rows`` sequences with so many ``tokens`` each.
+
+    They are those of stock where all lengths are equal, which are not announced.
+    """
+    config, groups = copy(inputs.config), inputs.groups
+    config.variable_seq_lengths = False
+    shared = groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
+    ((_, *others),) = stock_schedules.get_tensor_shapes(
+        seq_length=shared,
+        micro_batch_size=rows,
+        decoder_seq_length=None,
+        config=config,
+        tp_group=groups.tp,
+        cp_group=groups.cp,
+    )
+    return tuple((count // shared, *others) for count in tokens)
 
 
 def group_options(settings: Settings) -> GroupOptions:

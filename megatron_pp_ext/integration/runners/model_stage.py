@@ -1,6 +1,6 @@
 """A stage made of a Megatron model chunk."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +27,8 @@ ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any] | None
 class StepInputs:
     """The arguments that Megatron passes for one step, and the losses and tokens that the stages add.
 
-    ``group`` is the pipeline's, one of Megatron's ``groups``, and ``shape`` that of its messages.
+    ``group`` is the pipeline's, one of Megatron's ``groups``, and ``shape`` that of its messages, empty where
+    these differ; ``shapes`` are then those of each unit, if they are planned.
     ``training_steps`` is the number of training steps that this process has run before, and ``samples`` those
     of a microbatch.
     """
@@ -47,6 +48,7 @@ class StepInputs:
     first_val_step: bool | None
     training_steps: int = 0
     samples: int = 1
+    shapes: Sequence[tuple[int, ...]] = ()
     losses: list[Any] = field(default_factory=list)
     tokens: torch.Tensor = field(default_factory=lambda: torch.zeros([], dtype=torch.int, device="cuda"))
 

@@ -17,7 +17,7 @@ from megatron.core.utils import get_te_version
 
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.compiler.source import Source
-from megatron_pp_ext.features.slices.costs import choice
+from megatron_pp_ext.costs.choices import registry as choices
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.settings import Settings, costs_at
@@ -36,7 +36,6 @@ from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.names import AUTO
 from megatron_pp_ext.schedule.placement import Placement
 
 
@@ -125,13 +124,16 @@ def read_flags(args: Namespace) -> tuple[RequestedJob, str] | None:
         asked, layout = layout_finder.settle(asked, _data_parallel_size(asked), model_costs.vocabulary(asked))
         args.pipeline_model_parallel_layout = asked.pipeline.pipeline_model_parallel_layout
         args.num_virtual_stages_per_pipeline_rank = None
-    if args.pipeline_slice_tokens == AUTO:
-        asked = choice.settled(asked, _data_parallel_size(asked), model_costs.vocabulary(asked))
-        args.pipeline_slice_tokens = asked.pipeline.pipeline_slice_tokens
+    chosen = choices.chosen(
+        asked,
+        lambda one: pipeline.read(one, _data_parallel_size(one)),
+        lambda: model_costs.vocabulary(asked),
+    )
+    vars(args).update(chosen)
     measurements.require_files(args.profile_pipeline, args.pipeline_trace)
     if args.pipeline_schedule is None and args.rehearse_pipeline is not None:
         args.pipeline_schedule = pipeline.stock_schedule(asked.job)
-        asked = asked.changed(pipeline_schedule=args.pipeline_schedule)
+    asked = replace(asked, args=args)  # which has all of it by now, and gets what follows from the schedule
     ours = args.pipeline_schedule, args.pipeline_trace, args.profile_pipeline
     if all(flag is None for flag in ours) and not layout:
         all_rules.refuse(replace(asked, chunks=chunks_requested(asked.job) or 1))

@@ -138,6 +138,37 @@ ROWS = (
         fix="choose that",
     ),
     Rule(
+        "--moe-pad-expert-input-to-capacity",
+        when=lambda job: job.model.moe_pad_expert_input_to_capacity and job.model.expert_capacity is None,
+        why="has no capacity",
+        fix="add --moe-expert-capacity-factor",
+    ),
+    Rule(
+        "--moe-pad-expert-input-to-capacity",
+        when=lambda job: (
+            job.model.moe_pad_expert_input_to_capacity
+            and job.parallel.moe_token_dispatcher_type == "flex"
+            and job.parallel.moe_flex_dispatcher_backend == "deepep"
+        ),
+        why="is not for --moe-flex-dispatcher-backend deepep",
+        fix="choose hybridep, or --moe-token-dispatcher-type alltoall",
+    ),
+    Rule(
+        "--moe-expert-capacity-factor",
+        when=lambda job: (
+            job.model.moe_expert_capacity_factor is not None
+            and "sinkhorn" in str(job.flags.moe_router_load_balancing_type)
+        ),
+        why="is not for --moe-router-load-balancing-type sinkhorn",
+        fix="choose aux_loss, seq_aux_loss, global_aux_loss or none",
+    ),
+    Rule(
+        "--moe-expert-capacity-factor 0",
+        when=lambda job: job.model.expert_capacity == 0,
+        why="drops every token",
+        fix="raise it",
+    ),
+    Rule(
         "--moe-expert-rank-capacity-factor",
         when=lambda job: (
             job.flags.moe_expert_rank_capacity_factor is not None

@@ -72,6 +72,27 @@ def short_state(job: RequestedJob) -> str:
 
 
 ROWS = (
+    # Activations on the host.
+    Rule(
+        "--cpu-offloading-num-layers",
+        when=lambda job: (
+            job.memory.cpu_offloading_num_layers and job.parallel.pipeline_model_parallel_size > 1
+        ),
+        why="is for training without a pipeline",
+        fix="use --fine-grained-activation-offloading, or --pipeline-offload auto",
+    ),
+    Rule(
+        "--cpu-offloading-num-layers {cpu_offloading_num_layers}",
+        when=lambda job: job.memory.cpu_offloading_num_layers >= job.model.num_layers > 0,
+        why="leaves no layer of --num-layers {num_layers} on the device",
+        fix="lower it",
+    ),
+    Rule(
+        "--cpu-offloading-num-layers",
+        when=lambda job: job.memory.cpu_offloading_num_layers and job.memory.recompute_granularity,
+        why="cannot be combined with --recompute-granularity {recompute_granularity}",
+        fix="leave one of them out",
+    ),
     # Recomputation.
     Rule(
         "--recompute-granularity full",

@@ -118,7 +118,7 @@ def _unmeasured(
         yield f"of sequences above {known['length']:,} tokens"
     if context > known["context"]:
         yield f"of more than {known['context']} context-parallel ranks"
-    if job.pipeline.pipeline_offload is not None:
+    if job.pipeline.pipeline_offload is not None or job.memory.cpu_offloading_num_layers:
         yield "with activations on the host"
     if splits_head:
         yield "with a shared vocabulary"

@@ -280,9 +280,18 @@ class Workload:
             (part.parameters, sharing.dense, self.tensor),
             (part.expert_parameters, sharing.expert, self._expert_stride),
         )
-        gradient, weight = job.precision.gradient_size, job.precision.weight_size
-        out = sum(system.gather_seconds(gradient * size, *group) for size, *group in groups)
-        back = sum(system.gather_seconds(weight * size, *group) for size, *group in groups)
+        precision = job.precision
+        out = sum(system.gather_seconds(precision.gradient_size * size, *group) for size, *group in groups)
+        # All weights of experts are operands.
+        operands = (
+            max(0.0, part.fp8_parameters - part.expert_parameters),
+            min(part.fp8_parameters, part.expert_parameters),
+        )
+        less = precision.weight_size - precision.gathered_size
+        back = sum(
+            system.gather_seconds(precision.weight_size * size - less * operand, *group)
+            for (size, *group), operand in zip(groups, operands, strict=True)
+        )
         is_sharded = job.memory.shards_state
         return Waits(
             reduction=out if is_sharded else 2 * out,

@@ -39,7 +39,7 @@ class Send(Operation):
     def run(self, rank: Rank) -> None:
         tensor = rank.take(self.message)
         assert tensor is not None
-        rank.channels.send(self.peer, tensor)
+        rank.channels.send(self.peer, self.message, tensor)
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,9 +50,9 @@ def test_no_slice_of_equal_cost_has_more_tokens_than_the_most(length, slices, mo
 
 
 def test_slices_by_cost_are_more_where_attention_costs_much() -> None:
-    """Up to twice as many, and one more at most where attention costs next to nothing."""
+    """Up to twice as many, and no more than there must be where attention costs next to nothing."""
     counts = [len(cut([[65_536]], 8192, equal_at=where)) for where in (1e9, 24_576, 100)]
-    assert counts[0] == 9 and counts[0] < counts[1] < counts[2] <= 16
+    assert counts[0] == 8 and counts[0] < counts[1] < counts[2] <= 16
     assert len(cut([[65_536]], 8192)) == len(cut([[65_536]], 8192, "tokens", equal_at=100)) == 8
 
 

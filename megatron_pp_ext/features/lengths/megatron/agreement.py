@@ -76,6 +76,18 @@ def agree(read: Callable[[], Documents | None], inputs: StepInputs, work: Work) 
     return Agreed(report.documents, planned.documents)
 
 
+def of_all(own: Documents, inputs: StepInputs) -> tuple[Documents, ...]:
+    """Return the lengths of all pipelines that share experts with this one, each once and in one order.
+
+    Collective over the groups of those that meet, where experts are shared.
+    """
+    found = {own}
+    if any(_size(getattr(inputs.groups, name, None)) > 1 for name in _EXPERTS):
+        for name in (*_EXPERTS, *_PIPELINE):
+            found = set().union(*_gathered(found, getattr(inputs.groups, name, None)))
+    return tuple(sorted(found))
+
+
 def _report(read: Callable[[], Documents | None], rank: int) -> _Report | None:
     try:
         documents = read()

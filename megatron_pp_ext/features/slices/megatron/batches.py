@@ -40,7 +40,8 @@ def _cut(name: str, value: Any, here: Slice) -> Any:
         return _joined([value[begin:end] for begin, end in here.ranges], 0)
     if name == "attention_mask" and isinstance(value, torch.Tensor) and len(here.ranges) == 1:
         ((begin, end),) = here.ranges
-        return value[..., begin:end, begin - here.start : end]
+        # A copy: what autograd saves of a view would keep the mask of the whole sequence.
+        return value[..., begin:end, begin - here.start : end].clone()
     if name == "packed_seq_params" and value is not None and here.sizes:
         return _pack(value, here)
     if isinstance(value, torch.Tensor) or (name == "packed_seq_params" and value is not None):

@@ -12,7 +12,8 @@ from functools import lru_cache, partial
 from typing import Any
 
 from megatron_pp_ext.compiler.make import make
-from megatron_pp_ext.features.lengths.megatron.agreement import Documents, agree
+from megatron_pp_ext.compiler.request import evaluation
+from megatron_pp_ext.features.lengths.megatron.agreement import Agreed, Documents, agree, of_all
 from megatron_pp_ext.features.lengths.megatron.ordered_data import read_documents
 from megatron_pp_ext.features.lengths.megatron.run_costs import RunCosts
 from megatron_pp_ext.features.lengths.microbatches import Microbatches
@@ -23,9 +24,11 @@ from megatron_pp_ext.features.slices.megatron.sliced_stage import SlicedStage
 from megatron_pp_ext.features.slices.options import OVERHEAD, SMALLEST, Slices
 from megatron_pp_ext.features.slices.plan import Planner
 from megatron_pp_ext.features.slices.search import BUDGET
+from megatron_pp_ext.features.slices.shared import cut_alike, in_order_of
 from megatron_pp_ext.features.slices.units import Units
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.runners.flushed import require_same_schedule
+from megatron_pp_ext.integration.runners.message_groups import shapes_of
 from megatron_pp_ext.integration.runners.model_stage import StepInputs
 from megatron_pp_ext.integration.runners.step_parts import Step
 from megatron_pp_ext.runtime.plan import plan_rank
@@ -45,35 +48,38 @@ class ByLength:
         self._costs = RunCosts(pipeline, ordering)
         self._calls: list[Calls] = []
         self._of_family = lru_cache(maxsize=_KEPT)(self._make)
+        self._of_evaluation = lru_cache(maxsize=_KEPT)(self._make_evaluation)
 
     @contextmanager
     def step(self, step: Step) -> Iterator[None]:
-        """Let the step run in units; evaluations run whole sequences."""
+        """Let the step run in units.
+
+        Evaluations run whole sequences where lengths are not known, and as long as no step has chosen the
+        tokens of a unit.
+        """
         inputs = step.inputs
-        if inputs.forward_only:
+        if inputs.forward_only and self._tokens is None:
             yield
             return
         self._calls[:] = self._calls or map(Calls, inputs.model)
         data: list[list[Any] | None] = []
         agreed = agree(lambda: read_documents(inputs, data, self._ordering), inputs, self._costs.work)
+        if inputs.forward_only and agreed.unknown:
+            inputs.iterators = _iterators(data, range(inputs.microbatches))
+            yield
+            return
         if agreed.unknown:
             raise RuntimeError(agreed.unknown)
-        if agreed.own != agreed.planned:
-            raise RuntimeError(
-                "pipelines that share experts have microbatches of other lengths in this step, and their "
-                "slices would not meet: give all of them the same lengths, or leave out slices of sequences"
-            )
+        pipelines = of_all(agreed.own, inputs)
         with without_collection():
-            units, schedule = self.plan(agreed.own, inputs)
+            units, schedule = self.plan(agreed, pipelines, inputs)
             step.plan = plan_rank(schedule, step.plan.rank)
         require_same_schedule(schedule, inputs.groups)
         step.may_move_weights = True  # replicas have other lengths, and so other orders
         firsts = [numbers[0] for numbers in units.of_microbatch]
-        read = sorted(range(inputs.microbatches), key=firsts.__getitem__)
-        inputs.iterators = [
-            None if batches is None else iter([batches[number] for number in read]) for batches in data
-        ]
+        inputs.iterators = _iterators(data, sorted(range(inputs.microbatches), key=firsts.__getitem__))
         inputs.shape = ()
+        inputs.shapes = shapes_of(inputs, (unit.tokens for unit in units.units), units.rows)
         step.make_stage = partial(
             SlicedStage, units=units, calls=self._calls, knows_documents=units.rows == 1
         )
@@ -85,56 +91,86 @@ class ByLength:
             by_number = dict(zip(ended, inputs.losses, strict=True))
             inputs.losses[:] = [by_number[number] for number in range(len(ended))]
 
-    def plan(self, documents: Documents, inputs: StepInputs) -> tuple[Units, Schedule]:
-        """Return the units of a step with these ``documents`` in each microbatch, and their order.
+    def plan(
+        self, agreed: Agreed, pipelines: Sequence[Documents], inputs: StepInputs
+    ) -> tuple[Units, Schedule]:
+        """Return this pipeline's units of a step, and the order of them.
 
-        The first step chooses the tokens of a unit, where that is left open.
+        ``pipelines`` are those that run this order, because they share experts.  The first step chooses the
+        tokens of a unit, where that is left open.
         """
-        whole = Microbatches(documents)
+        whole = Microbatches(agreed.planned)
         rates, request = self._costs.by_length(whole), self._request
-        rows, multiple = _rows(documents, inputs), _tensor_ranks(inputs)
-        if rows > 1:
-            documents = tuple(lengths[:1] for lengths in documents)
-        _require_divisible(documents, multiple)
+        multiple = _tensor_ranks(inputs)
+        for documents in pipelines:
+            _require_rows(documents, inputs)
+            _require_divisible(documents, multiple)
         planner = Planner(
             self._placement,
             rates,
             splits_backward=request.may_split_backward,
             overhead=OVERHEAD,
             multiple=multiple,
-            rows=rows,
+            rows=inputs.samples,
         )
-        if request.is_compiled:
-            limits = self._limits(planner, documents, whole, self._tokens or SMALLEST)
-            self._tokens = self._tokens or planner.chosen_tokens(documents, limits)
-            limits = self._limits(planner, documents, whole, self._tokens)
+        if self._tokens is None:
+            self._tokens = self._chosen(planner, _of_rows(agreed.planned, inputs), whole)
+        own, *others = (_of_rows(documents, inputs) for documents in (agreed.own, *pipelines))
+        units: Units = planner.cut(own, self._tokens)
+        mine: Units | None = None
+        if len(pipelines) > 1:
+            units, of_pipelines = cut_alike(others, self._tokens, multiple, inputs.samples)
+            mine = of_pipelines[pipelines.index(agreed.own)]
+        if inputs.forward_only:
+            schedule = planner.order_of_evaluation(self._of_evaluation, units)
+        elif request.is_compiled:
             budget = BUDGET if self._ordering.how == "search" else 0.0
-            found = planner.plan(documents, self._tokens, limits, budget=budget)
-            return found.units, found.schedule
-        self._tokens = self._tokens or planner.chosen_in_family(self._of_family, documents)
-        return planner.order_of_family(self._of_family, documents, self._tokens)
+            found = planner.plan_units(units, self._limits(planner, units, whole), budget)
+            units, schedule = found.units, found.schedule
+        else:
+            units, schedule = planner.order_of_family(self._of_family, units)
+        return units if mine is None else in_order_of(units, mine), schedule
 
-    def _limits(
-        self, planner: Planner, documents: Documents, whole: Microbatches, tokens: int
-    ) -> Sequence[float]:
+    def _chosen(self, planner: Planner, documents: Documents, whole: Microbatches) -> int:
+        """Return the tokens of a unit with which a step of these ``documents`` is shortest."""
+        if not self._request.is_compiled:
+            return planner.chosen_in_family(self._of_family, documents)
+        limits = self._limits(planner, planner.cut(documents, SMALLEST), whole)
+        return planner.chosen_tokens(documents, limits)
+
+    def _limits(self, planner: Planner, units: Units, whole: Microbatches) -> Sequence[float]:
         """Return what each rank may keep in this step.
 
         A limit that is a part of what 1F1B keeps is raised to what the longest sequence needs: no run is to
         end for one that is longer than others.
         """
-        of_step = replace(self._request, microbatches=len(documents), ordinary=None)
+        of_step = replace(self._request, microbatches=units.microbatches, ordinary=None)
         budget = of_step.budget(planner.rates.of(whole))
         if budget.holds_messages:
             return budget.ranks
-        return tuple(map(max, budget.ranks, planner.least_limits(documents, tokens)))
+        return tuple(map(max, budget.ranks, planner.least_limits(units)))
 
     def _make(self, microbatches: int) -> Schedule:
         """Return the schedule of the family for so many microbatches; families are proved by tests."""
         return make(replace(self._request, microbatches=microbatches), is_proved=True).schedule
 
+    def _make_evaluation(self, microbatches: int) -> Schedule:
+        """Return the schedule of an evaluation of so many microbatches."""
+        return make(evaluation(self._placement, microbatches, self._request.options)).schedule
 
-def _rows(documents: Documents, inputs: StepInputs) -> int:
-    """Return how many sequences of one length a microbatch has: one where documents may be packed in it."""
+
+def _iterators(data: Sequence[Sequence[Any] | None], order: Sequence[int]) -> list[Any]:
+    """Return iterators over ``data``, which is that of each chunk, in this ``order`` of microbatches."""
+    return [None if batches is None else iter([batches[number] for number in order]) for batches in data]
+
+
+def _of_rows(documents: Documents, inputs: StepInputs) -> Documents:
+    """Return the length that all sequences of a microbatch have, where it has several."""
+    return tuple(lengths[:1] for lengths in documents) if inputs.samples > 1 else documents
+
+
+def _require_rows(documents: Documents, inputs: StepInputs) -> None:
+    """Raise RuntimeError unless the sequences of a microbatch have one length; a single one may be packed."""
     rows = inputs.samples
     if rows > 1:
         for number, lengths in enumerate(documents):
@@ -144,7 +180,6 @@ def _rows(documents: Documents, inputs: StepInputs) -> int:
                     f"slices of {rows} samples need as many equal ones, padding included; give those, or one "
                     "sample a microbatch"
                 )
-    return rows
 
 
 def _tensor_ranks(inputs: StepInputs) -> int:

@@ -98,6 +98,8 @@ class SlicedStage(ModelStage):
         finally:
             self._calls.call = None
         found.call.output = None
+        if unit == self._units.of_microbatch[self._units.units[unit].microbatch][-1]:
+            found.call.arguments = None  # the whole batch, of which backwards need nothing
         tokens: torch.Tensor | int = 0
         if self._is_last:
             found.outputs[unit] = output.detach()

@@ -12,7 +12,7 @@ from tests.support.ranks import run_ranks
 import torch.distributed as dist
 
 from megatron_pp_ext.features.lengths.length_costs import LengthCosts
-from megatron_pp_ext.features.lengths.megatron.agreement import Agreed, agree
+from megatron_pp_ext.features.lengths.megatron.agreement import Agreed, agree, of_all
 from megatron_pp_ext.schedule.costs import Costs
 
 WORK = LengthCosts.with_attention(Costs.per_rank(2), 1).work
@@ -22,7 +22,7 @@ def fails(error: Exception) -> Any:
     raise error
 
 
-def asked(rank: int, reads: list[Any], of_experts: bool = False) -> Any:
+def asked(rank: int, reads: list[Any], of_experts: bool = False, tells_all: bool = False) -> Any:
     """Return what each rank agrees to, where pipelines are ranks 0-1 and 2-3."""
     dist.init_process_group("gloo")
     pipelines = [dist.new_group([first, first + 1]) for first in range(0, len(reads), 2)]
@@ -30,13 +30,14 @@ def asked(rank: int, reads: list[Any], of_experts: bool = False) -> Any:
     group = pipelines[rank // 2]
     inputs = SimpleNamespace(group=group, groups=SimpleNamespace(pp=group, ep=experts[rank % 2]))
     try:
-        return agree(reads[rank], inputs, WORK)
+        found = agree(reads[rank], inputs, WORK)
+        return (found, of_all(found.own, inputs)) if tells_all else found
     except RuntimeError as error:
         return str(error)
 
 
-def agreed(*reads: Any, of_experts: bool = False) -> list[Any]:
-    return run_ranks(partial(asked, reads=list(reads), of_experts=of_experts), len(reads), timeout=120)
+def agreed(*reads: Any, **about: bool) -> list[Any]:
+    return run_ranks(partial(asked, reads=list(reads), **about), len(reads), timeout=120)
 
 
 def gives(*lengths: tuple[int, ...]) -> Any:
@@ -73,6 +74,15 @@ def test_pipelines_that_share_experts_plan_alike():
     found = agreed(gives(*one), lambda: None, lambda: None, gives(*other), of_experts=True)
     assert [rank.own for rank in found] == [one, one, other, other]
     assert {rank.planned for rank in found} == {((10,), (9,), (2,))}
+
+
+def test_pipelines_that_share_experts_know_all_lengths():
+    one, other = ((5, 5), (9,)), ((10,), (3, 3))
+    reads = gives(*one), lambda: None, lambda: None, gives(*other)
+    found = agreed(*reads, of_experts=True, tells_all=True)
+    assert {of_all for _, of_all in found} == {(one, other)}
+    alone = agreed(*reads, tells_all=True)
+    assert [of_all for _, of_all in alone] == [(one,), (one,), (other,), (other,)]
 
 
 def test_a_problem_ends_the_other_pipelines_too():

@@ -39,3 +39,12 @@ def test_trains_as_whole_microbatches(found: list[dict], name: str, kind: str) -
     assert gradients.keys() == others.keys()
     for key, value in gradients.items():
         torch.testing.assert_close(value, others[key], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", own_loop_lengths.SCHEDULES)
+def test_evaluates_in_slices(found: list[dict], name: str) -> None:
+    """Losses are those of whole sequences, in the order of the data."""
+    (losses, calls), (of_stock, calls_of_stock) = (found[-1][f"{one} evaluated"] for one in (name, "stock"))
+    assert losses == pytest.approx(of_stock, rel=1e-4)
+    fewest = sum(-(-length // own_loop_lengths.TOKENS) for length in own_loop_lengths.LENGTHS)
+    assert calls >= fewest > calls_of_stock

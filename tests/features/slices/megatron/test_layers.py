@@ -121,3 +121,10 @@ def test_a_slice_of_one_document_is_no_pack() -> None:
 def test_documents_that_the_model_is_not_told_of_are_refused() -> None:
     with pytest.raises(ValueError, match="gives the model no packed_seq_params"):
         cut({"packed_seq_params": None}, Slice(None, 0, 7, ((0, 4), (5, 8)), LENGTH, (4, 3)))
+
+
+def test_a_slice_keeps_no_mask_of_its_whole_sequence() -> None:
+    whole = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    mask = cut({"attention_mask": whole}, slice_of(2, 4))["attention_mask"]
+    assert torch.equal(mask, whole[:, :, 2:4, :4])
+    assert mask.untyped_storage().nbytes() == mask.nbytes

@@ -1,0 +1,44 @@
+"""Pipelines that share experts, and whose sequences have other lengths, train in slices."""
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import own_loop_experts
+
+ROOT = Path(__file__).parents[4]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """What all ranks found; see ``tests.support.own_loop_experts``."""
+    file = tmp_path_factory.mktemp("experts") / "found.pickle"
+    command = [sys.executable, "-m", "tests.support.own_loop_experts", str(file)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
+    assert run.returncode == 0, run.stderr[-4000:]
+    ranks: list[dict] = pickle.loads(file.read_bytes())
+    return ranks
+
+
+@pytest.mark.parametrize("name", own_loop_experts.SCHEDULES)
+def test_trains_and_evaluates_as_whole_microbatches(found: list[dict], name: str) -> None:
+    ours, stock = ([rank[one] for rank in found] for one in (name, "stock"))
+    for (record, evaluated), (of_stock, evaluated_by_stock) in zip(ours, stock, strict=True):
+        for one, other in zip(record.losses, of_stock.losses, strict=True):
+            assert one == pytest.approx(other, rel=1e-5)
+        assert evaluated == pytest.approx(evaluated_by_stock, rel=1e-4)
+    assert sum(bool(evaluated) for _, evaluated in ours) == 2
+    for replica in (0, 1):
+        gradients, others = (
+            {key: value for record, _ in ranks[replica::2] for key, value in record.gradients.items()}
+            for ranks in (ours, stock)
+        )
+        assert gradients.keys() == others.keys()
+        for key, value in gradients.items():
+            torch.testing.assert_close(value, others[key], rtol=1e-4, atol=1e-6)

@@ -1,0 +1,55 @@
+"""How long a step takes where few sent messages may be under way, by the operations that its ranks run."""
+
+from collections import deque
+
+from megatron_pp_ext.runtime.operations.compute import Compute
+from megatron_pp_ext.runtime.operations.transfers import Post, Receive, Send
+from megatron_pp_ext.runtime.plan import plan_rank
+from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.messages import SENDS_AHEAD, Message
+
+
+def step_seconds(schedule: Schedule, costs: Costs, announces: bool = False) -> float:
+    """Return the length of a step whose messages take no time, but wait until their receive is posted.
+
+    A rank that has sent more than ``SENDS_AHEAD`` messages whose receives are not posted waits for the first
+    of them.  Where every message ``announces`` its shape, a rank that posts a receive waits for its sender.
+    """
+    plans = [plan_rank(schedule, rank).operations for rank in range(schedule.ranks)]
+    at, now = [0] * len(plans), [0.0] * len(plans)
+    posted, sent = dict[Message, float](), dict[Message, float]()
+    under_way: list[deque[Message]] = [deque() for _ in plans]
+
+    def runs(rank: int) -> bool:
+        """Run the rank's next operation, if it can run."""
+        operation, waiting = plans[rank][at[rank]], under_way[rank]
+        match operation:
+            case Post(_, message):
+                if announces and message not in sent:
+                    return False
+                posted[message] = now[rank] = max(now[rank], sent[message] if announces else 0.0)
+            case Receive(_, message):
+                if message not in sent:
+                    return False
+                now[rank] = max(now[rank], sent[message])
+            case Send(_, message):
+                if message not in sent:
+                    sent[message] = now[rank]
+                    waiting.append(message)
+                while len(waiting) > SENDS_AHEAD:
+                    if waiting[0] not in posted:
+                        return False
+                    now[rank] = max(now[rank], posted[waiting.popleft()])
+            case Compute():
+                now[rank] += costs.seconds(operation.action)
+        at[rank] += 1
+        return True
+
+    while any(place < len(plan) for place, plan in zip(at, plans, strict=True)):
+        moved = False
+        for rank, plan in enumerate(plans):
+            while at[rank] < len(plan) and runs(rank):
+                moved = True
+        assert moved, "the ranks wait for each other"
+    return max(now)
