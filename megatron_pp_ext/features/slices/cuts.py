@@ -15,7 +15,7 @@ Units of unlike cost make ranks wait for each other.  So slices by cost are more
 of attention in the cost of the document's last token.
 """
 
-_LITTLE = 0.1
+_LITTLE = 0.01
 """The part of a slice for which there is none more."""
 
 
