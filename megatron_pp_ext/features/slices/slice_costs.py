@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_pp_ext.features.lengths.length_costs import LengthCosts
-from megatron_pp_ext.features.slices.listing import Work
+from megatron_pp_ext.features.slices.problem import Work
 from megatron_pp_ext.features.slices.units import Units
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import Costs
