@@ -187,13 +187,6 @@ class Tried:
                 f"--schedules {given} and --pipeline-schedule {flag} contradict each other: leave one out"
             )
         wanted = _known(given or flag) or [*catalog.NAMES, FLEX]
-        if (tokens := asked.pipeline.pipeline_slice_tokens) is not None:
-            if (given or flag) and FLEX in wanted:
-                raise ValueError(
-                    f"--pipeline-slice-tokens {tokens}: a search compiles orders of whole sequences: choose "
-                    f"families, and ask mpp estimate for {FLEX}"
-                )
-            wanted = [name for name in wanted if name != FLEX]
         try:
             names = permitted(asked, wanted)
         except ValueError:

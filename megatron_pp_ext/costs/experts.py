@@ -20,6 +20,15 @@ multiplies and sums it for the bias and for the probabilities, and joins what th
 in megatron.core.transformer.moe.experts)."""
 
 
+_LAUNCHED_CASTS = {"delayed": 0, "tensorwise": 2}
+"""The kernels of the cast of one expert's tokens, by the recipe of FP8, or 1.
+
+Transformer Engine starts the products and the casts of each expert one by one (``multi_stream_cublas_gemm``
+in transformer_engine/common/gemm/cublaslt_gemm.cu, ``multi_tensor_quantize_impl`` in
+transformer_engine/pytorch/csrc/extensions/cast.cpp, commit d0067d0d); delayed scales have one kernel for all,
+and scales of the tensor itself one more to find them."""
+
+
 def experts(costs: LayerCosts) -> Part:
     """Return a layer of experts and its norm.
 
@@ -48,6 +57,7 @@ def _routed(costs: LayerCosts, here: int) -> Part:
         + activation(costs, inner, chosen, is_expert=True)
         + costs.products.row(inner, chosen, here, made=width)
     )
+    one = costs.kernels.launched(one, _launches(costs, here), has_routed=True)
     sent = chosen * costs.sizes.spread(width)
     exchange = costs.kernels.shuffle(sent)
     # Tokens travel to the experts and back, and are put in order by rank and by expert before and after
@@ -78,6 +88,20 @@ def _routed(costs: LayerCosts, here: int) -> Part:
         matrices=one.matrices and Matrices(0.0, 0.0, here * one.matrices.operations, one.matrices.largest),
         exchanged_seconds=exchange,
     )
+
+
+def _launches(costs: LayerCosts, here: int) -> int:
+    """Return the kernels that the forward of ``here`` experts starts.
+
+    The host waits for the numbers of their tokens before it starts any of them.
+    """
+    precision = costs.job.precision
+    if not precision.moe_grouped_gemm or precision.fuses_experts:
+        return MLP_KERNELS
+    casts = 0
+    if precision.uses_fp8:
+        casts = 2 if precision.fp4 else _LAUNCHED_CASTS.get(precision.fp8_recipe, 1)
+    return MLP_KERNELS + 2 * here * (1 + casts)
 
 
 def _latent(costs: LayerCosts) -> Part:

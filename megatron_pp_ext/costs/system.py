@@ -50,7 +50,7 @@ _LOST_AT_THE_END = 0.8
 
 type _Text = Annotated[str, printable()]
 type _Dtype = Annotated[str, one_of(*DTYPES)]
-type _Sustained = Annotated[str, one_of("clock", "copy", "network", "overlap", "group")]
+type _Sustained = Annotated[str, one_of("clock", "copy", "cast", "network", "overlap", "group")]
 type _Positive = Annotated[float, above(0)]
 type _NotNegative = Annotated[float, at_least(0)]
 type _Count = Annotated[int, at_least(1)]
@@ -218,6 +218,11 @@ class System:
             f"--fp4-format is not for system {self.name}: Transformer Engine has it from compute capability "
             "10.0 on; leave --fp4-format out, or choose another --system, or add the rates of fp4 to the file"
         )
+
+    @property
+    def multiplies_any_layout(self) -> bool:
+        """Whether FP8 products read operands by rows or by columns, as from compute capability 10.0 on."""
+        return "mxfp8" in (self.fp8_recipes or ())
 
     @property
     def half(self) -> str:

@@ -64,6 +64,12 @@ _SCANNED_BACKWARD = 3.0
 """The backward of a scan for each forward: the forward again, and two of the kind for its gradients.  This is
 assumed; no measurement of a backward was found."""
 
+_MICROSCALED = 1.05
+"""How much longer products in MXFP8 take than those in FP8 with one scale for each operand.
+
+On a B300 the products of a layer with a hidden size of 4,096 took 7.16 ms in place of 6.81
+(NVIDIA/TransformerEngine, commit d0067d0d, docs/examples/gemm_profiling)."""
+
 FLEXIBLE_PROCESSORS, _COLLECTIVE_PROCESSORS = 20, 32
 """The processors that an exchange of tokens takes: those of DeepEP, by the default of --moe-deepep-num-sms,
 and those of NCCL's all-to-all, one for each channel (32 on H100: those of its rings, rounded up to a power of
@@ -88,6 +94,8 @@ class SystemKernelSeconds(KernelSeconds):
         elif self._is_fp8:
             system.require_fp8(precision.fp8_recipe)
             self._dtype = "fp8_block" if precision.fp8_recipe == "blockwise" else "fp8"
+        is_microscaled = self._dtype == "fp8" and precision.fp8_recipe == "mxfp8"
+        self._slower = _MICROSCALED if is_microscaled else 1.0
         self._bytes = precision.weight_size
         self._tensor = parallel.tensor_model_parallel_size
         self._overlaps = parallel.tp_comm_overlap and parallel.sequence_parallel
@@ -96,8 +104,11 @@ class SystemKernelSeconds(KernelSeconds):
         self._expert_tensor = parallel.expert_tensor
         self._drops = job.model.attention_dropout > 0
         is_fp4 = self._dtype == "fp4"
-        self._scales_first = not is_fp4 and precision.fp8_recipe == "tensorwise"
+        self._scales_first = is_fp4 or precision.fp8_recipe == "tensorwise"
         self._norms_cast = not is_fp4 and precision.fp8_recipe == "delayed"
+        self._norms_scale = not is_fp4 and precision.fp8_recipe == "tensorwise"
+        is_by_tensor = not is_fp4 and precision.fp8_recipe in ("delayed", "tensorwise")
+        self._casts_once = is_by_tensor and system.multiplies_any_layout
         self._sends_once = parallel.moe_token_dispatcher_type == "flex"
         self._backend = parallel.moe_flex_dispatcher_backend
         model = job.model
@@ -111,7 +122,8 @@ class SystemKernelSeconds(KernelSeconds):
     ) -> float:
         """Return the seconds at the shape's rate, or those of reading and writing the operands if more."""
         dtype = self._half if is_output else self._dtype
-        seconds = 2 * groups * m * n * k / self._system.rate(dtype, m, n, k, groups)
+        slower = 1.0 if is_output else self._slower
+        seconds = slower * 2 * groups * m * n * k / self._system.rate(dtype, m, n, k, groups)
         read = (self._bytes if is_output else self._operand) * (m * k + k * n)
         written = (8 if adds else self._bytes) * m * n
         exposed = self._system.exposed_sums * written if adds else 0.0
@@ -168,19 +180,33 @@ class SystemKernelSeconds(KernelSeconds):
         """Return the seconds to read them, and to write them by rows and by columns, a byte for each.
 
         Numbers that were gathered by rows, or written so by a norm, are read again to write them by columns;
-        such a norm writes a byte in the place of its own result.  It cannot where scales are of the tensor
-        itself, as those of NVFP4 partly are, which take a pass over it first, or of its blocks.  In MXFP8 it
-        does so with NVTE_NORM_FWD_USE_CUDNN=1 alone, which no flag sets (``rmsnorm_fwd`` in
-        transformer_engine/pytorch/csrc/extensions/normalization.cpp).
+        such a norm writes a byte in the place of its own result.  It cannot where scales are of the tensor's
+        blocks, or of the tensor itself, as those of NVFP4 partly are: such numbers are read once more for
+        their scale, unless a norm made them, which finds the scale of FP8's.  In MXFP8 it writes them so with
+        NVTE_NORM_FWD_USE_CUDNN=1 alone, which no flag sets (``rmsnorm_fwd`` in
+        transformer_engine/pytorch/csrc/extensions/normalization.cpp).  From compute capability 10.0 on
+        products read tensors with one scale in any layout, so nothing is written by columns
+        (``nvte_is_non_tn_fp8_gemm_supported`` in transformer_engine/common/transformer_engine.cpp).
+
+        These kernels reach a larger part of the memory's rate than others, where a system says so.
         """
         if not self._is_fp8:
             return 0.0
+        columns = 0.0 if self._casts_once else self._operand
+        from_rows = (self._operand + columns) * numbers if columns else 0.0
         if is_normed and self._norms_cast:
-            return self.copy((self._operand - self._bytes) * numbers / ranks + 2 * self._operand * numbers)
-        read = 2 * self._bytes if self._scales_first else self._bytes
+            return self._quantized((self._operand - self._bytes) * numbers / ranks + from_rows)
+        is_read_again = self._scales_first and not (is_normed and self._norms_scale)
+        read = 2 * self._bytes if is_read_again else self._bytes
         if ranks == 1:
-            return self.copy((read + 2 * self._operand) * numbers)
-        return self.copy((read + self._operand) * numbers / ranks + 2 * self._operand * numbers)
+            return self._quantized((read + self._operand + columns) * numbers)
+        return self._quantized((read + self._operand) * numbers / ranks + from_rows)
+
+    def _quantized(self, size: float) -> float:
+        """Return the seconds in which kernels that cast read and write ``size`` bytes."""
+        sustained = self._system.sustained
+        share = sustained.get("cast", sustained.get("copy", 1.0))
+        return size / (self._system.copy_bytes_per_second * share)
 
     def to_host(self, size: float) -> float:
         """Return the seconds on the link to the host; ValueError for a system that describes none."""

@@ -13,8 +13,9 @@ from typing import Any, Self
 
 from megatron_pp_ext.job.attention_part import Attention
 from megatron_pp_ext.job.memory_part import Memory
-from megatron_pp_ext.job.parts import Batch, Model, Parallel, Precision
+from megatron_pp_ext.job.parts import Batch, Model, Parallel
 from megatron_pp_ext.job.pipeline_part import Pipeline
+from megatron_pp_ext.job.precision_part import Precision
 from megatron_pp_ext.schedule import catalog
 
 

@@ -215,11 +215,6 @@ def test_a_search_of_both_ways_to_hold_a_vocabulary(mpp, model, tmp_path):
         (("search", "--gpus", 8), {"seq_length": 512}, "no batch: give --global-batch-size"),
         (SEARCH, {"pipeline_offload": "0.5"}, "-offload is 0.5, but a search chooses a share itself"),
         (SEARCH, {"pipeline_loss_rank": "last"}, "-rank last: a search counts ranks from the one with"),
-        (
-            (*SEARCH, "--schedules", "flex"),
-            {"pipeline_slice_tokens": 256},
-            "-slice-tokens 256: a search compiles orders of whole sequences",
-        ),
         (SEARCH, {"decoder_first_pipeline_num_layers": 1}, "-pipeline-num-layers describes the stages"),
         (("estimate",), {}, "has no --seq-length: give it"),
         (("estimate",), {**PIPELINE, **SHARED, "pipeline_schedule": None}, "add --pipeline-schedule"),

@@ -1,6 +1,7 @@
 """``mpp profile``: a run that fails leaves what was there, and says where its log is."""
 
 from megatron_pp_ext.cli import profile
+from megatron_pp_ext.jobs import process
 
 
 def test_a_run_that_fails_leaves_the_profile_that_was_there(mpp, tmp_path, monkeypatch):
@@ -11,7 +12,7 @@ def test_a_run_that_fails_leaves_the_profile_that_was_there(mpp, tmp_path, monke
 
     file = tmp_path / "gold.json"
     file.write_text("precious")
-    monkeypatch.setattr(profile, "run", fail)
+    monkeypatch.setattr(process, "run", fail)
     result = mpp("profile", file, "--", "--num-layers", 2)
     assert result.exit_code == 2
     assert "ended with status 7 and no profile: ValueError: too small" in result.stderr

@@ -110,11 +110,11 @@ def test_graphs_launch_layers_but_for_experts(graphs: str, layers: float, expert
 
 
 def test_fp4_products_run_at_its_rate_and_cost_casts() -> None:
-    """Two bytes are read, and nine sixteenths of a byte are written by rows and by columns."""
+    """Two bytes are read twice, and nine sixteenths of a byte are written by rows and by columns."""
     rates = {"bf16": [[1, 1, 1, 1e12]], "fp4": [[1, 1, 1, 4e12]]}
     half, four = kernels({"matrix_rates": rates}), kernels({"matrix_rates": rates}, fp4="e2m1")
     assert four.product(4096, 4096, 4096) == pytest.approx(half.product(4096, 4096, 4096) / 4)
-    assert four.cast(1e6) == pytest.approx((2 + 2 * 9 / 16) * 1e6 / 1e12)
+    assert four.cast(1e6) == pytest.approx((4 + 2 * 9 / 16) * 1e6 / 1e12)
     with pytest.raises(
         ValueError, match="--fp4-format is not for system test: Transformer Engine has it from"
     ):
@@ -198,13 +198,44 @@ def test_numbers_that_ranks_gather_are_cast_by_parts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "alone", "behind_a_norm"), [("delayed", 4, 1), ("tensorwise", 6, 6), ("blockwise", 4, 4)]
+    ("recipe", "alone", "behind_a_norm"), [("delayed", 4, 1), ("tensorwise", 6, 4), ("blockwise", 4, 4)]
 )
 def test_scales_tell_what_a_cast_reads(recipe: str, alone: int, behind_a_norm: int) -> None:
-    """Scales of the tensor itself take a pass over it.  A norm that knows them writes a byte, not two."""
+    """Scales of the tensor itself take a pass over it, but for a norm's.  Where they are known before, a norm
+    writes a byte, not two.
+    """
     made = kernels(fp8="hybrid", fp8_recipe=recipe)
     assert made.cast(1e6) == pytest.approx(alone * 1e6 / 1e12)
     assert made.cast(1e6, is_normed=True) == pytest.approx(behind_a_norm * 1e6 / 1e12)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "alone", "behind_a_norm", "gathered"),
+    [("delayed", 3, -1, 3 / 4), ("tensorwise", 5, 3, 5 / 4), ("mxfp8", 4, 4, 3 / 4 + 2)],
+)
+def test_products_of_any_layout_need_no_operand_by_columns(
+    recipe: str, alone: int, behind_a_norm: int, gathered: float
+) -> None:
+    """So it is where MXFP8 runs, whose scales of blocks differ by rows and by columns, however."""
+    made = kernels({"fp8_recipes": ["delayed", "tensorwise", "mxfp8"]}, fp8="hybrid", fp8_recipe=recipe)
+    assert made.cast(1e6) == pytest.approx(alone * 1e6 / 1e12)
+    assert made.cast(1e6, is_normed=True) == pytest.approx(behind_a_norm * 1e6 / 1e12)
+    assert made.cast(1e6, ranks=4) == pytest.approx(gathered * 1e6 / 1e12)
+
+
+def test_casts_may_reach_another_share_of_the_memorys_rate() -> None:
+    slow, fast = (
+        kernels({"sustained": shares}, fp8="hybrid") for shares in ({"copy": 0.4}, {"copy": 0.4, "cast": 0.8})
+    )
+    assert slow.cast(1e6) == pytest.approx(2 * fast.cast(1e6))
+    assert slow.copy(1e6) == fast.copy(1e6)
+
+
+def test_products_in_mxfp8_take_longer() -> None:
+    machine = {"fp8_recipes": ["tensorwise", "mxfp8"]}
+    plain, scaled = (kernels(machine, fp8="e4m3", fp8_recipe=recipe) for recipe in ("tensorwise", "mxfp8"))
+    assert scaled.product(512, 512, 512) == pytest.approx(1.05 * plain.product(512, 512, 512))
+    assert scaled.product(512, 512, 512, is_output=True) == plain.product(512, 512, 512, is_output=True)
 
 
 def test_scales_of_blocks_have_products_of_their_own() -> None:

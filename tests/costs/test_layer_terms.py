@@ -464,3 +464,33 @@ def test_the_loss_s_workspace():
     """Logits as the product makes them and a copy in fp32, shared by tensor-parallel ranks."""
     assert loss_workspace(costs("copy", tensor_model_parallel_size=2), V) == (2 + 4) * S * B * V / 2
     assert loss_workspace(costs("copy", bf16=False), V) == (4 + 4) * S * B * V
+
+
+@pytest.mark.parametrize(
+    ("flags", "each"),
+    [
+        ({}, 1),
+        ({"fp8": "hybrid", "fp8_recipe": "delayed"}, 1),
+        ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, 2),
+        ({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, 3),
+    ],
+)
+def test_the_products_and_casts_of_each_expert_are_launched(flags: dict[str, str], each: int) -> None:
+    """With twice the experts on a rank there are as many more launches for each of both products."""
+
+    class Launches(KernelSeconds):
+        def launched(self, part: Part, kernels: float, has_routed: bool = False) -> Part:
+            return part + Part(forward_seconds=kernels)
+
+    def launched(count: int, **changed: object) -> float:
+        model = {**MODEL, **EXPERTS, "moe_grouped_gemm": True, "num_experts": count, **flags, **changed}
+        with_launches, without = (
+            experts(LayerCosts(describe(model), kernels)).forward_seconds
+            for kernels in (Launches(), KernelSeconds())
+        )
+        return with_launches - without
+
+    assert launched(16) - launched(8) == pytest.approx(8 * 2 * each, abs=1e-3)
+    if flags.get("fp8_recipe") == "mxfp8":
+        fused = {"use_transformer_engine_op_fuser": True}
+        assert launched(16, **fused) == pytest.approx(launched(8, **fused), abs=1e-3)

@@ -76,7 +76,10 @@ def test_messages_between_nodes_are_slower_than_rings():
         ({"peak_rates": []}, r"peak_rates is \[\], but must be an object"),
         ({"processors": -1}, "processors is -1, but must be a number of 0 or more"),
         ({"kernel_seconds": "x"}, 'kernel_seconds is "x", but must be a finite number'),
-        ({"sustained": {"bf17": 1}}, "sustained bf17: 'bf17' is unknown: give one of clock, copy, network, "),
+        (
+            {"sustained": {"bf17": 1}},
+            "sustained bf17: 'bf17' is unknown: give one of clock, copy, cast, network, ",
+        ),
         ({"sustained": {"copy": 0}}, "sustained: copy is 0, but must be a number above 0"),
         ({"attention_rates": [[1, 2]]}, r"attention_rates: 0 is \[1, 2\], but must be a list of 3"),
         ({"around_loop": {"bf16": -1}}, "around_loop: bf16 is -1, but must be a number of 0 or more"),

@@ -86,3 +86,20 @@ def test_layers_wait_for_copies_on_a_slow_link() -> None:
 def test_a_system_without_a_host_has_no_place_for_activations() -> None:
     with pytest.raises(ValueError, match=r"^system test describes no host, .*: give it host$"):
         estimated(cpu_offloading_num_layers=6)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "size"), [("tensorwise", 1), ("delayed", 1), ("blockwise", 1), ("mxfp8", 2)]
+)
+def test_layers_that_exist_in_fp8_alone_are_gathered_in_fp8(recipe: str, size: int) -> None:
+    """MXFP8 is gathered in bf16, and so are embedding and output layer in any recipe."""
+    machine = replace(
+        MACHINE,
+        matrix_rates=dict.fromkeys(("bf16", "fp8", "fp8_block"), MACHINE.matrix_rates["bf16"]),
+        fp8_recipes=None if size == 1 else ["mxfp8"],
+    )
+    fp8 = {"fp8": "hybrid", "fp8_recipe": recipe, "overlap_param_gather": False}
+    whole, small = (estimated(machine, **fp8, fp8_param_gather=gathers) for gathers in (False, True))
+    layers = (estimated(num_layers=8).fullest.weights - estimated(num_layers=4).fullest.weights) * 2
+    less = layers / 2 * (2 - size) * 7 / 8 / machine.node.bytes_per_second
+    assert whole.step_seconds - small.step_seconds == pytest.approx(less, rel=0.01, abs=1e-9)

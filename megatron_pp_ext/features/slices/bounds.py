@@ -4,10 +4,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from megatron_pp_ext.features.slices.listing import FORWARD, INPUT, Chains, Where, Work
+from megatron_pp_ext.features.slices.problem import FORWARD, INPUT, Problem
 
 
-def lower_bound(work: Work, where: Where, chains: Chains) -> float:
+def lower_bound(problem: Problem) -> float:
     """Return a makespan that no schedule of these units is below, in the unit of ``work``.
 
     It is the larger of two.  A rank cannot begin before the quickest unit has come to it, and has all its
@@ -15,6 +15,7 @@ def lower_bound(work: Work, where: Where, chains: Chains) -> float:
     And each chain takes the time of its own way through all stages and back: its units follow each other
     through every stage, of which the slowest holds them up.
     """
+    work, where, chains, _ = problem
     seconds, _, _, delays, splits = work
     forward, back = seconds[FORWARD], seconds[INPUT]
     heads = _arrivals(forward, delays).min(axis=1)
@@ -25,7 +26,7 @@ def lower_bound(work: Work, where: Where, chains: Chains) -> float:
     for stages in where.stages_of:
         tail = 0.0 if splits else float(tails[stages[0]])
         found = max(found, float(heads[stages[0]] + per_stage[stages].sum()) + tail)
-    bounds = np.flatnonzero(np.diff(chains.chain_of, prepend=-1, append=chains.chain_of[-1] + 1))
+    bounds = [*chains.first.tolist(), seconds.shape[2]]
     of_units = (forward + back).sum(axis=0)
     for begin, end in sorted(pairwise(bounds), key=lambda one: -float(of_units[slice(*one)].sum())):
         if float(of_units[begin:end].sum()) + 2 * float(delays.sum()) <= found:

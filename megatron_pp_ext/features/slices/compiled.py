@@ -18,6 +18,9 @@ from megatron_pp_ext.schedule.simulate import Timeline, simulate
 LISTED = "list scheduling"
 """The origin of an order that is no family's."""
 
+_BUDGET = 0.2
+"""The seconds of a core that a search may take, which is for all steps."""
+
 _TRIES = 4
 """How often less is left for activations, where messages need more than the least."""
 
@@ -45,7 +48,7 @@ def _listed(
     work = equal_work(units, costs, placement)
     rooms = without_messages(placement, len(units), costs, limits)
     for _ in range(_TRIES):
-        plan = Search(units, work, placement, rooms).planned()
+        plan = Search(units, work, placement, rooms).planned(_BUDGET)
         timeline = simulate(plan.schedule, costs)
         if _keeps(timeline, limits):
             return timeline, plan.lower_bound

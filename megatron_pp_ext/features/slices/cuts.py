@@ -9,42 +9,55 @@ from typing import Literal
 from megatron_pp_ext.features.slices.units import Piece, Unit, Units
 
 By = Literal["tokens", "cost"]
-"""Slices of a document have equal tokens, or equal cost: a later one, which attends to more, has fewer."""
+"""Slices of a document have equal tokens, or nearly equal cost: a later one attends to more, and has fewer.
+
+Units of unlike cost make ranks wait for each other.  So slices by cost are more: as many more as is the part
+of attention in the cost of the document's last token.
+"""
+
+_LITTLE = 0.01
+"""The part of a slice for which there is none more."""
 
 
-def bounds(length: int, slices: int, equal_at: float | None = None) -> list[int]:
+def bounds(length: int, slices: int, equal_at: float | None = None, most: int | None = None) -> list[int]:
     """Return where a document of ``length`` tokens is cut, with 0 and its length as the ends.
 
     Slices have equal tokens, or with ``equal_at`` equal cost of forward and backward, where attention of a
-    document of so many tokens takes as long as all else.  ValueError for more slices than tokens.
+    document of so many tokens takes as long as all else.  Those that would have more than ``most`` tokens
+    have so many, and the later ones share the rest.  ValueError for more slices than tokens, and for fewer
+    than ``most`` needs.
     """
     if not 1 <= slices <= length:
         raise ValueError(f"{length} tokens do not make {slices} slices: give 1 to {length}")
-    parts = [number / slices for number in range(1, slices)]
+    if most is not None and slices * most < length:
+        raise ValueError(f"{length} tokens in {slices} slices are more than {most} in one: give more slices")
     if equal_at is None:
-        cuts = [length * number // slices for number in range(1, slices)]
-    else:
-        # x + x * x / a is the cost of the first x tokens.
-        whole = length + length * length / equal_at
-        cuts = [round(equal_at / 2 * (math.sqrt(1 + 4 * part * whole / equal_at) - 1)) for part in parts]
+        return [length * number // slices for number in range(slices + 1)]
     found = [0]
-    for number, place in enumerate(cuts, 1):
-        found.append(min(max(place, found[-1] + 1), length - (slices - number)))
+    for left in range(slices, 1, -1):
+        begin = found[-1]
+        # x + x * x / a is the cost of the first x tokens.
+        before, whole = (x + x * x / equal_at for x in (begin, length))
+        cost = before + (whole - before) / left
+        end = round(equal_at / 2 * (math.sqrt(1 + 4 * cost / equal_at) - 1))
+        end = min(max(end, begin + 1), length - (left - 1), begin + (most or length))
+        found.append(end)
     return [*found, length]
 
 
 def cut(
     documents: Iterable[Sequence[int]],
     most_tokens: int,
-    by: By = "tokens",
-    equal_at: float = 24_576,
+    by: By = "cost",
+    equal_at: float = math.inf,
     multiple: int = 1,
     rows: int = 1,
 ) -> Units:
     """Return the units of microbatches with these documents, of at most ``most_tokens`` tokens each.
 
     Longer documents are cut into slices, as few as there can be where they have equal tokens, and shorter
-    ones go together in their order.  Microbatches follow each other, and in each the long documents come
+    ones go together in their order.  Attention of a document of ``equal_at`` tokens takes as long as all else
+    of its forward.  Microbatches follow each other, and in each the long documents come
     before the short ones.  Slices end at a ``multiple`` of so many tokens, which divides all lengths.  A
     token stands for one of each of the ``rows`` of a batch.  ValueError for ``most_tokens`` below
     ``multiple``.
@@ -55,7 +68,7 @@ def cut(
     step = [tuple(lengths) for lengths in documents]
     for microbatch, lengths in enumerate(step):
         number = 0
-        for pieces in _of_microbatch(lengths, most_tokens, equal_at if by == "cost" else None, multiple):
+        for pieces in _of_microbatch(lengths, most_tokens, equal_at if by == "cost" else math.inf, multiple):
             for one in pieces:
                 units.append(Unit(microbatch, number, chain, one))
                 number += 1
@@ -64,7 +77,7 @@ def cut(
 
 
 def _of_microbatch(
-    lengths: Sequence[int], most_tokens: int, equal_at: float | None, multiple: int
+    lengths: Sequence[int], most_tokens: int, equal_at: float, multiple: int
 ) -> Iterable[list[tuple[Piece, ...]]]:
     """Yield the pieces of each unit of each chain."""
     pack, tokens = list[Piece](), 0
@@ -84,13 +97,16 @@ def _of_microbatch(
     yield from packs
 
 
-def _within(length: int, most_tokens: int, equal_at: float | None, multiple: int) -> list[int]:
-    """Return the cuts of a document into the fewest slices of which none has more than ``most_tokens``.
-
-    Where costs are to be equal, the mean slice has at most so many tokens, and the first ones have more.
-    """
-    slices = -(-(length // multiple) // (most_tokens // multiple))
-    cuts = bounds(length // multiple, slices, None if equal_at is None else equal_at / multiple)
+def _within(length: int, most_tokens: int, equal_at: float, multiple: int) -> list[int]:
+    """Return the cuts of a document into slices of at most ``most_tokens``."""
+    blocks, most = length // multiple, most_tokens // multiple
+    fewest = -(-blocks // most)
+    if math.isinf(equal_at):
+        cuts = bounds(blocks, fewest)
+    else:
+        of_attention = 2 * length / (2 * length + equal_at)
+        wanted = math.ceil(blocks / most * (1 + of_attention) - _LITTLE)
+        cuts = bounds(blocks, min(blocks, max(fewest, wanted)), equal_at / multiple, most)
     return [multiple * place for place in cuts]
 
 

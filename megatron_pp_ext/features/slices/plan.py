@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
-from megatron_pp_ext.features.lengths.length_costs import EQUAL_AT, LengthCosts
+from megatron_pp_ext.features.lengths.length_costs import LengthCosts
 from megatron_pp_ext.features.slices.cuts import By, cut, ordered
-from megatron_pp_ext.features.slices.listing import ROUNDING
 from megatron_pp_ext.features.slices.options import SMALLEST
+from megatron_pp_ext.features.slices.problem import ROUNDING
 from megatron_pp_ext.features.slices.search import BUDGET, Plan, Search
 from megatron_pp_ext.features.slices.shift import more, shifted
 from megatron_pp_ext.features.slices.slice_costs import durations_of, unit_costs, work_of
@@ -25,9 +25,8 @@ LARGEST = 65_536
 class Planner:
     """Plans steps on ``placement`` whose stages have the costs of ``rates``.
 
-    ``overhead`` are the tokens that a unit costs on top of its own, and ``equal_at``
-    is the length of a document whose attention takes as long as all else.  Slices end at a ``multiple`` of
-    so many tokens, which divides all lengths.  A token stands for one of each of the ``rows`` of a batch.
+    ``overhead`` are the tokens that a unit costs on top of its own.  Slices end at a ``multiple`` of so many
+    tokens, which divides all lengths.  A token stands for one of each of the ``rows`` of a batch.
     """
 
     def __init__(
@@ -37,7 +36,6 @@ class Planner:
         *,
         splits_backward: bool = True,
         overhead: float = 0.0,
-        equal_at: float = EQUAL_AT,
         multiple: int = 1,
         rows: int = 1,
     ) -> None:
@@ -47,7 +45,7 @@ class Planner:
                 "give one for each"
             )
         self.placement, self.rates, self.splits_backward = placement, rates, splits_backward
-        self.overhead, self.equal_at = overhead, equal_at
+        self.overhead = overhead
         self._multiple, self._rows = multiple, rows
 
     def plan(
@@ -56,7 +54,7 @@ class Planner:
         slice_tokens: int | None,
         limits: Sequence[float],
         *,
-        by: By = "tokens",
+        by: By = "cost",
         budget: float = BUDGET,
     ) -> Plan:
         """Return the plan of a step whose microbatches have these ``documents``.
@@ -74,12 +72,12 @@ class Planner:
         found = self._search(units, limits).planned(budget)
         return replace(found, schedule=self._timed(found.schedule, found.units))
 
-    def cut(self, documents: Sequence[Sequence[int]], slice_tokens: int, by: By = "tokens") -> Units:
+    def cut(self, documents: Sequence[Sequence[int]], slice_tokens: int, by: By = "cost") -> Units:
         """Return the units of microbatches with these ``documents``, in the order of the data."""
-        return cut(documents, slice_tokens, by, self.equal_at, self._multiple, self._rows)
+        return cut(documents, slice_tokens, by, self.rates.equal_at, self._multiple, self._rows)
 
     def chosen_tokens(
-        self, documents: Sequence[Sequence[int]], limits: Sequence[float], by: By = "tokens"
+        self, documents: Sequence[Sequence[int]], limits: Sequence[float], by: By = "cost"
     ) -> int:
         """Return the size of units whose step is shortest where chains go light-heavy-light.
 
@@ -110,7 +108,7 @@ class Planner:
         make: Callable[[int], Schedule],
         documents: Sequence[Sequence[int]],
         slice_tokens: int | None,
-        by: By = "tokens",
+        by: By = "cost",
     ) -> Plan:
         """Return the plan whose actions have the order of a family (``shift``), and its memory.
 
@@ -125,7 +123,7 @@ class Planner:
         return Plan(units, schedule, seconds, min(bound, seconds))
 
     def chosen_in_family(
-        self, make: Callable[[int], Schedule], documents: Sequence[Sequence[int]], by: By = "tokens"
+        self, make: Callable[[int], Schedule], documents: Sequence[Sequence[int]], by: By = "cost"
     ) -> int:
         """Return the size of units whose step is shortest in the order of a family; see ``in_family``."""
 

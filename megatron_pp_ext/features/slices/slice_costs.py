@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_pp_ext.features.lengths.durations import Durations, in_whole_numbers
 from megatron_pp_ext.features.lengths.length_costs import LengthCosts
-from megatron_pp_ext.features.slices.listing import Work
+from megatron_pp_ext.features.slices.problem import Work
 from megatron_pp_ext.features.slices.units import Units
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement

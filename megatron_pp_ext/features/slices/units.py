@@ -24,8 +24,7 @@ class Piece(NamedTuple):
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
+class Unit(NamedTuple):
     """Tokens of one ``microbatch`` that a stage computes at once.
 
     ``slice`` is the number of the unit within its microbatch.  ``pieces`` are either one slice of one

@@ -1,5 +1,6 @@
 """Orders that are compiled for the ranks and microbatches of the best candidates of a search."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import le
@@ -11,9 +12,10 @@ from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.job import memory_limit
 from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.search.configurations import Space
+from megatron_pp_ext.planner.search.lower_bounds import slices_of
 from megatron_pp_ext.planner.search.replays import Evaluated
 from megatron_pp_ext.planner.search.workloads import Workloads
-from megatron_pp_ext.planner.step.estimate import estimate, rank_memory
+from megatron_pp_ext.planner.step.estimate import estimate, memory_beside
 from megatron_pp_ext.planner.step.programs import Prepared
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule.actions import Schedule
@@ -94,8 +96,11 @@ class Compiler:
             left = tuple(map(min, amounts, left))
         return [min(left), left] if len(set(left)) > 1 else [min(left)]
 
-    def _within(self, cut: Candidate, limit: Limit, whole: Costs) -> Evaluated | str:
-        """Return ``cut`` as compiled within ``limit``, or why that cannot be."""
+    def _within(self, cut: Candidate, limit: Limit, whole: Costs, is_last: bool = False) -> Evaluated | str:
+        """Return ``cut`` as compiled within ``limit``, or why that cannot be.
+
+        Where its estimate is over the memory of a GPU, a lower limit is tried, unless this is the last one.
+        """
         try:
             schedule = _schedule(cut, whole, self._workloads.work(cut).costs, limit)
         except InfeasibleLimit as error:
@@ -103,6 +108,11 @@ class Compiler:
         work = self._workloads.work(cut, schedule.placement)
         estimated = estimate(work, Prepared(schedule, is_repeated=True), FLEX, cut.microbatches, self._margin)
         if estimated.fullest.total > self._limit:
+            if self._given is None and not is_last:
+                # What features keep on top of activations, such as gradients of keys and values.
+                over = math.ceil((estimated.fullest.total - self._limit) / (1 + self._margin))
+                lower = tuple(one - over for one in limit) if isinstance(limit, tuple) else limit - over
+                return self._within(cut, lower, whole, is_last=True)
             needed = estimated.fullest.total / 1e9
             given = memory_limit.spelled(limit)
             return f"within --pipeline-memory-limit {given} it needs {needed:.1f} GB: lower it"
@@ -110,7 +120,11 @@ class Compiler:
 
     def _left(self, work: Workload) -> tuple[float, ...]:
         """Return the whole bytes that each rank has left for activations and messages."""
-        kept = (rank_memory(work, rank, 0.0, 0, self._margin) for rank in range(len(work.states)))
+        parts = slices_of(work)
+        kept = (
+            memory_beside(work, state, work.loss_bytes(rank) / parts, 0.0, 0, self._margin)
+            for rank, state in enumerate(work.states)
+        )
         return tuple(float(int((self._limit - one.total) / (1 + self._margin))) for one in kept)
 
 

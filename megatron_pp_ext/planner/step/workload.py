@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, cached_property, partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from megatron_pp_ext.job import replicas, sizes, stage_costs
 from megatron_pp_ext.job.layers import by_stage
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.additions import additions
+from megatron_pp_ext.planner.step.traffic import Waits, waits
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.messages import EMBEDS_AHEAD
 from megatron_pp_ext.schedule.placement import Placement
@@ -38,15 +39,6 @@ if that is more."""
 _EXCHANGED = EMBEDS_AHEAD + 2
 """The hidden states on their way about a split head: those embedded ahead of their forwards, the
 gradient of one that was, and the last stage's output."""
-
-
-@dataclass(frozen=True, slots=True)
-class Waits:
-    """Seconds of a rank besides its actions: gradients are reduced, weights gathered, and weights updated."""
-
-    reduction: float
-    gathering: float
-    update: float
 
 
 def model_on(job: Job, system: System) -> ModelParts:
@@ -117,13 +109,13 @@ class Workload:
 
         Megatron-FSDP does so during the computation of other layers, which loses as in ``exposed``.
         """
-        waits = self._waits(part, self.sharing)
-        gathering = waits.gathering if self.job.memory.shards_weights else 0.0
+        wait = waits(self.job, self.system, part, self.sharing)
+        gathering = wait.gathering if self.job.memory.shards_weights else 0.0
         return replace(
             part,
             forward_seconds=part.forward_seconds + self._shown(gathering, part.forward_seconds),
             input_gradient_seconds=part.input_gradient_seconds
-            + self._shown(gathering + waits.reduction, part.backward_seconds),
+            + self._shown(gathering + wait.reduction, part.backward_seconds),
         )
 
     def _shown(self, traffic: float, computation: float, least: float = 0.0) -> float:
@@ -233,7 +225,7 @@ class Workload:
     @cached_property
     def waits(self) -> list[Waits]:
         """The seconds that each rank waits besides its actions if nothing is overlapped."""
-        return _once(self._waits, self.by_rank, self._sharings)
+        return _once(partial(waits, self.job, self.system), self.by_rank, self._sharings)
 
     def exposed(self, rank: int) -> Waits:
         """Return what ``rank`` waits where it hides what it may during its last backward and first forward.
@@ -273,31 +265,6 @@ class Workload:
     def backward_seconds(self, rank: int) -> float:
         """Return the seconds of the whole backward of one microbatch on a rank."""
         return self.by_rank[rank].backward_seconds
-
-    def _waits(self, part: Part, sharing: Sharing) -> Waits:
-        job, system = self.job, self.system
-        groups = (
-            (part.parameters, sharing.dense, self.tensor),
-            (part.expert_parameters, sharing.expert, self._expert_stride),
-        )
-        precision = job.precision
-        out = sum(system.gather_seconds(precision.gradient_size * size, *group) for size, *group in groups)
-        # All weights of experts are operands.
-        operands = (
-            max(0.0, part.fp8_parameters - part.expert_parameters),
-            min(part.fp8_parameters, part.expert_parameters),
-        )
-        less = precision.weight_size - precision.gathered_size
-        back = sum(
-            system.gather_seconds(precision.weight_size * size - less * operand, *group)
-            for (size, *group), operand in zip(groups, operands, strict=True)
-        )
-        is_sharded = job.memory.shards_state
-        return Waits(
-            reduction=out if is_sharded else 2 * out,
-            gathering=back if is_sharded else 0.0,
-            update=self.update_seconds(model_state(job, part, sharing)),
-        )
 
     def update_seconds(self, state: ModelState) -> float:
         """Return the seconds in which a rank updates its weights."""

@@ -11,6 +11,7 @@ from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.features.lengths.length_costs import LengthCosts
+from megatron_pp_ext.features.lengths.microbatches import Microbatches
 from megatron_pp_ext.features.offload.options import Offload
 from megatron_pp_ext.features.pairs.options import paired
 from megatron_pp_ext.features.slices.cuts import cut, ordered
@@ -125,6 +126,24 @@ def test_the_size_of_units_is_chosen_by_step_and_overhead() -> None:
     limits = [32_768.0] * 4
     sizes = [Planner(v(4), rates, overhead=one).chosen_tokens(documents, limits) for one in (0, 500, 5000)]
     assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
+
+
+@pytest.mark.parametrize(("limit", "most"), [(0.5, 1.03), (0.3, 1.13), (0.25, 1.17)])
+def test_ranks_seldom_wait_where_memory_is_tight(limit, most) -> None:
+    """Steps over work for 16 equal sequences of 32K tokens, of which ranks keep 2 at the tightest limit."""
+    planner = Planner(v(8), LengthCosts.with_attention(Costs.per_rank(8, 2), 1))
+    documents = [[32_768]] * 16
+    plan = planner.plan(documents, 8192, [limit * 8 * 32_768] * 8)
+    work = sum(planner.rates.work(Microbatches.of(documents))) / 8
+    assert plan.lower_bound <= plan.seconds < most * work
+
+
+def test_a_longer_search_finds_no_longer_step() -> None:
+    planner = Planner(v(4), LengthCosts.with_attention(Costs.per_rank(4, 2), 1))
+    documents = [[5000, 700], [12_000], [300, 4000, 800]] * 3
+    limits = [14_000.0] * 4
+    found = [planner.plan(documents, 2000, limits, budget=seconds).seconds for seconds in (0, 0.01, 0.05)]
+    assert found == sorted(found, reverse=True) and found[-1] < found[0]
 
 
 def test_longest_documents_leave_no_holes() -> None:

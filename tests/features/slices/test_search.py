@@ -10,7 +10,9 @@ from megatron_pp_ext.planner import described
 from megatron_pp_ext.planner.search.best_first import Search
 from megatron_pp_ext.planner.search.configurations import record
 from megatron_pp_ext.planner.search.lower_bounds import bounds, least_memory
+from megatron_pp_ext.planner.search.result import Compiles
 from megatron_pp_ext.planner.step.estimate import estimate_request
+from megatron_pp_ext.schedule.names import FLEX
 from tests.planner.test_configuration_search import (
     A100,
     estimated,
@@ -54,8 +56,12 @@ def test_bounds_are_below_every_estimate() -> None:
             assert least_memory(work, candidate.microbatches, 0.05).total <= found.fullest.total
 
 
-def test_a_command_has_the_slices_that_were_found() -> None:
-    best = Search(space(pipeline_slice_tokens=2048, **SIZES), A100, 60e9, top=1).run().best[0]
+@pytest.mark.parametrize("compiles", [Compiles.NEVER, Compiles.ONLY])
+def test_a_command_has_the_slices_that_were_found(compiles: Compiles) -> None:
+    where = space(pipeline_slice_tokens=2048, **SIZES)
+    best = Search(where, A100, 60e9, compiles=compiles, top=1).run().best[0]
+    assert (best.candidate.schedule == FLEX) == (compiles is Compiles.ONLY)
+    assert best.estimate.fullest.total <= 60e9
     assert record(best.candidate)["slice_tokens"] == 2048
     words = best.candidate.flags([*MODEL, "--pipeline-slice-tokens", "auto"])
     assert words.count("--pipeline-slice-tokens") == 1

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from megatron_pp_ext.features.slices.cuts import bounds, cut, ordered
+from megatron_pp_ext.features.slices.cuts import By, bounds, cut, ordered
 from megatron_pp_ext.features.slices.units import Piece, Unit, Units, equal_slices
 
 DOCUMENTS = some.lists(some.lists(some.integers(1, 5000), min_size=1, max_size=6), min_size=1, max_size=6)
@@ -23,15 +23,14 @@ def test_equal_slices_of_a_microbatch_are_a_chain() -> None:
 
 @given(DOCUMENTS, some.integers(1, 3000), some.sampled_from(["tokens", "cost"]), some.randoms())
 def test_cuts_have_every_token_once_in_any_order_of_chains(documents, most, by, random) -> None:
-    units = cut(documents, most, by)
+    units = cut(documents, most, by, equal_at=700)
     chains = list(range(len(units.chains)))
     random.shuffle(chains)
     for one in (units, ordered(units, chains)):  # the class checks that all tokens are there once, in order
         assert sum(one.tokens) == sum(map(sum, documents))
         assert sum(one.squares) == sum(length**2 for lengths in documents for length in lengths)
         assert sorted(one.backwards) == list(range(len(one)))
-    if by == "tokens":
-        assert max(units.tokens) <= most
+    assert max(units.tokens) <= most
 
 
 @given(some.integers(2, 10_000), some.integers(1, 50))
@@ -40,6 +39,29 @@ def test_slices_of_equal_cost_have_fewer_and_fewer_tokens(length, slices) -> Non
     sizes = [end - begin for begin, end in pairwise(bounds(length, slices, equal_at=2000))]
     assert sum(sizes) == length and min(sizes) >= 1
     assert all(after <= before + 1 for before, after in pairwise(sizes))
+
+
+@given(some.integers(2, 10_000), some.integers(1, 50), some.integers(0, 100))
+def test_no_slice_of_equal_cost_has_more_tokens_than_the_most(length, slices, more) -> None:
+    slices = min(length, slices)
+    most = -(-length // slices) + more
+    sizes = [end - begin for begin, end in pairwise(bounds(length, slices, equal_at=2000, most=most))]
+    assert len(sizes) == slices and sum(sizes) == length and min(sizes) >= 1 and max(sizes) <= most
+
+
+def test_slices_by_cost_are_more_where_attention_costs_much() -> None:
+    """Up to twice as many, and no more than there must be where attention costs next to nothing."""
+    counts = [len(cut([[65_536]], 8192, equal_at=where)) for where in (1e9, 24_576, 100)]
+    assert counts[0] == 8 and counts[0] < counts[1] < counts[2] <= 16
+    assert len(cut([[65_536]], 8192)) == len(cut([[65_536]], 8192, "tokens", equal_at=100)) == 8
+
+
+def test_slices_by_cost_are_nearer_to_each_other() -> None:
+    def longest(by: By) -> float:
+        units = cut([[65_536]], 8192, by, equal_at=24_576)
+        return max(unit.tokens + unit.squares / 24_576 for unit in units.units)
+
+    assert longest("cost") < 0.6 * longest("tokens")
 
 
 def test_positions_are_those_within_the_microbatch() -> None:
