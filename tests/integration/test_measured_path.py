@@ -11,6 +11,7 @@ from megatron_pp_ext import cpu
 from megatron_pp_ext.cli import app
 from megatron_pp_ext.cli import rehearse as command
 from megatron_pp_ext.integration import releases
+from megatron_pp_ext.jobs import process
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.formats import costs_file
 from megatron_pp_ext.schedule.simulate import simulate
@@ -45,7 +46,7 @@ def test_one_file_goes_from_a_rehearsal_to_training(tmp_path: Path, monkeypatch:
 
         ranks.run_ranks(alone, len(commands))
 
-    monkeypatch.setattr(command, "run_together", on_forked_ranks)
+    monkeypatch.setattr(process, "run_together", on_forked_ranks)
     monkeypatch.setattr(command, "training", lambda flags, **others: flags)
     costs, told, step, found = (tmp_path / f"{name}.json" for name in ("costs", "told", "step", "found"))
     flags = [*training.TINY[2:], *HYBRID.split(), *KEPT.split()]

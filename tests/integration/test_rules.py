@@ -126,8 +126,14 @@ CASES: dict[str, dict[str, str]] = {
     },
     f"With `--pipeline-order rule` or `search`|{PP4} --pipeline-order rule": {
         "update their weights between microbatches": f"{UNTIED} --pipeline-schedule pipedream",
-        "its memory limit is kept for equal": "--pipeline-schedule flex --pipeline-memory-limit 0.5",
         "a graph holds the order of one step": f"--pipeline-schedule v-half --pipeline-unproved {GRAPHS}",
+    },
+    f"With `--pipeline-order rule` or `search` under `flex` and `auto`|{PP4} --pipeline-order rule "
+    "--pipeline-schedule flex --pipeline-memory-limit 0.5": {
+        "plan by each other's lengths": f"--expert-model-parallel-size 2 {EXPERTS}",
+        "does not place the parts of a vocabulary": SHARED,
+        "copies are planned for one order": "--pipeline-offload auto",
+        "offload is made for one order": "--fine-grained-activation-offloading",
     },
     f"With `--pipeline-order rule` or `search`|{PP2} --fake-process-group --pipeline-order rule": {
         "--rehearse-pipeline: a rehearsal runs": "--pipeline-schedule 1f1b --rehearse-pipeline x.json",

@@ -110,7 +110,11 @@ def fail(rank: int) -> list[str]:
     dist.init_process_group("gloo")
     groups = transport.ProcessGroups(Settings())
     inputs = SimpleNamespace(
-        group=dist.group.WORLD, shape=(1,), shapes=(), config=SimpleNamespace(pipeline_dtype=torch.float)
+        group=dist.group.WORLD,
+        shape=(1,),
+        shapes=(),
+        announced={},
+        config=SimpleNamespace(pipeline_dtype=torch.float),
     )
     found = []
     for is_ended in (True, False, False):

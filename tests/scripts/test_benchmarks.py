@@ -20,7 +20,8 @@ COMMANDS = {
     "runtime.lengths", "runtime.offload", "runtime.pairs", "runtime.replicas", "runtime.slice_steps",
     "runtime.slices", "runtime.slow_links", "runtime.start_up", "runtime.steps",
     "runtime.time_to_loss", "runtime.train", "runtime.vocabulary",
-    "schedules.copies_to_host", "schedules.lengths", "schedules.limits_by_rank", "schedules.slices",
+    "schedules.copies_to_host", "schedules.lengths", "schedules.lengths_packed", "schedules.lengths_within",
+    "schedules.limits_by_rank", "schedules.other_lengths", "schedules.slices",
     "schedules.tables",
 }  # fmt: skip
 

@@ -73,7 +73,6 @@ RULES = (
             Rule("--pipeline-vocabulary", why="list scheduling does not place the parts of a vocabulary"),
             Rule("--pipeline-offload", why="copies are planned for one order"),
             Rule("--fine-grained-activation-offloading", why="Megatron's offload is made for one order"),
-            Rule("--overlap-moe-expert-parallel-comm", why="list scheduling finds no pairs"),
         ),
     ),
 )

