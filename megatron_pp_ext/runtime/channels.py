@@ -70,7 +70,7 @@ class Channels:
     and ``shape`` elsewhere.  With an empty ``shape`` every message may have another one, which is sent ahead
     of it; the receiver's host then stops where the receive is posted, until the message comes.  A gradient
     has the shape of what it is the gradient of, and announces none.  The shapes that are announced are added
-    to ``announced``, by microbatch.
+    to ``announced``, if it is given, by microbatch.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Channels:
         self._from = [down if peer < here else up for peer in range(len(ranks))]
         self._shape, self._dtype, self._device = tuple(shape), dtype, device
         self._shapes = tuple(map(tuple, shapes))
-        self._announced = {} if announced is None else announced
+        self._announced = announced
         self._of_gradients: dict[Message, Shape] = {}
         self._wire = wire_of(down, device)
         self._through_host = self._wire.type != device.type
@@ -157,12 +157,13 @@ class Channels:
         """Return the shape that both ends of ``message`` know, empty where it is announced."""
         if self._shapes:
             return self._shapes[message.microbatch]
-        return self._shape or self._of_gradients.get(message, ())
+        return self._shape or self._of_gradients.pop(message, ())
 
     def _keep(self, message: Message, shape: Shape) -> None:
         sender, receiver, microbatch = message
         self._of_gradients[Message(receiver, sender, microbatch)] = shape
-        self._announced.setdefault(microbatch, set()).add(shape)
+        if self._announced is not None:
+            self._announced.setdefault(microbatch, set()).add(shape)
 
     def _has_left(self) -> bool:
         """Return whether the oldest message is sent, as far as that may be asked.

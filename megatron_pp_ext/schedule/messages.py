@@ -229,15 +229,18 @@ def launch_line(
 
     Raises InvalidSchedule where the ranks of ``orders`` wait for each other.
     """
-    walk = launched(orders, stages, paired, ends_on_last)
+    walk = launched(orders, stages, paired, ends_on_last, durations)
     program = walk.program
-    program.durations = durations
     line = zip(*in_line(walk), strict=True)
     return [(end, program.columns.rank[number], program.actions[number]) for end, number in line]
 
 
 def launched(
-    orders: Orders, stages: int, paired: frozenset[Action] = frozenset(), ends_on_last: bool = False
+    orders: Orders,
+    stages: int,
+    paired: frozenset[Action] = frozenset(),
+    ends_on_last: bool = False,
+    durations: Sequence[Sequence[int]] = (),
 ) -> Walk:
     """Return the walk over ``orders``, some of whose messages may be from before.
 
@@ -247,7 +250,7 @@ def launched(
     folds = shares or ends_on_last
     placement = wave(len(orders), stages // len(orders)) if folds else linear(stages)
     placement = replace(placement, splits_head=shares, ends_on_last=ends_on_last)
-    walk = Walk(Program.of_orders(orders, placement, paired, is_open=True))
+    walk = Walk(Program.of_orders(orders, placement, paired, is_open=True, durations=durations))
     if not walk.is_complete:
         raise InvalidSchedule("the ranks wait for each other: let schedule.check name the actions")
     return walk

@@ -66,8 +66,6 @@ class Program:
     are those of the schedule.
     """
 
-    durations: Sequence[Sequence[int]] = ()
-
     def __init__(
         self,
         placement: Placement,
@@ -77,11 +75,13 @@ class Program:
         bounds: Column,
         firsts: Sequence[int] = (),
         is_open: bool = False,
+        durations: Sequence[Sequence[int]] = (),
     ) -> None:
         """Take columns, which are all lists or all arrays, and the numbers of actions that begin pairs.
 
         Where ``is_open``, what is not here was done before, and nobody waits for it.
         """
+        self.durations = durations
         self.make = make = Lists() if isinstance(stage, list) else Arrays()
         self.placement, self.count, self.ranks = placement, len(stage), len(bounds) - 1
         sizes = (end - begin for begin, end in pairwise(as_list(bounds)))
@@ -103,9 +103,13 @@ class Program:
     @classmethod
     def of(cls, schedule: Schedule, is_repeated: bool = False) -> "Program":
         """Return the program of ``schedule``, whose columns are arrays if ``is_repeated``."""
-        program = cls.of_orders(schedule.orders, schedule.placement, schedule.paired, is_repeated=is_repeated)
-        program.durations = schedule.durations
-        return program
+        return cls.of_orders(
+            schedule.orders,
+            schedule.placement,
+            schedule.paired,
+            is_repeated=is_repeated,
+            durations=schedule.durations,
+        )
 
     @classmethod
     def of_orders(
@@ -116,6 +120,7 @@ class Program:
         *,
         is_open: bool = False,
         is_repeated: bool = False,
+        durations: Sequence[Sequence[int]] = (),
     ) -> "Program":
         """Return the program of ``orders``, of whose actions ``paired`` begin pairs."""
         of = Arrays().of if is_repeated else Lists().of
@@ -123,7 +128,8 @@ class Program:
         stages, kinds, microbatches = zip(*actions, strict=True) if actions else ((), (), ())
         columns = of(stages), of("".join(kinds).encode().translate(_CODES)), of(microbatches)
         firsts = [number for number, action in enumerate(actions) if action in paired] if paired else []
-        return cls(placement, *columns, of([0, *accumulate(map(len, orders))]), firsts, is_open)
+        bounds = of([0, *accumulate(map(len, orders))])
+        return cls(placement, *columns, bounds, firsts, is_open, durations)
 
     @cached_property
     def actions(self) -> list[Action]:

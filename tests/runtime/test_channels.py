@@ -292,6 +292,7 @@ def activation_and_gradient(rank: int) -> tuple[torch.Tensor, dict[int, set[tupl
         got = ends.receive(0, down)
         ends.send(0, up, 2 * got)
     ends.close()
+    assert not ends._of_gradients, "what is known of a message goes with it, also where no step flushes"
     return got, announced
 
 

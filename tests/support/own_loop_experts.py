@@ -21,7 +21,7 @@ from tests.support import own_loop
 
 COUNTS = (4, 3)
 LENGTHS = ((8, 21, 9, 32, 14), (30, 7, 25, 12, 6))
-"""Those of the data of each of two pipelines."""
+"""The lengths of the data of each of two pipelines."""
 
 TOKENS = 6
 SCHEDULES: dict[str, dict[str, Any]] = {

@@ -18,7 +18,7 @@ EQUAL_AT = 24_576
 7 billion parameters with full attention, which verl balances by."""
 
 OVERHEAD = 128.0
-"""The tokens that a microbatch costs on top of its own, for launches and small kernels."""
+"""The tokens that a microbatch, or a unit of one, costs on top of its own: for launches and small kernels."""
 
 ATTENTION_BACKWARD = 2.5
 """The seconds of attention's backward by those of its forward: five products of matrices in place of two."""

@@ -75,8 +75,8 @@ class Planner:
 
         ``limits`` are what each rank may keep, in the unit of ``StageCosts.activation``.  An order by the
         rule that does not keep them is searched for instead, and where none is found, F, I and W too get
-        other orders than the schedule's.  One that is given is left alone.  Equal
-        arguments give an equal plan on every machine.  Raises ValueError for another number of microbatches
+        other orders than the schedule's.  One that is given is left alone.  Equal arguments give an equal
+        plan on every machine.  Raises ValueError for another number of microbatches
         or stages than the schedule has, and InfeasibleLimit where no order is found that keeps the limits.
         """
         self._require_sizes(costs)

@@ -49,10 +49,6 @@ class Slices(Option):
         return equal_slices(microbatches, self.count, self.tokens * self.count)
 
 
-OVERHEAD = 128.0
-"""The tokens that a unit costs on top of its own, where nothing else says it."""
-
-
 def are_by_length(request: Request) -> bool:
     """Whether units are planned in each step, by the lengths of its sequences."""
     ordering = request.option(Ordering)

@@ -29,8 +29,8 @@ class StepInputs:
     """The arguments that Megatron passes for one step, and the losses and tokens that the stages add.
 
     ``group`` is the pipeline's, one of Megatron's ``groups``, and ``shape`` that of its messages, empty where
-    these differ; ``shapes`` are then those of each unit, if they are known before the step, and
-    ``announced`` those that its messages announce.
+    these differ; ``shapes`` are then those of each unit, if they are known before the step.  What messages
+    announce is added to ``announced`` where somebody wants to know.
     ``training_steps`` is the number of training steps that this process has run before, and ``samples`` those
     of a microbatch.
     """
@@ -51,7 +51,7 @@ class StepInputs:
     training_steps: int = 0
     samples: int = 1
     shapes: Sequence[Shape] = ()
-    announced: dict[int, set[Shape]] = field(default_factory=dict)
+    announced: dict[int, set[Shape]] | None = None
     losses: list[Any] = field(default_factory=list)
     tokens: torch.Tensor = field(default_factory=lambda: torch.zeros([], dtype=torch.int, device="cuda"))
 

@@ -102,10 +102,6 @@ class ProfileGuide(Requested):
     def measured(self) -> Mapping[int, Sequence[Costs]]:
         return self._by_microbatch
 
-    @property
-    def free(self) -> Sequence[float]:
-        return ()
-
     def _end_of_measurement(self, step: int, group: dist.ProcessGroup) -> None:
         if self._measured_steps:
             self._costs = self._measure(group)

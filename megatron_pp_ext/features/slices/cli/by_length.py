@@ -1,15 +1,20 @@
 """What ``mpp schedule --lengths FILE --slice-tokens C`` shows: a step of unlike microbatches in units."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from math import ceil, inf
+from operator import truediv
 
 from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli.lengths_options import Lengths
 from megatron_pp_ext.cli.progress import waiting
 from megatron_pp_ext.cli.report import console, report
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
+from megatron_pp_ext.compiler.limits import LARGEST_FRACTION
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.features.slices.cli.options import Slicing
+from megatron_pp_ext.features.slices.options import SMALLEST
 from megatron_pp_ext.schedule.actions import Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement
@@ -37,7 +42,7 @@ def show_schedule(
 
     microbatches = lengths.microbatches
     assert microbatches is not None
-    found, refused = list[tuple[Planner, Plan]](), list[InfeasibleLimit]()
+    found, refused, least = list[tuple[Planner, Plan]](), list[InfeasibleLimit](), list[float]()
     limits = None
     if request.is_compiled:
         limits = request.budget(lengths.costs(times, costs).of(microbatches)).ranks
@@ -56,10 +61,12 @@ def show_schedule(
                     plan = planner.plan(microbatches.documents, slicing.most_tokens, limits)
             except InfeasibleLimit as error:
                 refused.append(error)
+                shortest = planner.cut(microbatches.documents, slicing.most_tokens or SMALLEST)
+                least.append(max(map(truediv, planner.least_limits(shortest), limits or [inf])))
             else:
                 found.append((planner, plan))
         if not found:
-            raise refused[0]
+            raise _infeasible(request.limit, least) or refused[0]
         planner, plan = min(found, key=lambda one: one[1].seconds)
         step = simulate(replace(plan.schedule, name=request.schedule), planner.costs(plan.units))
         report(step, plan.lower_bound, units, files)
@@ -82,4 +89,17 @@ def _work(costs: UnitCosts, placement: Placement) -> float:
     ]
     return max(
         sum(per_stage[stage] for stage in placement.stages_of(rank)) for rank in range(placement.ranks)
+    )
+
+
+def _infeasible(limit: object, least: Sequence[float]) -> InfeasibleLimit | None:
+    """Return the error for a ``limit`` that is one part of 1F1B's peak, else None.
+
+    ``least`` are the smallest limits that are possible, as multiples of it.
+    """
+    if not isinstance(limit, float) or limit > LARGEST_FRACTION:
+        return None
+    return InfeasibleLimit(
+        f"memory limit {limit:g} of 1f1b's peak is infeasible, a rank must keep the longest document's "
+        f"activations of all its stages: raise it to at least {ceil(1e4 * limit * min(least)) / 1e4:g}"
     )

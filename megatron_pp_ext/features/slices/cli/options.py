@@ -7,7 +7,8 @@ import typer
 
 from megatron_pp_ext.cli.options import require_at_least
 from megatron_pp_ext.compiler.request import Request
-from megatron_pp_ext.features.slices.options import OVERHEAD, Slices
+from megatron_pp_ext.features.lengths.length_costs import OVERHEAD
+from megatron_pp_ext.features.slices.options import Slices
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.names import AUTO
 

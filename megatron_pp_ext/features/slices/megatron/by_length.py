@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import evaluation
+from megatron_pp_ext.features.lengths.length_costs import OVERHEAD
 from megatron_pp_ext.features.lengths.megatron.agreement import Agreed, Documents, agree, of_all
 from megatron_pp_ext.features.lengths.megatron.ordered_data import read_documents
 from megatron_pp_ext.features.lengths.megatron.run_costs import RunCosts
@@ -21,7 +22,7 @@ from megatron_pp_ext.features.lengths.ordering import Ordering
 from megatron_pp_ext.features.slices.megatron.layers import Calls
 from megatron_pp_ext.features.slices.megatron.router_losses import averaged
 from megatron_pp_ext.features.slices.megatron.sliced_stage import SlicedStage
-from megatron_pp_ext.features.slices.options import OVERHEAD, SMALLEST, Slices
+from megatron_pp_ext.features.slices.options import SMALLEST, Slices
 from megatron_pp_ext.features.slices.plan import Planner
 from megatron_pp_ext.features.slices.search import BUDGET
 from megatron_pp_ext.features.slices.shared import cut_alike, in_order_of
@@ -115,11 +116,12 @@ class ByLength:
         )
         if self._tokens is None:
             self._tokens = self._chosen(planner, _of_rows(agreed.planned, inputs), whole)
-        own, *others = (_of_rows(documents, inputs) for documents in (agreed.own, *pipelines))
-        units: Units = planner.cut(own, self._tokens)
         mine: Units | None = None
-        if len(pipelines) > 1:
-            units, of_pipelines = cut_alike(others, self._tokens, multiple, inputs.samples)
+        if len(pipelines) == 1:
+            units = planner.cut(_of_rows(agreed.own, inputs), self._tokens)
+        else:
+            every = [_of_rows(documents, inputs) for documents in pipelines]
+            units, of_pipelines = cut_alike(every, self._tokens, multiple, inputs.samples)
             mine = of_pipelines[pipelines.index(agreed.own)]
         if inputs.forward_only:
             schedule = planner.order_of_evaluation(self._of_evaluation, units)

@@ -1,5 +1,6 @@
 """Shapes that follow from batches are announced in the first ordered step alone; a loop may pad, too."""
 
+from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -101,14 +102,22 @@ def test_another_shape_than_was_handed_over_ends_the_step() -> None:
         run_ranks(pads_later, 2, timeout=120)
 
 
-def inputs_of(*announces: tuple[int, int, int], tensor_ranks: int = 1) -> Any:
-    """The inputs of a step that has announced these shapes."""
+def inputs_of(tensor_ranks: int = 1) -> Any:
+    """The inputs of a step whose messages have unlike shapes."""
     config = SimpleNamespace(variable_seq_lengths=True, sequence_parallel=True, hidden_size=16)
     groups = SimpleNamespace(
         tp=SimpleNamespace(size=lambda: tensor_ranks), cp=SimpleNamespace(size=lambda: 1)
     )
-    found = {number: {shape} for number, shape in enumerate(announces)}
-    return SimpleNamespace(shape=(), shapes=(), config=config, groups=groups, announced=found)
+    return SimpleNamespace(shape=(), shapes=(), config=config, groups=groups, announced=None)
+
+
+def announce(shapes: KnownShapes, announces: Sequence[tuple[int, int, int]], *sizes: tuple[int, int]) -> bool:
+    """Run a step with microbatches of these ``sizes``; return whether it is asked for what it announces."""
+    inputs = inputs_of()
+    with shapes.step(inputs, agreed(*sizes), range(len(sizes))):
+        if inputs.announced is not None:
+            inputs.announced |= {number: {shape} for number, shape in enumerate(announces)}
+    return inputs.announced is not None
 
 
 def agreed(*sizes: tuple[int, int]) -> Agreed:
@@ -126,16 +135,14 @@ def agreed(*sizes: tuple[int, int]) -> Agreed:
 )
 def test_what_a_step_has_shown(sizes: Any, announces: Any, are_trusted: bool) -> None:
     shapes = KnownShapes()
-    with shapes.step(inputs_of(*announces), agreed(*sizes), range(len(sizes))):
-        pass
+    assert announce(shapes, announces, *sizes)
     assert shapes.are_trusted == are_trusted
 
 
 def test_one_other_shape_is_enough_for_the_whole_run() -> None:
     shapes = KnownShapes()
-    for announces in (((8, 1, 16), (8, 1, 16)), ((8, 1, 16), (5, 1, 16))):
-        with shapes.step(inputs_of(*announces), agreed((1, 8), (1, 5)), range(2)):
-            pass
+    assert announce(shapes, [(8, 1, 16), (8, 1, 16)], (1, 8), (1, 5))
+    assert not announce(shapes, [(8, 1, 16), (5, 1, 16)], (1, 8), (1, 5))
     assert not shapes.are_trusted
 
 
