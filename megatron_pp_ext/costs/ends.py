@@ -51,12 +51,18 @@ def output(costs: LayerCosts, vocabulary: int) -> Part:
 
 
 def loss_workspace(costs: LayerCosts, vocabulary: int) -> float:
-    """Return the temporary bytes of the loss: logits as the product makes them, and a copy in fp32.
+    """Return the bytes of the loss besides the probabilities that it keeps: logits as the product makes them.
 
-    Transformer Engine's loss makes no such copy.
+    Megatron's loss converts them to fp32, and computes the probabilities in their place: logits that are in
+    fp32 need no conversion, so that nothing is beside them (megatron.core.tensor_parallel.cross_entropy).  The
+    backward has their gradient beside the probabilities in turn.  Compiled functions write the probabilities
+    to new tensors, beside the logits in fp32 (megatron.core.fusions.fused_cross_entropy).
     """
-    copied = 0 if costs.job.precision.has_loss_in_place else 4
-    return (costs.sizes.bytes + copied) * costs.sizes.tokens * vocabulary / costs.sizes.share
+    precision = costs.job.precision
+    logits = costs.sizes.bytes if precision.is_half else 0
+    if precision.cross_entropy_loss_fusion and not precision.has_loss_in_place:
+        logits += 4
+    return logits * costs.sizes.tokens * vocabulary / costs.sizes.share
 
 
 def prediction(costs: LayerCosts) -> Part:

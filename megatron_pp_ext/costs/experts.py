@@ -73,7 +73,7 @@ def _routed(costs: LayerCosts, here: int) -> Part:
     moving = 2 * exchange + costs.kernels.stream(4 * ordered)
     adds_biases = model.add_bias_linear and not costs.job.precision.fuses_experts
     biased = chosen * costs.sizes.routed(width) if adds_biases else 0.0
-    kept = one.after_forward + chosen * costs.sizes.routed(width)
+    kept = one.after_forward + costs.sizes.waiting * chosen * costs.sizes.routed(width)
     if costs.job.precision.moe_paged_stash:
         # What is kept is copied into pages, and back.
         moving += costs.kernels.stream(2 * kept)
