@@ -51,18 +51,20 @@ def output(costs: LayerCosts, vocabulary: int) -> Part:
 
 
 def loss_workspace(costs: LayerCosts, vocabulary: int) -> float:
-    """Return the bytes of the loss besides the probabilities that it keeps: logits as the product makes them.
+    """Return the bytes of the loss besides what it keeps for the backward.
 
-    Megatron's loss converts them to fp32, and computes the probabilities in their place: logits that are in
-    fp32 need no conversion, so that nothing is beside them (megatron.core.tensor_parallel.cross_entropy).  The
-    backward has their gradient beside the probabilities in turn.  Compiled functions write the probabilities
-    to new tensors, beside the logits in fp32 (megatron.core.fusions.fused_cross_entropy).
+    Megatron's loss converts logits to fp32, and computes the probabilities that it keeps in their place; logits
+    as the product makes them are beside those, and so is their gradient in the backward.  Logits that are in
+    fp32 are not converted (megatron.core.tensor_parallel.cross_entropy).  Compiled functions write probabilities
+    to new tensors, beside the logits in fp32 (megatron.core.fusions.fused_cross_entropy).  Transformer Engine's
+    loss keeps the logits themselves, and has nothing beside them.
     """
     precision = costs.job.precision
+    if precision.has_loss_in_place:
+        return 0.0
     logits = costs.sizes.bytes if precision.is_half else 0
-    if precision.cross_entropy_loss_fusion and not precision.has_loss_in_place:
-        logits += 4
-    return logits * costs.sizes.tokens * vocabulary / costs.sizes.share
+    compiled = 4 if precision.cross_entropy_loss_fusion else 0
+    return (logits + compiled) * costs.sizes.tokens * vocabulary / costs.sizes.share
 
 
 def prediction(costs: LayerCosts) -> Part:

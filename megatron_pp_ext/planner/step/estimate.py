@@ -165,7 +165,7 @@ def memory_beside(
     buffers = messages * work.message + work.exchanged_bytes
     return RankMemory(
         weights=state.weights,
-        gradients=state.gradients,
+        gradients=state.gradients + work.model.placeholders,
         optimizer=state.optimizer,
         versions=older * state.weights,
         activations=activations,

@@ -154,13 +154,15 @@ class Workload:
     def loss_bytes(self, rank: int) -> float:
         """Return the temporary bytes of the loss on ``rank``, of which each one that shares it has a part.
 
-        They include what waits for the deferred weight gradients of the output layer.
+        They include the buffers of the output layer, and what waits for its deferred weight gradients.
         """
+        model = self.model
         if self.placement.splits_head:
-            return self.model.loss_workspace / self.placement.ranks
+            return model.loss_workspace / self.placement.ranks
         if rank != self.head_rank:
             return 0.0
-        return self.model.loss_workspace + self._deferred * self.model.deferred.after_input_gradient
+        kept = model.loss_workspace + model.output_buffers
+        return kept + self._deferred * model.deferred.after_input_gradient
 
     def deferred_seconds(self, rank: int) -> float:
         """Return what ``rank`` computes after its last backward: the deferred gradients of a step."""
