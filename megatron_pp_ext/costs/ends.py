@@ -67,6 +67,16 @@ def loss_workspace(costs: LayerCosts, vocabulary: int) -> float:
     return (logits + compiled) * costs.sizes.tokens * vocabulary / costs.sizes.share
 
 
+def split_workspace(costs: LayerCosts, vocabulary: int) -> float:
+    """Return the temporary bytes of a head that ranks split, on all of them together.
+
+    T makes the gradient of the logits in fp32, and converts it to the weight's precision
+    (``features.vocabulary.runtime.output``).
+    """
+    converted = costs.sizes.bytes if costs.job.precision.is_half else 0
+    return (4 + converted) * costs.sizes.tokens * vocabulary / costs.sizes.share
+
+
 def prediction(costs: LayerCosts) -> Part:
     """Return what a depth of multi-token prediction has before its layers, and the norm after them.
 

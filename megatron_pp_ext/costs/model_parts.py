@@ -28,7 +28,8 @@ class ModelParts:
     ``table`` and ``output`` are the embedding's rows and the output layer with the loss, ``positions`` and
     ``last_norm`` what the end stages have besides these, ``prediction`` one depth of multi-token prediction
     without its output layer.  ``hidden_bytes`` are those of one activation between
-    layers, ``loss_workspace`` the temporary bytes of the loss.  ``placeholders`` are the bytes of tensors that
+    layers, ``loss_workspace`` the temporary bytes of the loss, ``split_workspace`` those of a head that
+    ranks split.  ``placeholders`` are the bytes of tensors that
     are given to autograd as gradients of the layers' weights, ``output_buffers`` those that the output layer has
     for this and for its gathered input (``costs.buffers``).
     ``deferred`` is what of the output layer --defer-embedding-wgrad-compute may leave for the end of a step,
@@ -50,6 +51,7 @@ class ModelParts:
     prediction: Part
     hidden_bytes: float
     loss_workspace: float
+    split_workspace: float = 0.0
     placeholders: float = 0.0
     output_buffers: float = 0.0
     measured: Costs | None = None
@@ -106,6 +108,7 @@ def model_parts(
         prediction=prediction,
         hidden_bytes=costs.hidden_bytes,
         loss_workspace=ends.loss_workspace(costs, rows),
+        split_workspace=ends.split_workspace(costs, rows),
         placeholders=buffers.placeholders(costs),
         output_buffers=buffers.of_output(costs, rows),
         measured=measured,

@@ -100,7 +100,8 @@ class MeanRank:
             whole = self.part.after_forward
             kept = _least_kept(work, whole, whole / work.placement.chunks, of_largest)
         messages = _mean_messages(work.placement, microbatches) / slices_of(work)
-        loss = work.model.loss_workspace / work.placement.ranks / slices_of(work)
+        model, parts = work.model, work.placement.ranks * slices_of(work)
+        loss = (model.split_workspace if work.placement.splits_head else model.loss_workspace) / parts
         return memory_beside(work, self.state, loss, kept, messages, margin)
 
     def bounds(self, microbatches: int) -> tuple[float, float]:

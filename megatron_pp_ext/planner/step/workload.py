@@ -158,7 +158,7 @@ class Workload:
         """
         model = self.model
         if self.placement.splits_head:
-            return model.loss_workspace / self.placement.ranks
+            return model.split_workspace / self.placement.ranks
         if rank != self.head_rank:
             return 0.0
         kept = model.loss_workspace + model.output_buffers
