@@ -29,9 +29,9 @@ class ModelParts:
     ``last_norm`` what the end stages have besides these, ``prediction`` one depth of multi-token prediction
     without its output layer.  ``hidden_bytes`` are those of one activation between
     layers, ``loss_workspace`` the temporary bytes of the loss, ``split_workspace`` those of a head that
-    ranks split.  ``placeholders`` are the bytes of tensors that
-    are given to autograd as gradients of the layers' weights, ``output_buffers`` those that the output layer has
-    for this and for its gathered input (``costs.buffers``).
+    ranks split.  ``buffers`` are the bytes of tensors that
+    libraries make once for all layers and microbatches, ``output_buffers`` those that are made for the output
+    layer (``costs.buffers``).
     ``deferred`` is what of the output layer --defer-embedding-wgrad-compute may leave for the end of a step,
     for a microbatch: the product for the weight gradient, and what it reads.
     ``to_host`` are the seconds in which a byte goes to the host, if --cpu-offloading-num-layers copies any.
@@ -52,7 +52,7 @@ class ModelParts:
     hidden_bytes: float
     loss_workspace: float
     split_workspace: float = 0.0
-    placeholders: float = 0.0
+    buffers: float = 0.0
     output_buffers: float = 0.0
     measured: Costs | None = None
     deferred: Part = field(default_factory=Part)
@@ -109,7 +109,7 @@ def model_parts(
         hidden_bytes=costs.hidden_bytes,
         loss_workspace=ends.loss_workspace(costs, rows),
         split_workspace=ends.split_workspace(costs, rows),
-        placeholders=buffers.placeholders(costs),
+        buffers=buffers.of_layers(costs),
         output_buffers=buffers.of_output(costs, rows),
         measured=measured,
         deferred=deferred,

@@ -476,19 +476,27 @@ def test_the_loss_s_workspace(flags, each):
     assert loss_workspace(costs("copy", tensor_model_parallel_size=2, **flags), V) == each * S * B * V / 2
 
 
+def placeholders(**changed):
+    """Return the bytes of the buffers besides the workspaces of cuBLAS, PyTorch's and Transformer Engine's."""
+    return model_parts(describe({**MODEL, **changed})).buffers - 2 * 2**25
+
+
 def test_products_of_one_shape_share_a_placeholder_for_their_gradients():
     """Of attention with 3 H and H, and of the MLP: the same for any number of layers."""
-    found = model_parts(describe(MODEL)).placeholders
+    found = placeholders()
     assert found == 2 * (H * 3 * H + H * H + 2 * H * 4 * H)
-    assert model_parts(describe({**MODEL, "num_layers": 4})).placeholders == found
-    assert model_parts(describe({**MODEL, "tensor_model_parallel_size": 2})).placeholders == found / 2
-    for no in ({"gradient_accumulation_fusion": False}, {"transformer_impl": "local"}):
-        assert model_parts(describe({**MODEL, **no})).placeholders == 0
+    assert placeholders(num_layers=4) == found
+    assert placeholders(tensor_model_parallel_size=2) == found / 2
+    assert placeholders(gradient_accumulation_fusion=False) == 0
 
 
 def test_experts_share_placeholders_too():
-    one = model_parts(describe({**MODEL, **EXPERTS})).placeholders
-    assert one == 2 * (H * 3 * H + H * H + 2 * H * 384)
+    assert placeholders(**EXPERTS) == 2 * (H * 3 * H + H * H + 2 * H * 384)
+
+
+def test_products_of_experts_have_a_workspace_on_each_stream():
+    assert placeholders(**EXPERTS, moe_grouped_gemm=True) == placeholders(**EXPERTS) + 4 * 2**25
+    assert model_parts(describe({**MODEL, "transformer_impl": "local"})).buffers == 2**25
 
 
 def test_the_output_layer_has_a_placeholder_and_gathers_its_input_into_one_buffer():

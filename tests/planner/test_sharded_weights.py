@@ -38,9 +38,8 @@ def estimated(machine: System = MACHINE, **changed: object) -> Estimate:
     [("no_shard", 1, 1), ("optim", 1, 1), ("optim_grads", 1, 8), ("optim_grads_params", 8, 8)],
 )
 def test_a_strategy_shards_weights_and_gradients(strategy: str, weights: int, gradients: int) -> None:
-    alone = {"gradient_accumulation_fusion": False}
-    plain = estimated(**alone).fullest
-    found = estimated(use_megatron_fsdp=True, data_parallel_sharding_strategy=strategy, **alone).fullest
+    plain = estimated().fullest
+    found = estimated(use_megatron_fsdp=True, data_parallel_sharding_strategy=strategy).fullest
     assert found.weights == pytest.approx(plain.weights / weights)
     assert found.gradients == pytest.approx(plain.gradients / gradients)
     assert found.optimizer == plain.optimizer
