@@ -1,132 +1,154 @@
-"""How far are estimated peaks of memory from those that Megatron-LM's functional tests print?
+"""How far are estimates of memory from what was measured, and is any job that ran called too large?
 
-python -m benchmarks.planner.found_memory RUNS
+python -m benchmarks.planner.found_memory RUNS            # a minute
+python -m benchmarks.planner.found_memory RUNS --each     # every peak, in parts
 
-RUNS is the folder of ``found_runs``, with ``functional_tests.json`` beside it: the flags of Megatron-LM's
-functional tests, and the peak that the last rank logs (``mem-max-allocated-bytes``, what PyTorch's allocator
-gave out at most, so that driver, communicators and the allocator's unused blocks are not in it).
+RUNS is the folder of ``found_runs``, with ``functional_tests.json`` (``found_peaks``) beside it.
 """
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from statistics import mean
+from typing import Annotated
 
 import typer
 
+from benchmarks.planner import training_runs
+from benchmarks.planner.found_peaks import Peak, functional_tests
+from benchmarks.planner.found_runs import FoundRun, asked, found, machine_of
 from benchmarks.report import Row, table
-from megatron_pp_ext.costs import system
 from megatron_pp_ext.job.pipeline import for_world
-from megatron_pp_ext.planner.described import read
 from megatron_pp_ext.planner.step.estimate import RankMemory, estimate_request
+from megatron_pp_ext.planner.step.peaks import headroom
 
-_SYSTEMS = {"a100": "a100-80g"}
+LARGE = 10e9
+"""The fewest bytes of a peak that is judged by itself: smaller ones are mostly workspaces."""
 
-_VOCABULARIES = {
-    "nemotron_2_256k.model": 256000,
-    "bpe/vocab.json": 50257,
-    "tokenizer.model": 32000,
-    "TOKENIZER_MODEL_PATH": 131072,
+_AS_RUN = {
+    164: "--micro-batch-size 1 --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 5",
+    166: "--micro-batch-size 1 --num-virtual-stages-per-pipeline-rank 5",
+    262: "--micro-batch-size 1",
+    263: "--micro-batch-size 1 --num-virtual-stages-per-pipeline-rank 12",
+    268: "--micro-batch-size 1",
 }
-"""The sizes of the tokenizers' vocabularies, by the end of their files' names."""
+"""Rows of Megatron-Bridge's summaries that print other sizes than were run, by their index.
+
+Those of 268 and 262 contradict their batch and its number of accumulated microbatches (16 of 16 samples, 2 of
+32).  The recipes at the releases' tags have these sizes for all five, and the tables of container 26.02 print
+them for 164 and 166.  No GPU has the memory for the printed ones."""
 
 
 @dataclass(frozen=True, slots=True)
-class Peak:
-    """The ``measured`` peak of a job's last rank in bytes, and the estimate, or why there is none."""
+class Room:
+    """The fullest rank of a ``run`` that was run, and the ``memory`` of its GPU in bytes."""
 
-    name: str
-    gpus: int
-    measured: float
-    estimated: RankMemory | None
-    why: str = ""
-
-    @property
-    def bytes(self) -> float:
-        """The estimated bytes that PyTorch's allocator gives out: what is reserved is outside of it."""
-        assert self.estimated is not None
-        return self.estimated.total - self.estimated.reserved
+    run: FoundRun
+    fullest: RankMemory
+    memory: float
+    headroom: float
 
     @property
-    def ratio(self) -> float:
-        """The estimated bytes for each one measured."""
-        return self.bytes / self.measured
+    def used(self) -> float:
+        """The part of the GPU's memory that the rank is estimated to take."""
+        return self.fullest.total / self.memory
 
 
-def words(arguments: Mapping[str, Any]) -> Sequence[str]:
-    """Return the flags of a test, whose values are YAML's."""
-    found = []
-    for name, value in arguments.items():
-        found.append(name)
-        if value is not True:
-            text = str(value)
-            found += text.strip("[]").split() if text.startswith("[") and "*" not in text else [text]
-    return found
+def rooms(folder: Path) -> Iterator[Room]:
+    """Yield what each run of ``folder`` that can be estimated leaves of a GPU's memory."""
+    for printed in found(folder):
+        run = as_run(printed)
+        if run.why_outside:
+            continue
+        try:
+            machine, job = machine_of(run), asked(run)
+            estimate = estimate_request(job.job, machine, for_world(job, run.gpus))
+        except ValueError:
+            continue
+        yield Room(run, estimate.fullest, machine.memory_bytes, headroom(job.job))
 
 
-def functional_tests(folder: Path) -> Iterator[Peak]:
-    """Yield the peaks of the functional tests."""
-    for row in json.loads((folder / "functional_tests.json").read_text(encoding="utf-8")):
-        yield _estimated(row)
+def as_run(run: FoundRun) -> FoundRun:
+    """Return ``run`` with the sizes that were run, where others are printed."""
+    index = run.name.split()[0]
+    if run.publisher != "Megatron-Bridge" or not index.isdigit() or int(index) not in _AS_RUN:
+        return run
+    return replace(run, flags=[*run.flags, *_AS_RUN[int(index)].split()])
 
 
-def _estimated(row: Mapping[str, Any]) -> Peak:
-    name, measured = f"{row['case']}, {row['env']}, {row['gpu']}", row["max_allocated"]
-    try:
-        given = words(row["args"])
-        sizes = {} if "--vocab-size" in given else {"vocab_size": _vocabulary(row["args"])}
-        job = read(given, None, sizes, has_other_flags=True).counted()
-        machine = system.read(_SYSTEMS.get(row["gpu"], row["gpu"]))
-        found = []
-        for gpus in _worlds(row):
-            try:
-                estimate = estimate_request(job.job, machine, for_world(job, gpus))
-            except ValueError as error:
-                why = error
-                continue
-            last = estimate.ranks[-1]
-            state = last.weights + last.gradients + last.optimizer
-            found.append((abs(state - row["allocated"]), gpus, last))
-        if not found:
-            raise why
-    except (ValueError, SystemExit) as error:
-        return Peak(name, 0, measured, None, str(error))
-    _, gpus, last = min(found, key=lambda one: one[0])
-    return Peak(name, gpus, measured, last)
+def peaks(every: Sequence[Peak], each: bool) -> str:
+    """Return the errors of peaks by size and kind, and the large ones, or ``each`` one, in parts."""
+    known = sorted((one for one in every if one.estimated), key=lambda one: one.error)
+    groups = {
+        f"{kind}, {size}": [
+            one
+            for one in known
+            if one.has_experts is (kind == "experts") and (one.measured >= LARGE) is (size == "from 10 GB on")
+        ]
+        for size in ("from 10 GB on", "smaller")
+        for kind in ("dense", "experts")
+    }
+    parts = [name for name, _ in _memory(known[0]).components() if name not in ("versions", "reserved")]
+    shown = [one for one in known if each or one.measured >= LARGE]
+    head = ("kind", "peaks", "mean absolute error", "mean", "lowest", "highest")
+    return "\n\n".join(
+        (
+            table(head, (_summary(name, ones) for name, ones in groups.items() if ones)),
+            table(
+                ("last rank of", "GPUs", "measured GB", "error", *parts), (_row(one, parts) for one in shown)
+            ),
+            table(
+                ("not compared, since", "peaks"),
+                Counter(one.why for one in every if not one.estimated).most_common(),
+            ),
+        )
+    )
 
 
-def _worlds(row: Mapping[str, Any]) -> Sequence[int]:
-    """Return the GPUs that a test may have had.
-
-    Those of release tests are not published.  They are the power of two with which weights, gradients and
-    optimizer state come next to what was allocated between steps.
-    """
-    if row["nodes"]:
-        return [row["nodes"] * row["gpus_per_node"]]
-    return [8] if row["test_type"] != "release" else [16, 32, 64, 128, 256, 512]
+def _summary(name: str, ones: Sequence[Peak]) -> Row:
+    errors = [one.error for one in ones]
+    figures = (mean(map(abs, errors)), mean(errors), min(errors), max(errors))
+    return name, len(ones), f"{figures[0]:.1%}", *(f"{figure:+.1%}" for figure in figures[1:])
 
 
-def _vocabulary(arguments: Mapping[str, Any]) -> int | None:
-    files = f"{arguments.get('--tokenizer-model', '')} {arguments.get('--vocab-file', '')}"
-    return next((size for end, size in _VOCABULARIES.items() if end in files), None)
+def _memory(one: Peak) -> RankMemory:
+    assert one.estimated is not None
+    return one.estimated
+
+
+def _row(one: Peak, parts: Iterable[str]) -> Row:
+    figures = (f"{getattr(one.estimated, part) / 1e9:.2f}" for part in parts)
+    return one.name, one.gpus, f"{one.measured / 1e9:.2f}", f"{one.error:+.1%}", *figures
+
+
+def fits(every: Sequence[Room]) -> str:
+    """Return how many runs that were run fit, and which do so only without the headroom of a search."""
+    too_large = [one for one in every if one.used > 1]
+    tight = [one for one in every if 1 - one.headroom < one.used <= 1]
+    words = (
+        f"{len(every) - len(too_large)} of {len(every)} published runs fit; {len(tight)} of them take more "
+        "than a search would:"
+    )
+    head = ("run", "GPUs", "GB", "of the memory", "a search takes")
+    return f"{words}\n\n{table(head, map(_room, [*too_large, *tight]))}"
+
+
+def _room(one: Room) -> Row:
+    run = one.run
+    name = f"{run.name}, {run.precision}"
+    taken, most = f"{one.used:.1%}", f"{1 - one.headroom:.0%}"
+    return name, f"{run.gpus} {run.gpu}", f"{one.fullest.total / 1e9:.1f}", taken, most
 
 
 def main(
     folder: Annotated[Path, typer.Argument(help="The folder of found_runs.")],
-    least: Annotated[float, typer.Option(help="Leave out peaks of fewer GB.")] = 0.0,
+    each: Annotated[bool, typer.Option("--each", help="Print small peaks too.")] = False,
 ) -> None:
-    """Print each estimate beside its measurement, in parts."""
-    every = [one for one in functional_tests(folder) if one.measured >= least * 1e9]
-    known = sorted((one for one in every if one.estimated), key=lambda one: one.ratio)
-    parts = [name for name, _ in known[0].estimated.components()]
-    print(table(("job", "GPUs", "measured GB", "error", *parts), map(_row, known)))
-    print(table(("not estimated", "why"), ((one.name, one.why) for one in every if not one.estimated)))
-
-
-def _row(one: Peak) -> Row:
-    parts = (f"{value / 1e9:.2f}" for _, value in one.estimated.components())
-    return one.name, one.gpus, f"{one.measured / 1e9:.2f}", f"{one.ratio - 1:+.1%}", *parts
+    """Print peaks beside their estimates, and whether published runs fit."""
+    print(f"Peaks of Megatron-LM's functional tests\n\n{peaks(list(functional_tests(folder)), each)}\n")
+    print(f"Published runs of reference/training_runs.json\n\n{training_runs.memory()}\n")
+    print(f"Published steps in RUNS\n\n{fits(list(rooms(folder)))}")
 
 
 if __name__ == "__main__":
