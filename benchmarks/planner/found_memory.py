@@ -92,12 +92,11 @@ def peaks(every: Sequence[Peak], each: bool) -> str:
     parts = [name for name, _ in _memory(known[0]).components() if name not in ("versions", "reserved")]
     shown = [one for one in known if each or one.measured >= LARGE]
     head = ("kind", "peaks", "mean absolute error", "mean", "lowest", "highest")
+    columns = ("last rank of", "GPUs", "measured GB", "error", *parts)
     return "\n\n".join(
         (
             table(head, (_summary(name, ones) for name, ones in groups.items() if ones)),
-            table(
-                ("last rank of", "GPUs", "measured GB", "error", *parts), (_row(one, parts) for one in shown)
-            ),
+            table(columns, (_row(one, parts) for one in shown)),
             table(
                 ("not compared, since", "peaks"),
                 Counter(one.why for one in every if not one.estimated).most_common(),

@@ -1,9 +1,10 @@
-"""The peaks of memory that Megatron-LM's functional tests record, with their estimates (see ``found_memory``).
+"""The peaks of memory that Megatron-LM's functional tests record, and their estimates (``found_memory``).
 
 ``functional_tests.json`` has the flags of each test (tests/functional_tests/test_cases, model_config.yaml at
 commit d98e8a64d) and what its golden values say of memory: the peak of the last rank, which alone logs it
-(``mem-max-allocated-bytes``: what PyTorch's allocator gave out at most since the start), and what was allocated
-between steps (``mem-allocated-bytes``).  Neither has the driver, communicators or blocks that are not in use.
+(``mem-max-allocated-bytes``: what PyTorch's allocator gave out at most since the start), and what was
+allocated between steps (``mem-allocated-bytes``).  Neither has the driver, communicators or blocks that are
+not in use.
 """
 
 import json
@@ -33,8 +34,8 @@ _RECORDED_WITH = {
         "--cross-entropy-fusion-impl": "te",
     },
 }
-"""Flags at the commit that recorded the peak, where those of d98e8a64d are others (f098fe848; 168cb15d7 changed
-the flag later)."""
+"""Flags at the commit that recorded the peak, where those of d98e8a64d are others (f098fe848; 168cb15d7
+changed the flag later)."""
 
 _OTHER_JOBS = {
     ("gpt3_15b_8t_release_sm_gb200", "h100"): "recorded for gpt3_15b_8t_release and copied (22c69fa67)",
@@ -119,8 +120,8 @@ def _vocabulary(arguments: Mapping[str, Any]) -> int | None:
 def _placed(row: Mapping[str, Any], job: RequestedJob) -> tuple[int, RankMemory]:
     """Return the GPUs of a test, and what its last rank is estimated to keep.
 
-    The GPUs of release tests are not published.  They are the fewest, by powers of two, with which a rank keeps
-    no more between steps than was allocated then; ValueError where there is no such number.
+    The GPUs of release tests are not published.  They are the fewest, by powers of two, with which a rank
+    keeps no more between steps than was allocated then; ValueError where there is no such number.
     """
     machine = system.read(_SYSTEMS.get(row["gpu"], row["gpu"]))
     why = ValueError("no number of GPUs is possible")

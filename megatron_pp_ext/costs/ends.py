@@ -53,11 +53,11 @@ def output(costs: LayerCosts, vocabulary: int) -> Part:
 def loss_workspace(costs: LayerCosts, vocabulary: int) -> float:
     """Return the bytes of the loss besides what it keeps for the backward.
 
-    Megatron's loss converts logits to fp32, and computes the probabilities that it keeps in their place; logits
-    as the product makes them are beside those, and so is their gradient in the backward.  Logits that are in
-    fp32 are not converted (megatron.core.tensor_parallel.cross_entropy).  Compiled functions write probabilities
-    to new tensors, beside the logits in fp32 (megatron.core.fusions.fused_cross_entropy).  Transformer Engine's
-    loss keeps the logits themselves, and has nothing beside them.
+    Megatron's loss converts logits to fp32, and computes the probabilities that it keeps in their place;
+    logits as the product makes them are beside those, and so is their gradient in the backward.  Logits that
+    are in fp32 are not converted (megatron.core.tensor_parallel.cross_entropy).  Compiled functions write
+    probabilities to new tensors, beside the logits in fp32 (megatron.core.fusions.fused_cross_entropy).
+    Transformer Engine's loss before 2.18 keeps the logits themselves, and has nothing beside them.
     """
     precision = costs.job.precision
     if precision.has_loss_in_place:

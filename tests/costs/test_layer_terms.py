@@ -472,12 +472,12 @@ def test_a_depth_of_prediction_joins_two_hidden_states():
     ],
 )
 def test_the_loss_s_workspace(flags, each):
-    """Logits as the product makes them, shared by tensor-parallel ranks; a compiled loss has a copy in fp32."""
+    """Logits as the product makes them, a part on each tensor-parallel rank; compiled, a copy in fp32 too."""
     assert loss_workspace(costs("copy", tensor_model_parallel_size=2, **flags), V) == each * S * B * V / 2
 
 
 def placeholders(**changed):
-    """Return the bytes of the buffers besides the workspaces of cuBLAS, PyTorch's and Transformer Engine's."""
+    """Return the bytes of buffers besides both workspaces of cuBLAS, PyTorch's and Transformer Engine's."""
     return model_parts(describe({**MODEL, **changed})).buffers - 2 * 2**25
 
 

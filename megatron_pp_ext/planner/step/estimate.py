@@ -27,8 +27,8 @@ from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.timing import Span
 
 MARGIN = 0.05
-"""The memory that allocators leave unused and that is not modelled, as a fraction of the memory that comes and
-goes in a step: activations, messages and the loss's workspace."""
+"""The memory that allocators leave unused and that is not modelled, as a fraction of the memory that comes
+and goes in a step: activations, messages and the loss's workspace."""
 
 _LONG_RUN = (
     "a microbatch every {:.4g} s, of which the busiest stage, {}, needs {:.4g} s; no published run without a "
