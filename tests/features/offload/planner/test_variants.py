@@ -42,7 +42,7 @@ def test_what_does_not_fit_is_tried_with_activations_on_the_host():
     [
         ("v-half", False, 32000, 23.3e9),
         ("interleaved", False, 1024, 17.8e9),
-        ("interleaved", True, 1024, 17.6e9),
+        ("interleaved", True, 1024, 17.9e9),
     ],
 )
 def test_a_rank_need_not_keep_all_of_its_chunks_where_activations_may_leave(
