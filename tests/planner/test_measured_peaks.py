@@ -21,9 +21,9 @@ SMALL = (
 )
 DENSE_15B = (
     f"{DISTRIBUTED}{PLAIN}{GROUPED}--tensor-model-parallel-size 8 --sequence-parallel --disable-bias-linear "
-    "--micro-batch-size 4 --global-batch-size 384 --position-embedding-type rope --squared-relu --num-layers 32 "
-    "--hidden-size 6144 --num-attention-heads 48 --seq-length 4096 --max-position-embeddings 4096 "
-    "--vocab-size 256000"
+    "--micro-batch-size 4 --global-batch-size 384 --position-embedding-type rope --squared-relu "
+    "--num-layers 32 --hidden-size 6144 --num-attention-heads 48 --seq-length 4096 "
+    "--max-position-embeddings 4096 --vocab-size 256000"
 )
 DENSE_7B = (
     f"{DISTRIBUTED}{GROUPED}--untie-embeddings-and-output-weights --num-layers 32 --hidden-size 4096 "
@@ -42,8 +42,8 @@ MIXTRAL = (
 )
 DEEPSEEK = (
     f"{DISTRIBUTED}{PLAIN}--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --sequence-parallel "
-    "--disable-bias-linear --global-batch-size 512 --cross-entropy-loss-fusion --seq-length 4096 --num-layers 14 "
-    "--hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128 --kv-channels 128 "
+    "--disable-bias-linear --global-batch-size 512 --cross-entropy-loss-fusion --seq-length 4096 "
+    "--num-layers 14 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128 --kv-channels 128 "
     "--max-position-embeddings 4096 --position-embedding-type rope --vocab-size 256000 "
     "--make-vocab-size-divisible-by 3232 --normalization RMSNorm --swiglu --multi-latent-attention "
     "--mtp-num-layers 1 --qk-layernorm --num-experts 64 --moe-layer-freq ([0]*3+[1]*11) "
