@@ -6,6 +6,7 @@ python -m benchmarks.planner.found_memory RUNS --each     # every peak, in parts
 RUNS is the folder of ``found_runs``, with ``functional_tests.json`` (``found_peaks``) beside it.
 """
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -121,6 +122,19 @@ def _row(one: Peak, parts: Iterable[str]) -> Row:
     return one.name, one.gpus, f"{one.measured / 1e9:.2f}", f"{one.error:+.1%}", *figures
 
 
+def printed(folder: Path, every: Iterable[Room]) -> str:
+    """Return the estimates of the runs of ``others.json`` that print memory, without what is reserved."""
+    rows = json.loads((folder / "others.json").read_text(encoding="utf-8"))
+    sizes = {(row["name"], row["gpus"]): row["memory_gb"] for row in rows if row["memory_gb"]}
+    found = [
+        (one.run.name, size, (one.fullest.total - one.fullest.reserved) / 1e9)
+        for one in every
+        if (size := sizes.get((one.run.name, one.run.gpus)))
+    ]
+    shown = ((name, size, f"{bytes_:.1f}", f"{bytes_ / size - 1:+.1%}") for name, size, bytes_ in found)
+    return table(("run", "printed GB", "estimated GB", "error"), shown)
+
+
 def fits(every: Sequence[Room]) -> str:
     """Return how many runs that were run fit, and which do so only without the headroom of a search."""
     too_large = [one for one in every if one.used > 1]
@@ -147,7 +161,8 @@ def main(
     """Print peaks beside their estimates, and whether published runs fit."""
     print(f"Peaks of Megatron-LM's functional tests\n\n{peaks(list(functional_tests(folder)), each)}\n")
     print(f"Published runs of reference/training_runs.json\n\n{training_runs.memory()}\n")
-    print(f"Published steps in RUNS\n\n{fits(list(rooms(folder)))}")
+    every = list(rooms(folder))
+    print(f"Published steps in RUNS\n\n{fits(every)}\n\n{printed(folder, every)}")
 
 
 if __name__ == "__main__":
