@@ -31,15 +31,18 @@ def of_layers(costs: LayerCosts) -> float:
 
 
 def of_output(costs: LayerCosts, vocabulary: int) -> float:
-    """Return the bytes of the output layer's placeholder, and of the buffer for its gathered input.
+    """Return the bytes of the placeholder of the output layer's weight: Megatron's own layers take them too."""
+    weight = costs.sizes.bytes * vocabulary * costs.sizes.hidden / costs.sizes.share
+    return weight if _has_placeholders(costs) else 0.0
 
-    Megatron's own layers gather their input into one buffer under sequence parallelism
-    (``get_global_memory_buffer`` in megatron.core.tensor_parallel.layers).
+
+def gathered(costs: LayerCosts) -> float:
+    """Return the bytes of the buffer for the output layer's input, gathered under sequence parallelism.
+
+    ``get_global_memory_buffer`` in megatron.core.tensor_parallel.layers.
     """
-    sizes = costs.sizes
-    gathered = sizes.whole(sizes.hidden) if sizes.share > 1 and costs.job.parallel.sequence_parallel else 0.0
-    weight = sizes.bytes * vocabulary * sizes.hidden / sizes.share
-    return gathered + (weight if _has_placeholders(costs) else 0.0)
+    is_cut = costs.sizes.share > 1 and costs.job.parallel.sequence_parallel
+    return costs.sizes.whole(costs.sizes.hidden) if is_cut else 0.0
 
 
 def _has_placeholders(costs: LayerCosts) -> bool:

@@ -28,10 +28,9 @@ class ModelParts:
     ``table`` and ``output`` are the embedding's rows and the output layer with the loss, ``positions`` and
     ``last_norm`` what the end stages have besides these, ``prediction`` one depth of multi-token prediction
     without its output layer.  ``hidden_bytes`` are those of one activation between
-    layers, ``loss_workspace`` the temporary bytes of the loss, ``split_workspace`` those of a head that
-    ranks split.  ``buffers`` are the bytes of tensors that
-    libraries make once for all layers and microbatches, ``output_buffers`` those that are made for the output
-    layer (``costs.buffers``).
+    layers, ``loss_workspace`` the temporary bytes of the output layer and the loss, ``split_workspace`` those
+    of a head that ranks split.  ``buffers`` are the bytes of tensors that libraries make once for all layers
+    and microbatches, ``output_buffer`` those that are made for the output layer (``costs.buffers``).
     ``deferred`` is what of the output layer --defer-embedding-wgrad-compute may leave for the end of a step,
     for a microbatch: the product for the weight gradient, and what it reads.
     ``to_host`` are the seconds in which a byte goes to the host, if --cpu-offloading-num-layers copies any.
@@ -53,7 +52,7 @@ class ModelParts:
     loss_workspace: float
     split_workspace: float = 0.0
     buffers: float = 0.0
-    output_buffers: float = 0.0
+    output_buffer: float = 0.0
     measured: Costs | None = None
     deferred: Part = field(default_factory=Part)
     to_host: float = 0.0
@@ -107,10 +106,10 @@ def model_parts(
         output=output,
         prediction=prediction,
         hidden_bytes=costs.hidden_bytes,
-        loss_workspace=ends.loss_workspace(costs, rows),
+        loss_workspace=ends.loss_workspace(costs, rows) + buffers.gathered(costs),
         split_workspace=ends.split_workspace(costs, rows),
         buffers=buffers.of_layers(costs),
-        output_buffers=buffers.of_output(costs, rows),
+        output_buffer=buffers.of_output(costs, rows),
         measured=measured,
         deferred=deferred,
         to_host=costs.kernels.to_host(1.0) if job.memory.cpu_offloading_num_layers else 0.0,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from megatron_pp_ext.costs.buffers import of_output
+from megatron_pp_ext.costs.buffers import gathered, of_output
 from megatron_pp_ext.costs.ends import loss_workspace, output, positions, prediction, table
 from megatron_pp_ext.costs.experts import experts
 from megatron_pp_ext.costs.kernels import KernelSeconds
@@ -499,12 +499,15 @@ def test_products_of_experts_have_a_workspace_on_each_stream():
     assert model_parts(describe({**MODEL, "transformer_impl": "local"})).buffers == 2**25
 
 
-def test_the_output_layer_has_a_placeholder_and_gathers_its_input_into_one_buffer():
+def test_the_output_layer_has_a_placeholder():
     assert of_output(costs("copy"), V) == 2 * V * H
-    split = {"tensor_model_parallel_size": 2}
-    assert of_output(costs("copy", **split), V) == V * H
-    assert of_output(costs("copy", **split, sequence_parallel=True), V) == V * H + HIDDEN
+    assert of_output(costs("copy", tensor_model_parallel_size=2), V) == V * H
     assert of_output(costs("copy", gradient_accumulation_fusion=False), V) == 0
+
+
+@pytest.mark.parametrize(("cut", "size"), [({}, 0), ({"sequence_parallel": True}, HIDDEN)])
+def test_the_output_layer_gathers_its_input_into_one_buffer(cut, size):
+    assert gathered(costs("copy", tensor_model_parallel_size=2, **cut)) == size
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def memory(
     share = schedule.share
     messages = [share * count for count in order.peak_messages]
     return tuple(
-        memory_beside(work, work.states[rank], share * work.loss_bytes(rank), *peak, margin)
+        memory_beside(work, work.states[rank], work.loss_bytes(rank, share), *peak, margin)
         for rank, peak in enumerate(zip(activations, messages, strict=True))
     )
 

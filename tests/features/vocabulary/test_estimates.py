@@ -77,7 +77,8 @@ def test_weights_optimizer_and_the_loss_are_on_all_ranks(changed):
         assert found.optimizer == 12 * part.parameters
         assert found.loss == (4 + 2) * logits / P
     plain = [rank.loss for rank in estimated(vocabulary=None, **changed).ranks]
-    assert plain == [0, 0, 0, 2 * logits + shared.model.output_buffers]
+    gathered = HIDDEN if "sequence_parallel" in changed else 0
+    assert plain == [0, 0, 0, 2 * logits + gathered + shared.model.output_buffer]
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved", "v-half", "v-zb"])
