@@ -31,7 +31,7 @@ def of_layers(costs: LayerCosts) -> float:
 
 
 def of_output(costs: LayerCosts, vocabulary: int) -> float:
-    """Return the bytes of the placeholder of the output layer's weight: Megatron's own layers take them too."""
+    """Return the bytes of the placeholder of the output layer's weight, which Megatron's own layers take."""
     weight = costs.sizes.bytes * vocabulary * costs.sizes.hidden / costs.sizes.share
     return weight if _has_placeholders(costs) else 0.0
 
