@@ -9,7 +9,7 @@ RUNS is the folder of ``found_runs``, with ``functional_tests.json`` (``found_pe
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Annotated
@@ -26,19 +26,6 @@ from megatron_pp_ext.planner.step.peaks import headroom
 
 LARGE = 10e9
 """The fewest bytes of a peak that is judged by itself: smaller ones are mostly workspaces."""
-
-_AS_RUN = {
-    164: "--micro-batch-size 1 --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 5",
-    166: "--micro-batch-size 1 --num-virtual-stages-per-pipeline-rank 5",
-    262: "--micro-batch-size 1",
-    263: "--micro-batch-size 1 --num-virtual-stages-per-pipeline-rank 12",
-    268: "--micro-batch-size 1",
-}
-"""Rows of Megatron-Bridge's summaries that print other sizes than were run, by their index.
-
-Those of 268 and 262 contradict their batch and its number of accumulated microbatches (16 of 16 samples, 2 of
-32).  The recipes at the releases' tags have these sizes for all five, and the tables of container 26.02 print
-them for 164 and 166.  No GPU has the memory for the printed ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +45,7 @@ class Room:
 
 def rooms(folder: Path) -> Iterator[Room]:
     """Yield what each run of ``folder`` that can be estimated leaves of a GPU's memory."""
-    for printed in found(folder):
-        run = as_run(printed)
+    for run in found(folder):
         if run.why_outside:
             continue
         try:
@@ -68,14 +54,6 @@ def rooms(folder: Path) -> Iterator[Room]:
         except ValueError:
             continue
         yield Room(run, estimate.fullest, machine.memory_bytes, headroom(job.job))
-
-
-def as_run(run: FoundRun) -> FoundRun:
-    """Return ``run`` with the sizes that were run, where others are printed."""
-    index = run.name.split()[0]
-    if run.publisher != "Megatron-Bridge" or not index.isdigit() or int(index) not in _AS_RUN:
-        return run
-    return replace(run, flags=[*run.flags, *_AS_RUN[int(index)].split()])
 
 
 def peaks(every: Sequence[Peak], each: bool) -> str:
