@@ -8,10 +8,12 @@ from hypothesis import strategies as st
 
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, delivers, needs
+from megatron_pp_ext.schedule.announcements import RankOf
 from megatron_pp_ext.schedule.check import InvalidSchedule
 from megatron_pp_ext.schedule.families import pipedream, round_robin
 from megatron_pp_ext.schedule.families.round_robin import Replicas
-from megatron_pp_ext.schedule.messages import Message, RankOf, incoming_message, launch_line, outgoing_message
+from megatron_pp_ext.schedule.launch_order import launch_line
+from megatron_pp_ext.schedule.messages import Message, incoming_message, outgoing_message
 from megatron_pp_ext.schedule.placement import Placement, Shape, linear
 from megatron_pp_ext.schedule.program import Orders
 from tests.support.receives import posted_receives

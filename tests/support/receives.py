@@ -1,7 +1,8 @@
 """Where the receives of messages are posted."""
 
 from megatron_pp_ext.schedule.actions import Action
-from megatron_pp_ext.schedule.messages import Arrival, RankOf, planned_launches
+from megatron_pp_ext.schedule.announcements import RankOf
+from megatron_pp_ext.schedule.messages import Arrival, planned_launches
 from megatron_pp_ext.schedule.program import Orders
 
 

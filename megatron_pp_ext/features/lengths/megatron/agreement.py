@@ -96,11 +96,22 @@ def of_all(own: Documents, inputs: StepInputs) -> tuple[Documents, ...]:
 
     Collective over the groups of those that meet, where experts are shared.
     """
-    found = {own}
+    return tuple(sorted(_of_experts({own}, inputs)))
+
+
+def seen_by_any[T](seen: set[T], inputs: StepInputs) -> set[T]:
+    """Return what any rank of those that meet in a step has ``seen``; collective over their groups."""
+    for name in _PIPELINE:
+        seen = set().union(*_gathered(seen, getattr(inputs.groups, name, None)))
+    return _of_experts(seen, inputs)
+
+
+def _of_experts[T](found: set[T], inputs: StepInputs) -> set[T]:
+    """Return what all pipelines that share experts with this one have found, whose ranks have the same."""
     if any(_size(getattr(inputs.groups, name, None)) > 1 for name in _EXPERTS):
         for name in (*_EXPERTS, *_PIPELINE):
             found = set().union(*_gathered(found, getattr(inputs.groups, name, None)))
-    return tuple(sorted(found))
+    return found
 
 
 def _report(

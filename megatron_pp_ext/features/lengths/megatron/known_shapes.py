@@ -44,11 +44,8 @@ class KnownShapes:
         """
         followed = () if inputs.shape else shapes_of(inputs, agreed.sizes)
         shapes = [followed[number] for number in order] if followed else []
-        announced: dict[int, set[Shape]] = {}
         if not self.are_announced(inputs, agreed):
             inputs.shapes = shapes
-        elif shapes and self._follow is None:
-            inputs.announced = announced
         try:
             yield
         except OtherShape as error:
@@ -58,10 +55,10 @@ class KnownShapes:
                 f"{error}, or keep the order of the data (order='given'), whose messages announce their "
                 "shapes: in the first steps all shapes followed from the batches"
             ) from error
-        if inputs.announced is announced:
-            self._learn(announced, shapes)
+        if shapes and self._follow is None and inputs.announced is not None:
+            self.learn(inputs.announced, shapes)
 
-    def _learn(self, announced: Mapping[int, set[Shape]], shapes: Sequence[Shape]) -> None:
+    def learn(self, announced: Mapping[int, set[Shape]], shapes: Sequence[Shape]) -> None:
         """Compare what a step has announced; equal shapes tell nothing of how others would be padded."""
         if announced != {number: {shape} for number, shape in enumerate(shapes)}:
             self._follow = False

@@ -22,6 +22,7 @@ from megatron_pp_ext.integration.runners.model_stage import StepInputs
 from megatron_pp_ext.integration.runners.step_parts import Step
 from megatron_pp_ext.runtime.first_rank import print_rank_0
 from megatron_pp_ext.runtime.plan import plan_rank
+from megatron_pp_ext.schedule.announcements import Announced
 from megatron_pp_ext.schedule.unit_costs import UnitCosts
 from megatron_pp_ext.schedule.without_collection import without_collection
 
@@ -67,9 +68,10 @@ class Ordered:
             iterator if batches is None else iter([batches[number] for number in order])
             for iterator, batches in zip(inputs.iterators, data, strict=True)
         ]
+        announced = step.announced if self._shapes.are_announced(inputs, agreed) else Announced.NOTHING
         if found is not None and found.schedule is not step.schedule:
             with without_collection():
-                step.plan = plan_rank(found.schedule, step.plan.rank)
+                step.plan = plan_rank(found.schedule, step.plan.rank, announced=announced)
             require_same_schedule(found.schedule, inputs.groups)
         with self._shapes.step(inputs, agreed, order):
             yield
@@ -79,11 +81,7 @@ class Ordered:
 
     def _planned(self, step: Step, agreed: Agreed) -> Plan:
         costs = self.costs.of(Microbatches(agreed.planned))
-        found = self.plan(step, costs)
-        if self._shapes.are_announced(step.inputs, agreed):
-            # Each receive then waits for its sender, and by the times of units most of all.
-            return found
-        return self.planner(step).timed(found, costs)
+        return self.planner(step).timed(self.plan(step, costs), costs)
 
     def plan(self, step: Step, costs: UnitCosts) -> Plan:
         """Return the plan of a step whose microbatches have these ``costs``."""
