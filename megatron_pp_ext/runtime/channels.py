@@ -61,6 +61,13 @@ class _HandedOver(NamedTuple):
         self.started.result().wait()
 
 
+class _Sent(NamedTuple):
+    """A message under way, with its shape where that is announced."""
+
+    works: Sequence[dist.Work | _HandedOver]
+    tensors: Sequence[torch.Tensor]
+
+
 class Channels:
     """Sends and receives the messages of one rank, in one training step or in many.
 
@@ -102,7 +109,7 @@ class Channels:
         is_large = max(map(prod, self._shapes or (self._shape,))) * dtype.itemsize >= LARGE
         self._sender = ThreadPoolExecutor(1) if is_large and dist.get_backend(down) == "gloo" else None
         self._posted: dict[Message, _Posted] = {}
-        self._sending: deque[tuple[dist.Work | _HandedOver, torch.Tensor]] = deque()
+        self._sending: deque[_Sent] = deque()
 
     def post(self, peer: int, message: Message, repeats: bool = False) -> None:
         """Post the receive of ``message``, the next one that pipeline rank ``peer`` sends here.
@@ -142,10 +149,11 @@ class Channels:
             payload = payload.to(self._wire)
         if not agreed:
             self._keep(message, tuple(payload.shape))
-            self._send(peer, torch.tensor(payload.shape, dtype=torch.long, device=self._wire))
+            self._send(peer, torch.tensor(payload.shape, dtype=torch.long, device=self._wire), payload)
         elif payload.shape != agreed:
             raise _other_shape(payload.shape, agreed)
-        self._send(peer, payload)
+        else:
+            self._send(peer, payload)
         while len(self._sending) > SENDS_AHEAD or self._has_left():
             self._finish_oldest()
 
@@ -183,17 +191,18 @@ class Channels:
         """
         if not self._sending or (self._wire.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return False
-        return self._sending[0][0].is_completed()
+        return all(work.is_completed() for work in self._sending[0].works)
 
     def _finish_oldest(self) -> None:
         # A finished send is waited for too: only then does torch release the tensor and raise an error.
-        work, _ = self._sending.popleft()
-        work.wait()
+        for work in self._sending.popleft().works:
+            work.wait()
 
-    def _send(self, peer: int, tensor: torch.Tensor) -> None:
-        send = partial(self._to[peer].send, [tensor], self._peers[peer], 0)
-        work = _HandedOver(self._sender.submit(send)) if self._sender else send()
-        self._sending.append((work, tensor))
+    def _send(self, peer: int, *tensors: torch.Tensor) -> None:
+        """Start sending ``tensors``, which are one message."""
+        sends = [partial(self._to[peer].send, [tensor], self._peers[peer], 0) for tensor in tensors]
+        works = [_HandedOver(self._sender.submit(send)) if self._sender else send() for send in sends]
+        self._sending.append(_Sent(works, tensors))
 
     def _receive(self, peer: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, dist.Work]:
         tensor = torch.empty(shape, dtype=dtype, device=self._wire)
