@@ -31,15 +31,22 @@ SEARCHING = 0.75
 
 
 class Ordered:
-    """Orders the steps of ``pipeline``, of whose chunks those that ``are_read`` read data; None for all."""
+    """Orders the steps of ``pipeline``, of whose chunks those that ``are_read`` read data; None for all.
+
+    ``shapes`` are what earlier steps have shown.
+    """
 
     def __init__(
-        self, pipeline: Pipeline, ordering: Ordering, are_read: Sequence[bool] | None = None
+        self,
+        pipeline: Pipeline,
+        ordering: Ordering,
+        are_read: Sequence[bool] | None = None,
+        shapes: KnownShapes | None = None,
     ) -> None:
         self.ordering, self.costs, self._are_read = ordering, RunCosts(pipeline, ordering), are_read
         self._may_move = pipeline.request.from_file is None
         self._planners: dict[int, Planner] = {}
-        self._shapes = KnownShapes()
+        self._shapes = shapes or KnownShapes()
 
     @contextmanager
     def step(self, step: Step) -> Iterator[None]:
