@@ -1,18 +1,24 @@
 """Receives of messages that announce their shapes, posted as late as one order of launches allows.
 
 The host of a rank that posts such a receive stops until the message has been sent.  The receive is posted
-where the sender's action stands in the order of launches (``schedule.messages``).  So nothing is lost if
-everything that the receiving rank begins in the meantime comes before the sender's action: its last action
-that starts before the sender's ends, of those before the one that takes the message.
+where the sender's action stands in the order of launches (``schedule.messages``).  So nothing is lost if the
+sender's action comes after what the receiving rank does in the meantime:
 
-These are added to what actions wait for, and actions taken in the order of their simulated ends as soon as
-nothing is left that they wait for.  Under placements that come back to a rank, as those of interleaved
-schedules and of Vs, ranks may send to each other at the same time, and the additions form a circle.  Its
-first action then drops its own: its receiver waits, and the order remains one that every rank can keep to.
+* Where the times of units are planned, after the receiver's last action that starts before the sender's ends.
+  The message is then on its way during later actions.
+* Elsewhere lengths are not known, and no time can be relied on: after all that the receiver does before the
+  action that takes the message.
+
+Actions are taken in the order of their simulated ends, as soon as nothing is left that they are to come
+after.  Under placements that come back to a rank, as those of interleaved schedules and of Vs, ranks may send
+to each other at the same time, and would wait for each other in this.  One of them then goes on, if possible
+one that has waited for as much as planned times ask for.  Its receiver may have to stop for it.  The order
+remains one that every rank can keep to.
 """
 
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 from megatron_pp_ext.schedule.announcements import IsAnnounced
 from megatron_pp_ext.schedule.columns import Column, as_list
@@ -20,67 +26,82 @@ from megatron_pp_ext.schedule.program import F
 from megatron_pp_ext.schedule.walk import Walk
 
 
+class _Wait(NamedTuple):
+    """The steps of its receiver that a sender is to come after: that of the wish, and what is enough."""
+
+    wished: int
+    enough: int
+
+
 def late(walk: Walk, numbers: Column, starts: Column, ends: Column, is_announced: IsAnnounced) -> list[int]:
     """Return the ``numbers`` of all actions in another order, for inputs of which some are announced.
 
     ``starts`` and ``ends`` are those of the steps of ``walk``.
     """
-    before, sends = as_list(walk.steps.before), as_list(walk.steps.sends)
+    steps = range(1, len(walk.steps.before))
     actions = _actions_of(walk, numbers)
-    place = [0] * len(before)
-    for at, step in enumerate(actions, 1):
-        place[step] = at
-    followers: list[list[int]] = [[] for _ in before]
-    left, added = [0] * len(before), [0] * len(before)
-    for step in range(1, len(before)):
-        for needed in {before[step], sends[step]} - {0}:
-            followers[needed].append(step)
-            left[step] += 1
-    later: list[list[int]] = [[] for _ in before]
-    for sender, last in _waits(walk, as_list(starts), as_list(ends), is_announced):
-        later[last].append(sender)
-        added[sender] += 1
+    place = dict.fromkeys(steps, 0) | {step: at for at, step in enumerate(actions, 1)}
+    left, followers = _needs(walk)
+    waits = dict(_waits(walk, as_list(starts), as_list(ends), is_announced))
+    waiting: dict[int, list[int]] = {}
+    for sender, wait in waits.items():
+        waiting.setdefault(wait.wished, []).append(sender)
 
-    found: list[int] = []
-    ready = [(place[step], step) for step in range(1, len(before)) if not left[step] and not added[step]]
-    held = {(place[step], step) for step in range(1, len(before)) if not left[step] and added[step]}
+    done, found = {0}, list[int]()
+    able = [(place[step], step) for step in steps if not left[step]]
+    ready = [entry for entry in able if entry[1] not in waits]
+    held = set(able) - set(ready)
     heapify(ready)
     while ready or held:
         if not ready:
-            first = min(held)
+            first = min([entry for entry in held if waits[entry[1]].enough in done] or held)
             held.remove(first)
-            added[first[1]] = 0
             ready.append(first)
         _, step = heappop(ready)
+        done.add(step)
         found += actions.get(step, ())
         for follower in followers[step]:
             left[follower] -= 1
             if not left[follower]:
                 entry = place[follower], follower
-                held.add(entry) if added[follower] else heappush(ready, entry)
-        for sender in later[step]:
-            if added[sender]:
-                added[sender] -= 1
-                if not added[sender] and not left[sender]:
-                    held.remove((place[sender], sender))
-                    heappush(ready, (place[sender], sender))
+                if follower in waits and waits[follower].wished not in done:
+                    held.add(entry)
+                else:
+                    heappush(ready, entry)
+        for sender in waiting.get(step, ()):
+            if (entry := (place[sender], sender)) in held:
+                held.remove(entry)
+                heappush(ready, entry)
     return found
 
 
 def _actions_of(walk: Walk, numbers: Column) -> dict[int, list[int]]:
     """Return the numbers of the actions of each step, in the order of ``numbers``."""
     found: dict[int, list[int]] = {}
+    step_of = as_list(walk.step_of)
     for number in as_list(numbers):
-        found.setdefault(walk.step_of[number], []).append(number)
+        found.setdefault(step_of[number], []).append(number)
     return found
+
+
+def _needs(walk: Walk) -> tuple[list[int], list[list[int]]]:
+    """Return how many other steps each follows, and the followers of each."""
+    before, sends = as_list(walk.steps.before), as_list(walk.steps.sends)
+    left, followers = [0] * len(before), [list[int]() for _ in before]
+    for step in range(1, len(before)):
+        for needed in {before[step], sends[step]} - {0}:
+            followers[needed].append(step)
+            left[step] += 1
+    return left, followers
 
 
 def _waits(
     walk: Walk, starts: list[float], ends: list[float], is_announced: IsAnnounced
-) -> Iterator[tuple[int, int]]:
-    """Yield the step of each sender of an announced message, and the step that it is to come after."""
-    columns, before = walk.program.columns, as_list(walk.steps.before)
+) -> Iterator[tuple[int, _Wait]]:
+    """Yield the step of each sender of an announced message with what it is to come after, if anything."""
+    columns, before, step_of = walk.program.columns, as_list(walk.steps.before), as_list(walk.step_of)
     stage, kind, microbatch, rank, _, _, begins, needed, _ = map(as_list, columns)
+    is_timed = bool(walk.program.durations)
     for number, code in enumerate(kind):
         if code != F or begins[number] == begins[number + 1]:
             continue
@@ -89,8 +110,13 @@ def _waits(
             continue
         if not is_announced(stage[number], microbatch[number]):
             continue
-        end, last = ends[walk.step_of[sender]], before[walk.step_of[number]]
-        while last and (starts[last] >= end or starts[last] == ends[last]):
+        end = ends[step_of[sender]]
+        last = before[step_of[number]]
+        while starts[last] == ends[last] and last:  # an input of a pair is a step without work
             last = before[last]
-        if last:
-            yield walk.step_of[sender], last
+        enough = last
+        while enough and starts[enough] >= end:
+            enough = before[enough]
+        wished = enough if is_timed else last
+        if wished:
+            yield step_of[sender], _Wait(wished, enough)
