@@ -12,7 +12,7 @@ from megatron_pp_ext.runtime.operations import transfers
 from megatron_pp_ext.runtime.operations.compute import Compute
 from megatron_pp_ext.runtime.operations.operation import Operation
 from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Schedule, together
-from megatron_pp_ext.schedule.announcements import Announced, IsAnnounced, RankOf, announced_inputs
+from megatron_pp_ext.schedule.announcements import Announced, Announcements, RankOf
 from megatron_pp_ext.schedule.copies import Copies
 from megatron_pp_ext.schedule.messages import (
     Arrival,
@@ -105,8 +105,7 @@ def plan_orders(
     *launches, left_open = planned_launches(orders, stages, rank_of, *line)[rank]
     actions = tuple(orders[rank])
     order = RankOrder(rank, stages, actions, tuple(together(actions, paired)), copies)
-    firsts = announced_inputs(announced, rank_of) if announced is Announced.FIRST else None
-    planner = _Planner(rank, stages, rank_of, extensions(order), firsts)
+    planner = _Planner(rank, stages, rank_of, extensions(order), Announcements(announced, rank_of))
     by_step: list[StepOperations] = []
     place = 0
     for step in order.steps:
@@ -130,7 +129,7 @@ class _Planner:
     stages: int
     rank_of: RankOf
     extensions: tuple[Extension, ...]
-    is_first: IsAnnounced | None
+    announcements: Announcements
 
     def launch(self, launch: Launch) -> Operation:
         """Return the operation for what the rank launches together with others."""
@@ -177,9 +176,8 @@ class _Planner:
 
     def _repeats(self, message: Message) -> bool:
         """Whether the receiver knows the shape of an activation, by an earlier one of the microbatch."""
-        if self.is_first is None or message.receiver < message.sender:
-            return False
-        return not self.is_first(message.receiver, message.microbatch)
+        is_activation = message.sender < message.receiver
+        return is_activation and self.announcements.is_repeated(message.receiver, message.microbatch)
 
 
 def _first(what: object, found: Iterable[Operation | None]) -> Operation:

@@ -4,13 +4,11 @@ Gradients announce none: they have the shapes of their activations.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
 
 RankOf = Callable[[int, int], int]
 """The rank that runs a stage for a microbatch."""
-
-IsAnnounced = Callable[[int, int], bool]
-"""Whether the input of a stage announces its shape for a microbatch, if it comes from another rank."""
 
 
 class Announced(StrEnum):
@@ -24,15 +22,20 @@ class Announced(StrEnum):
     """Stages may change the shape."""
 
 
-def announced_inputs(announced: Announced, rank_of: RankOf) -> IsAnnounced | None:
-    """Return which inputs of stages announce their shapes; None where there are no such."""
-    if announced is Announced.NOTHING:
-        return None
+@dataclass(frozen=True, slots=True)
+class Announcements:
+    """The activations that announce their shapes, where ``rank_of`` has the rank of each stage."""
 
-    def is_announced(stage: int, microbatch: int) -> bool:
-        if announced is Announced.EVERY:
-            return True
-        rank = rank_of(stage, microbatch)
-        return all(rank_of(before, microbatch) != rank for before in range(stage))
+    announced: Announced
+    rank_of: RankOf
 
-    return is_announced
+    def is_announced(self, stage: int, microbatch: int) -> bool:
+        """Whether the input of ``stage`` announces its shape, if it comes from another rank."""
+        if self.announced is not Announced.FIRST:
+            return self.announced is Announced.EVERY
+        rank = self.rank_of(stage, microbatch)
+        return all(self.rank_of(before, microbatch) != rank for before in range(stage))
+
+    def is_repeated(self, stage: int, microbatch: int) -> bool:
+        """Whether the input of ``stage`` has a shape that its rank has been told."""
+        return self.announced is Announced.FIRST and not self.is_announced(stage, microbatch)

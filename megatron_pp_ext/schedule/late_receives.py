@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
-from megatron_pp_ext.schedule.announcements import IsAnnounced
+from megatron_pp_ext.schedule.announcements import Announcements
 from megatron_pp_ext.schedule.columns import Column, as_list
 from megatron_pp_ext.schedule.program import F
 from megatron_pp_ext.schedule.walk import Walk
@@ -33,8 +33,10 @@ class _Wait(NamedTuple):
     enough: int
 
 
-def late(walk: Walk, numbers: Column, starts: Column, ends: Column, is_announced: IsAnnounced) -> list[int]:
-    """Return the ``numbers`` of all actions in another order, for inputs of which some are announced.
+def late(
+    walk: Walk, numbers: Column, starts: Column, ends: Column, announcements: Announcements
+) -> list[int]:
+    """Return the ``numbers`` of all actions in another order, for inputs that announce their shapes.
 
     ``starts`` and ``ends`` are those of the steps of ``walk``.
     """
@@ -42,7 +44,7 @@ def late(walk: Walk, numbers: Column, starts: Column, ends: Column, is_announced
     actions = _actions_of(walk, numbers)
     place = dict.fromkeys(steps, 0) | {step: at for at, step in enumerate(actions, 1)}
     left, followers = _needs(walk)
-    waits = dict(_waits(walk, as_list(starts), as_list(ends), is_announced))
+    waits = dict(_waits(walk, as_list(starts), as_list(ends), announcements))
     waiting: dict[int, list[int]] = {}
     for sender, wait in waits.items():
         waiting.setdefault(wait.wished, []).append(sender)
@@ -96,26 +98,28 @@ def _needs(walk: Walk) -> tuple[list[int], list[list[int]]]:
 
 
 def _waits(
-    walk: Walk, starts: list[float], ends: list[float], is_announced: IsAnnounced
+    walk: Walk, starts: list[float], ends: list[float], announcements: Announcements
 ) -> Iterator[tuple[int, _Wait]]:
     """Yield the step of each sender of an announced message with what it is to come after, if anything."""
     columns, before, step_of = walk.program.columns, as_list(walk.steps.before), as_list(walk.step_of)
-    stage, kind, microbatch, rank, _, _, begins, needed, _ = map(as_list, columns)
-    is_timed = bool(walk.program.durations)
-    for number, code in enumerate(kind):
-        if code != F or begins[number] == begins[number + 1]:
+    stage, kind, microbatch, rank, _, bounds, *_ = map(as_list, columns)
+    of_units = list(zip(stage, microbatch, strict=True))
+    forwards = {unit: number for number, unit in enumerate(of_units) if kind[number] == F}
+    is_timed, stages = bool(walk.program.durations), walk.program.placement.stages
+    for (of_stage, unit), sender in forwards.items():
+        target = of_stage + 1
+        if target == stages or not announcements.is_announced(target, unit):
             continue
-        sender = needed[begins[number]]
-        if sender == len(kind) or rank[sender] == rank[number]:
+        receiver = announcements.rank_of(target, unit)
+        if receiver == rank[sender]:
             continue
-        if not is_announced(stage[number], microbatch[number]):
-            continue
-        end = ends[step_of[sender]]
-        last = before[step_of[number]]
-        while starts[last] == ends[last] and last:  # an input of a pair is a step without work
+        taker = forwards.get((target, unit))
+        # What later orders take is posted after all that the receiver does in these.
+        last = step_of[bounds[receiver + 1] - 1] if taker is None else before[step_of[taker]]
+        while last and starts[last] == ends[last]:  # an input of a pair is a step without work
             last = before[last]
         enough = last
-        while enough and starts[enough] >= end:
+        while enough and starts[enough] >= ends[step_of[sender]]:
             enough = before[enough]
         wished = enough if is_timed else last
         if wished:

@@ -9,7 +9,7 @@ from itertools import chain, pairwise
 from operator import add
 
 from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind
-from megatron_pp_ext.schedule.announcements import IsAnnounced
+from megatron_pp_ext.schedule.announcements import Announced, Announcements
 from megatron_pp_ext.schedule.check import InvalidSchedule
 from megatron_pp_ext.schedule.columns import Column, as_list
 from megatron_pp_ext.schedule.late_receives import late
@@ -34,14 +34,14 @@ def launch_line(
     paired: frozenset[Action] = frozenset(),
     ends_on_last: bool = False,
     durations: Sequence[Sequence[int]] = (),
-    is_announced: IsAnnounced | None = None,
+    announcements: Announcements | None = None,
 ) -> list[tuple[int, int, Action]]:
     """Return all actions of ``orders``, each with its simulated end and its rank, in the order of launches.
 
     Actions are sorted by their simulated ends, and by rank where these are equal, from the last rank on where
     the placement ``ends_on_last``; the two of a pair, which end together, follow each other as on their rank.
     Messages from actions that are not in ``orders`` were sent before these began.  Where inputs of stages
-    announce their shapes, by ``is_announced``, their senders come later (``late_receives``); a head that
+    announce their shapes, by ``announcements``, their senders come later (``late_receives``); a head that
     ranks share goes with known shapes alone.
 
     Raises InvalidSchedule where the ranks of ``orders`` wait for each other.
@@ -50,8 +50,9 @@ def launch_line(
     program, (starts, ends) = walk.program, times(walk)
     of_actions = program.make.taken(ends, walk.step_of[:-1])
     numbers = _in_order(program, of_actions)
-    if is_announced is not None and not program.placement.splits_head:
-        numbers = late(walk, numbers, starts, ends, is_announced)
+    is_known = announcements is None or announcements.announced is Announced.NOTHING
+    if announcements and not is_known and not program.placement.splits_head:
+        numbers = late(walk, numbers, starts, ends, announcements)
     return [(of_actions[number], program.columns.rank[number], program.actions[number]) for number in numbers]
 
 

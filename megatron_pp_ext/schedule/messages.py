@@ -39,7 +39,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from megatron_pp_ext.schedule.actions import Action, Kind
-from megatron_pp_ext.schedule.announcements import Announced, RankOf, announced_inputs
+from megatron_pp_ext.schedule.announcements import Announced, Announcements, RankOf
 from megatron_pp_ext.schedule.launch_order import P2P, launch_line
 from megatron_pp_ext.schedule.program import Orders
 
@@ -153,8 +153,8 @@ def planned_launches(
         for of_rank, at in zip(planned, launched, strict=True):
             of_rank[at].append(Exchange(what, microbatch))
 
-    is_announced = announced_inputs(announced, rank_of)
-    line = launch_line(orders, stages, paired, ends_on_last, durations, is_announced)
+    announcements = Announcements(announced, rank_of)
+    line = launch_line(orders, stages, paired, ends_on_last, durations, announcements)
     lookups = _lookups([action.microbatch for _, _, action in line if action[:2] == (0, Kind.F)])
     for ahead in next(lookups) if shares else ():
         exchange(*ahead)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, delivers, needs
-from megatron_pp_ext.schedule.announcements import Announced, RankOf, announced_inputs
+from megatron_pp_ext.schedule.announcements import Announced, Announcements, RankOf
 from megatron_pp_ext.schedule.check import InvalidSchedule
 from megatron_pp_ext.schedule.families import pipedream, round_robin
 from megatron_pp_ext.schedule.families.round_robin import Replicas
@@ -31,8 +31,8 @@ def require_one_line(orders: Orders, stages: int, rank_of: RankOf) -> None:
 
 
 def _require_one_line(orders: Orders, stages: int, rank_of: RankOf, announced: Announced) -> None:
-    is_announced = announced_inputs(announced, rank_of)
-    line = [(rank, action) for _, rank, action in launch_line(orders, stages, is_announced=is_announced)]
+    announcements = Announcements(announced, rank_of)
+    line = [(rank, action) for _, rank, action in launch_line(orders, stages, announcements=announcements)]
     assert [action for rank, action in line if rank == 0] == list(orders[0])
     assert sorted(line) == sorted((rank, action) for rank, order in enumerate(orders) for action in order)
     place = {delivers(action): at for at, (_, action) in enumerate(line)}
@@ -152,8 +152,16 @@ def test_ranks_that_wait_for_each_other_are_told() -> None:
 
 def test_a_rank_that_knows_a_microbatch_is_told_no_shape_again() -> None:
     placement = v(3)
-    first = announced_inputs(Announced.FIRST, lambda stage, _: placement.rank_of(stage))
-    assert first and [first(stage, 0) for stage in range(1, 6)] == [True, True, False, False, False]
-    every = announced_inputs(Announced.EVERY, lambda stage, _: placement.rank_of(stage))
-    assert every and all(every(stage, 0) for stage in range(1, 6))
-    assert announced_inputs(Announced.NOTHING, lambda stage, _: stage) is None
+    found = {}
+    for announced in Announced:
+        announcements = Announcements(announced, lambda stage, _: placement.rank_of(stage))
+        found[announced] = [
+            (announcements.is_announced(stage, 0), announcements.is_repeated(stage, 0))
+            for stage in range(1, placement.stages)
+        ]
+    told, repeated, nothing = (True, False), (False, True), (False, False)
+    assert found == {
+        Announced.NOTHING: [nothing] * 5,
+        Announced.FIRST: [told, told, repeated, repeated, repeated],
+        Announced.EVERY: [told] * 5,
+    }

@@ -6,7 +6,7 @@ from megatron_pp_ext.runtime.operations.compute import Compute
 from megatron_pp_ext.runtime.operations.transfers import Post, Receive, Send
 from megatron_pp_ext.runtime.plan import RankPlan, plan_rank
 from megatron_pp_ext.schedule.actions import Schedule
-from megatron_pp_ext.schedule.announcements import Announced, announced_inputs
+from megatron_pp_ext.schedule.announcements import Announced, Announcements
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.messages import SENDS_AHEAD, Message
 
@@ -33,11 +33,11 @@ def seconds_of(
     at, now = [0] * len(plans), [0.0] * len(plans)
     posted, sent = dict[Message, float](), dict[Message, float]()
     under_way: list[deque[Message]] = [deque() for _ in plans]
-    inputs = announced_inputs(announced, lambda stage, _: schedule.placement.rank_of(stage))
+    inputs = Announcements(announced, lambda stage, _: schedule.placement.rank_of(stage))
 
     def announces(message: Message) -> bool:
         is_activation = message.sender < message.receiver
-        return inputs is not None and is_activation and inputs(message.receiver, message.microbatch)
+        return is_activation and inputs.is_announced(message.receiver, message.microbatch)
 
     def runs(rank: int) -> bool:
         """Run the rank's next operation, if it can run."""

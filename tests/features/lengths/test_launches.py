@@ -100,3 +100,15 @@ def test_equal_microbatches_have_the_plan_of_the_schedule() -> None:
     costs = LengthCosts.with_attention(Costs.per_rank(2), 1).of(Microbatches.of([[5]] * 4))
     plan = planner.plan(costs, "rule")
     assert planner.timed(plan, costs).schedule is planner.schedule
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "v-zb", "dualpipe-v", "zb-h2"])
+def test_receives_of_lengths_that_nobody_knows(family: str) -> None:
+    """Ranks launch as if all microbatches were equal, and a receive holds up what comes after it."""
+    schedule = catalog.build(family, RANKS, MICROBATCHES)
+    for seed in range(2):
+        costs = costs_of(seed, schedule.placement.chunks)
+        known = step_seconds(schedule, costs)
+        assert step_seconds(schedule, costs, Announced.FIRST) < 1.01 * known
+        as_known = step_seconds(schedule, costs, Announced.EVERY, is_late=False)
+        assert step_seconds(schedule, costs, Announced.EVERY) < 1.01 * as_known
