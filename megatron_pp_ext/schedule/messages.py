@@ -9,7 +9,7 @@ message may have to wait for its other end, and the host itself stops wherever s
 device.  A rank may therefore wait at any moment for anything that it has launched already.  Such a
 pipeline cannot hang if all launches stand in one line that every rank keeps to:
 
-* ``launch_line`` puts the actions of all ranks in one line.  Every action stands after those before it
+* ``launch_order.launch_line`` puts the actions of all ranks in one line.  Every action stands after those before it
   on its rank and after the one whose output it takes.
 * A rank sends a message right after the action that made it, and posts the receive of a message where
   the *sender's* action stands in the line.
@@ -30,7 +30,8 @@ same schedule.
 The proof holds for any such line, good or bad.  The line here is that of the ends of all actions in a
 simulation of the schedule, so that a receive is posted in the action before its message arrives.  Where a
 receive is posted much later, its sender waits: few messages may be under way.  So where units take unlike
-times the simulation has them (``Schedule.durations``).
+times the simulation has them (``Schedule.durations``).  Where a message announces its shape, the host of its
+receiver stops in the receive, and the sender comes later in the line (``late_receives``).
 """
 
 from collections import Counter, deque

@@ -3,16 +3,22 @@
 from dataclasses import replace
 from functools import cache
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megatron_pp_ext.features.lengths.length_costs import LengthCosts
 from megatron_pp_ext.features.lengths.microbatches import Microbatches
 from megatron_pp_ext.features.lengths.plan import Plan, Planner
-from megatron_pp_ext.runtime.plan import plan_rank
+from megatron_pp_ext.runtime.plan import plan_orders, plan_rank
 from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.announcements import Announced
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.families import pipedream
+from megatron_pp_ext.schedule.families.round_robin import Replicas
+from megatron_pp_ext.schedule.placement import linear
 from megatron_pp_ext.schedule.unit_costs import UnitCosts
 from tests.launches.test_cannot_hang import assert_finishes_strictly
 from tests.support.few_sends import seconds_of, step_seconds
@@ -112,3 +118,29 @@ def test_receives_of_lengths_that_nobody_knows(family: str) -> None:
         assert step_seconds(schedule, costs, Announced.FIRST) < 1.01 * known
         as_known = step_seconds(schedule, costs, Announced.EVERY, is_late=False)
         assert step_seconds(schedule, costs, Announced.EVERY) < 1.01 * as_known
+
+
+@pytest.mark.parametrize(("ranks", "interval"), [(2, 1), (4, 4), (4, 9)])
+def test_announced_shapes_of_a_pipeline_that_never_flushes(ranks: int, interval: int) -> None:
+    """What a later update takes is posted at the end of the update that sends it."""
+    stages, updates = Replicas.straight(ranks), 5
+    steps = [pipedream.step(stages, interval, update, updates) for update in range(updates)]
+    schedule = Schedule("pipedream", linear(ranks), updates * interval, tuple(map(tuple, steps[0])))
+    costs = Costs.per_rank(ranks)
+
+    def plans(announced: Announced) -> list[Any]:
+        of_ranks = []
+        for rank in range(ranks):
+            operations = list[object]()
+            for step in steps:
+                flushes = step is steps[-1]
+                plan = plan_orders(step, ranks, stages.rank_of, rank, flushes=flushes, announced=announced)
+                operations += plan.operations
+            of_ranks.append(SimpleNamespace(operations=operations))
+        return of_ranks
+
+    known = seconds_of(plans(Announced.NOTHING), schedule, costs)
+    assert seconds_of(plans(Announced.EVERY), schedule, costs, Announced.EVERY) == pytest.approx(known)
+    if ranks > 2:
+        as_known = seconds_of(plans(Announced.NOTHING), schedule, costs, Announced.EVERY)
+        assert as_known > 1.5 * known
