@@ -8,6 +8,7 @@ run in the order of the data.  One process, no GPU; a minute or two on one core.
 """
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Annotated
 
 import typer
@@ -23,6 +24,9 @@ from tests.support.few_sends import step_seconds
 
 FAMILIES = "1f1b", "interleaved", "zb-h1", "v-half", "v-zb", "1f1b-v", "dualpipe-v", "gpipe"
 EQUAL = "equal"
+HOP = 0.05
+"""What a message takes in one of the tables, and as much again what announces it, in parts of a forward."""
+
 WAYS = {
     "every one, receives as with known shapes": (Announced.EVERY, False),
     "every one, late receives": (Announced.EVERY, True),
@@ -44,16 +48,18 @@ def cases(schedule: Schedule, lengths: str, trials: int, is_timed: bool) -> Iter
         yield (planner.timed(plan, costs) if is_timed else plan).schedule, costs
 
 
-def rows(ranks: int, microbatches: int, lengths: str, trials: int, is_timed: bool = False) -> list[Row]:
+def rows(
+    ranks: int, microbatches: int, lengths: str, trials: int, is_timed: bool = False, hop: float = 0.0
+) -> list[Row]:
     """Return a row for each family: the mean of steps over those with known shapes."""
     found = list[Row]()
     for family in FAMILIES:
         schedule = catalog.build(family, ranks, microbatches)
         some = list(cases(schedule, lengths, trials, is_timed))
-        known = [step_seconds(one, costs) for one, costs in some]
+        known = [step_seconds(one, costs, hop=hop) for one, costs in some]
         means = []
         for announced, is_late in WAYS.values():
-            taken = [step_seconds(one, costs, announced, is_late) for one, costs in some]
+            taken = [step_seconds(one, costs, announced, is_late, hop) for one, costs in some]
             means.append(sum(a / k for a, k in zip(taken, known, strict=True)) / len(some))
         found.append((family, *(f"{mean:.3f}" for mean in means)))
     return found
@@ -66,19 +72,19 @@ def main(
 ) -> None:
     """Compare, and write the tables."""
     sections = list[str]()
+    tables = [(EQUAL, False, 0.0), (EQUAL, False, HOP), *product(WINDOWS, (False, True), (0.0,))]
     for size in sizes or ("4x16", "8x16", "8x64"):
         ranks, microbatches = map(int, size.split("x"))
-        for lengths in (EQUAL, *WINDOWS):
-            for is_timed in (False, True) if lengths != EQUAL else (False,):
-                launch = ", launched by their times" if is_timed else ""
-                sections.append(f"## {ranks} ranks, {microbatches} microbatches: {lengths}{launch}")
-                sections.append(
-                    table(("schedule", *WAYS), rows(ranks, microbatches, lengths, trials, is_timed))
-                )
+        for lengths, is_timed, hop in tables:
+            launch = ", launched by their times" * is_timed
+            messages = f", messages take {hop:.0%} of a forward" if hop else ""
+            found = rows(ranks, microbatches, lengths, trials, is_timed, hop)
+            sections.append(f"## {ranks} ranks, {microbatches} microbatches: {lengths}{launch}{messages}")
+            sections.append(table(("schedule", *WAYS), found))
     about = (
-        "Steps over those with known shapes, in whose simulation messages take no time; means of "
-        f"{trials} steps with unlike lengths in the order of the data. A rank launches as if microbatches "
-        "were equal, or by their times."
+        "Steps over those with known shapes, in whose simulation messages take no time, if nothing else is "
+        f"said; means of {trials} steps with unlike lengths in the order of the data. A rank launches as if "
+        "microbatches were equal, or by their times."
     )
     publish(out, "Messages that announce their shapes", about, *sections)
 

@@ -9,8 +9,8 @@ message may have to wait for its other end, and the host itself stops wherever s
 device.  A rank may therefore wait at any moment for anything that it has launched already.  Such a
 pipeline cannot hang if all launches stand in one line that every rank keeps to:
 
-* ``launch_order.launch_line`` puts the actions of all ranks in one line.  Every action stands after those before it
-  on its rank and after the one whose output it takes.
+* ``launch_order.launch_line`` puts the actions of all ranks in one line.  Every action stands after those
+  before it on its rank and after the one whose output it takes.
 * A rank sends a message right after the action that made it, and posts the receive of a message where
   the *sender's* action stands in the line.
 * What all ranks exchange about a split head has one place in the line, where every rank launches it.

@@ -12,9 +12,13 @@ from megatron_pp_ext.schedule.messages import SENDS_AHEAD, Message
 
 
 def step_seconds(
-    schedule: Schedule, costs: Costs, announced: Announced = Announced.NOTHING, is_late: bool = True
+    schedule: Schedule,
+    costs: Costs,
+    announced: Announced = Announced.NOTHING,
+    is_late: bool = True,
+    hop: float = 0.0,
 ) -> float:
-    """Return the length of a step whose messages take no time, but wait until their receive is posted.
+    """Return the length of a step whose messages take ``hop`` from where their receive is posted.
 
     A rank that has sent more than ``SENDS_AHEAD`` messages whose receives are not posted waits for the first
     of them.  A rank that posts the receive of a message whose shape is ``announced`` waits for its sender.
@@ -22,11 +26,15 @@ def step_seconds(
     """
     of_plan = announced if is_late else Announced.NOTHING
     plans = [plan_rank(schedule, rank, announced=of_plan) for rank in range(schedule.ranks)]
-    return seconds_of(plans, schedule, costs, announced)
+    return seconds_of(plans, schedule, costs, announced, hop)
 
 
 def seconds_of(
-    plans: list[RankPlan], schedule: Schedule, costs: Costs, announced: Announced = Announced.NOTHING
+    plans: list[RankPlan],
+    schedule: Schedule,
+    costs: Costs,
+    announced: Announced = Announced.NOTHING,
+    hop: float = 0.0,
 ) -> float:
     """Return what ``step_seconds`` does, for the ``plans`` of all ranks."""
     operations = [plan.operations for plan in plans]
@@ -47,11 +55,12 @@ def seconds_of(
                 is_announced = announces(message)
                 if is_announced and message not in sent:
                     return False
-                posted[message] = now[rank] = max(now[rank], sent[message] if is_announced else 0.0)
+                now[rank] = max(now[rank], sent[message] + hop if is_announced else 0.0)
+                posted[message] = now[rank]
             case Receive(_, message):
                 if message not in sent:
                     return False
-                now[rank] = max(now[rank], sent[message])
+                now[rank] = max(now[rank], max(sent[message], posted[message]) + hop)
             case Send(_, message):
                 if message not in sent:
                     sent[message] = now[rank]
