@@ -11,26 +11,17 @@ sender's action comes after what the receiving rank does in the meantime:
 
 Actions are taken in the order of their simulated ends, as soon as nothing is left that they are to come
 after.  Under placements that come back to a rank, as those of interleaved schedules and of Vs, ranks may send
-to each other at the same time, and would wait for each other in this.  One of them then goes on, if possible
-one that has waited for as much as planned times ask for.  Its receiver may have to stop for it.  The order
-remains one that every rank can keep to.
+to each other at the same time, and would wait for each other in this.  The first of them then goes on, and
+its receiver may have to stop for it.  The order remains one that every rank can keep to.
 """
 
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
 
 from megatron_pp_ext.schedule.announcements import Announcements
 from megatron_pp_ext.schedule.columns import Column, as_list
 from megatron_pp_ext.schedule.program import F
 from megatron_pp_ext.schedule.walk import Walk
-
-
-class _Wait(NamedTuple):
-    """The steps of its receiver that a sender is to come after: that of the wish, and what is enough."""
-
-    wished: int
-    enough: int
 
 
 def late(
@@ -46,8 +37,8 @@ def late(
     left, followers = _needs(walk)
     waits = dict(_waits(walk, as_list(starts), as_list(ends), announcements))
     waiting: dict[int, list[int]] = {}
-    for sender, wait in waits.items():
-        waiting.setdefault(wait.wished, []).append(sender)
+    for sender, last in waits.items():
+        waiting.setdefault(last, []).append(sender)
 
     done, found = {0}, list[int]()
     able = [(place[step], step) for step in steps if not left[step]]
@@ -56,7 +47,7 @@ def late(
     heapify(ready)
     while ready or held:
         if not ready:
-            first = min([entry for entry in held if waits[entry[1]].enough in done] or held)
+            first = min(held)
             held.remove(first)
             ready.append(first)
         _, step = heappop(ready)
@@ -66,7 +57,7 @@ def late(
             left[follower] -= 1
             if not left[follower]:
                 entry = place[follower], follower
-                if follower in waits and waits[follower].wished not in done:
+                if follower in waits and waits[follower] not in done:
                     held.add(entry)
                 else:
                     heappush(ready, entry)
@@ -99,8 +90,8 @@ def _needs(walk: Walk) -> tuple[list[int], list[list[int]]]:
 
 def _waits(
     walk: Walk, starts: list[float], ends: list[float], announcements: Announcements
-) -> Iterator[tuple[int, _Wait]]:
-    """Yield the step of each sender of an announced message with what it is to come after, if anything."""
+) -> Iterator[tuple[int, int]]:
+    """Yield the step of each sender of an announced message, and that which it is to come after, if any."""
     columns, before, step_of = walk.program.columns, as_list(walk.steps.before), as_list(walk.step_of)
     stage, kind, microbatch, rank, _, bounds, *_ = map(as_list, columns)
     of_units = list(zip(stage, microbatch, strict=True))
@@ -118,9 +109,7 @@ def _waits(
         last = step_of[bounds[receiver + 1] - 1] if taker is None else before[step_of[taker]]
         while last and starts[last] == ends[last]:  # an input of a pair is a step without work
             last = before[last]
-        enough = last
-        while enough and starts[enough] >= ends[step_of[sender]]:
-            enough = before[enough]
-        wished = enough if is_timed else last
-        if wished:
-            yield step_of[sender], _Wait(wished, enough)
+        while is_timed and last and starts[last] >= ends[step_of[sender]]:
+            last = before[last]
+        if last:
+            yield step_of[sender], last
