@@ -45,13 +45,22 @@ runs and on others.
 The A100's clock is a compromise: steps here ask for less, and the weight gradients of arXiv 2401.10241, table
 9, for more."""
 
+_WATTS: Mapping[str, float] = {"b200": 1000, "b300": 1100, "gb200": 1200, "gb300": 1400}
+"""The power limits of the GPUs of one family (ai-dynamo/aiconfigurator, commit 095f58a51, systems)."""
+
 type Factors = Mapping[str, float]
 
 
 def with_factors(machine: System, factors: Factors) -> System:
-    """Return ``machine`` with these ``factors`` in place of its own."""
+    """Return ``machine`` with these ``factors`` in place of its own.
+
+    The clock of Blackwell's GPUs is the GB200's, by the cube root of their power limits: power grows with the
+    square of the voltage and with the clock, and the clock with the voltage.
+    """
     launch = factors["kernel_seconds"]
     shares = {name: value for name, value in factors.items() if name != "kernel_seconds"}
+    power = _WATTS.get(machine.name, _WATTS["gb200"]) / _WATTS["gb200"]
+    shares["clock"] = round(shares["clock"] * power ** (1 / 3), 3)
     return replace(machine, sustained={**machine.sustained, **shares}, kernel_seconds=launch)
 
 

@@ -216,7 +216,8 @@ def compare(
     rank, and an action of a schedule with one chunk takes twice as long.  With --output-layer each schedule
     has a second row, where all ranks share the output layer, and with --pair-time a row with pairs if it has
     any.  With --offload each has one with activations on the host, and with --slices one in slices.  With
-    --lengths a row has the step with each order of the microbatches, as a multiple of the work of a rank.
+    --lengths a row has the step with each order of the microbatches, as a multiple of the work of a rank, and
+    with --slice-tokens also the step whole and in slices.
     """
     count = lengths.count(microbatches)
     slicing.require_lengths(lengths.lengths is not None)
@@ -224,8 +225,9 @@ def compare(
         if offload.is_given:
             raise ValueError("--lengths and --offload do not go together: leave one out")
         if slicing.slice_tokens is not None:
-            raise ValueError("--slice-tokens is an option of mpp schedule: leave it out of mpp compare")
-        by_length.show_comparison(ranks, times, lengths, pictures)
+            in_units.show_comparison(ranks, times, lengths, slicing, pictures)
+        else:
+            by_length.show_comparison(ranks, times, lengths, pictures)
         return
     from megatron_pp_ext.cli import flex
     from megatron_pp_ext.view import terminal

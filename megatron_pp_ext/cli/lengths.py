@@ -46,9 +46,9 @@ def show_schedule(
     if order not in orders:
         raise ValueError(f"--order is {order}: give one of given, rule and search")
     shown = orders[order]
-    in_step = _in_step(costs, times, lengths)
+    in_step = in_step_of(costs, times, lengths)
     with waiting("planning the order of microbatches"):
-        plans, steps = _steps(request, in_step, lengths, make_it)
+        plans, steps = orders_of(request, in_step, lengths, make_it)
         report(steps[shown], bound_of(steps[shown]), units(times), files)
     table = terminal.Numbers("order", ["step", "over\nwork", "bubble", "peak,\ntokens"])
     for name, step in steps.items():
@@ -65,12 +65,8 @@ def show_comparison(ranks: int, times: ask.Times, lengths: Lengths, pictures: as
     from megatron_pp_ext.view import terminal
 
     count = lengths.count(None)
-    in_step = _in_step(times.costs(ranks, 2), times, lengths)
-    requests = {
-        name: named(name, ranks, count) for name, entry in catalog.ENTRIES.items() if entry.chunks <= 2
-    }
-    for request in requests.values():
-        require_size(request)
+    in_step = in_step_of(times.costs(ranks, 2), times, lengths)
+    requests = compared(ranks, count)
     if times.pair_time is not None:
         requests |= {
             f"{name} +P": paired(request)
@@ -81,7 +77,7 @@ def show_comparison(ranks: int, times: ask.Times, lengths: Lengths, pictures: as
     for name, request in requests.items():
         with waiting(f"planning orders under {name}"):
             cut = in_step.merged(request.finest.stages)
-            _, steps[name] = _steps(request, cut, lengths, make)
+            _, steps[name] = orders_of(request, cut, lengths, make)
     console.print(f"{ranks} ranks, {count} microbatches of {sum(in_step.tokens):,} tokens")
     short = [name.replace("-", "-\n").replace(" ", "\n") for name in NAMES]
     for title, shown in (
@@ -104,7 +100,18 @@ def show_comparison(ranks: int, times: ask.Times, lengths: Lengths, pictures: as
             grouped_bars.draw(bars, path, "step over the work of the busiest rank", least=1.0)
 
 
-def _in_step(costs: Costs, times: ask.Times, lengths: Lengths) -> UnitCosts:
+def compared(ranks: int, microbatches: int) -> dict[str, Request]:
+    """Return the requests that are compared, of all schedules with one or two chunks a rank, by name."""
+    requests = {
+        name: named(name, ranks, microbatches) for name, entry in catalog.ENTRIES.items() if entry.chunks <= 2
+    }
+    for request in requests.values():
+        require_size(request)
+    return requests
+
+
+def in_step_of(costs: Costs, times: ask.Times, lengths: Lengths) -> UnitCosts:
+    """Return ``costs``, those that ``times`` asks for, by the microbatches of ``lengths``."""
     assert lengths.microbatches is not None
     return lengths.costs(times, costs).of(lengths.microbatches)
 
@@ -119,7 +126,7 @@ def units(times: ask.Times) -> Units:
     )
 
 
-def _steps(
+def orders_of(
     request: Request, costs: UnitCosts, lengths: Lengths, make_it: MakeIt
 ) -> tuple[dict[str, "Plan"], dict[str, Timeline]]:
     """Return the plan and the step with each order; a schedule is compiled for a mean microbatch."""

@@ -48,9 +48,13 @@ _LOST_AT_THE_END = 0.8
 """What attention loses while its last tiles end, in tiles: queries see unequally many keys.  Fitted, like
 ``attention_rates``, to one half of the measured kernels (benchmarks/results/components.md)."""
 
+_MEASURED_GPUS = 8
+_OF_A_GPU = ("clock", "copy", "cast")
+"""The shares of ``System.sustained`` by which the slowest of many GPUs is slower."""
+
 type _Text = Annotated[str, printable()]
 type _Dtype = Annotated[str, one_of(*DTYPES)]
-type _Sustained = Annotated[str, one_of("clock", "copy", "cast", "network", "overlap", "group")]
+type _Sustained = Annotated[str, one_of("clock", "copy", "cast", "network", "overlap", "group", "scale")]
 type _Positive = Annotated[float, above(0)]
 type _NotNegative = Annotated[float, at_least(0)]
 type _Count = Annotated[int, at_least(1)]
@@ -100,7 +104,7 @@ class System:
     read and write gradients that a product which adds to them does not hide: one where a processor works on
     one tile at a time. ``sustained`` has the share of these rates that training keeps up, 1 where it is left
     out: "clock" of products and attention, whose clock is lower under load than in the short measurement of
-    one alone, "copy" of small kernels, which device memory bounds, and "network".
+    one alone, "copy" of small kernels, which device memory bounds, "network", and "scale" (``at_scale``).
     ``fp8_recipes`` are the values of --fp8-recipe with which products run; None, where nobody says, means all
     but mxfp8.  ``reserved_bytes`` of the memory are the driver's and the communicators'.  ``sources`` has for
     each field where it was read or how it was measured.
@@ -137,6 +141,20 @@ class System:
     def __post_init__(self) -> None:
         if not self.matrix_rates.get("bf16") and not self.matrix_rates.get("fp32"):
             raise ValueError(f"system {self.name}: matrix_rates has neither bf16 nor fp32: give one a row")
+
+    def at_scale(self, gpus: int) -> Self:
+        """Return the system as a job of so many ``gpus`` finds it.
+
+        A step waits for the slowest of them.  What computation and copies sustain is multiplied by the share
+        "scale" for each doubling of a node of 8 GPUs, on which they are measured.
+        """
+        if gpus <= _MEASURED_GPUS or "scale" not in self.sustained:
+            return self
+        left = self.sustained["scale"] ** math.log2(gpus / _MEASURED_GPUS)
+        shares = {"clock": 1.0, "copy": 1.0, **self.sustained}
+        del shares["scale"]
+        shares.update({name: left * shares[name] for name in _OF_A_GPU if name in shares})
+        return replace(self, sustained=shares)
 
     @property
     def host_beside_others(self) -> Link | None:

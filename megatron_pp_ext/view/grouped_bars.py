@@ -12,19 +12,19 @@ _GROUP = 0.84
 
 
 def draw(rows: Mapping[str, Mapping[str, float]], path: str | Path, label: str, least: float = 0.0) -> None:
-    """Draw ``rows``, whose columns have the same names, with bars from ``least`` on.
+    """Draw ``rows`` with bars from ``least`` on; a row may lack some of the columns of others.
 
     The suffix of ``path`` chooses the format; ValueError for an unknown one.
     """
     path = Path(path)
     require_picture(path)
-    columns = list(next(iter(rows.values())))
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
     width = _GROUP / len(columns)
     figure = new_figure(max(8.0, 0.35 + 1.15 * len(rows)), 4.6)
     axes: Any = figure.add_axes((0.07, 0.12, 0.92, 0.78))
     for number, column in enumerate(columns):
         places = [at - _GROUP / 2 + (number + 0.5) * width for at in range(len(rows))]
-        heights = [row[column] - least for row in rows.values()]
+        heights = [row.get(column, least) - least for row in rows.values()]
         colour = _COLOURS[number % len(_COLOURS)]
         axes.bar(places, heights, width, bottom=least, color=colour, label=column)
     axes.set_xticks(range(len(rows)), list(rows), fontsize=9)

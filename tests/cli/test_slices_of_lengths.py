@@ -27,3 +27,25 @@ def test_the_least_limit_is_a_part_of_1f1b_s_peak(mpp, tmp_path: Path, tokens: s
     least = float(found[1])
     assert schedule(least).exit_code == 0
     assert schedule(least - 1e-4).exit_code == 2
+
+
+def test_a_comparison_has_the_steps_of_each_schedule_whole_and_in_units(mpp, tmp_path: Path) -> None:
+    file, picture = tmp_path / "lengths.txt", tmp_path / "steps.svg"
+    file.write_text(LENGTHS)
+    words = "-p", 2, "--lengths", file, "--slice-tokens", 8192
+    table = mpp("compare", *words, "--svg", picture).stdout
+    rows = {
+        cells[0]: cells[1:]
+        for cells in ([cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines())
+        if cells
+    }
+    assert picture.stat().st_size
+    for name in "1f1b", "v-half":
+        whole, in_units, _, peak, *_ = rows[name]
+        alone = mpp("schedule", name, *words).stdout
+        assert f"over the work of the busiest rank: {in_units}" in alone
+        assert f"peak of the fullest rank: {peak} tokens" in alone
+        table_of_orders = mpp("schedule", name, "-p", 2, "--lengths", file).stdout
+        assert re.search(rf"searched .*{whole}", table_of_orders), table_of_orders
+    assert rows["flex 1.00"][0] == ""
+    assert "flex 0.25" not in rows, "no rank can keep the longest document in a quarter"

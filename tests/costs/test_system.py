@@ -67,6 +67,17 @@ def test_messages_between_nodes_are_slower_than_rings():
     assert machine.message_link(2, 4).bytes_per_second == 0.25e10
 
 
+def test_the_slowest_of_many_gpus_sets_the_pace():
+    """The share of each doubling beyond 8 GPUs; networks, and shares that are not given, stay as they are."""
+    machine = made(sustained={"clock": 0.8, "network": 0.5, "scale": 0.9})
+    assert machine.at_scale(4) is machine.at_scale(8) is machine
+    at = machine.at_scale(32)
+    assert at.sustained == pytest.approx({"clock": 0.8 * 0.81, "copy": 0.81, "network": 0.5})
+    assert at.rate("bf16", 64, 64, 64) == pytest.approx(0.81 * machine.rate("bf16", 64, 64, 64))
+    assert at.at_scale(64) is at
+    assert made(sustained={"clock": 0.8}).at_scale(1024).sustained == {"clock": 0.8}
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -206,7 +206,9 @@ class LengthCosts:
                 weight_gradient=tokens * shared.weight_gradient,
                 activation=tokens * shared.activation,
             )
-        return Costs(tuple(stage.costs(tokens, squares, overhead) for stage in self.stages), head=shared)
+        # Most stages are alike.
+        each = {rates: rates.costs(tokens, squares, overhead) for rates in dict.fromkeys(self.stages)}
+        return Costs(tuple(each[rates] for rates in self.stages), head=shared)
 
 
 def _rates(stage: StageCosts, tokens: float, per_token: Times, per_square: Times) -> StageRates:

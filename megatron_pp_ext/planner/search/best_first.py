@@ -55,7 +55,7 @@ class Search:
         self.budget = budget or Budget()
         self._limit, self._margin, self._top = limit, margin, top
         self.result = Result()
-        self._workloads = Workloads(space.job, system)
+        self._workloads = Workloads(space.job, system.at_scale(space.gpus))
         variants = tried(space.job)
         self._of_largest = bool(variants)
         self._replays = Replays(self._workloads, margin, space.is_uneven, variants)

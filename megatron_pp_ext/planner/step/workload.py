@@ -72,12 +72,13 @@ class Workload:
         model: ModelParts | None = None,
         is_split: bool = True,
     ) -> None:
-        self.job, self.system, self.placement, self.data = job, system, placement, data
+        self.job, self.placement, self.data = job, placement, data
         parallel, replicated = job.parallel, replicas.requested(job)
         self.tensor, self.context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
         # The copies that there are of each stage.
         self._copies = replicated.counts if replicated else (data,) * placement.ranks
         self.gpus = self.tensor * self.context * sum(self._copies)
+        self.system = system = system.at_scale(self.gpus)
         # Ranks that have the same experts are so far apart.
         self._expert_stride = parallel.expert_ranks
         model = model or model_on(job, system)

@@ -226,6 +226,11 @@ FORBIDDEN: Mapping[str, Row] = {
         "recompute": "uniform block distributed",
         "frozen": "embedding vocabulary layers",
     },
+    "tied ends are frozen together, and full recomputation brings no gradient to layers then either": {
+        "recompute": "uniform block distributed",
+        "frozen": "output",
+        "embeddings": "tied",
+    },
     "recomputing an MLP with biases never ends": {"recompute": "mlp", "biases": "yes"},
     "a layer of experts has no MLP to recompute": {"recompute": "mlp", "experts": OTHERS},
     "saved activations are distributed over tensor ranks, where these have whole ones": {

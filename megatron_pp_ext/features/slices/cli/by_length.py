@@ -1,10 +1,12 @@
-"""What ``mpp schedule --lengths FILE --slice-tokens C`` shows: a step of unlike microbatches in units."""
+"""What ``mpp schedule`` and ``mpp compare`` show with ``--lengths FILE --slice-tokens C``: steps in units."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil, inf
 from operator import truediv
+from typing import TYPE_CHECKING
 
+from megatron_pp_ext.cli import lengths as by_length
 from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli.lengths_options import Lengths
 from megatron_pp_ext.cli.progress import waiting
@@ -12,15 +14,55 @@ from megatron_pp_ext.cli.report import console, report
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.compiler.limits import LARGEST_FRACTION
 from megatron_pp_ext.compiler.make import make
-from megatron_pp_ext.compiler.request import Request
+from megatron_pp_ext.compiler.request import Request, named
+from megatron_pp_ext.features.lengths.microbatches import Microbatches
 from megatron_pp_ext.features.slices.cli.options import Slicing
 from megatron_pp_ext.features.slices.options import SMALLEST
 from megatron_pp_ext.schedule.actions import Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.names import FLEX
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.recorded import Units
-from megatron_pp_ext.schedule.simulate import simulate
+from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from megatron_pp_ext.schedule.unit_costs import UnitCosts
+
+if TYPE_CHECKING:
+    from megatron_pp_ext.features.slices.plan import Plan
+
+_LIMITS = 0.25, 1 / 3, 0.5, 0.75, 1.0
+"""The parts of 1F1B's peak for which ``flex`` is compared."""
+
+_ABOUT = (
+    "over work: the step by the work of the busiest rank; whole microbatches are in the order that a search "
+    "finds\n"
+    "peak: the tokens whose activations the fullest rank keeps\n"
+    "flex 0.50: planned for half of 1f1b's activations, where they can be kept"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A step of ``microbatches`` in units, and the ``work`` of the busiest rank in it."""
+
+    plan: "Plan"
+    step: Timeline
+    microbatches: Microbatches
+    work: float
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of the step."""
+        return sum(self.plan.units.tokens)
+
+    @property
+    def over_work(self) -> float:
+        """The step as a multiple of the work of the busiest rank, without what units cost on top."""
+        return self.plan.seconds / self.work
+
+    @property
+    def peak(self) -> float:
+        """The tokens whose activations the fullest rank keeps at most."""
+        return max(self.step.peak_microbatches) * self.tokens / len(self.microbatches)
 
 
 def show_schedule(
@@ -38,6 +80,68 @@ def show_schedule(
     ``costs`` are those of the request's finest stages, and ``units`` say what 1 stands for.
     InfeasibleLimit where no placement keeps the limit.
     """
+    with waiting("planning units"):
+        planned = _planned(request, costs, times, lengths, slicing)
+        report(planned.step, planned.plan.lower_bound, units, files)
+    cut = planned.plan.units
+    console.print(
+        f"{len(cut)} units of at most {max(cut.tokens):,} tokens, of {request.microbatches} microbatches "
+        f"with {planned.tokens:,} in all"
+    )
+    console.print(f"over the work of the busiest rank: {planned.over_work:.3f}")
+    console.print(f"peak of the fullest rank: {planned.peak:,.0f} tokens")
+
+
+def show_comparison(
+    ranks: int, times: ask.Times, lengths: Lengths, slicing: Slicing, pictures: ask.Pictures
+) -> None:
+    """Print the step of all schedules of one or two chunks a rank whole and in units, and draw them.
+
+    The rows of ``flex`` are of parts of 1F1B's peak, as far as they can be kept.
+    """
+    from megatron_pp_ext.features.lengths.compared import SEARCH, over_work, peak_tokens
+    from megatron_pp_ext.view import grouped_bars, terminal
+
+    halves, count = times.costs(ranks, 2), lengths.count(None)
+    headings = [
+        "over\nwork,\nwhole",
+        "over\nwork,\nin units",
+        "peak,\nwhole",
+        "peak,\nin units",
+        "units",
+        "largest",
+    ]
+    table = terminal.Numbers("schedule", headings)
+    bars = dict[str, dict[str, float]]()
+    requests = by_length.compared(ranks, count)
+    limited = {f"{FLEX} {limit:.2f}": named(FLEX, ranks, count, limit=limit) for limit in _LIMITS}
+    for name, request in (requests | limited).items():
+        costs = halves.merged(request.finest.stages)
+        with waiting(f"planning units under {name}"):
+            try:
+                planned = _planned(request, costs, times, lengths, slicing)
+            except InfeasibleLimit:
+                continue
+            work, peak, bars[name] = "", "", {"in units": planned.over_work}
+            if name in requests:
+                in_step = by_length.in_step_of(costs, times, lengths)
+                whole = by_length.orders_of(request, in_step, lengths, make)[1][SEARCH]
+                work, peak = f"{over_work(whole):.3f}", f"{peak_tokens(whole):,.0f}"
+                bars[name] = {"whole, searched": over_work(whole), **bars[name]}
+        units = planned.plan.units
+        sizes = f"{len(units)}", f"{max(units.tokens):,}"
+        table.add_row(name, work, f"{planned.over_work:.3f}", peak, f"{planned.peak:,.0f}", *sizes)
+    console.print(f"{ranks} ranks, {count} microbatches of {planned.tokens:,} tokens")
+    console.print(table)
+    console.print(_ABOUT, style="dim")
+    for path in pictures.paths:
+        grouped_bars.draw(bars, path, "step over the work of the busiest rank", least=1.0)
+
+
+def _planned(
+    request: Request, costs: Costs, times: ask.Times, lengths: Lengths, slicing: Slicing
+) -> _Planned:
+    """Return the step of ``request`` in units; see ``show_schedule``."""
     from megatron_pp_ext.features.slices.plan import Plan, Planner
 
     microbatches = lengths.microbatches
@@ -50,35 +154,26 @@ def show_schedule(
     def of_family(count: int) -> Schedule:
         return make(replace(request, microbatches=count)).schedule
 
-    with waiting("planning units"):
-        for placement in request.placements:
-            rates = lengths.costs(times, costs.merged(placement.stages))
-            planner = Planner(placement, rates, overhead=slicing.overhead)
-            try:
-                if limits is None:
-                    plan = planner.in_family(of_family, microbatches.documents, slicing.most_tokens)
-                else:
-                    plan = planner.plan(microbatches.documents, slicing.most_tokens, limits)
-            except InfeasibleLimit as error:
-                refused.append(error)
-                shortest = planner.cut(microbatches.documents, slicing.most_tokens or SMALLEST)
-                least.append(max(map(truediv, planner.least_limits(shortest), limits or [inf])))
+    for placement in request.placements:
+        rates = lengths.costs(times, costs.merged(placement.stages))
+        planner = Planner(placement, rates, overhead=slicing.overhead)
+        try:
+            if limits is None:
+                plan = planner.in_family(of_family, microbatches.documents, slicing.most_tokens)
             else:
-                found.append((planner, plan))
-        if not found:
-            raise _infeasible(request.limit, least) or refused[0]
-        planner, plan = min(found, key=lambda one: one[1].seconds)
-        step = simulate(replace(plan.schedule, name=request.schedule), planner.costs(plan.units))
-        report(step, plan.lower_bound, units, files)
-    busiest = _work(planner.rates.of(microbatches), planner.placement)
-    tokens = sum(plan.units.tokens)
-    console.print(
-        f"{len(plan.units)} units of at most {max(plan.units.tokens):,} tokens, of {len(microbatches)} "
-        f"microbatches with {tokens:,} in all"
-    )
-    console.print(f"over the work of the busiest rank: {plan.seconds / busiest:.3f}")
-    peak = max(step.peak_microbatches) * tokens / len(microbatches)
-    console.print(f"peak of the fullest rank: {peak:,.0f} tokens")
+                plan = planner.plan(microbatches.documents, slicing.most_tokens, limits)
+        except InfeasibleLimit as error:
+            refused.append(error)
+            shortest = planner.cut(microbatches.documents, slicing.most_tokens or SMALLEST)
+            least.append(max(map(truediv, planner.least_limits(shortest), limits or [inf])))
+        else:
+            found.append((planner, plan))
+    if not found:
+        raise _infeasible(request.limit, least) or refused[0]
+    planner, plan = min(found, key=lambda one: one[1].seconds)
+    step = simulate(replace(plan.schedule, name=request.schedule), planner.costs(plan.units))
+    work = _work(planner.rates.of(microbatches), planner.placement)
+    return _Planned(plan, step, microbatches, work)
 
 
 def _work(costs: UnitCosts, placement: Placement) -> float:
