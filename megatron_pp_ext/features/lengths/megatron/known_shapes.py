@@ -32,9 +32,15 @@ class KnownShapes:
         return bool(self._follow)
 
     @staticmethod
+    def known_sizes(inputs: StepInputs, data: Sequence[Sequence[Any] | None]) -> Sizes:
+        """Return the sizes of a step's microbatches, as ``sizes_of``; empty where they tell no shapes."""
+        sizes = sizes_of(data)
+        return sizes if shapes_of(inputs, sizes) else ()
+
+    @staticmethod
     def are_announced(inputs: StepInputs, agreed: Agreed) -> bool:
         """Return whether messages of a step announce their shapes."""
-        return not inputs.shape and not (agreed.are_trusted and shapes_of(inputs, agreed.sizes))
+        return not inputs.shape and not agreed.are_trusted
 
     @contextmanager
     def step(self, inputs: StepInputs, agreed: Agreed, order: Sequence[int]) -> Iterator[None]:

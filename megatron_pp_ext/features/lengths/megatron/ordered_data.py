@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from megatron_pp_ext.features.lengths.megatron.agreement import Agreed, Documents, agree
-from megatron_pp_ext.features.lengths.megatron.known_shapes import KnownShapes, sizes_of
+from megatron_pp_ext.features.lengths.megatron.known_shapes import KnownShapes
 from megatron_pp_ext.features.lengths.megatron.run_costs import RunCosts
 from megatron_pp_ext.features.lengths.microbatches import Microbatches
 from megatron_pp_ext.features.lengths.ordering import Ordering
@@ -62,7 +62,7 @@ class Ordered:
             lambda: read_documents(inputs, data, self.ordering, self._are_read),
             inputs,
             self.costs.work,
-            lambda: sizes_of(data),
+            lambda: self._shapes.known_sizes(inputs, data),
             self._shapes.are_trusted,
         )
         if agreed.unknown:

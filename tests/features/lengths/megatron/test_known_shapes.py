@@ -108,10 +108,10 @@ def test_one_other_shape_is_enough_for_the_whole_run() -> None:
     assert not shapes.are_trusted
 
 
-def test_tokens_that_tensor_ranks_cannot_share_are_announced() -> None:
-    trusted = agreed((1, 8), (1, 5))._replace(are_trusted=True)
-    assert KnownShapes.are_announced(inputs_of(tensor_ranks=2), trusted)
-    assert not KnownShapes.are_announced(inputs_of(tensor_ranks=1), trusted)
+def test_tokens_that_tensor_ranks_cannot_share_tell_no_shapes() -> None:
+    data = [[{"tokens": torch.zeros(1, 8)}, {"tokens": torch.zeros(1, 5)}]]
+    assert KnownShapes.known_sizes(inputs_of(tensor_ranks=2), data) == ()
+    assert KnownShapes.known_sizes(inputs_of(tensor_ranks=1), data) == ((1, 8), (1, 5))
 
 
 def test_sizes_are_those_of_the_tensors() -> None:
