@@ -25,36 +25,29 @@ RULES = Rules(
     subject="--pipeline-schedule {pipeline_schedule}",
     rows=(
         Rule(
-            "--transformer-impl transformer_engine",
-            why="layers of Transformer Engine {engine} cannot leave their weight gradient for later",
-            fix="install transformer-engine 2.3 or newer, or add --transformer-impl local",
+            "--transformer-impl transformer_engine: layers of Transformer Engine {engine} cannot leave "
+            "their weight gradient for later; install transformer-engine 2.3 or newer, or add "
+            "--transformer-impl local",
             releases="transformer-engine<2.3",
             words=(engine,),
         ),
         Rule(
-            "--tp-comm-overlap",
-            why="the buffers that it gathers into are used again before a weight gradient runs",
+            "--tp-comm-overlap: the buffers that it gathers into are used again before a weight gradient runs"
         ),
         Rule(
-            "--use-transformer-engine-op-fuser",
-            why=(
-                "a dense MLP's operations compute both gradients at once, and experts' are not made "
-                "before a forward"
-            ),
+            "--use-transformer-engine-op-fuser: a dense MLP's operations compute both gradients at once, "
+            "and experts' are not made before a forward"
+        ),
+        Rule("--overlap-dispatch-backward-with-experts-wgrad: schedules defer weight gradients themselves"),
+        Rule(
+            "--tensor-parallel-num-weight-shards: a weight that is gathered for each use has no gradient to "
+            "leave for later",
+            gathers_weights,
         ),
         Rule(
-            "--overlap-dispatch-backward-with-experts-wgrad",
-            why="schedules defer weight gradients themselves",
-        ),
-        Rule(
-            "--tensor-parallel-num-weight-shards",
-            when=gathers_weights,
-            why="a weight that is gathered for each use has no gradient to leave for later",
-        ),
-        Rule(
-            "--expert-tensor-parallel-num-weight-shards",
-            when=gathers_experts,
-            why="a weight that is gathered for each use has no gradient to leave for later",
+            "--expert-tensor-parallel-num-weight-shards: a weight that is gathered for each use has no "
+            "gradient to leave for later",
+            gathers_experts,
         ),
     ),
 )

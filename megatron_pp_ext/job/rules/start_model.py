@@ -47,102 +47,63 @@ def has_uneven_no_rope(job: RequestedJob) -> bool:
 
 ROWS = (
     # The size of the model.
+    Rule("--encoder-num-layers: says the same as --num-layers; leave one of the two out", gives_two_depths),
+    Rule("--encoder-seq-length: says the same as --seq-length; leave one of the two out", gives_two_lengths),
     Rule(
-        "--encoder-num-layers",
-        when=gives_two_depths,
-        why="says the same as --num-layers",
-        fix="leave one of the two out",
+        "--max-position-embeddings {max_position_embeddings}: is less than --seq-length {seq_length}; raise "
+        "it to {seq_length} or more",
+        lacks_positions,
     ),
     Rule(
-        "--encoder-seq-length",
-        when=gives_two_lengths,
-        why="says the same as --seq-length",
-        fix="leave one of the two out",
+        "--swiglu: is another activation than --squared-relu and --quick-geglu; leave it or the other out",
+        lambda job: job.model.swiglu and has_other_activation(job),
     ),
     Rule(
-        "--max-position-embeddings {max_position_embeddings}",
-        when=lacks_positions,
-        why="is less than --seq-length {seq_length}",
-        fix="raise it to {seq_length} or more",
+        "--squared-relu: is not fused with biases; add --no-bias-gelu-fusion or --disable-bias-linear",
+        lambda job: job.model.squared_relu and not job.model.swiglu and fuses_bias(job),
     ),
     Rule(
-        "--swiglu",
-        when=lambda job: job.model.swiglu and has_other_activation(job),
-        why="is another activation than --squared-relu and --quick-geglu",
-        fix="leave it or the other out",
+        "--position-embedding-type mrope: needs the sections of a head; add --mrope-section",
+        lambda job: job.model.position_embedding_type == "mrope" and not job.flags.mrope_section,
     ),
     Rule(
-        "--squared-relu",
-        when=lambda job: job.model.squared_relu and not job.model.swiglu and fuses_bias(job),
-        why="is not fused with biases",
-        fix="add --no-bias-gelu-fusion or --disable-bias-linear",
+        "--no-position-embedding: is no longer read; give --position-embedding-type none",
+        lambda job: job.flags.add_position_embedding is False and job.model.position_embedding_type != "rope",
     ),
+    Rule("--init-method-xavier-uniform: is none of the settings of Megatron's models; leave it out"),
     Rule(
-        "--position-embedding-type mrope",
-        when=lambda job: job.model.position_embedding_type == "mrope" and not job.flags.mrope_section,
-        why="needs the sections of a head",
-        fix="add --mrope-section",
-    ),
-    Rule(
-        "--no-position-embedding",
-        when=lambda job: (
-            job.flags.add_position_embedding is False and job.model.position_embedding_type != "rope"
-        ),
-        why="is no longer read",
-        fix="give --position-embedding-type none",
-    ),
-    Rule(
-        "--init-method-xavier-uniform", why="is none of the settings of Megatron's models", fix="leave it out"
-    ),
-    Rule(
-        "--no-rope-freq {no_rope_freq}",
-        when=has_uneven_no_rope,
-        why="does not divide --num-layers {num_layers}",
-        fix="change one of them",
+        "--no-rope-freq {no_rope_freq}: does not divide --num-layers {num_layers}; change one of them",
+        has_uneven_no_rope,
     ),
     # Attention.
     Rule(
-        "--group-query-attention",
-        when=lambda job: job.model.group_query_attention and job.attention.multi_latent_attention,
-        why="has no meaning for --multi-latent-attention",
-        fix="leave one of the two out",
+        "--group-query-attention: has no meaning for --multi-latent-attention; leave one of the two out",
+        lambda job: job.model.group_query_attention and job.attention.multi_latent_attention,
     ),
     Rule(
-        "--mla-down-proj-fusion",
-        when=lambda job: job.attention.mla_down_proj_fusion and not job.attention.multi_latent_attention,
-        why="is for latent attention",
-        fix="add --multi-latent-attention",
+        "--mla-down-proj-fusion: is for latent attention; add --multi-latent-attention",
+        lambda job: job.attention.mla_down_proj_fusion and not job.attention.multi_latent_attention,
     ),
     Rule(
-        "--rope-type yarn",
-        when=lambda job: job.flags.rope_type == "yarn" and not job.attention.multi_latent_attention,
-        why="is for latent attention",
-        fix="give --position-embedding-type yarn",
+        "--rope-type yarn: is for latent attention; give --position-embedding-type yarn",
+        lambda job: job.flags.rope_type == "yarn" and not job.attention.multi_latent_attention,
     ),
     Rule(
-        "--rope-type rope",
-        when=lambda job: (
+        "--rope-type rope: is not fused with --multi-latent-attention; add --no-rope-fusion, or leave it out",
+        lambda job: (
             job.flags.rope_type == "rope" and job.attention.multi_latent_attention and fuses_rope(job)
         ),
-        why="is not fused with --multi-latent-attention",
-        fix="add --no-rope-fusion, or leave it out",
     ),
     Rule(
-        "--rotary-interleaved",
-        when=lambda job: job.flags.rotary_interleaved and job.attention.multi_latent_attention,
-        why="has no meaning for --multi-latent-attention",
-        fix="leave one of the two out",
+        "--rotary-interleaved: has no meaning for --multi-latent-attention; leave one of the two out",
+        lambda job: job.flags.rotary_interleaved and job.attention.multi_latent_attention,
     ),
     Rule(
-        "--attention-backend local",
-        when=lambda job: job.precision.attention_backend == "local",
-        why="is for --spec local",
-        fix="leave it out",
+        "--attention-backend local: is for --spec local; leave it out",
+        lambda job: job.precision.attention_backend == "local",
     ),
     Rule(
-        "--batch-invariant-mode",
-        when=lambda job: job.flags.batch_invariant_mode and job.precision.attention_backend != "flash",
-        why="needs --attention-backend flash",
-        fix="add it",
+        "--batch-invariant-mode: needs --attention-backend flash; add it",
+        lambda job: job.flags.batch_invariant_mode and job.precision.attention_backend != "flash",
     ),
 )
