@@ -14,11 +14,6 @@ def gathers_weights(job: RequestedJob) -> bool:
     return (job.flags.tensor_parallel_num_weight_shards or 0) > job.parallel.tensor_model_parallel_size
 
 
-def gathers_experts(job: RequestedJob) -> bool:
-    """Whether the same is done to the weights of experts."""
-    return (job.flags.expert_tensor_parallel_num_weight_shards or 0) > job.parallel.expert_tensor
-
-
 RULES = Rules(
     title="Where the backward is split",
     when=lambda job: job.splits and job.pipeline.has_schedule,
@@ -47,7 +42,9 @@ RULES = Rules(
         Rule(
             "--expert-tensor-parallel-num-weight-shards: a weight that is gathered for each use has no "
             "gradient to leave for later",
-            gathers_experts,
+            lambda job: (
+                (job.flags.expert_tensor_parallel_num_weight_shards or 0) > job.parallel.expert_tensor
+            ),
         ),
     ),
 )

@@ -39,16 +39,6 @@ def has_zero_gradient(job: RequestedJob) -> bool:
     return is_softmax and not is_sinkhorn and not job.flags.moe_router_pre_softmax
 
 
-def has_single_group(job: RequestedJob) -> bool:
-    """Whether weights or biases of all experts are one tensor."""
-    return bool(job.flags.moe_single_grouped_weight or job.flags.moe_single_grouped_bias)
-
-
-def pads_routing(job: RequestedJob) -> bool:
-    """Whether each expert's tokens are padded for products in FP8."""
-    return bool(job.flags.moe_router_padding_for_fp8 or job.flags.moe_router_padding_for_quantization)
-
-
 def can_pad_routing(job: RequestedJob) -> bool:
     """Whether there is something to pad tokens for, and a dispatcher that does."""
     is_padded = job.parallel.moe_token_dispatcher_type in ("alltoall", "flex")
@@ -169,12 +159,18 @@ ROWS = (
     ),
     Rule(
         "--moe-single-grouped-weight or --moe-single-grouped-bias: is for --moe-grouped-gemm; add it",
-        lambda job: has_single_group(job) and not job.precision.moe_grouped_gemm,
+        lambda job: (
+            (job.flags.moe_single_grouped_weight or job.flags.moe_single_grouped_bias)
+            and not job.precision.moe_grouped_gemm
+        ),
     ),
     Rule(
         "--moe-router-padding-for-quantization: is for --fp8-format and --moe-token-dispatcher-type "
         "alltoall or flex; leave it out",
-        lambda job: pads_routing(job) and not can_pad_routing(job),
+        lambda job: (
+            (job.flags.moe_router_padding_for_fp8 or job.flags.moe_router_padding_for_quantization)
+            and not can_pad_routing(job)
+        ),
     ),
     Rule(
         "--moe-use-upcycling: saves what it makes; add --save",

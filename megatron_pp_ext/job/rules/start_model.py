@@ -8,35 +8,10 @@ from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules.rule import Rule
 
 
-def gives_two_depths(job: RequestedJob) -> bool:
-    """Whether two flags give different numbers of layers."""
-    return job.flags.encoder_num_layers not in (None, job.model.num_layers)
-
-
-def gives_two_lengths(job: RequestedJob) -> bool:
-    """Whether two flags give different lengths of sequences."""
-    return job.flags.encoder_seq_length not in (None, job.model.seq_length)
-
-
-def lacks_positions(job: RequestedJob) -> bool:
-    """Whether sequences are longer than there are positions."""
-    return 0 < job.model.max_position_embeddings < job.model.seq_length
-
-
-def has_other_activation(job: RequestedJob) -> bool:
-    """Whether a flag asks for another activation than SwiGLU."""
-    return job.model.squared_relu or job.model.quick_geglu
-
-
 def fuses_bias(job: RequestedJob) -> bool:
     """Whether the activation is fused with the bias before it, by Megatron's own kernels."""
     model, fused = job.model, job.precision
     return fused.bias_swiglu_fusion if model.swiglu else fused.bias_gelu_fusion and model.add_bias_linear
-
-
-def fuses_rope(job: RequestedJob) -> bool:
-    """Whether rotary positions are applied by one kernel."""
-    return bool(job.flags.apply_rope_fusion) and job.model.position_embedding_type == "rope"
 
 
 def has_uneven_no_rope(job: RequestedJob) -> bool:
@@ -47,16 +22,22 @@ def has_uneven_no_rope(job: RequestedJob) -> bool:
 
 ROWS = (
     # The size of the model.
-    Rule("--encoder-num-layers: says the same as --num-layers; leave one of the two out", gives_two_depths),
-    Rule("--encoder-seq-length: says the same as --seq-length; leave one of the two out", gives_two_lengths),
+    Rule(
+        "--encoder-num-layers: says the same as --num-layers; leave one of the two out",
+        lambda job: job.flags.encoder_num_layers not in (None, job.model.num_layers),
+    ),
+    Rule(
+        "--encoder-seq-length: says the same as --seq-length; leave one of the two out",
+        lambda job: job.flags.encoder_seq_length not in (None, job.model.seq_length),
+    ),
     Rule(
         "--max-position-embeddings {max_position_embeddings}: is less than --seq-length {seq_length}; raise "
         "it to {seq_length} or more",
-        lacks_positions,
+        lambda job: 0 < job.model.max_position_embeddings < job.model.seq_length,
     ),
     Rule(
         "--swiglu: is another activation than --squared-relu and --quick-geglu; leave it or the other out",
-        lambda job: job.model.swiglu and has_other_activation(job),
+        lambda job: job.model.swiglu and (job.model.squared_relu or job.model.quick_geglu),
     ),
     Rule(
         "--squared-relu: is not fused with biases; add --no-bias-gelu-fusion or --disable-bias-linear",
@@ -91,7 +72,10 @@ ROWS = (
     Rule(
         "--rope-type rope: is not fused with --multi-latent-attention; add --no-rope-fusion, or leave it out",
         lambda job: (
-            job.flags.rope_type == "rope" and job.attention.multi_latent_attention and fuses_rope(job)
+            job.flags.rope_type == "rope"
+            and job.attention.multi_latent_attention
+            and job.flags.apply_rope_fusion
+            and job.model.position_embedding_type == "rope"
         ),
     ),
     Rule(

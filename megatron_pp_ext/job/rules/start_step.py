@@ -41,20 +41,10 @@ def can_distribute(job: RequestedJob) -> bool:
     return is_shared and job.memory.recomputes_layers
 
 
-def has_mxfp8(job: RequestedJob) -> bool:
-    """Whether products are computed in MXFP8."""
-    return bool(job.precision.fp8) and job.precision.fp8_recipe == "mxfp8"
-
-
 def has_other_hierarchy(job: RequestedJob) -> bool:
     """Whether the sizes of levels do not make the context-parallel size."""
     levels = job.flags.hierarchical_context_parallel_sizes
     return bool(levels) and math.prod(levels or ()) != job.parallel.context_parallel_size
-
-
-def can_be_precision_aware(job: RequestedJob) -> bool:
-    """Whether the optimizer is one whose state may have fewer bits."""
-    return job.memory.optimizer == "adam" and job.memory.use_distributed_optimizer
 
 
 def short_state(job: RequestedJob) -> str:
@@ -180,7 +170,9 @@ ROWS = (
     ),
     Rule(
         "--fp8-output-proj: is for --fp8-format and --fp8-recipe mxfp8; give both, or leave it out",
-        lambda job: job.flags.fp8_output_proj and not has_mxfp8(job),
+        lambda job: (
+            job.flags.fp8_output_proj and not (job.precision.fp8 and job.precision.fp8_recipe == "mxfp8")
+        ),
     ),
     Rule(
         "--first-last-layers-bf16: is not for --fp8-recipe delayed; choose another recipe, or leave it out",
@@ -252,7 +244,10 @@ ROWS = (
     Rule(
         "--use-precision-aware-optimizer: is for --optimizer adam and --use-distributed-optimizer; give "
         "both, or leave it out",
-        lambda job: job.flags.use_precision_aware_optimizer and not can_be_precision_aware(job),
+        lambda job: (
+            job.flags.use_precision_aware_optimizer
+            and not (job.memory.optimizer == "adam" and job.memory.use_distributed_optimizer)
+        ),
     ),
     Rule(
         "{short_state}: is for --use-precision-aware-optimizer; add it",

@@ -5,14 +5,7 @@ feature that needs an answer from all stages before an update would empty the pi
 schedules exist to avoid.
 """
 
-from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules.rule import Rule, Rules
-
-
-def has_distributed_optimizer(job: RequestedJob) -> bool:
-    """Whether --optimizer shares out whole layers to data-parallel ranks."""
-    return job.memory.optimizer.startswith("dist_")
-
 
 WAITS = Rules(
     title="Without a flush and without `--pipeline-allow-waits`",
@@ -120,7 +113,7 @@ RULES = (
             Rule(
                 "--optimizer dist_...: it shares out layers as if all stages had as many replicas; choose "
                 "another one",
-                has_distributed_optimizer,
+                lambda job: job.memory.optimizer.startswith("dist_"),
             ),
             Rule("--ddp-average-in-collective: gradients are summed over the replicas of a stage"),
             Rule("--data-parallel-random-init: it counts as many replicas in all stages"),
