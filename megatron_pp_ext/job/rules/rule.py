@@ -85,7 +85,6 @@ class Rules:
     auto_of: str = ""
 
     def broken(self, job: RequestedJob) -> Iterator[Rule]:
-        """Yield the rules that ``job`` breaks."""
         if self.when(job):
             yield from (rule for rule in self.rows if rule.holds(job))
 
