@@ -75,12 +75,12 @@ RULES = (
     ),
     Rules(
         title="Flags of one schedule with another",
+        words=(schedule,),
         rows=(
             Rule(
                 "--pipeline-replicas {pipeline_replicas}: has no meaning for {schedule}; leave it out, or "
                 "choose pipedream",
                 lambda job: job.pipeline.pipeline_replicas is not None and job.pipeline.can.flushes,
-                words=(schedule,),
             ),
             Rule(
                 "--pipeline-memory-limit {pipeline_memory_limit}: has no meaning for {schedule}; leave it "
@@ -91,13 +91,11 @@ RULES = (
                     and job.pipeline.pipeline_memory_limit is not None
                     and job.pipeline.pipeline_offload != AUTO
                 ),
-                words=(schedule,),
             ),
             Rule(
                 "--pipeline-costs {pipeline_costs}: has no meaning for {schedule}, whose steps training "
                 "does not predict; leave it out, or choose a schedule that flushes",
                 lambda job: job.pipeline.pipeline_costs is not None and not job.pipeline.can.flushes,
-                words=(schedule,),
             ),
             Rule(
                 "--pipeline-loss-rank {pipeline_loss_rank}: has no effect under Megatron's own schedules; "
@@ -112,7 +110,6 @@ RULES = (
                 "--pipeline-loss-rank first: has no meaning for {schedule}, whose loss is on the last rank; "
                 "leave it out, or choose a V, such as v-half",
                 has_loss_elsewhere,
-                words=(schedule,),
             ),
             Rule(
                 "--pipeline-schedule {pipeline_schedule}: needs --pipeline-memory-limit; give a fraction of "

@@ -1,29 +1,15 @@
 """Sequences of unlike length, and packs of documents, in units that each step plans anew."""
 
-import os
-import pickle
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-from tests.support import own_loop_lengths
-
-ROOT = Path(__file__).parents[4]
+from tests.support import own_loop_lengths, own_process
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """What both ranks found; see ``tests.support.own_loop_lengths``."""
-    file = tmp_path_factory.mktemp("lengths") / "found.pickle"
-    command = [sys.executable, "-m", "tests.support.own_loop_lengths", str(file)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
-    assert run.returncode == 0, run.stderr[-4000:]
-    ranks: list[dict] = pickle.loads(file.read_bytes())
-    return ranks
+    return own_process.found("own_loop_lengths", tmp_path_factory.mktemp("lengths"))
 
 
 @pytest.mark.parametrize("kind", ["", " packed"])
