@@ -1,9 +1,8 @@
 """Sequences of unlike length, and packs of documents, in units that each step plans anew."""
 
 import pytest
-import torch
 
-from tests.support import own_loop_lengths, own_process
+from tests.support import own_loop, own_loop_lengths, own_process
 
 
 @pytest.fixture(scope="module")
@@ -20,11 +19,7 @@ def test_trains_as_whole_microbatches(found: list[dict], name: str, kind: str) -
     assert [len(step) for step in ours[-1].losses] == list(own_loop_lengths.COUNTS)
     for one, other in zip(ours[-1].losses, stock[-1].losses, strict=True):
         assert one == pytest.approx(other, rel=1e-5)
-    gradients = {key: value for rank in ours for key, value in rank.gradients.items()}
-    others = {key: value for rank in stock for key, value in rank.gradients.items()}
-    assert gradients.keys() == others.keys()
-    for key, value in gradients.items():
-        torch.testing.assert_close(value, others[key], rtol=1e-4, atol=1e-6)
+    own_loop.assert_close_gradients(ours, stock)
 
 
 @pytest.mark.parametrize("name", own_loop_lengths.SCHEDULES)
