@@ -82,13 +82,27 @@ _WITHOUT_PREDICTION = {
 """Presets of v0.2.0 (configs/deepseek/workload_base_configs.py)."""
 
 
+_AS_RUN = {
+    164: "--micro-batch-size 1 --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 5",
+    166: "--micro-batch-size 1 --num-virtual-stages-per-pipeline-rank 5",
+    262: "--micro-batch-size 1",
+    263: "--micro-batch-size 1 --num-virtual-stages-per-pipeline-rank 12",
+    268: "--micro-batch-size 1",
+}
+"""Rows of Megatron-Bridge's summaries that print other sizes than were run, by their index.
+
+Those of 268 and 262 contradict their batch and its number of accumulated microbatches (16 of 16 samples, 2 of
+32).  The recipes at the releases' tags have these sizes for all five, and the tables of container 26.02 print
+them for 164 and 166.  The printed ones of all but 263 fit on none of their GPUs."""
+
+
 def flags_of(row: Summary) -> Sequence[str]:
     """Return the flags of ``row``, or those of its recipe where it has none."""
     own = list(row.get("flags") or _of_recipe(row))
     if row["model"] == "deepseek-v3" and "--pipeline-model-parallel-layout" not in own:
         own = [*_even(own), *_layout(row, "m")]
     fused = _FUSED if row.get("cfg", {}).get("cutedsl_fused_grouped_mlp") else ()
-    return (*own, *_EVERY, *fused)
+    return (*own, *_EVERY, *fused, *_AS_RUN.get(row["index"], "").split())
 
 
 def model_of(row: Summary) -> str:

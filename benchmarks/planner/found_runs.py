@@ -120,6 +120,11 @@ def _why_outside(row: Mapping[str, Any]) -> str:
     return ""
 
 
+def machine_of(run: FoundRun) -> System:
+    """Return the shipped system that ``run`` was on."""
+    return system.read(_SYSTEMS.get(run.gpu, run.gpu))
+
+
 def asked(run: FoundRun) -> RequestedJob:
     """Return what ``run`` asks for; ValueError where the planner does not know it."""
     words = [*run.flags]
@@ -135,7 +140,7 @@ def compared(run: FoundRun, machine: System | None = None) -> Compared:
     if run.why_outside:
         return Compared(run, None, run.why_outside)
     try:
-        machine = machine or system.read(_SYSTEMS.get(run.gpu, run.gpu))
+        machine = machine or machine_of(run)
         job = asked(run)
         estimate = estimate_request(job.job, machine, for_world(job, run.gpus))
     except ValueError as error:

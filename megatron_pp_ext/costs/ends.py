@@ -51,12 +51,30 @@ def output(costs: LayerCosts, vocabulary: int) -> Part:
 
 
 def loss_workspace(costs: LayerCosts, vocabulary: int) -> float:
-    """Return the temporary bytes of the loss: logits as the product makes them, and a copy in fp32.
+    """Return the bytes of the loss besides what it keeps for the backward.
 
-    Transformer Engine's loss makes no such copy.
+    Megatron's loss converts logits to fp32, and computes the probabilities that it keeps in their place;
+    logits as the product makes them are beside those, and so is their gradient in the backward.  Logits that
+    are in fp32 are not converted (megatron.core.tensor_parallel.cross_entropy).  Compiled functions write
+    probabilities to new tensors, beside the logits in fp32 (megatron.core.fusions.fused_cross_entropy).
+    Transformer Engine's loss before 2.18 keeps the logits themselves, and has nothing beside them.
     """
-    copied = 0 if costs.job.precision.has_loss_in_place else 4
-    return (costs.sizes.bytes + copied) * costs.sizes.tokens * vocabulary / costs.sizes.share
+    precision = costs.job.precision
+    if precision.has_loss_in_place:
+        return 0.0
+    logits = costs.sizes.bytes if precision.is_half else 0
+    compiled = 4 if precision.cross_entropy_loss_fusion else 0
+    return (logits + compiled) * costs.sizes.tokens * vocabulary / costs.sizes.share
+
+
+def split_workspace(costs: LayerCosts, vocabulary: int) -> float:
+    """Return the temporary bytes of a head that ranks split, on all of them together.
+
+    T makes the gradient of the logits in fp32, and converts it to the weight's precision
+    (``features.vocabulary.runtime.output``).
+    """
+    converted = costs.sizes.bytes if costs.job.precision.is_half else 0
+    return (4 + converted) * costs.sizes.tokens * vocabulary / costs.sizes.share
 
 
 def prediction(costs: LayerCosts) -> Part:

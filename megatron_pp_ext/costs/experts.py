@@ -41,11 +41,23 @@ def experts(costs: LayerCosts) -> Part:
         shared = _shared(costs)
         inside += shared.recomputed(kept=0) if "shared_experts" in costs.recomputed else shared
     inside = inside.recomputed(kept=0) if "moe" in costs.recomputed else inside
-    norm = costs.norm(is_recomputed=costs.recomputes_norms)
+    norm = costs.norm(is_recomputed=costs.recomputes_norms) + _read_by_router(costs)
     kernels = MLP_KERNELS * (2 if costs.job.precision.moe_grouped_gemm else 1 + here)
     # The host waits for the number of tokens of every expert, so no launch of the router's is hidden.
     routing = costs.kernels.launched(Part(), ROUTER_KERNELS, has_routed=True)
     return routing + costs.kernels.launched(norm + inside + costs.dropped(), kernels, has_routed=True)
+
+
+def _read_by_router(costs: LayerCosts) -> Part:
+    """Return what is kept of the norm's output besides the quantized operand that ``norm`` counts.
+
+    The router reads it in half precision, and dispatched tokens are quantized where the experts are.
+    """
+    if costs.recomputes_norms:
+        return Part()
+    shares = 1 if costs.job.model.moe_shared_expert_intermediate_size else 0
+    more = 1 - costs.sizes.waiting * (1 - shares) if costs.sizes.waiting < 1 else 0
+    return Part(after_forward=more * costs.hidden_bytes)
 
 
 def _routed(costs: LayerCosts, here: int) -> Part:
@@ -73,7 +85,7 @@ def _routed(costs: LayerCosts, here: int) -> Part:
     moving = 2 * exchange + costs.kernels.stream(4 * ordered)
     adds_biases = model.add_bias_linear and not costs.job.precision.fuses_experts
     biased = chosen * costs.sizes.routed(width) if adds_biases else 0.0
-    kept = one.after_forward + chosen * costs.sizes.routed(width)
+    kept = one.after_forward + costs.sizes.waiting * chosen * costs.sizes.routed(width)
     if costs.job.precision.moe_paged_stash:
         # What is kept is copied into pages, and back.
         moving += costs.kernels.stream(2 * kept)

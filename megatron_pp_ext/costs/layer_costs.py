@@ -35,7 +35,9 @@ class LayerCosts:
 
     def of(self, **values: Any) -> "LayerCosts":
         """Return the same of a job with other ``values``."""
-        return LayerCosts(self.job.changed(**values), self.kernels)
+        other = LayerCosts(self.job.changed(**values), self.kernels)
+        other.products.shapes = self.products.shapes
+        return other
 
     @property
     def hidden_bytes(self) -> float:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron_pp_ext.costs import attention_kinds, ends
+from megatron_pp_ext.costs import attention_kinds, buffers, ends
 from megatron_pp_ext.costs.attention_kinds import Attentions
 from megatron_pp_ext.costs.experts import experts
 from megatron_pp_ext.costs.heterogeneous import block
@@ -28,7 +28,9 @@ class ModelParts:
     ``table`` and ``output`` are the embedding's rows and the output layer with the loss, ``positions`` and
     ``last_norm`` what the end stages have besides these, ``prediction`` one depth of multi-token prediction
     without its output layer.  ``hidden_bytes`` are those of one activation between
-    layers, ``loss_workspace`` the temporary bytes of the loss.
+    layers, ``loss_workspace`` the temporary bytes of the output layer and the loss, ``split_workspace`` those
+    of a head that ranks split.  ``buffers`` are the bytes of tensors that libraries make once for all layers
+    and microbatches, ``output_buffer`` those that are made for the output layer (``costs.buffers``).
     ``deferred`` is what of the output layer --defer-embedding-wgrad-compute may leave for the end of a step,
     for a microbatch: the product for the weight gradient, and what it reads.
     ``to_host`` are the seconds in which a byte goes to the host, if --cpu-offloading-num-layers copies any.
@@ -48,6 +50,9 @@ class ModelParts:
     prediction: Part
     hidden_bytes: float
     loss_workspace: float
+    split_workspace: float = 0.0
+    buffers: float = 0.0
+    output_buffer: float = 0.0
     measured: Costs | None = None
     deferred: Part = field(default_factory=Part)
     to_host: float = 0.0
@@ -91,6 +96,7 @@ def model_parts(
             after_input_gradient=output.after_input_gradient,
         )
         output = replace(output, weight_gradient_seconds=0.0, overlapped_in_whole=0.0)
+    prediction = _prediction(costs, layers) if job.model.mtp_num_layers else Part()
     return ModelParts(
         layers=tuple(layers),
         other=costs.other(),
@@ -98,9 +104,12 @@ def model_parts(
         positions=ends.positions(costs),
         last_norm=costs.norm(is_recomputed=False),
         output=output,
-        prediction=_prediction(costs, layers) if job.model.mtp_num_layers else Part(),
+        prediction=prediction,
         hidden_bytes=costs.hidden_bytes,
-        loss_workspace=ends.loss_workspace(costs, rows),
+        loss_workspace=ends.loss_workspace(costs, rows) + buffers.gathered(costs),
+        split_workspace=ends.split_workspace(costs, rows),
+        buffers=buffers.of_layers(costs),
+        output_buffer=buffers.of_output(costs, rows),
         measured=measured,
         deferred=deferred,
         to_host=costs.kernels.to_host(1.0) if job.memory.cpu_offloading_num_layers else 0.0,

@@ -66,6 +66,8 @@ class ProductCosts:
         self._fuses = job.precision.gradient_accumulation_fusion
         self._is_grouped = job.precision.moe_grouped_gemm
         self._fuses_experts = job.precision.fuses_experts
+        self.shapes: set[tuple[float, float]] = set()
+        """The shapes of a rank's weights that layers' products were made with, each one once."""
         self.gathers_in_i = self._is_cut and job.precision.transformer_impl != "local"
 
     def column(
@@ -248,4 +250,7 @@ class ProductCosts:
             parameters=read * made + (made if has_bias else 0.0),
             fp8_parameters=read * made if self._is_fp8 and not is_output else 0.0,
         )
-        return product if is_output else product + matrix(self._memory, read, made)
+        if is_output:
+            return product
+        self.shapes.add((read, made))
+        return product + matrix(self._memory, read, made)

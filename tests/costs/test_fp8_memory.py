@@ -76,3 +76,22 @@ def test_weights_have_two_copies_in_fp8(changed, each):
         others = made.parameters + made.expert_parameters - products
         found = model_state(arguments(**changed), made, Sharing(dense=1, expert=1)).weights
         assert found == pytest.approx(each * products + 2 * others)
+
+
+def test_experts_keep_their_input_quantized_and_the_router_s_as_it_is():
+    """Each token goes to two experts, which keep their input, the function's two halves and its result."""
+    sizes = {"num_experts": 8, "moe_ffn_hidden_size": INNER, "moe_router_topk": 2, "swiglu": True}
+    routed, norm, scores = 2 * TOKENS, 2 * TOKENS * HIDDEN, 3 * 4 * TOKENS * 8
+    for flags, operand in (({}, 2), ({"fp8": "hybrid"}, 1)):
+        inside = operand * HIDDEN + 2 * 2 * INNER + operand * INNER
+        found = experts(costs(add_bias_linear=False, hidden_dropout=0.0, **sizes, **flags))
+        assert found.after_forward == 2 * norm + scores + routed * inside
+
+
+def test_a_shared_expert_quantizes_the_norm_s_output_besides_what_the_router_reads():
+    sizes = {"num_experts": 8, "moe_ffn_hidden_size": INNER, "add_bias_linear": False, "fp8": "hybrid"}
+    alone, shared = (
+        experts(costs(**sizes, moe_shared_expert_intermediate_size=width)) for width in (None, INNER)
+    )
+    own = TOKENS * (2 * INNER + INNER)
+    assert shared.after_forward - alone.after_forward == TOKENS * HIDDEN + own

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 import pytest
 
+from megatron_pp_ext.costs.buffers import gathered, of_output
 from megatron_pp_ext.costs.ends import loss_workspace, output, positions, prediction, table
 from megatron_pp_ext.costs.experts import experts
 from megatron_pp_ext.costs.kernels import KernelSeconds
 from megatron_pp_ext.costs.layer_costs import LayerCosts
 from megatron_pp_ext.costs.mlp import mlp
+from megatron_pp_ext.costs.model_parts import model_parts
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.costs.self_attention import attention
 from megatron_pp_ext.planner.step.model_description import describe
@@ -460,10 +462,52 @@ def test_a_depth_of_prediction_joins_two_hidden_states():
     assert (found.after_forward, found.after_input_gradient) == (4 * HIDDEN, 3 * HIDDEN)
 
 
-def test_the_loss_s_workspace():
-    """Logits as the product makes them and a copy in fp32, shared by tensor-parallel ranks."""
-    assert loss_workspace(costs("copy", tensor_model_parallel_size=2), V) == (2 + 4) * S * B * V / 2
-    assert loss_workspace(costs("copy", bf16=False), V) == (4 + 4) * S * B * V
+@pytest.mark.parametrize(
+    ("flags", "each"),
+    [
+        ({}, 2),
+        ({"bf16": False}, 0),
+        ({"cross_entropy_loss_fusion": True}, 2 + 4),
+        ({"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}, 0),
+    ],
+)
+def test_the_loss_s_workspace(flags, each):
+    """Logits as the product makes them, a part on each tensor-parallel rank; compiled, a copy in fp32 too."""
+    assert loss_workspace(costs("copy", tensor_model_parallel_size=2, **flags), V) == each * S * B * V / 2
+
+
+def placeholders(**changed):
+    """Return the bytes of buffers besides both workspaces of cuBLAS, PyTorch's and Transformer Engine's."""
+    return model_parts(describe({**MODEL, **changed})).buffers - 2 * 2**25
+
+
+def test_products_of_one_shape_share_a_placeholder_for_their_gradients():
+    """Of attention with 3 H and H, and of the MLP: the same for any number of layers."""
+    found = placeholders()
+    assert found == 2 * (H * 3 * H + H * H + 2 * H * 4 * H)
+    assert placeholders(num_layers=4) == found
+    assert placeholders(tensor_model_parallel_size=2) == found / 2
+    assert placeholders(gradient_accumulation_fusion=False) == 0
+
+
+def test_experts_share_placeholders_too():
+    assert placeholders(**EXPERTS) == 2 * (H * 3 * H + H * H + 2 * H * 384)
+
+
+def test_products_of_experts_have_a_workspace_on_each_stream():
+    assert placeholders(**EXPERTS, moe_grouped_gemm=True) == placeholders(**EXPERTS) + 4 * 2**25
+    assert model_parts(describe({**MODEL, "transformer_impl": "local"})).buffers == 2**25
+
+
+def test_the_output_layer_has_a_placeholder():
+    assert of_output(costs("copy"), V) == 2 * V * H
+    assert of_output(costs("copy", tensor_model_parallel_size=2), V) == V * H
+    assert of_output(costs("copy", gradient_accumulation_fusion=False), V) == 0
+
+
+@pytest.mark.parametrize(("cut", "size"), [({}, 0), ({"sequence_parallel": True}, HIDDEN)])
+def test_the_output_layer_gathers_its_input_into_one_buffer(cut, size):
+    assert gathered(costs("copy", tensor_model_parallel_size=2, **cut)) == size
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_every_replica_has_its_stage_whole() -> None:
         assert ranks[rank].weights == 2 * part.parameters
         assert ranks[rank].gradients == 4 * part.parameters
         assert ranks[rank].optimizer == 12 * part.parameters
-        assert ranks[rank].loss == (made.work.model.loss_workspace if stage == 2 else 0)
+        assert ranks[rank].loss == made.work.loss_bytes(2 if stage == 2 else 0)
         depth = in_flight((2, 3, 1))[stage]
         assert depth == (3, 2, 1)[stage]
         assert ranks[rank].activations == pytest.approx(depth * part.after_forward, rel=0.05)

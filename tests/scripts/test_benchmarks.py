@@ -15,8 +15,9 @@ MODULES = [
 COMMANDS = {
     "gpu.check", "gpu.layers", "gpu.machine",
     "planner.accuracy", "planner.components", "planner.found_errors", "planner.found_factors",
-    "planner.host_memory", "planner.layouts",
-    "planner.partition_costs", "planner.rehearsals", "planner.training_runs", "planner.two_checkouts",
+    "planner.found_memory", "planner.host_memory", "planner.layouts",
+    "planner.partition_costs", "planner.rehearsals", "planner.sweeps", "planner.training_runs",
+    "planner.two_checkouts",
     "runtime.lengths", "runtime.offload", "runtime.pairs", "runtime.replicas", "runtime.slice_steps",
     "runtime.slices", "runtime.slow_links", "runtime.start_up", "runtime.steps",
     "runtime.time_to_loss", "runtime.train", "runtime.vocabulary",

@@ -89,8 +89,24 @@ class Search:
         return self.result
 
     def _replay(self, bounded: Sequence[Bounded], progress: Progress) -> None:
-        """Replay candidates in the order of their bounds while any of them may be among the results."""
-        number = 0
+        """Replay candidates in the order of their bounds while any of them may be among the results.
+
+        What memory keeps out is tried in the ways of features after all others: these take longest, and a
+        search with them is to end with nothing worse than one without.
+        """
+        kept_out = self._in_order(bounded, self._replayed, progress)
+        if self._replays.variants and not self.result.stopped:
+            self._in_order(kept_out, self._varied, progress)
+        progress("replaying", len(bounded), len(bounded))
+
+    def _in_order(
+        self,
+        bounded: Sequence[Bounded],
+        replay: Callable[[Candidate, float], Evaluated | RankMemory | None],
+        progress: Progress,
+    ) -> list[Bounded]:
+        """Replay candidates in their order, and return those that ``replay`` finds to need too much."""
+        number, kept_out = 0, list[Bounded]()
         try:
             for number, one in enumerate(bounded):
                 progress("replaying", number, len(bounded))
@@ -98,17 +114,23 @@ class Search:
                     break
                 compiles = self._compiles is not Compiles.NEVER
                 if self.budget.is_spent(leaves_some=compiles, has_result=bool(self.result.best)):
-                    self._stop(_SPENT.format(self.budget.seconds), bounded[number:])
+                    self._stop(_SPENT.format(self.budget.seconds), [*kept_out, *bounded[number:]])
                     break
                 candidate = one.candidate
                 room = self._room(one.bound, candidate)
-                if one.least <= room and (evaluated := self._replayed(candidate, room)):
-                    self._offer(evaluated)
+                if one.least > room:
+                    continue
+                found = replay(candidate, room)
+                if isinstance(found, Evaluated):
+                    self.result.replayed += 1
+                    self._offer(found)
+                elif found is not None:
+                    kept_out.append(one)
         except KeyboardInterrupt:
-            self._stop(_INTERRUPTED, bounded[number:])
+            self._stop(_INTERRUPTED, [*kept_out, *bounded[number:]])
             if not self.result.best:
                 raise
-        progress("replaying", len(bounded), len(bounded))
+        return kept_out
 
     def _stop(self, why: str, others: Sequence[Bounded]) -> None:
         """Note ``why`` the search ends, with the ``others`` that it has not replayed."""
@@ -239,15 +261,16 @@ class Search:
         least = least_memory(work, microbatches, self._margin, self._of_largest)
         return least, partial(bounds, work, microbatches)
 
-    def _replayed(self, candidate: Candidate, limit: float) -> Evaluated | None:
-        """Return the candidate with its estimate, or None if it needs more than ``limit`` or is too slow."""
-        evaluated = self._replays.replayed(candidate, limit, lambda seconds: self._room(seconds, candidate))
-        if isinstance(evaluated, RankMemory):
-            if evaluated.total > self._limit and len(self.result.too_large) < 3:
-                self.result.too_large.append((candidate, evaluated))
-            return None
-        self.result.replayed += 1
-        return evaluated
+    def _replayed(self, candidate: Candidate, limit: float) -> Evaluated | RankMemory | None:
+        """Return the candidate with its estimate, what its fullest rank needs, or None if it is too slow."""
+        found = self._replays.replayed(candidate, limit, lambda seconds: self._room(seconds, candidate))
+        if isinstance(found, RankMemory) and found.total > self._limit and len(self.result.too_large) < 3:
+            self.result.too_large.append((candidate, found))
+        return found
+
+    def _varied(self, candidate: Candidate, limit: float) -> Evaluated | None:
+        """Return a variant of the candidate that fits, if there is one and it is not too slow."""
+        return self._replays.varied(candidate, limit, lambda seconds: self._room(seconds, candidate))
 
     def _nothing_fits(self) -> str:
         if self.result.stopped:

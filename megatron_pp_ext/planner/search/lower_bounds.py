@@ -100,7 +100,8 @@ class MeanRank:
             whole = self.part.after_forward
             kept = _least_kept(work, whole, whole / work.placement.chunks, of_largest)
         messages = _mean_messages(work.placement, microbatches) / slices_of(work)
-        loss = work.model.loss_workspace / work.placement.ranks / slices_of(work)
+        model, parts = work.model, work.placement.ranks * slices_of(work)
+        loss = (model.split_workspace if work.placement.splits_head else model.loss_workspace) / parts
         return memory_beside(work, self.state, loss, kept, messages, margin)
 
     def bounds(self, microbatches: int) -> tuple[float, float]:
@@ -196,7 +197,7 @@ def least_memory(work: Workload, microbatches: int, margin: float, of_largest: b
         largest = max(work.parts[stage].after_forward for stage in work.placement.stages_of(rank))
         activations = _least_kept(work, work.by_rank[rank].after_forward, largest, of_largest)
         messages = least_messages(work.placement, rank, microbatches) / slices_of(work)
-        loss = work.loss_bytes(rank) / slices_of(work)
+        loss = work.loss_bytes(rank, 1 / slices_of(work))
         ranks_memory.append(memory_beside(work, work.states[rank], loss, activations, messages, margin))
     return max(ranks_memory, key=lambda one: one.total)
 

@@ -1,6 +1,6 @@
 """Replays of candidates, with the layout that makes the step of each shortest where layouts are searched.
 
-What the memory keeps out is tried in the ways that features offer (``variants``).
+What the memory keeps out can be tried in the ways that features offer (``variants``).
 """
 
 from collections.abc import Callable
@@ -61,17 +61,6 @@ class Replays:
         a candidate that was timed and needs more.  Other layouts than the one that it is tried with first
         are tried only where a step that is shorter by ``IMPROVED`` would be worth having.
         """
-        found = self._as_it_is(candidate, limit, room)
-        if isinstance(found, RankMemory):
-            for variants in self.variants:
-                if (other := variants.replayed(self, candidate, limit, room)) is not None:
-                    return other
-        return found
-
-    def _as_it_is(
-        self, candidate: Candidate, limit: float, room: Callable[[float], float]
-    ) -> Evaluated | RankMemory | None:
-        """Do what ``replayed`` does, without variants."""
         if not self.is_uneven or candidate.pipeline == 1:
             work = self.workloads.work(candidate)
             least = least_in_order(candidate, work, self.margin)
@@ -81,6 +70,11 @@ class Replays:
         stages = self.workloads.stages(candidate, candidate.placement)
         cuts = CandidateCuts(candidate, stages, self.workloads, self.margin, limit)
         return self.laid_out(cuts, room, self._estimated)
+
+    def varied(self, candidate: Candidate, limit: float, room: Callable[[float], float]) -> Evaluated | None:
+        """Return the first of the ``variants`` of the candidate that fits, if any does; see ``replayed``."""
+        found = (variants.replayed(self, candidate, limit, room) for variants in self.variants)
+        return next((one for one in found if one is not None), None)
 
     def laid_out(
         self, cuts: CandidateCuts, room: Callable[[float], float], estimated: Estimating

@@ -27,8 +27,8 @@ from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.timing import Span
 
 MARGIN = 0.05
-"""The memory that allocators leave unused and that is not modelled (kernels' workspace), as a fraction of the
-memory that comes and goes in a step: activations, messages and the loss's workspace."""
+"""The memory that allocators leave unused and that is not modelled, as a fraction of the memory that comes
+and goes in a step: activations, messages and the loss's workspace."""
 
 _LONG_RUN = (
     "a microbatch every {:.4g} s, of which the busiest stage, {}, needs {:.4g} s; no published run without a "
@@ -51,6 +51,7 @@ class RankMemory:
     activations: float
     messages: float
     loss: float
+    buffers: float
     margin: float
     reserved: float = 0.0
 
@@ -58,7 +59,8 @@ class RankMemory:
     def total(self) -> float:
         """The sum of all components."""
         state = self.weights + self.gradients + self.optimizer + self.versions
-        return state + self.activations + self.messages + self.loss + self.margin + self.reserved
+        moving = self.activations + self.messages + self.loss + self.margin
+        return state + moving + self.buffers + self.reserved
 
     def components(self) -> Iterator[tuple[str, float]]:
         """Yield every component with its name."""
@@ -140,7 +142,7 @@ def memory(
     share = schedule.share
     messages = [share * count for count in order.peak_messages]
     return tuple(
-        memory_beside(work, work.states[rank], share * work.loss_bytes(rank), *peak, margin)
+        memory_beside(work, work.states[rank], work.loss_bytes(rank, share), *peak, margin)
         for rank, peak in enumerate(zip(activations, messages, strict=True))
     )
 
@@ -171,6 +173,7 @@ def memory_beside(
         activations=activations,
         messages=buffers,
         loss=loss,
+        buffers=work.model.buffers,
         margin=margin * (activations + buffers + loss),
         reserved=work.system.reserved_bytes,
     )

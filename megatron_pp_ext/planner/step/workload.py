@@ -152,16 +152,19 @@ class Workload:
         """The rank with the output layer and the loss."""
         return self.placement.rank_of(self.placement.stages - 1)
 
-    def loss_bytes(self, rank: int) -> float:
-        """Return the temporary bytes of the loss on ``rank``, of which each one that shares it has a part.
+    def loss_bytes(self, rank: int, share: float = 1.0) -> float:
+        """Return the bytes of the loss on ``rank``, of which each one that shares it has a part.
 
-        They include what waits for the deferred weight gradients of the output layer.
+        They include what waits for the deferred weight gradients of the output layer, and its buffer.  Units
+        are a ``share`` of a microbatch.
         """
+        model = self.model
         if self.placement.splits_head:
-            return self.model.loss_workspace / self.placement.ranks
+            return share * model.split_workspace / self.placement.ranks
         if rank != self.head_rank:
             return 0.0
-        return self.model.loss_workspace + self._deferred * self.model.deferred.after_input_gradient
+        moving = model.loss_workspace + self._deferred * model.deferred.after_input_gradient
+        return share * moving + model.output_buffer
 
     def deferred_seconds(self, rank: int) -> float:
         """Return what ``rank`` computes after its last backward: the deferred gradients of a step."""

@@ -44,7 +44,8 @@ def draw(seed: int, number: int) -> Row:
     resume = own.choice([STOCK, *names]) if has_checkpoint(row) else "none"
     host = "none" if measures == "profile" else own.choice(["none", "none", "0.5", "1"])
     order = own.choice(["none", "none", "rule", "search"])
-    if schedule.split()[0] in (AUTO, FLEX) and not _has_one_order(row, host):
+    draws_by_order = row["dropout"] == "on" and row["data"] != "mock"
+    if draws_by_order or (schedule.split()[0] in (AUTO, FLEX) and not _has_one_order(row, host)):
         order = "none"
     whole = {
         **row,
