@@ -65,6 +65,11 @@ class World(NamedTuple):
         """Open channels between all ranks for one step."""
         return Channels(list(range(dist.get_world_size())), self.down, self.up, times.shape, torch.float, CPU)
 
+    def announcing_channels(self, has_one_shape: bool) -> Channels:
+        """Open channels for one step whose messages announce their shapes."""
+        ranks, about = list(range(dist.get_world_size())), ((), torch.float, CPU)
+        return Channels(ranks, self.down, self.up, *about, has_one_shape=has_one_shape)
+
 
 class System(NamedTuple):
     """A system and the family that it runs; ``build(world, schedule, times)`` is called in every rank.

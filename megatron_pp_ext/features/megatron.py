@@ -1,6 +1,7 @@
 """Where features enter Megatron: their hooks, and what they bring to steps, in the order of its set-up."""
 
 from megatron_pp_ext.features.guided.megatron.profile_guided import guide
+from megatron_pp_ext.features.lengths.megatron.announced_shapes import announcing
 from megatron_pp_ext.features.lengths.megatron.steps import ordered
 from megatron_pp_ext.features.offload.megatron.host_activations import offloading
 from megatron_pp_ext.features.offload.megatron.host_limit import require_free
@@ -18,7 +19,7 @@ from megatron_pp_ext.integration.core import built_chunks, chunk_pipelines
 from megatron_pp_ext.integration.runners import model_options, sources
 from megatron_pp_ext.integration.runners.step_parts import register
 
-for make in (ordered, shared, planned_stage.planned, offloading, sliced):
+for make in (announcing, ordered, shared, planned_stage.planned, offloading, sliced):
     register(make)
 built_chunks.register(deal_out)
 model_options.register(frozen_output)

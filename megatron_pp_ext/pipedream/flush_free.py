@@ -23,6 +23,7 @@ from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.first_rank import print_rank_0
 from megatron_pp_ext.runtime.plan import RankPlan, plan_orders
 from megatron_pp_ext.runtime.rank import Rank, Recorder
+from megatron_pp_ext.schedule.announcements import Announced
 from megatron_pp_ext.schedule.families import pipedream, round_robin
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 from megatron_pp_ext.schedule.program import Orders
@@ -72,7 +73,7 @@ class FlushFreeSteps:
             self._place = place, place.message_groups()
         place, groups = self._place
         if inputs.forward_only:
-            plan = place.plan(round_robin.evaluation(place.replicas, inputs.microbatches))
+            plan = place.plan(round_robin.evaluation(place.replicas, inputs.microbatches), inputs)
             channels = message_channels(place.ranks, groups, inputs)
             execute(plan, Rank({place.stage: place.make_stage(inputs)}, channels, recorder))
             return
@@ -90,10 +91,11 @@ class _Place:
         self._rank = self.ranks.index(dist.get_rank())
         self.stage = replicas.stage_of(self._rank)
 
-    def plan(self, orders: Orders, flushes: bool = True) -> RankPlan:
-        """Return what this rank does where all follow ``orders``."""
-        replicas = self.replicas
-        return plan_orders(orders, replicas.stages, replicas.rank_of, self._rank, flushes=flushes)
+    def plan(self, orders: Orders, inputs: StepInputs, flushes: bool = True) -> RankPlan:
+        """Return what this rank does where all follow ``orders`` in a step with these ``inputs``."""
+        stages, rank_of = self.replicas.stages, self.replicas.rank_of
+        announced = Announced.NOTHING if inputs.shape else Announced.EVERY
+        return plan_orders(orders, stages, rank_of, self._rank, flushes=flushes, announced=announced)
 
     def make_stage(self, inputs: StepInputs) -> ModelStage:
         """Return this rank's stage."""
@@ -145,7 +147,7 @@ class _RunningPipeline:
         step = pipedream.step(self._place.replicas, self._updates.interval, self.done, self.total)
         self.done += 1
         is_last = self.done == self.total
-        plan, stage = self._place.plan(step, flushes=is_last), self._place.stage
+        plan, stage = self._place.plan(step, inputs, flushes=is_last), self._place.stage
         self._stage.inputs, self._stage.last = inputs, last_actions(plan.actions)[stage]
         execute(plan, Rank({stage: self._versioned}, self._channels, recorder))
         self._require_constant_buffers()

@@ -61,6 +61,13 @@ class _HandedOver(NamedTuple):
         self.started.result().wait()
 
 
+class _Sent(NamedTuple):
+    """A message under way, with its shape where that is announced."""
+
+    works: Sequence[dist.Work | _HandedOver]
+    tensors: Sequence[torch.Tensor]
+
+
 class Channels:
     """Sends and receives the messages of one rank, in one training step or in many.
 
@@ -70,7 +77,8 @@ class Channels:
     and ``shape`` elsewhere.  With an empty ``shape`` every message may have another one, which is sent ahead
     of it; the receiver's host then stops where the receive is posted, until the message comes.  A gradient
     has the shape of what it is the gradient of, and announces none.  The shapes that are announced are added
-    to ``announced``, if it is given, by microbatch.
+    to ``announced``, if it is given, by microbatch.  Where each microbatch ``has_one_shape`` on all stages,
+    messages may repeat an earlier one's, and announce none either.
     """
 
     def __init__(
@@ -83,6 +91,7 @@ class Channels:
         device: torch.device,
         shapes: Sequence[Sequence[int]] = (),
         announced: dict[int, set[Shape]] | None = None,
+        has_one_shape: bool = False,
     ) -> None:
         self.is_closed = False
         here = ranks.index(dist.get_rank())
@@ -92,20 +101,24 @@ class Channels:
         self._from = [down if peer < here else up for peer in range(len(ranks))]
         self._shape, self._dtype, self._device = tuple(shape), dtype, device
         self._shapes = tuple(map(tuple, shapes))
-        self._announced = announced
+        self._announced, self._has_one_shape = announced, has_one_shape
+        self._of_microbatches: dict[int, Shape] = {}
         self._of_gradients: dict[Message, Shape] = {}
         self._wire = wire_of(down, device)
         self._through_host = self._wire.type != device.type
         is_large = max(map(prod, self._shapes or (self._shape,))) * dtype.itemsize >= LARGE
         self._sender = ThreadPoolExecutor(1) if is_large and dist.get_backend(down) == "gloo" else None
         self._posted: dict[Message, _Posted] = {}
-        self._sending: deque[tuple[dist.Work | _HandedOver, torch.Tensor]] = deque()
+        self._sending: deque[_Sent] = deque()
 
-    def post(self, peer: int, message: Message) -> None:
-        """Post the receive of ``message``, the next one that pipeline rank ``peer`` sends here."""
+    def post(self, peer: int, message: Message, repeats: bool = False) -> None:
+        """Post the receive of ``message``, the next one that pipeline rank ``peer`` sends here.
+
+        One that ``repeats`` has the shape of its microbatch's earlier messages here, and announces none.
+        """
         if message in self._posted:
             raise ValueError(f"the receive of {message} is posted already; post each message once")
-        shape = self._shape_of(message)
+        shape = self._shape_of(message, repeats)
         if not shape:
             announced, work = self._receive(peer, (DIMENSIONS,), torch.long)
             work.wait()
@@ -124,24 +137,23 @@ class Channels:
         posted.work.wait()
         return posted.tensor.to(self._device) if self._through_host else posted.tensor
 
-    def send(self, peer: int, message: Message, tensor: torch.Tensor) -> None:
+    def send(self, peer: int, message: Message, tensor: torch.Tensor, repeats: bool = False) -> None:
         """Start sending ``tensor``, which is detached, to pipeline rank ``peer`` as its ``message``.
 
         What is computed next waits until at most ``SENDS_AHEAD`` of this rank's messages are unfinished.  The
         tensor's storage is kept until then; the caller may drop its own reference but must not write to it.
+        With ``repeats`` see ``post``.  OtherShape where the receiver expects another shape.
         """
-        payload, agreed = tensor.contiguous(), self._shape_of(message)
+        payload, agreed = tensor.contiguous(), self._shape_of(message, repeats)
         if self._through_host:
             payload = payload.to(self._wire)
         if not agreed:
-            self._send(peer, torch.tensor(payload.shape, dtype=torch.long, device=self._wire))
             self._keep(message, tuple(payload.shape))
+            self._send(peer, torch.tensor(payload.shape, dtype=torch.long, device=self._wire), payload)
         elif payload.shape != agreed:
-            raise OtherShape(
-                f"a stage produced a message of shape {tuple(payload.shape)} where {agreed} was agreed; "
-                "make all stages and microbatches hand on tensors of one shape"
-            )
-        self._send(peer, payload)
+            raise _other_shape(payload.shape, agreed)
+        else:
+            self._send(peer, payload)
         while len(self._sending) > SENDS_AHEAD or self._has_left():
             self._finish_oldest()
 
@@ -153,17 +165,24 @@ class Channels:
             raise RuntimeError(f"messages that no action took by the end of the step: {[*self._posted]}")
         self.is_closed = True
 
-    def _shape_of(self, message: Message) -> Shape:
+    def _shape_of(self, message: Message, repeats: bool) -> Shape:
         """Return the shape that both ends of ``message`` know, empty where it is announced."""
         if self._shapes:
             return self._shapes[message.microbatch]
-        return self._shape or self._of_gradients.pop(message, ())
+        if self._shape or not repeats:
+            return self._shape or self._of_gradients.pop(message, ())
+        shape = self._of_microbatches[message.microbatch]
+        self._of_gradients[_gradient_of(message)] = shape
+        return shape
 
     def _keep(self, message: Message, shape: Shape) -> None:
-        sender, receiver, microbatch = message
-        self._of_gradients[Message(receiver, sender, microbatch)] = shape
+        if self._has_one_shape:
+            first = self._of_microbatches.setdefault(message.microbatch, shape)
+            if shape != first:
+                raise _other_shape(shape, first)
+        self._of_gradients[_gradient_of(message)] = shape
         if self._announced is not None:
-            self._announced.setdefault(microbatch, set()).add(shape)
+            self._announced.setdefault(message.microbatch, set()).add(shape)
 
     def _has_left(self) -> bool:
         """Return whether the oldest message is sent, as far as that may be asked.
@@ -172,19 +191,32 @@ class Channels:
         """
         if not self._sending or (self._wire.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return False
-        return self._sending[0][0].is_completed()
+        return all(work.is_completed() for work in self._sending[0].works)
 
     def _finish_oldest(self) -> None:
         # A finished send is waited for too: only then does torch release the tensor and raise an error.
-        work, _ = self._sending.popleft()
-        work.wait()
+        for work in self._sending.popleft().works:
+            work.wait()
 
-    def _send(self, peer: int, tensor: torch.Tensor) -> None:
-        send = partial(self._to[peer].send, [tensor], self._peers[peer], 0)
-        work = _HandedOver(self._sender.submit(send)) if self._sender else send()
-        self._sending.append((work, tensor))
+    def _send(self, peer: int, *tensors: torch.Tensor) -> None:
+        """Start sending ``tensors``, which are one message."""
+        sends = [partial(self._to[peer].send, [tensor], self._peers[peer], 0) for tensor in tensors]
+        works = [_HandedOver(self._sender.submit(send)) if self._sender else send() for send in sends]
+        self._sending.append(_Sent(works, tensors))
 
     def _receive(self, peer: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, dist.Work]:
         tensor = torch.empty(shape, dtype=dtype, device=self._wire)
         work = self._from[peer].recv([tensor], self._peers[peer], 0)
         return tensor, work
+
+
+def _other_shape(shape: Sequence[int], agreed: Shape) -> OtherShape:
+    return OtherShape(
+        f"a stage produced a message of shape {tuple(shape)} where {agreed} was agreed; "
+        "make all stages and microbatches hand on tensors of one shape"
+    )
+
+
+def _gradient_of(message: Message) -> Message:
+    sender, receiver, microbatch = message
+    return Message(receiver, sender, microbatch)

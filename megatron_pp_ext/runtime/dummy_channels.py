@@ -27,7 +27,7 @@ class DummyChannels(Channels):
     Zeros would be faster to compute with than real numbers, and uninitialized memory may not be finite.
     """
 
-    def _send(self, peer: int, tensor: torch.Tensor) -> None:
+    def _send(self, peer: int, *tensors: torch.Tensor) -> None:
         pass
 
     def _receive(self, peer: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, Any]:

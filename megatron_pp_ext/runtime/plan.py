@@ -12,11 +12,12 @@ from megatron_pp_ext.runtime.operations import transfers
 from megatron_pp_ext.runtime.operations.compute import Compute
 from megatron_pp_ext.runtime.operations.operation import Operation
 from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Schedule, together
+from megatron_pp_ext.schedule.announcements import Announced, Announcements, RankOf
 from megatron_pp_ext.schedule.copies import Copies
 from megatron_pp_ext.schedule.messages import (
     Arrival,
     Launch,
-    RankOf,
+    Message,
     incoming_message,
     outgoing_message,
     planned_launches,
@@ -62,7 +63,9 @@ class RankPlan:
         return any(isinstance(operation, kind) for operation in self.operations)
 
 
-def plan_rank(schedule: Schedule, rank: int, flushes: bool = True) -> RankPlan:
+def plan_rank(
+    schedule: Schedule, rank: int, flushes: bool = True, announced: Announced = Announced.NOTHING
+) -> RankPlan:
     """Return the plan of ``rank`` in ``schedule``; see ``plan_orders``."""
     placement = schedule.placement
     at = placement.rank_of
@@ -76,6 +79,7 @@ def plan_rank(schedule: Schedule, rank: int, flushes: bool = True) -> RankPlan:
         schedule.copies,
         placement.ends_on_last,
         schedule.durations,
+        announced,
     )
 
 
@@ -89,17 +93,19 @@ def plan_orders(
     copies: Copies = NO_COPIES,
     ends_on_last: bool = False,
     durations: Sequence[Sequence[int]] = (),
+    announced: Announced = Announced.NOTHING,
 ) -> RankPlan:
     """Return the plan of ``rank`` where all ranks follow ``orders`` with a model of ``stages`` stages.
 
     Unless it ``flushes``, messages may stay in flight, for a later step to take.  ``ends_on_last`` is that of
-    the placement, and ``durations`` are those of the schedule.
+    the placement, and ``durations`` are those of the schedule.  ``announced`` are the messages that announce
+    their shapes; the plan runs with known shapes too.
     """
-    line = paired, ends_on_last, durations
+    line = paired, ends_on_last, durations, announced
     *launches, left_open = planned_launches(orders, stages, rank_of, *line)[rank]
     actions = tuple(orders[rank])
     order = RankOrder(rank, stages, actions, tuple(together(actions, paired)), copies)
-    planner = _Planner(rank, stages, rank_of, extensions(order))
+    planner = _Planner(rank, stages, rank_of, extensions(order), Announcements(announced, rank_of))
     by_step: list[StepOperations] = []
     place = 0
     for step in order.steps:
@@ -123,11 +129,12 @@ class _Planner:
     stages: int
     rank_of: RankOf
     extensions: tuple[Extension, ...]
+    announcements: Announcements
 
     def launch(self, launch: Launch) -> Operation:
         """Return the operation for what the rank launches together with others."""
         if isinstance(launch, Arrival):
-            return transfers.Post(*launch)
+            return transfers.Post(*launch, self._repeats(launch.message))
         return _first(launch, (one.launched(launch) for one in self.extensions))
 
     def around(self, actions: tuple[Action, ...]) -> Iterator[Operation]:
@@ -165,7 +172,12 @@ class _Planner:
             if not 0 <= target.receiver < self.stages:
                 yield _first(target, (one.handed_over(target) for one in self.extensions))
             elif (receiver := self.rank_of(target.receiver, target.microbatch)) != self.rank:
-                yield transfers.Send(receiver, target)
+                yield transfers.Send(receiver, target, self._repeats(target))
+
+    def _repeats(self, message: Message) -> bool:
+        """Whether the receiver knows the shape of an activation, by an earlier one of the microbatch."""
+        is_activation = message.sender < message.receiver
+        return is_activation and self.announcements.is_repeated(message.receiver, message.microbatch)
 
 
 def _first(what: object, found: Iterable[Operation | None]) -> Operation:

@@ -41,8 +41,9 @@ class Schedule:
     Where sequences are cut into slices, microbatches are *units*: a slice, or a pack of short sequences.
     ``units`` then has the name of each by its number, and is empty elsewhere.
 
-    ``durations`` are planned times of units that differ much, in whole numbers (``messages.WORK``): those of
-    F, I, W and B of each stage in turn, for each unit.  They decide where receives are posted, and no more.
+    ``durations`` are planned times of units that differ much, in whole numbers (``launch_order.WORK``): those
+    of F, I, W and B of each stage in turn, for each unit.  They decide where receives are posted, and no
+    more.
     """
 
     name: str

@@ -1,8 +1,9 @@
 """The most message buffers that every rank holds at one time."""
 
 from megatron_pp_ext.schedule.columns import Column, as_list
+from megatron_pp_ext.schedule.launch_order import in_line
 from megatron_pp_ext.schedule.loops import Loop
-from megatron_pp_ext.schedule.messages import SENDS_AHEAD, in_line
+from megatron_pp_ext.schedule.messages import SENDS_AHEAD
 from megatron_pp_ext.schedule.program import P2P, Columns, T
 from megatron_pp_ext.schedule.walk import Walk
 

@@ -9,8 +9,8 @@ message may have to wait for its other end, and the host itself stops wherever s
 device.  A rank may therefore wait at any moment for anything that it has launched already.  Such a
 pipeline cannot hang if all launches stand in one line that every rank keeps to:
 
-* ``launch_line`` puts the actions of all ranks in one line.  Every action stands after those before it
-  on its rank and after the one whose output it takes.
+* ``launch_order.launch_line`` puts the actions of all ranks in one line.  Every action stands after those
+  before it on its rank and after the one whose output it takes.
 * A rank sends a message right after the action that made it, and posts the receive of a message where
   the *sender's* action stands in the line.
 * What all ranks exchange about a split head has one place in the line, where every rank launches it.
@@ -30,23 +30,19 @@ same schedule.
 The proof holds for any such line, good or bad.  The line here is that of the ends of all actions in a
 simulation of the schedule, so that a receive is posted in the action before its message arrives.  Where a
 receive is posted much later, its sender waits: few messages may be under way.  So where units take unlike
-times the simulation has them (``Schedule.durations``).
+times the simulation has them (``Schedule.durations``).  Where a message announces its shape, the host of its
+receiver stops in the receive, and the sender comes later in the line (``late_receives``).
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
-from itertools import chain, pairwise
-from operator import add
 from typing import NamedTuple
 
-from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind
-from megatron_pp_ext.schedule.check import InvalidSchedule
-from megatron_pp_ext.schedule.columns import Column, as_list
-from megatron_pp_ext.schedule.placement import linear, wave
-from megatron_pp_ext.schedule.program import KINDS, Orders, Program
-from megatron_pp_ext.schedule.walk import Walk
+from megatron_pp_ext.schedule.actions import Action, Kind
+from megatron_pp_ext.schedule.announcements import Announced, Announcements, RankOf
+from megatron_pp_ext.schedule.launch_order import P2P, launch_line
+from megatron_pp_ext.schedule.program import Orders
 
 SENDS_AHEAD = 4
 """The number of sent messages that may be under way before a rank waits for the first of them.
@@ -60,19 +56,6 @@ EMBEDS_AHEAD = 2
 
 With one, the lookup would begin when the forward before ends, and the first stage would wait for it.
 """
-
-WORK = {Kind.F: 1000, Kind.I: 1100, Kind.W: 700, Kind.B: 1800, Kind.S: 400, Kind.T: 200}
-P2P = HIDDEN = 50
-SUMS = 100
-"""The simulated times of actions and messages, in the usual proportions of a transformer's layers.
-
-``HIDDEN`` and ``SUMS`` are those of the exchanges about a split head (``Exchange``).  All are whole
-numbers, so that the line is the same on every machine.  A schedule may have other times of actions
-(``Schedule.durations``), in units of which a mean F takes as many.
-"""
-
-RankOf = Callable[[int, int], int]
-"""The rank that runs a stage for a microbatch."""
 
 
 class Message(NamedTuple):
@@ -148,6 +131,7 @@ def planned_launches(
     paired: frozenset[Action] = frozenset(),
     ends_on_last: bool = False,
     durations: Sequence[Sequence[int]] = (),
+    announced: Announced = Announced.NOTHING,
 ) -> list[list[tuple[Launch, ...]]]:
     """Return what every rank launches in addition to its actions and their sends: receives and exchanges.
 
@@ -155,7 +139,7 @@ def planned_launches(
     than the rank has actions, for launches after the last one.  Messages received there are in flight at the
     end of ``orders``, for later orders to take.  ``paired`` are those of the schedule; nothing is launched
     between the two actions of a pair.  ``ends_on_last`` is that of the placement, and ``durations`` are those
-    of the schedule.
+    of the schedule.  Receives of messages that are ``announced`` are posted late.
 
     Raises what ``launch_line`` raises.
     """
@@ -170,7 +154,8 @@ def planned_launches(
         for of_rank, at in zip(planned, launched, strict=True):
             of_rank[at].append(Exchange(what, microbatch))
 
-    line = launch_line(orders, stages, paired, ends_on_last, durations)
+    announcements = Announcements(announced, rank_of)
+    line = launch_line(orders, stages, paired, ends_on_last, durations, announcements)
     lookups = _lookups([action.microbatch for _, _, action in line if action[:2] == (0, Kind.F)])
     for ahead in next(lookups) if shares else ():
         exchange(*ahead)
@@ -212,81 +197,3 @@ def _lookups(microbatches: Sequence[int]) -> Iterator[list[Exchange]]:
     yield tokens[: EMBEDS_AHEAD + 1] + embedded[:EMBEDS_AHEAD]
     for ahead in range(EMBEDS_AHEAD, len(microbatches) + EMBEDS_AHEAD):
         yield tokens[ahead + 1 : ahead + 2] + embedded[ahead : ahead + 1]
-
-
-def launch_line(
-    orders: Orders,
-    stages: int,
-    paired: frozenset[Action] = frozenset(),
-    ends_on_last: bool = False,
-    durations: Sequence[Sequence[int]] = (),
-) -> list[tuple[int, int, Action]]:
-    """Return all actions of ``orders``, each with its simulated end and its rank, in the module's line.
-
-    Actions are sorted by their simulated ends, and by rank where these are equal, from the last rank on where
-    the placement ``ends_on_last``; the two of a pair, which end together, follow each other as on their rank.
-    Messages from actions that are not in ``orders`` were sent before these began.
-
-    Raises InvalidSchedule where the ranks of ``orders`` wait for each other.
-    """
-    walk = launched(orders, stages, paired, ends_on_last, durations)
-    program = walk.program
-    line = zip(*in_line(walk), strict=True)
-    return [(end, program.columns.rank[number], program.actions[number]) for end, number in line]
-
-
-def launched(
-    orders: Orders,
-    stages: int,
-    paired: frozenset[Action] = frozenset(),
-    ends_on_last: bool = False,
-    durations: Sequence[Sequence[int]] = (),
-) -> Walk:
-    """Return the walk over ``orders``, some of whose messages may be from before.
-
-    Raises InvalidSchedule where the ranks wait for each other.
-    """
-    shares = any(action.kind is Kind.S for order in orders for action in order)
-    folds = shares or ends_on_last
-    placement = wave(len(orders), stages // len(orders)) if folds else linear(stages)
-    placement = replace(placement, splits_head=shares, ends_on_last=ends_on_last)
-    walk = Walk(Program.of_orders(orders, placement, paired, is_open=True, durations=durations))
-    if not walk.is_complete:
-        raise InvalidSchedule("the ranks wait for each other: let schedule.check name the actions")
-    return walk
-
-
-def in_line(walk: Walk) -> tuple[Column, Column]:
-    """Return the simulated ends of all actions in the module's line, and their numbers."""
-    program = walk.program
-    delays, stages = (P2P, HIDDEN, SUMS, SUMS), program.placement.stages
-    no_copies = [0] * stages  # they change nothing about when messages leave
-    if program.durations:
-        _, of_steps = walk.times_of_each(_of_each(program), delays, add, no_copies)
-    else:
-        alone = [WORK[kind] for kind in OF_STAGES] * stages
-        alone += WORK[Kind.S], WORK[Kind.T], 0
-        durations = [*alone, *(alone[first] + alone[second] for first, second in program.pairs), *no_copies]
-        _, of_steps = walk.times(durations, delays)
-    ends = program.make.taken(of_steps, walk.step_of[:-1])
-    numbers = _in_order(program, ends)
-    return program.make.taken(ends, numbers), numbers
-
-
-def _of_each(program: Program) -> list[int]:
-    """Return the duration of each action, of which those of stages have their unit's."""
-    stages, kinds, units, *_ = map(as_list, program.columns)
-    each, of_units = len(OF_STAGES), program.durations
-    return [
-        of_units[unit][each * stage + kind] if kind < each else WORK[KINDS[kind]]
-        for stage, kind, unit in zip(stages, kinds, units, strict=True)
-    ]
-
-
-def _in_order(program: Program, ends: Column) -> Column:
-    """Return the numbers of actions by their ``ends``; equal ones by rank, from the one with stage 0 on."""
-    if not program.placement.ends_on_last:
-        return program.make.order(ends)  # they go by rank already
-    ranks = reversed(list(pairwise(as_list(program.columns.bounds))))
-    numbers = program.make.of(chain.from_iterable(range(*bounds) for bounds in ranks))
-    return program.make.taken(numbers, program.make.order(program.make.taken(ends, numbers)))

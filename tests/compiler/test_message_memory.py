@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -62,9 +63,9 @@ class _Watched(Channels):
         self.sent = max(self.sent, len(self._sending))
         self.most = max(self.most, len(self._posted) + self.taken + len(self._sending))
 
-    def post(self, peer: int, message: Message) -> None:
+    def post(self, peer: int, message: Message, repeats: bool = False) -> None:
         self.taken = 0
-        super().post(peer, message)
+        super().post(peer, message, repeats)
         self._note()
 
     def receive(self, peer: int, message: Message) -> torch.Tensor:
@@ -73,12 +74,13 @@ class _Watched(Channels):
         self._note()
         return tensor
 
-    def _send(self, peer: int, tensor: torch.Tensor) -> None:
+    def _send(self, peer: int, *tensors: torch.Tensor) -> None:
         self.taken = 0
-        super()._send(peer, tensor)
+        super()._send(peer, *tensors)
         if self.is_late:
-            work, kept = self._sending.pop()
-            self._sending.append((_Late(work), kept))
+            sent = self._sending.pop()
+            late: list[Any] = [_Late(work) for work in sent.works]
+            self._sending.append(sent._replace(works=late))
         self._note()
 
 

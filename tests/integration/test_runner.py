@@ -114,6 +114,7 @@ def fail(rank: int) -> list[str]:
         shape=(1,),
         shapes=(),
         announced={},
+        has_one_shape=False,
         config=SimpleNamespace(pipeline_dtype=torch.float),
     )
     found = []

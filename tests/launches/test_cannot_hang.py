@@ -17,6 +17,7 @@ from megatron_pp_ext.compiler.compile import compile_schedule
 from megatron_pp_ext.runtime.plan import plan_orders
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
+from megatron_pp_ext.schedule.announcements import Announced
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.families import pipedream, round_robin
 from megatron_pp_ext.schedule.families.round_robin import Replicas
@@ -43,6 +44,9 @@ SOMETIMES = (
 )
 
 
+ANNOUNCED = Announced.FIRST, Announced.EVERY
+
+
 def strictest(launches):
     """Return the circle, if any, with a synchronization before every launch and sends that wait."""
     return circle(tuple(map(synchronizations.before_every_launch, launches)), Setting(1))
@@ -51,6 +55,16 @@ def strictest(launches):
 def assert_finishes_strictly(plans_of_ranks, what):
     for sends_shapes in (False, True):
         assert strictest(record_plans(plans_of_ranks, sends_shapes=sends_shapes)) == "", (what, sends_shapes)
+
+
+def record_announced(plans_of_ranks, announced):
+    return record_plans(plans_of_ranks, sends_shapes=True, has_one_shape=announced is Announced.FIRST)
+
+
+def assert_finishes_announced(plans_of_ranks, announced, what):
+    assert strictest(record_announced(plans_of_ranks, announced)) == "", what
+    # What is planned for shapes that are announced runs with known ones too.
+    assert strictest(record_plans(plans_of_ranks)) == "", what
 
 
 def assert_finishes_everywhere(launches, what):
@@ -63,6 +77,26 @@ def test_everything(ranks):
     for microbatches in sorted({1, ranks, 2 * ranks, 4 * ranks}):
         for steps in everything(ranks, microbatches):
             assert_finishes_strictly(plans(steps), (steps[0].name, steps[0].placement, microbatches))
+
+
+@pytest.mark.parametrize("ranks", first(2, [2, 3, 4, 5, 6, 7, 8]))
+def test_announced_shapes(ranks):
+    """Hosts stop in receives, which are posted late."""
+    for microbatches in sorted({1, ranks, 2 * ranks + 1, 4 * ranks}):
+        for steps in everything(ranks, microbatches):
+            what = steps[0].name, steps[0].placement, microbatches
+            for announced in ANNOUNCED:
+                plans_of_ranks = plans(steps, announced)
+                assert_finishes_announced(plans_of_ranks, announced, (*what, announced))
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), first(1, [(3, 3), (2, 1), (4, 4)]))
+def test_announced_shapes_in_every_setting(ranks, microbatches):
+    for steps in everything(ranks, microbatches):
+        for announced, synchronized in product(ANNOUNCED, SOMETIMES):
+            launches = record_announced(plans(steps, announced), announced)
+            what = steps[0].name, steps[0].placement, announced, synchronized.__name__
+            assert_finishes_everywhere(tuple(map(synchronized, launches)), what)
 
 
 @pytest.mark.parametrize("ranks", first(1, [2, 3, 4]))
@@ -177,6 +211,8 @@ def test_compiled_schedules(seed, monkeypatch, tmp_path):
     schedule = found.timeline.schedule
     assert_finishes_strictly(plans([schedule]), seed)
     assert_finishes_everywhere(record([schedule]), seed)
+    for announced in ANNOUNCED:
+        assert_finishes_announced(plans([schedule], announced), announced, (seed, announced))
 
 
 @settings(max_examples=100, deadline=None)
@@ -184,6 +220,8 @@ def test_compiled_schedules(seed, monkeypatch, tmp_path):
 def test_any_valid_order(schedule, setting, synchronized):
     assert_finishes_strictly(plans([schedule]), schedule.orders)
     assert circle(tuple(map(synchronized, record([schedule]))), setting) == ""
+    for announced in ANNOUNCED:
+        assert_finishes_announced(plans([schedule], announced), announced, (schedule.orders, announced))
 
 
 def test_neighbours_that_exchange_messages_at_the_same_instant():

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_pp_ext.runtime.channels import LARGE, Channels, direction_groups
+from megatron_pp_ext.runtime.channels import LARGE, Channels, OtherShape, _Sent, direction_groups
 from megatron_pp_ext.runtime.dummy_channels import DummyChannels
 from megatron_pp_ext.schedule.actions import Action, Kind
 from megatron_pp_ext.schedule.messages import SENDS_AHEAD, Message, outgoing_message
@@ -213,8 +213,9 @@ class Network(Channels):
 
         return SimpleNamespace(wait=wait, is_completed=lambda: False)
 
-    def _send(self, peer: int, tensor: torch.Tensor) -> None:
-        self._sending.append((self._work(self.sent, fails=tensor.sum() < 0), tensor))  # type: ignore[arg-type]
+    def _send(self, peer: int, *tensors: torch.Tensor) -> None:
+        work: Any = self._work(self.sent, fails=tensors[-1].sum() < 0)
+        self._sending.append(_Sent([work], tensors))
         self.sent += 1
 
     def _receive(self, peer, shape, dtype):
@@ -300,3 +301,46 @@ def test_a_gradient_announces_no_shape() -> None:
     (gradient, *known), (activation, *others) = run_ranks(activation_and_gradient, 2)
     assert torch.equal(activation, NUMBERS) and torch.equal(gradient, 2 * NUMBERS)
     assert known == others == [{3: {SHAPE}}]
+
+
+def through_a_v(rank: int, shapes: Sequence[tuple[int, ...]]) -> tuple[list[torch.Tensor], int, str]:
+    """Send activations of a microbatch down and back up, and their gradients the same way back.
+
+    Return what this rank got, how many shapes it was told, and what ended it.
+    """
+    dist.init_process_group("gloo")
+    announced: dict[int, set[tuple[int, ...]]] = {}
+    about = torch.float, torch.device("cpu"), (), announced, True
+    ends = Channels([0, 1], *direction_groups([0, 1]), (), *about)
+    keep, kept, got = ends._keep, list[int](), list[torch.Tensor]()
+    ends._keep = lambda *given: (kept.append(1), keep(*given))[-1]  # type: ignore[method-assign]
+    route = [Message(0, 1, 3), Message(2, 3, 3), Message(3, 2, 3), Message(1, 0, 3)]
+    repeats = [False, True, False, False]
+    senders = [0, 1, 0, 1]
+    try:
+        for at, (one, sender) in enumerate(zip(route, senders, strict=True)):
+            if sender == rank:
+                ends.send(1 - rank, one, torch.full(shapes[at], float(at)), repeats[at])
+            elif at == 1 and shapes[1] != shapes[0]:
+                break
+            else:
+                ends.post(1 - rank, one, repeats[at])
+                got.append(ends.receive(1 - rank, one))
+    except OtherShape as error:
+        return got, len(kept), str(error)
+    if shapes[1] == shapes[0]:
+        ends.close()
+    return got, len(kept), ""
+
+
+def test_a_microbatch_that_comes_back_to_a_rank_repeats_its_shape() -> None:
+    (first, *about), (second, *others) = run_ranks(through_a_v, 2, [SHAPE] * 4)
+    assert [tensor.unique().item() for tensor in first] == [1, 3]
+    assert [tensor.unique().item() for tensor in second] == [0, 2]
+    assert {tensor.shape for tensor in (*first, *second)} == {SHAPE}
+    assert about == others == [1, ""]
+
+
+def test_a_microbatch_that_comes_back_with_another_shape_is_an_error() -> None:
+    _, (_, _, error) = run_ranks(through_a_v, 2, [SHAPE, (1, 2, 4), SHAPE, SHAPE])
+    assert f"shape (1, 2, 4) where {SHAPE} was agreed" in error

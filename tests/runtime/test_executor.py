@@ -210,7 +210,7 @@ class Watched:
         self.taken: list[weakref.ref] = []
         self.produced: list[weakref.ref] = []
 
-    def post(self, peer, message) -> None:
+    def post(self, peer, message, repeats) -> None:
         self._require_nothing_taken()
 
     def receive(self, peer, message) -> torch.Tensor:
@@ -219,7 +219,7 @@ class Watched:
         self.taken.append(weakref.ref(arrived))
         return arrived
 
-    def send(self, peer, message, tensor) -> None:
+    def send(self, peer, message, tensor, repeats) -> None:
         self._require_nothing_taken()
 
     def _require_nothing_taken(self) -> None:

@@ -8,11 +8,13 @@ from hypothesis import strategies as st
 
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, delivers, needs
+from megatron_pp_ext.schedule.announcements import Announced, Announcements, RankOf
 from megatron_pp_ext.schedule.check import InvalidSchedule
 from megatron_pp_ext.schedule.families import pipedream, round_robin
 from megatron_pp_ext.schedule.families.round_robin import Replicas
-from megatron_pp_ext.schedule.messages import Message, RankOf, incoming_message, launch_line, outgoing_message
-from megatron_pp_ext.schedule.placement import Placement, Shape, linear
+from megatron_pp_ext.schedule.launch_order import launch_line
+from megatron_pp_ext.schedule.messages import Message, incoming_message, outgoing_message
+from megatron_pp_ext.schedule.placement import Placement, Shape, linear, v
 from megatron_pp_ext.schedule.program import Orders
 from tests.support.receives import posted_receives
 
@@ -20,12 +22,21 @@ SIZES = [(p, m) for p in (2, 3, 4, 8) for m in (1, p, 3 * p)]
 
 
 def require_one_line(orders: Orders, stages: int, rank_of: RankOf) -> None:
-    """Assert that the launches of every rank are as the proof in ``schedule.messages`` requires."""
-    line = [(rank, action) for _, rank, action in launch_line(orders, stages)]
+    """Assert that the launches of every rank are as the proof in ``schedule.messages`` requires.
+
+    They are so whichever messages announce their shapes.
+    """
+    for announced in Announced:
+        _require_one_line(orders, stages, rank_of, announced)
+
+
+def _require_one_line(orders: Orders, stages: int, rank_of: RankOf, announced: Announced) -> None:
+    announcements = Announcements(announced, rank_of)
+    line = [(rank, action) for _, rank, action in launch_line(orders, stages, announcements=announcements)]
     assert [action for rank, action in line if rank == 0] == list(orders[0])
     assert sorted(line) == sorted((rank, action) for rank, order in enumerate(orders) for action in order)
     place = {delivers(action): at for at, (_, action) in enumerate(line)}
-    posted = posted_receives(orders, stages, rank_of)
+    posted = posted_receives(orders, stages, rank_of, announced=announced)
     sent: dict[Message, int] = {}
     for rank, action in line:
         message = outgoing_message(action, stages)
@@ -111,13 +122,25 @@ def test_random_valid_orders(schedule: Schedule) -> None:
     check_schedule(schedule)
 
 
-def test_a_receive_is_posted_before_the_action_in_which_its_message_comes() -> None:
-    """On two ranks under 1F1B, F1 arrives on rank 1 during its F0, and F2 while the rank is idle."""
+@pytest.mark.parametrize(
+    ("announced", "expected"),
+    [
+        (Announced.NOTHING, {"1F0": [0, 1], "1B0": [], "1F1": [], "1B1": [], "1F2": [2], "1B2": []}),
+        (Announced.EVERY, {"1F0": [0], "1B0": [], "1F1": [1], "1B1": [], "1F2": [2], "1B2": []}),
+    ],
+)
+def test_a_receive_is_posted_before_the_action_in_which_its_message_comes(
+    announced: Announced, expected: dict[str, list[int]]
+) -> None:
+    """On two ranks under 1F1B, F1 arrives on rank 1 during its F0, and F2 while the rank is idle.
+
+    Where F1 announces its shape, its receive would hold up F0, and B0 if F1 were longer.
+    """
     schedule = catalog.build("1f1b", 2, 3)
-    *posted, _ = posted_receives(schedule.orders, 2, lambda stage, _: stage)[1]
+    *posted, _ = posted_receives(schedule.orders, 2, lambda stage, _: stage, announced=announced)[1]
     by_action = zip(map(str, schedule.orders[1]), posted, strict=True)
     found = {action: [message.microbatch for _, message in arrivals] for action, arrivals in by_action}
-    assert found == {"1F0": [0, 1], "1B0": [], "1F1": [], "1B1": [], "1F2": [2], "1B2": []}
+    assert found == expected
 
 
 def test_ranks_that_wait_for_each_other_are_told() -> None:
@@ -125,3 +148,20 @@ def test_ranks_that_wait_for_each_other_are_told() -> None:
     orders = ((Action(0, Kind.B, 0), Action(0, Kind.F, 0)), (Action(1, Kind.F, 0), Action(1, Kind.B, 0)))
     with pytest.raises(InvalidSchedule, match="wait for each other"):
         posted_receives(orders, 2, lambda stage, _: linear(2).rank_of(stage))
+
+
+def test_a_rank_that_knows_a_microbatch_is_told_no_shape_again() -> None:
+    placement = v(3)
+    found = {}
+    for announced in Announced:
+        announcements = Announcements(announced, lambda stage, _: placement.rank_of(stage))
+        found[announced] = [
+            (announcements.is_announced(stage, 0), announcements.is_repeated(stage, 0))
+            for stage in range(1, placement.stages)
+        ]
+    told, repeated, nothing = (True, False), (False, True), (False, False)
+    assert found == {
+        Announced.NOTHING: [nothing] * 5,
+        Announced.FIRST: [told, told, repeated, repeated, repeated],
+        Announced.EVERY: [told] * 5,
+    }

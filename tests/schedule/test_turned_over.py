@@ -19,7 +19,8 @@ from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.costs import Costs, HeadCosts, StageCosts
 from megatron_pp_ext.schedule.formats import csv_file, trace_file, trace_reading
-from megatron_pp_ext.schedule.messages import Arrival, Launch, launch_line, planned_launches
+from megatron_pp_ext.schedule.launch_order import launch_line
+from megatron_pp_ext.schedule.messages import Arrival, Launch, planned_launches
 from megatron_pp_ext.schedule.placement import FIRST, LAST, Placement, Shape, linear, loop, v, wave
 from megatron_pp_ext.schedule.recorded import RecordedStep
 from megatron_pp_ext.schedule.simulate import Timeline, simulate

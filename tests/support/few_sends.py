@@ -4,37 +4,63 @@ from collections import deque
 
 from megatron_pp_ext.runtime.operations.compute import Compute
 from megatron_pp_ext.runtime.operations.transfers import Post, Receive, Send
-from megatron_pp_ext.runtime.plan import plan_rank
+from megatron_pp_ext.runtime.plan import RankPlan, plan_rank
 from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.announcements import Announced, Announcements
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.messages import SENDS_AHEAD, Message
 
 
-def step_seconds(schedule: Schedule, costs: Costs, announces: bool = False) -> float:
-    """Return the length of a step whose messages take no time, but wait until their receive is posted.
+def step_seconds(
+    schedule: Schedule,
+    costs: Costs,
+    announced: Announced = Announced.NOTHING,
+    is_late: bool = True,
+    hop: float = 0.0,
+) -> float:
+    """Return the length of a step whose messages take ``hop`` from where their receive is posted.
 
     A rank that has sent more than ``SENDS_AHEAD`` messages whose receives are not posted waits for the first
-    of them.  Where it ``announces`` shapes, a rank that posts the receive of an activation waits for its
-    sender; a gradient has the shape of its activation.
+    of them.  A rank that posts the receive of a message whose shape is ``announced`` waits for its sender.
+    Unless ``is_late`` receives are posted as where shapes are known.
     """
-    plans = [plan_rank(schedule, rank).operations for rank in range(schedule.ranks)]
+    of_plan = announced if is_late else Announced.NOTHING
+    plans = [plan_rank(schedule, rank, announced=of_plan) for rank in range(schedule.ranks)]
+    return seconds_of(plans, schedule, costs, announced, hop)
+
+
+def seconds_of(
+    plans: list[RankPlan],
+    schedule: Schedule,
+    costs: Costs,
+    announced: Announced = Announced.NOTHING,
+    hop: float = 0.0,
+) -> float:
+    """Return what ``step_seconds`` does, for the ``plans`` of all ranks."""
+    operations = [plan.operations for plan in plans]
     at, now = [0] * len(plans), [0.0] * len(plans)
     posted, sent = dict[Message, float](), dict[Message, float]()
     under_way: list[deque[Message]] = [deque() for _ in plans]
+    inputs = Announcements(announced, lambda stage, _: schedule.placement.rank_of(stage))
+
+    def announces(message: Message) -> bool:
+        is_activation = message.sender < message.receiver
+        return is_activation and inputs.is_announced(message.receiver, message.microbatch)
 
     def runs(rank: int) -> bool:
         """Run the rank's next operation, if it can run."""
-        operation, waiting = plans[rank][at[rank]], under_way[rank]
+        operation, waiting = operations[rank][at[rank]], under_way[rank]
         match operation:
             case Post(_, message):
-                is_announced = announces and message.sender < message.receiver
+                is_announced = announces(message)
                 if is_announced and message not in sent:
                     return False
-                posted[message] = now[rank] = max(now[rank], sent[message] if is_announced else 0.0)
+                now[rank] = max(now[rank], sent[message] + hop if is_announced else 0.0)
+                posted[message] = now[rank]
             case Receive(_, message):
                 if message not in sent:
                     return False
-                now[rank] = max(now[rank], sent[message])
+                now[rank] = max(now[rank], max(sent[message], posted[message]) + hop)
             case Send(_, message):
                 if message not in sent:
                     sent[message] = now[rank]
@@ -48,9 +74,9 @@ def step_seconds(schedule: Schedule, costs: Costs, announces: bool = False) -> f
         at[rank] += 1
         return True
 
-    while any(place < len(plan) for place, plan in zip(at, plans, strict=True)):
+    while any(place < len(plan) for place, plan in zip(at, operations, strict=True)):
         moved = False
-        for rank, plan in enumerate(plans):
+        for rank, plan in enumerate(operations):
             while at[rank] < len(plan) and runs(rank):
                 moved = True
         assert moved, "the ranks wait for each other"

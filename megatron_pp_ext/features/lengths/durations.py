@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron_pp_ext.features.lengths.steps import Floats
 from megatron_pp_ext.schedule.actions import OF_STAGES, Kind
-from megatron_pp_ext.schedule.messages import WORK
+from megatron_pp_ext.schedule.launch_order import WORK
 
 type Durations = tuple[tuple[int, ...], ...]
 

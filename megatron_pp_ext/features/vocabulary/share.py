@@ -34,7 +34,7 @@ from itertools import accumulate, islice
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, delivers
 from megatron_pp_ext.schedule.check import InvalidSchedule
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.messages import HIDDEN, P2P, SUMS, WORK
+from megatron_pp_ext.schedule.launch_order import HIDDEN, P2P, SUMS, WORK
 from megatron_pp_ext.schedule.placement import Placement
 
 _DUE = 2

@@ -34,9 +34,16 @@ def message_groups(settings: Settings, ranks: list[int], edges: Iterable[tuple[i
 
 def message_channels(ranks: list[int], directions: Directions, inputs: StepInputs) -> Channels:
     """Make channels between the global ``ranks`` of a pipeline for the messages of a step."""
-    dtype = inputs.config.pipeline_dtype
-    known = inputs.shapes, inputs.announced
-    return Channels(ranks, *directions, inputs.shape, dtype, device(), *known)
+    return Channels(
+        ranks,
+        *directions,
+        inputs.shape,
+        inputs.config.pipeline_dtype,
+        device(),
+        inputs.shapes,
+        inputs.announced,
+        inputs.has_one_shape,
+    )
 
 
 def shapes_of(inputs: StepInputs, sizes: Iterable[tuple[int, int]]) -> tuple[Shape, ...]:

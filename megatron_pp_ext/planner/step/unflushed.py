@@ -15,7 +15,8 @@ from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule.buffers import most_buffers
 from megatron_pp_ext.schedule.families import round_robin
 from megatron_pp_ext.schedule.families.round_robin import Replicas
-from megatron_pp_ext.schedule.messages import SENDS_AHEAD, launched
+from megatron_pp_ext.schedule.launch_order import launched
+from megatron_pp_ext.schedule.messages import SENDS_AHEAD
 from megatron_pp_ext.schedule.running import seconds_of_an_update
 from megatron_pp_ext.schedule.updates import Updates
 

@@ -9,13 +9,17 @@ from megatron_pp_ext.schedule.messages import Message
 
 @dataclass(frozen=True, slots=True)
 class Post(Operation):
-    """Post the receive of a message, for an action that may come much later."""
+    """Post the receive of a message, for an action that may come much later.
+
+    Where no shapes are known, one that ``repeats`` has that of the microbatch's earlier messages.
+    """
 
     peer: int
     message: Message
+    repeats: bool = False
 
     def run(self, rank: Rank) -> None:
-        rank.channels.post(self.peer, self.message)
+        rank.channels.post(self.peer, self.message, self.repeats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +35,16 @@ class Receive(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Send(Operation):
-    """Begin to send what an action has made for another rank."""
+    """Begin to send what an action has made for another rank; see ``Post``."""
 
     peer: int
     message: Message
+    repeats: bool = False
 
     def run(self, rank: Rank) -> None:
         tensor = rank.take(self.message)
         assert tensor is not None
-        rank.channels.send(self.peer, self.message, tensor)
+        rank.channels.send(self.peer, self.message, tensor, self.repeats)
 
 
 @dataclass(frozen=True, slots=True)

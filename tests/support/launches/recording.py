@@ -22,6 +22,7 @@ from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import RankPlan, plan_rank
 from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.schedule.actions import Kind, Schedule
+from megatron_pp_ext.schedule.announcements import Announced
 from tests.support.launches.entries import Collective, Copy, Entry, HostWait, Kernel, Launches, Transfer, Wait
 
 
@@ -218,11 +219,11 @@ class _Head:
         return losses
 
 
-def plans(steps: Sequence[Schedule]) -> list[list[RankPlan]]:
+def plans(steps: Sequence[Schedule], announced: Announced = Announced.NOTHING) -> list[list[RankPlan]]:
     """Return the plans for ``steps``, of rank r at ``[r]``; only the last step flushes."""
     ends = [*(False for _ in steps[1:]), True]
     return [
-        [plan_rank(schedule, rank, flushes) for schedule, flushes in zip(steps, ends, strict=True)]
+        [plan_rank(schedule, rank, flushes, announced) for schedule, flushes in zip(steps, ends, strict=True)]
         for rank in range(steps[0].ranks)
     ]
 
@@ -237,12 +238,14 @@ def record_plans(
     *,
     sends_shapes: bool = False,
     sends_look_done: bool = False,
+    has_one_shape: bool = False,
     synchronized_between: bool = False,
     reduced_between: Sequence[Sequence[int]] = (),
 ) -> tuple[Launches, ...]:
     """Return the launches of all ranks; ``plans_of_ranks[r]`` are the steps of rank r.
 
-    With ``sends_shapes`` every message sends its shape ahead.  With ``synchronized_between`` the device is
+    With ``sends_shapes`` every activation sends its shape ahead, but for those that repeat one where each
+    microbatch ``has_one_shape``.  With ``synchronized_between`` the device is
     synchronized between two steps.  Behind every step each of the groups ``reduced_between`` has a
     collective.
     """
@@ -266,6 +269,7 @@ def record_plans(
                 () if sends_shapes else shape,
                 output.dtype,
                 output.device,
+                has_one_shape=has_one_shape,
             )
             stages = {action.stage for plan in steps for action in plan.actions}
             kernels: Any = {stage: NamedKernels(stage, recording, output) for stage in stages}

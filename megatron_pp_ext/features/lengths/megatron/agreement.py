@@ -27,7 +27,8 @@ class Agreed(NamedTuple):
 
     The two differ where pipelines share experts.  ``unknown`` is why no lengths are known, on any of the
     ranks; then both are empty.  ``sizes`` are those of the pipeline's own data, and ``are_trusted`` whether
-    all of its ranks trust them.
+    all ranks know theirs and trust them: pipelines that share experts announce shapes together, since their
+    ranks launch in one order.
     """
 
     own: Documents = ()
@@ -79,6 +80,7 @@ def agree(
                 "their lengths; leave the order out"
             ),
         )
+    report = report._replace(are_trusted=report.are_trusted and bool(report.sizes))
     planned = report
     if any(_size(getattr(inputs.groups, name, None)) > 1 for name in _EXPERTS):
         for name in (*_EXPERTS, *_PIPELINE):
@@ -88,7 +90,7 @@ def agree(
     if planned.unknown:
         return Agreed(unknown=planned.unknown)
     assert report.documents is not None and planned.documents is not None
-    return Agreed(report.documents, planned.documents, "", report.sizes, report.are_trusted)
+    return Agreed(report.documents, planned.documents, "", report.sizes, planned.are_trusted)
 
 
 def of_all(own: Documents, inputs: StepInputs) -> tuple[Documents, ...]:
@@ -96,11 +98,22 @@ def of_all(own: Documents, inputs: StepInputs) -> tuple[Documents, ...]:
 
     Collective over the groups of those that meet, where experts are shared.
     """
-    found = {own}
+    return tuple(sorted(_of_experts({own}, inputs)))
+
+
+def seen_by_any[T](seen: set[T], inputs: StepInputs) -> set[T]:
+    """Return what any rank of those that meet in a step has ``seen``; collective over their groups."""
+    for name in _PIPELINE:
+        seen = set().union(*_gathered(seen, getattr(inputs.groups, name, None)))
+    return _of_experts(seen, inputs)
+
+
+def _of_experts[T](found: set[T], inputs: StepInputs) -> set[T]:
+    """Return what all pipelines that share experts with this one have found, whose ranks have the same."""
     if any(_size(getattr(inputs.groups, name, None)) > 1 for name in _EXPERTS):
         for name in (*_EXPERTS, *_PIPELINE):
             found = set().union(*_gathered(found, getattr(inputs.groups, name, None)))
-    return tuple(sorted(found))
+    return found
 
 
 def _report(
@@ -163,7 +176,8 @@ def _of_several(reports: Sequence[_Report], work: Work) -> _Report:
                 "step; give all of them as many"
             ),
         )
-    return reports[0]._replace(documents=_heaviest(found, work))
+    are_trusted = all(one.are_trusted for one in reports)
+    return reports[0]._replace(documents=_heaviest(found, work), are_trusted=are_trusted)
 
 
 def _heaviest(some: Sequence[Documents], work: Work) -> Documents:

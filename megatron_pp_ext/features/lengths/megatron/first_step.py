@@ -4,15 +4,19 @@ A loop of one's own reads its data as it likes.  Its first step therefore runs i
 watched; before the second one all ranks of the job decide together.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from megatron_pp_ext.features.lengths.megatron.agreement import Sizes
+from megatron_pp_ext.features.lengths.megatron.known_shapes import KnownShapes, size_of
 from megatron_pp_ext.features.lengths.ordering import LengthsOf, Ordering, is_packed, lengths_of_batch
+from megatron_pp_ext.integration.runners.message_groups import shapes_of
 from megatron_pp_ext.integration.runners.model_stage import StepInputs
 from megatron_pp_ext.integration.runners.step_parts import Step, StepPart
+from megatron_pp_ext.runtime.channels import Shape
 from megatron_pp_ext.runtime.first_rank import print_rank_0
 
 _REPLAYS = "moe_enable_routing_replay", "enable_routing_replay"
@@ -20,21 +24,28 @@ _REPLAYS = "moe_enable_routing_replay", "enable_routing_replay"
 
 
 class _Seen(NamedTuple):
-    """What a rank has seen of its first step: why no order can be, and whether lengths may differ."""
+    """What a rank has seen of its first step: why no order can be, and whether lengths may differ.
+
+    ``sizes`` are those of the microbatches that it has read, as far as they have any.
+    """
 
     why: str = ""
     reads: bool = False
     may_differ: bool = False
+    sizes: Sizes = ()
 
 
 class FirstStep:
     """Watches the first training step of a runner, and has the later ones ordered where that can and need be.
 
-    ``then`` makes what orders them; it gets for each chunk of this rank whether its iterator is read.
+    ``then`` makes what orders them; it gets for each chunk of this rank whether its iterator is read, and
+    what the first step has shown of shapes.
     """
 
-    def __init__(self, ordering: Ordering, then: Callable[[Sequence[bool]], StepPart]) -> None:
+    def __init__(self, ordering: Ordering, then: Callable[[Sequence[bool], KnownShapes], StepPart]) -> None:
         self._lengths_of, self._then = ordering.lengths_of, then
+        self._shapes = KnownShapes()
+        self._announced: Mapping[int, set[Shape]] = {}
         self._seen: _Seen | None = None
         self._are_read: Sequence[bool] = ()
         self._later: StepPart | None = None
@@ -52,7 +63,7 @@ class FirstStep:
             yield
             self._learn(inputs, given, watched)
         else:
-            self._later = self._later or self._decide(self._seen)
+            self._later = self._later or self._decide(self._seen, inputs)
             with self._later(step):
                 yield
 
@@ -66,9 +77,12 @@ class FirstStep:
             if one is not None:
                 why = why or one.why_not(inputs.microbatches)
         may_differ = bool(inputs.config.variable_seq_lengths) or any(one.is_packed for one in read)
-        self._seen = _Seen(why, bool(read), may_differ)
+        sizes = [size for size in (read[0].sizes if read else ()) if size is not None]
+        is_known = len(sizes) == inputs.microbatches
+        self._seen = _Seen(why, bool(read), may_differ, tuple(sizes) if is_known else ())
+        self._announced = inputs.announced or {}
 
-    def _decide(self, seen: _Seen) -> StepPart:
+    def _decide(self, seen: _Seen, inputs: StepInputs) -> StepPart:
         """Return what later steps do; collective over the job, so that replicas do the same."""
         all_seen: list[_Seen] = [seen] * dist.get_world_size()
         dist.all_gather_object(all_seen, seen)
@@ -82,8 +96,17 @@ class FirstStep:
                 "megatron_pp_ext: lengths of microbatches may differ: from this step on they run in the "
                 "order by the rule of the schedule"
             )
-            return self._then(self._are_read)
+            self._learn_shapes(all_seen, inputs)
+            return self._then(self._are_read, self._shapes)
         return as_given
+
+    def _learn_shapes(self, all_seen: Sequence[_Seen], inputs: StepInputs) -> None:
+        """Compare what messages announced with what this pipeline's ranks have read."""
+        if not self._announced:
+            return
+        sizes = [all_seen[rank].sizes for rank in dist.get_process_group_ranks(inputs.group)]
+        if shapes := shapes_of(inputs, next(filter(None, sizes), ())):
+            self._shapes.learn(self._announced, shapes)
 
 
 @contextmanager
@@ -98,6 +121,7 @@ class _Watched:
     def __init__(self, data: Any, lengths_of: LengthsOf) -> None:
         self._data, self._lengths_of = data, lengths_of
         self._unknown = self._other_use = ""
+        self.sizes: list[tuple[int, int] | None] = []
         self.read = 0
         self.is_packed = lengths_of is not lengths_of_batch
         """Whether microbatches of one shape may have other documents: a call's function may know of any."""
@@ -108,6 +132,7 @@ class _Watched:
     def __next__(self) -> Any:
         batch = next(self._data)
         self.read += 1
+        self.sizes.append(size_of(batch))
         self.is_packed = self.is_packed or is_packed(batch)
         if not self._unknown:
             try:

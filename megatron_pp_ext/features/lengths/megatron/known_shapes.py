@@ -32,9 +32,15 @@ class KnownShapes:
         return bool(self._follow)
 
     @staticmethod
+    def known_sizes(inputs: StepInputs, data: Sequence[Sequence[Any] | None]) -> Sizes:
+        """Return the sizes of a step's microbatches, as ``sizes_of``; empty where they tell no shapes."""
+        sizes = sizes_of(data)
+        return sizes if shapes_of(inputs, sizes) else ()
+
+    @staticmethod
     def are_announced(inputs: StepInputs, agreed: Agreed) -> bool:
         """Return whether messages of a step announce their shapes."""
-        return not inputs.shape and not (agreed.are_trusted and shapes_of(inputs, agreed.sizes))
+        return not inputs.shape and not agreed.are_trusted
 
     @contextmanager
     def step(self, inputs: StepInputs, agreed: Agreed, order: Sequence[int]) -> Iterator[None]:
@@ -44,11 +50,8 @@ class KnownShapes:
         """
         followed = () if inputs.shape else shapes_of(inputs, agreed.sizes)
         shapes = [followed[number] for number in order] if followed else []
-        announced: dict[int, set[Shape]] = {}
         if not self.are_announced(inputs, agreed):
             inputs.shapes = shapes
-        elif shapes and self._follow is None:
-            inputs.announced = announced
         try:
             yield
         except OtherShape as error:
@@ -58,10 +61,10 @@ class KnownShapes:
                 f"{error}, or keep the order of the data (order='given'), whose messages announce their "
                 "shapes: in the first steps all shapes followed from the batches"
             ) from error
-        if inputs.announced is announced:
-            self._learn(announced, shapes)
+        if shapes and self._follow is None and inputs.announced is not None:
+            self.learn(inputs.announced, shapes)
 
-    def _learn(self, announced: Mapping[int, set[Shape]], shapes: Sequence[Shape]) -> None:
+    def learn(self, announced: Mapping[int, set[Shape]], shapes: Sequence[Shape]) -> None:
         """Compare what a step has announced; equal shapes tell nothing of how others would be padded."""
         if announced != {number: {shape} for number, shape in enumerate(shapes)}:
             self._follow = False
@@ -72,11 +75,12 @@ class KnownShapes:
 def sizes_of(data: Sequence[Sequence[Any] | None]) -> Sizes:
     """Return the sizes of the microbatches of a step, from the ``data`` of each chunk that reads some."""
     own = next((batches for batches in data if batches is not None), ())
-    sizes = [_size(batch) for batch in own]
+    sizes = [size_of(batch) for batch in own]
     return tuple(size for size in sizes if size is not None) if None not in sizes else ()
 
 
-def _size(batch: Any) -> tuple[int, int] | None:
+def size_of(batch: Any) -> tuple[int, int] | None:
+    """Return how many sequences a batch has, and of how many tokens each; None where it has no such rows."""
     for name in _ROWS if isinstance(batch, Mapping) else ():
         found = batch.get(name)
         if isinstance(found, torch.Tensor) and found.dim() == 2 and not found.is_nested:

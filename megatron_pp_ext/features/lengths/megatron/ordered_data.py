@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from megatron_pp_ext.features.lengths.megatron.agreement import Agreed, Documents, agree
-from megatron_pp_ext.features.lengths.megatron.known_shapes import KnownShapes, sizes_of
+from megatron_pp_ext.features.lengths.megatron.known_shapes import KnownShapes
 from megatron_pp_ext.features.lengths.megatron.run_costs import RunCosts
 from megatron_pp_ext.features.lengths.microbatches import Microbatches
 from megatron_pp_ext.features.lengths.ordering import Ordering
@@ -22,6 +22,7 @@ from megatron_pp_ext.integration.runners.model_stage import StepInputs
 from megatron_pp_ext.integration.runners.step_parts import Step
 from megatron_pp_ext.runtime.first_rank import print_rank_0
 from megatron_pp_ext.runtime.plan import plan_rank
+from megatron_pp_ext.schedule.announcements import Announced
 from megatron_pp_ext.schedule.unit_costs import UnitCosts
 from megatron_pp_ext.schedule.without_collection import without_collection
 
@@ -30,15 +31,22 @@ SEARCHING = 0.75
 
 
 class Ordered:
-    """Orders the steps of ``pipeline``, of whose chunks those that ``are_read`` read data; None for all."""
+    """Orders the steps of ``pipeline``, of whose chunks those that ``are_read`` read data; None for all.
+
+    ``shapes`` are what earlier steps have shown.
+    """
 
     def __init__(
-        self, pipeline: Pipeline, ordering: Ordering, are_read: Sequence[bool] | None = None
+        self,
+        pipeline: Pipeline,
+        ordering: Ordering,
+        are_read: Sequence[bool] | None = None,
+        shapes: KnownShapes | None = None,
     ) -> None:
         self.ordering, self.costs, self._are_read = ordering, RunCosts(pipeline, ordering), are_read
         self._may_move = pipeline.request.from_file is None
         self._planners: dict[int, Planner] = {}
-        self._shapes = KnownShapes()
+        self._shapes = shapes or KnownShapes()
 
     @contextmanager
     def step(self, step: Step) -> Iterator[None]:
@@ -54,7 +62,7 @@ class Ordered:
             lambda: read_documents(inputs, data, self.ordering, self._are_read),
             inputs,
             self.costs.work,
-            lambda: sizes_of(data),
+            lambda: self._shapes.known_sizes(inputs, data),
             self._shapes.are_trusted,
         )
         if agreed.unknown:
@@ -67,9 +75,10 @@ class Ordered:
             iterator if batches is None else iter([batches[number] for number in order])
             for iterator, batches in zip(inputs.iterators, data, strict=True)
         ]
+        announced = step.announced if self._shapes.are_announced(inputs, agreed) else Announced.NOTHING
         if found is not None and found.schedule is not step.schedule:
             with without_collection():
-                step.plan = plan_rank(found.schedule, step.plan.rank)
+                step.plan = plan_rank(found.schedule, step.plan.rank, announced=announced)
             require_same_schedule(found.schedule, inputs.groups)
         with self._shapes.step(inputs, agreed, order):
             yield
@@ -79,11 +88,7 @@ class Ordered:
 
     def _planned(self, step: Step, agreed: Agreed) -> Plan:
         costs = self.costs.of(Microbatches(agreed.planned))
-        found = self.plan(step, costs)
-        if self._shapes.are_announced(step.inputs, agreed):
-            # Each receive then waits for its sender, and by the times of units most of all.
-            return found
-        return self.planner(step).timed(found, costs)
+        return self.planner(step).timed(self.plan(step, costs), costs)
 
     def plan(self, step: Step, costs: UnitCosts) -> Plan:
         """Return the plan of a step whose microbatches have these ``costs``."""

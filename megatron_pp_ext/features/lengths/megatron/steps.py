@@ -17,5 +17,5 @@ def ordered(pipeline: Pipeline) -> StepPart:
         return as_given
     make = WithinLimit if request.is_compiled else Ordered
     if ordering.is_watched:
-        return FirstStep(ordering, lambda are_read: make(pipeline, ordering, are_read).step).step
+        return FirstStep(ordering, lambda *seen: make(pipeline, ordering, *seen).step).step
     return make(pipeline, ordering).step

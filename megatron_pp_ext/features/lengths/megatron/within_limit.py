@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from megatron_pp_ext.compiler.limits import without_messages
 from megatron_pp_ext.compiler.request import Request
+from megatron_pp_ext.features.lengths.megatron.known_shapes import KnownShapes
 from megatron_pp_ext.features.lengths.megatron.ordered_data import SEARCHING, Ordered
 from megatron_pp_ext.features.lengths.ordering import Ordering
 from megatron_pp_ext.features.lengths.plan import BUDGET, Plan
@@ -23,9 +24,13 @@ class WithinLimit(Ordered):
     """Plans each step within the limit of a compiled schedule."""
 
     def __init__(
-        self, pipeline: Pipeline, ordering: Ordering, are_read: Sequence[bool] | None = None
+        self,
+        pipeline: Pipeline,
+        ordering: Ordering,
+        are_read: Sequence[bool] | None = None,
+        shapes: KnownShapes | None = None,
     ) -> None:
-        super().__init__(pipeline, ordering, are_read)
+        super().__init__(pipeline, ordering, are_read, shapes)
         self._request = pipeline.request
         self._measures = catalog.abilities(pipeline.request.schedule).measures_memory
 

@@ -22,7 +22,14 @@ def fails(error: Exception) -> Any:
     raise error
 
 
-def asked(rank: int, reads: list[Any], of_experts: bool = False, tells_all: bool = False) -> Any:
+def asked(
+    rank: int,
+    reads: list[Any],
+    of_experts: bool = False,
+    tells_all: bool = False,
+    sizes: Any = None,
+    trusted: Any = None,
+) -> Any:
     """Return what each rank agrees to, where pipelines are ranks 0-1 and 2-3."""
     dist.init_process_group("gloo")
     pipelines = [dist.new_group([first, first + 1]) for first in range(0, len(reads), 2)]
@@ -30,13 +37,14 @@ def asked(rank: int, reads: list[Any], of_experts: bool = False, tells_all: bool
     group = pipelines[rank // 2]
     inputs = SimpleNamespace(group=group, groups=SimpleNamespace(pp=group, ep=experts[rank % 2]))
     try:
-        found = agree(reads[rank], inputs, WORK)
+        about = (lambda: sizes[rank], trusted[rank]) if sizes else ()
+        found = agree(reads[rank], inputs, WORK, *about)
         return (found, of_all(found.own, inputs)) if tells_all else found
     except RuntimeError as error:
         return str(error)
 
 
-def agreed(*reads: Any, **about: bool) -> list[Any]:
+def agreed(*reads: Any, **about: Any) -> list[Any]:
     return run_ranks(partial(asked, reads=list(reads), **about), len(reads), timeout=120)
 
 
@@ -83,6 +91,22 @@ def test_pipelines_that_share_experts_know_all_lengths():
     assert {of_all for _, of_all in found} == {(one, other)}
     alone = agreed(*reads, tells_all=True)
     assert [of_all for _, of_all in alone] == [(one,), (one,), (other,), (other,)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "trusted", "expected"),
+    [
+        ([((1, 5),)] * 4, [True] * 4, [True] * 4),
+        ([((1, 5),)] * 4, [True, True, True, False], [False] * 4),
+        ([((1, 5),)] * 2 + [()] * 2, [True] * 4, [False] * 4),
+    ],
+)
+def test_pipelines_that_share_experts_trust_shapes_together(sizes, trusted, expected):
+    """They launch in one order, in which receives of announced shapes have other places."""
+    found = agreed(*[gives((5,))] * 4, of_experts=True, sizes=sizes, trusted=trusted)
+    assert [rank.are_trusted for rank in found] == expected
+    apart = agreed(*[gives((5,))] * 4, sizes=sizes, trusted=trusted)
+    assert [rank.are_trusted for rank in apart] == [True, True, expected[2], expected[3]]
 
 
 def test_a_problem_ends_the_other_pipelines_too():

@@ -67,7 +67,7 @@ def decided(rank: int, cases: list[tuple[Any, Any, dict[str, Any]]]) -> list[Any
         lines.clear()
         ordered: list[Any] = []
 
-        def then(are_read: Any, ordered: list[Any] = ordered) -> Any:
+        def then(are_read: Any, shapes: Any, ordered: list[Any] = ordered) -> Any:
             @contextmanager
             def step(_: Any) -> Iterator[None]:
                 ordered.append(list(are_read))
@@ -82,6 +82,7 @@ def decided(rank: int, cases: list[tuple[Any, Any, dict[str, Any]]]) -> list[Any
                 forward_only=False,
                 iterators=[None if data is None else data(), batches((8,))],
                 microbatches=COUNT,
+                announced=None,
                 config=SimpleNamespace(**{"variable_seq_lengths": False, **config}),
             )
             with steps.step(SimpleNamespace(inputs=inputs)):  # type: ignore[arg-type]

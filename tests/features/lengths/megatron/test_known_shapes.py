@@ -7,62 +7,26 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import pad
 
 from megatron_pp_ext.features.lengths.megatron.agreement import Agreed
 from megatron_pp_ext.features.lengths.megatron.known_shapes import KnownShapes, sizes_of
-from megatron_pp_ext.runtime.channels import Channels
 
 from tests.support.ranks import RankError, run_ranks  # isort: skip  (the stand-ins come before Megatron)
 
 import megatron_pp_ext
 from tests.support import own_loop
-
-COUNTS = (8, 5, 5)
-LENGTHS = (8, 5, 7, 3, 2)
-MULTIPLE = 4
-
-
-def padding_step(iterator: Any, model: Any, is_padded: Any = lambda: True) -> Any:
-    """A forward step that pads what it reads to a multiple of tokens."""
-    batch = next(iterator)
-    missing = -batch["input_ids"].shape[1] % MULTIPLE if is_padded() else 0
-    length = batch.pop("attention_mask").shape[-1] + missing
-    batch = {name: pad(found, (0, missing)) for name, found in batch.items()}
-    mask = torch.triu(torch.ones(1, 1, length, length), 1).bool()
-    return model(**batch, attention_mask=mask), partial(own_loop._mean)
-
-
-def announced(counts: tuple[int, ...], lengths: tuple[int, ...], **about: Any) -> list[int]:
-    """Train, and return how many messages have announced their shapes in each step on this rank."""
-    kept, keep, run = list[int](), Channels._keep, own_loop.run_step
-
-    def watched(channels: Channels, *given: Any) -> None:
-        kept[-1] += 1
-        keep(channels, *given)
-
-    def step(*given: Any, **of_step: Any) -> Any:
-        kept.append(0)
-        return run(*given, **of_step)
-
-    Channels._keep, own_loop.run_step = watched, step
-    try:
-        model = own_loop.build(1, variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
-        own_loop.train(model, counts, lengths, seq_length=1, **about)
-    finally:
-        Channels._keep, own_loop.run_step = keep, run
-    return kept
+from tests.support.own_loop_shapes import COUNTS, announced, padding_step
 
 
 def on_rank(rank: int) -> dict[str, list[int]]:
     own_loop.start()
     found = {}
     with megatron_pp_ext.installed("zb-h1", ranks=2, microbatches=8, order="rule"):
-        found["plain"] = announced(COUNTS, LENGTHS)
+        found["plain"] = announced()
     with megatron_pp_ext.installed("zb-h1", ranks=2, microbatches=8, order="rule"):
-        found["padded"] = announced(COUNTS, LENGTHS, forward_step_func=padding_step)
+        found["padded"] = announced(forward_step_func=padding_step)
     with megatron_pp_ext.installed("1f1b", ranks=2, microbatches=8, order="given"):
-        found["given"] = announced(COUNTS, LENGTHS)
+        found["given"] = announced()
     return found
 
 
@@ -94,7 +58,7 @@ def pads_later(rank: int) -> None:
         return len(calls) > sum(COUNTS[:2])
 
     with megatron_pp_ext.installed("1f1b", ranks=2, microbatches=8, order="rule"):
-        announced(COUNTS, LENGTHS, forward_step_func=partial(padding_step, is_padded=is_padded))
+        announced(forward_step_func=partial(padding_step, is_padded=is_padded))
 
 
 def test_another_shape_than_was_handed_over_ends_the_step() -> None:
@@ -108,16 +72,14 @@ def inputs_of(tensor_ranks: int = 1) -> Any:
     groups = SimpleNamespace(
         tp=SimpleNamespace(size=lambda: tensor_ranks), cp=SimpleNamespace(size=lambda: 1)
     )
-    return SimpleNamespace(shape=(), shapes=(), config=config, groups=groups, announced=None)
+    return SimpleNamespace(shape=(), shapes=(), config=config, groups=groups, announced={})
 
 
-def announce(shapes: KnownShapes, announces: Sequence[tuple[int, int, int]], *sizes: tuple[int, int]) -> bool:
-    """Run a step with microbatches of these ``sizes``; return whether it is asked for what it announces."""
+def announce(shapes: KnownShapes, announces: Sequence[tuple[int, int, int]], *sizes: tuple[int, int]) -> None:
+    """Run a step with microbatches of these ``sizes``."""
     inputs = inputs_of()
     with shapes.step(inputs, agreed(*sizes), range(len(sizes))):
-        if inputs.announced is not None:
-            inputs.announced |= {number: {shape} for number, shape in enumerate(announces)}
-    return inputs.announced is not None
+        inputs.announced |= {number: {shape} for number, shape in enumerate(announces)}
 
 
 def agreed(*sizes: tuple[int, int]) -> Agreed:
@@ -135,21 +97,21 @@ def agreed(*sizes: tuple[int, int]) -> Agreed:
 )
 def test_what_a_step_has_shown(sizes: Any, announces: Any, are_trusted: bool) -> None:
     shapes = KnownShapes()
-    assert announce(shapes, announces, *sizes)
+    announce(shapes, announces, *sizes)
     assert shapes.are_trusted == are_trusted
 
 
 def test_one_other_shape_is_enough_for_the_whole_run() -> None:
     shapes = KnownShapes()
-    assert announce(shapes, [(8, 1, 16), (8, 1, 16)], (1, 8), (1, 5))
-    assert not announce(shapes, [(8, 1, 16), (5, 1, 16)], (1, 8), (1, 5))
+    announce(shapes, [(8, 1, 16), (8, 1, 16)], (1, 8), (1, 5))
+    announce(shapes, [(8, 1, 16), (5, 1, 16)], (1, 8), (1, 5))
     assert not shapes.are_trusted
 
 
-def test_tokens_that_tensor_ranks_cannot_share_are_announced() -> None:
-    trusted = agreed((1, 8), (1, 5))._replace(are_trusted=True)
-    assert KnownShapes.are_announced(inputs_of(tensor_ranks=2), trusted)
-    assert not KnownShapes.are_announced(inputs_of(tensor_ranks=1), trusted)
+def test_tokens_that_tensor_ranks_cannot_share_tell_no_shapes() -> None:
+    data = [[{"tokens": torch.zeros(1, 8)}, {"tokens": torch.zeros(1, 5)}]]
+    assert KnownShapes.known_sizes(inputs_of(tensor_ranks=2), data) == ()
+    assert KnownShapes.known_sizes(inputs_of(tensor_ranks=1), data) == ((1, 8), (1, 5))
 
 
 def test_sizes_are_those_of_the_tensors() -> None:

@@ -8,6 +8,7 @@ from megatron_pp_ext.features.offload.planner.host_replays import offloaded
 from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.planner.search.best_first import Search
 from megatron_pp_ext.planner.search.lower_bounds import least_memory
+from megatron_pp_ext.planner.search.replays import Replays
 from megatron_pp_ext.planner.search.workloads import Workloads
 from megatron_pp_ext.planner.step.estimate import MARGIN, estimate_request, memory
 from megatron_pp_ext.planner.step.model_description import asked_of
@@ -35,6 +36,22 @@ def test_what_does_not_fit_is_tried_with_activations_on_the_host():
         assert told.step_seconds == pytest.approx(one.estimate.step_seconds, rel=rounding.FLOAT64)
         assert told.fullest == one.estimate.fullest
         assert told.host_bytes == one.estimate.host_bytes and max(told.host_bytes) > 0
+
+
+def test_a_search_that_ends_early_has_all_that_fits_without_copies(monkeypatch):
+    sizes = {"pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 1, "micro_batch_size": 4}
+    without = space(batch=64, fixed=tuple(sizes), **sizes)
+    where = replace(without, job=without.job.changed(pipeline_offload="auto"))
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    alone = Search(without, A100, 25e9, top=8).run()
+    monkeypatch.setattr(Replays, "varied", interrupted)
+    found = Search(where, A100, 25e9, top=8).run()
+    assert found.stopped and found.stopped.why == "interrupted" and found.stopped.left
+    steps = [[one.estimate.step_seconds for one in result.best] for result in (alone, found)]
+    assert steps[0] == steps[1]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,130 @@
+"""What do messages cost that announce their shapes?  (stages that sleep by tokens, gloo)
+
+    python -m benchmarks.runtime.announced_shapes [--ranks 4] [--microbatches 12] [--forward 0.03]
+        [--repeats 3] [--real-time]
+
+Every family runs on our executor with known shapes and with announced ones, whose receives are posted as
+where shapes are known, or late, in turns and in the same processes.  Writes results/announced_runtime.md.
+"""
+
+import gc
+import os
+import time
+from functools import partial
+from statistics import median
+from typing import Annotated, NamedTuple
+
+import torch.distributed as dist
+import typer
+
+from benchmarks.measuring import in_turns
+from benchmarks.report import RESULTS, Out, Row, publish, table
+from benchmarks.runtime.lengths import MESSAGE, UnlikeStage, planned
+from benchmarks.runtime.machine import cores_awake, settle, step_seconds
+from benchmarks.runtime.systems import RunStep, World
+from megatron_pp_ext.features.lengths.orders import How
+from megatron_pp_ext.runtime.channels import Channels
+from megatron_pp_ext.runtime.executor import execute
+from megatron_pp_ext.runtime.plan import plan_rank
+from megatron_pp_ext.runtime.rank import Rank
+from megatron_pp_ext.schedule.announcements import Announced
+from tests.support import few_sends
+from tests.support.ranks import run_ranks
+
+FAMILIES = "1f1b", "interleaved", "zb-h1", "v-half", "v-zb"
+HOW: How = "rule"
+
+
+class Way(NamedTuple):
+    """What announces its shape, and whether receives are posted late."""
+
+    announced: Announced
+    is_late: bool
+
+
+WAYS = {
+    "known": Way(Announced.NOTHING, False),
+    "every one, receives as with known shapes": Way(Announced.EVERY, False),
+    "every one, late receives": Way(Announced.EVERY, True),
+    "first of a rank, late receives": Way(Announced.FIRST, True),
+}
+
+
+def build(world: World, family: str, way: Way, ranks: int, microbatches: int, forward: float) -> RunStep:
+    """Build a step on this rank, as training runs it."""
+    plan, costs = planned(family, HOW, ranks, microbatches, forward)
+    rank = dist.get_rank()
+    announced = way.announced if way.is_late else Announced.NOTHING
+    mine = plan_rank(plan.schedule, rank, announced=announced)
+    stages = {stage: UnlikeStage(stage, costs) for stage in plan.schedule.placement.stages_of(rank)}
+
+    def channels() -> Channels:
+        if way.announced is Announced.NOTHING:
+            return world.channels(MESSAGE)
+        return world.announcing_channels(has_one_shape=way.announced is Announced.FIRST)
+
+    return lambda: execute(mine, Rank(stages, channels()))
+
+
+def measure(
+    rank: int, ranks: int, microbatches: int, forward: float, repeats: int, real_time: bool
+) -> dict[tuple[str, str], list[tuple[float, float]]]:
+    """Run all ways in turns on one rank, and return start and end of every step of each."""
+    settle(rank)
+    if real_time:
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    world = World.join(ranks)
+
+    def timed(run: RunStep) -> tuple[float, float]:
+        dist.barrier()
+        start = time.perf_counter()
+        run()
+        return start, time.perf_counter()
+
+    ways = {
+        (family, name): partial(timed, build(world, family, way, ranks, microbatches, forward))
+        for family in FAMILIES
+        for name, way in WAYS.items()
+    }
+    gc.collect()
+    gc.freeze()  # the collector need not look through imported modules within a step
+    in_turns(ways, 1)
+    return in_turns(ways, repeats)
+
+
+def main(
+    out: Out = RESULTS / "announced_runtime.md",
+    ranks: Annotated[int, typer.Option(help="Pipeline ranks.")] = 4,
+    microbatches: Annotated[int, typer.Option(help="Microbatches of a step.")] = 12,
+    forward: Annotated[float, typer.Option(help="Seconds of a mean F without attention.")] = 0.03,
+    repeats: Annotated[int, typer.Option(help="Steps of each way that count.")] = 3,
+    real_time: Annotated[
+        bool, typer.Option(help="Let the ranks run before all else on a busy machine; needs root.")
+    ] = False,
+) -> None:
+    """Measure, and write a table."""
+    with cores_awake():
+        found = run_ranks(measure, ranks, ranks, microbatches, forward, repeats, real_time, timeout=3600)
+    rows: list[Row] = []
+    for family in FAMILIES:
+        plan, costs = planned(family, HOW, ranks, microbatches, forward)
+        medians = {name: median(step_seconds([spans[family, name] for spans in found])) for name in WAYS}
+        for name, way in WAYS.items():
+            simulated = few_sends.step_seconds(plan.schedule, costs, *way)
+            of_known = medians[name] / medians["known"], simulated / plan.seconds
+            ratios = (f"{ratio:.3f}" for ratio in (*of_known, medians[name] / simulated))
+            rows.append((family, name, f"{1e3 * simulated:.0f}", f"{1e3 * medians[name]:.0f}", *ratios))
+    heads = (
+        *("schedule", "announced", "simulated ms", "median ms", "median/known", "simulated/known"),
+        "median/simulated",
+    )
+    about = (
+        f"p = {ranks}, m = {microbatches}, ordered by rule, {repeats} steps of each way in turns. A stage "
+        f"sleeps for {1e3 * forward:.0f} ms in each of F, I and W of a mean microbatch, and for attention by "
+        "the squares of documents; messages of 8 KiB over gloo."
+    )
+    publish(out, "Steps whose messages announce their shapes", about, table(heads, rows))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,117 @@
+"""The order in which all ranks of a pipeline launch their actions, from a simulation of the schedule.
+
+``schedule.messages`` has the proof that no pipeline can hang in any such order.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain, pairwise
+from operator import add
+
+from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind
+from megatron_pp_ext.schedule.announcements import Announced, Announcements
+from megatron_pp_ext.schedule.check import InvalidSchedule
+from megatron_pp_ext.schedule.columns import Column, as_list
+from megatron_pp_ext.schedule.late_receives import late
+from megatron_pp_ext.schedule.placement import linear, wave
+from megatron_pp_ext.schedule.program import KINDS, Orders, Program
+from megatron_pp_ext.schedule.walk import Walk
+
+WORK = {Kind.F: 1000, Kind.I: 1100, Kind.W: 700, Kind.B: 1800, Kind.S: 400, Kind.T: 200}
+P2P = HIDDEN = 50
+SUMS = 100
+"""The simulated times of actions and messages, in the usual proportions of a transformer's layers.
+
+``HIDDEN`` and ``SUMS`` are those of the exchanges about a split head (``Exchange``).  All are whole
+numbers, so that the line is the same on every machine.  A schedule may have other times of actions
+(``Schedule.durations``), in units of which a mean F takes as many.
+"""
+
+
+def launch_line(
+    orders: Orders,
+    stages: int,
+    paired: frozenset[Action] = frozenset(),
+    ends_on_last: bool = False,
+    durations: Sequence[Sequence[int]] = (),
+    announcements: Announcements | None = None,
+) -> list[tuple[int, int, Action]]:
+    """Return all actions of ``orders``, each with its simulated end and its rank, in the order of launches.
+
+    Actions are sorted by their simulated ends, and by rank where these are equal, from the last rank on where
+    the placement ``ends_on_last``; the two of a pair, which end together, follow each other as on their rank.
+    Messages from actions that are not in ``orders`` were sent before these began.  Where inputs of stages
+    announce their shapes, by ``announcements``, their senders come later (``late_receives``); a head that
+    ranks share goes with known shapes alone.
+
+    Raises InvalidSchedule where the ranks of ``orders`` wait for each other.
+    """
+    walk = launched(orders, stages, paired, ends_on_last, durations)
+    program, (starts, ends) = walk.program, times(walk)
+    of_actions = program.make.taken(ends, walk.step_of[:-1])
+    numbers = _in_order(program, of_actions)
+    is_known = announcements is None or announcements.announced is Announced.NOTHING
+    if announcements and not is_known and not program.placement.splits_head:
+        numbers = late(walk, numbers, starts, ends, announcements)
+    return [(of_actions[number], program.columns.rank[number], program.actions[number]) for number in numbers]
+
+
+def launched(
+    orders: Orders,
+    stages: int,
+    paired: frozenset[Action] = frozenset(),
+    ends_on_last: bool = False,
+    durations: Sequence[Sequence[int]] = (),
+) -> Walk:
+    """Return the walk over ``orders``, some of whose messages may be from before.
+
+    Raises InvalidSchedule where the ranks wait for each other.
+    """
+    shares = any(action.kind is Kind.S for order in orders for action in order)
+    folds = shares or ends_on_last
+    placement = wave(len(orders), stages // len(orders)) if folds else linear(stages)
+    placement = replace(placement, splits_head=shares, ends_on_last=ends_on_last)
+    walk = Walk(Program.of_orders(orders, placement, paired, is_open=True, durations=durations))
+    if not walk.is_complete:
+        raise InvalidSchedule("the ranks wait for each other: let schedule.check name the actions")
+    return walk
+
+
+def in_line(walk: Walk) -> tuple[Column, Column]:
+    """Return the simulated ends of all actions in the order of launches, and their numbers."""
+    program, (_, of_steps) = walk.program, times(walk)
+    ends = program.make.taken(of_steps, walk.step_of[:-1])
+    numbers = _in_order(program, ends)
+    return program.make.taken(ends, numbers), numbers
+
+
+def times(walk: Walk) -> tuple[Column, Column]:
+    """Return the simulated starts and ends of all steps."""
+    program = walk.program
+    delays, stages = (P2P, HIDDEN, SUMS, SUMS), program.placement.stages
+    no_copies = [0] * stages  # they change nothing about when messages leave
+    if program.durations:
+        return walk.times_of_each(_of_each(program), delays, add, no_copies)
+    alone = [WORK[kind] for kind in OF_STAGES] * stages
+    alone += WORK[Kind.S], WORK[Kind.T], 0
+    durations = [*alone, *(alone[first] + alone[second] for first, second in program.pairs), *no_copies]
+    return walk.times(durations, delays)
+
+
+def _of_each(program: Program) -> list[int]:
+    """Return the duration of each action, of which those of stages have their unit's."""
+    stages, kinds, units, *_ = map(as_list, program.columns)
+    each, of_units = len(OF_STAGES), program.durations
+    return [
+        of_units[unit][each * stage + kind] if kind < each else WORK[KINDS[kind]]
+        for stage, kind, unit in zip(stages, kinds, units, strict=True)
+    ]
+
+
+def _in_order(program: Program, ends: Column) -> Column:
+    """Return the numbers of actions by their ``ends``; equal ones by rank, from the one with stage 0 on."""
+    if not program.placement.ends_on_last:
+        return program.make.order(ends)  # they go by rank already
+    ranks = reversed(list(pairwise(as_list(program.columns.bounds))))
+    numbers = program.make.of(chain.from_iterable(range(*bounds) for bounds in ranks))
+    return program.make.taken(numbers, program.make.order(program.make.taken(ends, numbers)))

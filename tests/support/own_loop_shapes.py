@@ -1,0 +1,50 @@
+"""The loop of ``own_loop`` on unlike lengths, and how many messages announce their shapes in it."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from megatron_pp_ext.runtime.channels import Channels
+from tests.support import own_loop
+
+COUNTS = (8, 5, 5)
+LENGTHS = (8, 5, 7, 3, 2)
+MULTIPLE = 4
+
+
+def padding_step(iterator: Any, model: Any, is_padded: Any = lambda: True) -> Any:
+    """A forward step that pads what it reads to a multiple of tokens."""
+    batch = next(iterator)
+    missing = -batch["input_ids"].shape[1] % MULTIPLE if is_padded() else 0
+    length = batch.pop("attention_mask").shape[-1] + missing
+    batch = {name: pad(found, (0, missing)) for name, found in batch.items()}
+    mask = torch.triu(torch.ones(1, 1, length, length), 1).bool()
+    return model(**batch, attention_mask=mask), partial(own_loop._mean)
+
+
+def announced(chunks: int = 1, **about: Any) -> list[int]:
+    """Train, and return how many messages have announced their shapes in each step on this rank."""
+    return trained(chunks, **about)[1]
+
+
+def trained(chunks: int, **about: Any) -> tuple[own_loop.Record, list[int]]:
+    """Train on unlike lengths; return what that left, and what ``announced`` does."""
+    kept, keep, run = list[int](), Channels._keep, own_loop.run_step
+
+    def watched(channels: Channels, *given: Any) -> None:
+        kept[-1] += 1
+        keep(channels, *given)
+
+    def step(*given: Any, **of_step: Any) -> Any:
+        kept.append(0)
+        return run(*given, **of_step)
+
+    Channels._keep, own_loop.run_step = watched, step
+    try:
+        model = own_loop.build(chunks, variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
+        record = own_loop.train(model, COUNTS, LENGTHS, seq_length=1, **about)
+    finally:
+        Channels._keep, own_loop.run_step = keep, run
+    return record, kept
