@@ -31,7 +31,8 @@ from megatron_pp_ext.version import VERSION
 if TYPE_CHECKING:
     from megatron_pp_ext.compiler.compile import compile_schedule
     from megatron_pp_ext.features.lengths.balance import balance
-    from megatron_pp_ext.integration.by_call import InForce, install, installed, uninstall
+    from megatron_pp_ext.integration.by_call import install, installed, uninstall
+    from megatron_pp_ext.integration.call_request import InForce
     from megatron_pp_ext.schedule.actions import Schedule
     from megatron_pp_ext.schedule.catalog import build
     from megatron_pp_ext.schedule.costs import Costs, StageCosts
@@ -62,7 +63,7 @@ __all__ = [
 
 _HOMES = {
     "Costs": ("schedule.costs", "Costs"),
-    "InForce": ("integration.by_call", "InForce"),
+    "InForce": ("integration.call_request", "InForce"),
     "Schedule": ("schedule.actions", "Schedule"),
     "StageCosts": ("schedule.costs", "StageCosts"),
     "Timeline": ("schedule.simulate", "Timeline"),

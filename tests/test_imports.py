@@ -157,7 +157,8 @@ BELOW_IN_INTEGRATION = {
     "trainers_tried": set(),
     "hooks_here": {*_HOOKS, "tried", "core_hooks", "hooks", "workarounds", "frameworks"},
     "doctor": {"releases", "trainers_tried", "hooks_here"},
-    "by_call": {"settings", "requested", "start_up", "patching", "core", "core_hooks"},
+    "call_request": {"settings", "requested", "start_up"},
+    "by_call": {"call_request", "requested", "patching", "core", "core_hooks"},
     "__init__": {"patching", "hooks"},
 }
 """The same for the rooms of ``integration``."""

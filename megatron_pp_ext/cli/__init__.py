@@ -1,7 +1,11 @@
 """The ``mpp`` command: look at schedules, and at what this machine has."""
 
-# Each adds a command.
-from megatron_pp_ext.cli import (  # noqa: F401
+# Each adds its commands, in the order of mpp --help.
+from megatron_pp_ext.cli import (  # noqa: F401, I001
+    schedule,
+    compare,
+    trace,
+    doctor,
     activate,
     calibrate,
     estimate,

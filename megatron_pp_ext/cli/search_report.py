@@ -206,7 +206,6 @@ class Report:
         return ", ".join(named)
 
     def flags(self, one: Evaluated) -> list[str]:
-        """Return the flags that train ``one``."""
         return one.candidate.flags(self.words)
 
     def _launch(self, one: Evaluated) -> launch_lines.Launch:

@@ -41,11 +41,8 @@ simulated schedules that are named "flex", and their origins.
 """
 
 _variants = Registered[Variants]()
-
-
-def register(variants: Variants) -> None:
-    """Let everything that is compiled from now on compete with what ``variants`` returns for it."""
-    _variants.add(variants)
+register = _variants.add
+"""Adds ``Variants``: everything that is compiled from now on competes with what they return for it."""
 
 
 class InfeasibleLimit(ValueError):

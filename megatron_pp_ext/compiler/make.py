@@ -56,22 +56,16 @@ Pass = Callable[[Request, CostsOf, Make], Made]
 """Changes what ``Make`` returns, or returns it as it is where the request does not ask for the feature."""
 
 _passes = Registered[Pass]()
-
-
-def register(one: Pass) -> None:
-    """Let ``one`` run around all passes that are registered by now."""
-    _passes.add(one)
+register = _passes.add
+"""Adds a ``Pass``, which runs around all that are registered by now."""
 
 
 Counted = Callable[[Request, Costs], Costs]
 """Returns the costs by which the compiler orders a request: without those of features that it has not."""
 
 _counted = Registered[Counted]()
-
-
-def register_costs(counted: Counted) -> None:
-    """Let everything that is compiled from now on be ordered by what ``counted`` makes of its costs."""
-    _counted.add(counted)
+register_costs = _counted.add
+"""Adds a ``Counted``: what is compiled from now on is ordered by what it makes of the costs."""
 
 
 def make(request: Request, costs: CostsOf | None = None, *, is_proved: bool = False) -> Made:

@@ -3,7 +3,8 @@
 from megatron_pp_ext.costs import stage_parts
 from megatron_pp_ext.costs.layer_costs import LayerCosts
 from megatron_pp_ext.costs.model_parts import model_parts
-from megatron_pp_ext.costs.system import Link, System
+from megatron_pp_ext.costs.system import System
+from megatron_pp_ext.costs.system_fields import Link
 from megatron_pp_ext.costs.system_kernels import SystemKernelSeconds
 from megatron_pp_ext.job import layers
 from megatron_pp_ext.job.typed_job import Job

@@ -16,66 +16,33 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
-from itertools import pairwise
-from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, ClassVar, Self
+from typing import ClassVar, Self
 
+from megatron_pp_ext.costs.interpolation import interpolated
 from megatron_pp_ext.costs.product_shapes import AROUND_LOOP, efficiency
-from megatron_pp_ext.files import read_text
-from megatron_pp_ext.json_input import (
-    STRICT,
-    above,
-    at_least,
-    did_you_mean,
-    naming,
-    of_length,
-    one_of,
-    parse_as,
-    printable,
+from megatron_pp_ext.costs.system_fields import (
+    DTYPES,
+    AttentionRate,
+    Collective,
+    Count,
+    CountOrNone,
+    Dtype,
+    Link,
+    MatrixRate,
+    NotNegative,
+    Positive,
+    Sustained,
+    Text,
 )
+from megatron_pp_ext.files import read_text
+from megatron_pp_ext.json_input import STRICT, did_you_mean, naming, parse_as
 
 _SHIPPED = resources.files("megatron_pp_ext.costs") / "systems"
-
-DTYPES = ("bf16", "fp32", "fp8", "fp8_block", "fp4")
-"""The number formats of ``matrix_rates``; fp16 counts as bf16, FP8 has scales of tensors or of blocks, and
-FP4 is NVFP4."""
-
-_CAPABILITY = {"delayed": 8.9, "tensorwise": 8.9, "blockwise": 9.0, "mxfp8": 10.0}
-"""The compute capability of NVIDIA's GPUs from which Transformer Engine has a recipe (quantization.py)."""
-
-_LOST_AT_THE_END = 0.8
-"""What attention loses while its last tiles end, in tiles: queries see unequally many keys.  Fitted, like
-``attention_rates``, to one half of the measured kernels (benchmarks/results/components.md)."""
 
 _MEASURED_GPUS = 8
 _OF_A_GPU = ("clock", "copy", "cast")
 """The shares of ``System.sustained`` by which the slowest of many GPUs is slower."""
-
-type _Text = Annotated[str, printable()]
-type _Dtype = Annotated[str, one_of(*DTYPES)]
-type _Sustained = Annotated[str, one_of("clock", "copy", "cast", "network", "overlap", "group", "scale")]
-type _Positive = Annotated[float, above(0)]
-type _NotNegative = Annotated[float, at_least(0)]
-type _Count = Annotated[int, at_least(1)]
-type _CountOrNone = Annotated[int, at_least(0)]
-type _MatrixRate = Annotated[Sequence[_Positive], of_length(4)]
-type _AttentionRate = Annotated[Sequence[_Positive], of_length(3)]
-type _Collective = Annotated[Sequence[_Positive], of_length(3)]
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """One GPU's share of a link in one direction: bytes a second, and the seconds of an empty message."""
-
-    __pydantic_config__: ClassVar = STRICT
-
-    bytes_per_second: _Positive
-    latency_seconds: _NotNegative = 0.0
-
-    def seconds(self, size: float) -> float:
-        """Return the seconds that a message of ``size`` bytes takes."""
-        return self.latency_seconds + size / self.bytes_per_second
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,31 +79,31 @@ class System:
 
     __pydantic_config__: ClassVar = STRICT
 
-    name: _Text
-    gpus_per_node: _Count
-    memory_bytes: _Positive
-    matrix_rates: Mapping[_Dtype, Sequence[_MatrixRate]]
-    copy_bytes_per_second: _Positive
+    name: Text
+    gpus_per_node: Count
+    memory_bytes: Positive
+    matrix_rates: Mapping[Dtype, Sequence[MatrixRate]]
+    copy_bytes_per_second: Positive
     node: Link
     network: Link
     host: Link | None = None
-    host_memory_bytes_per_second: _NotNegative = 0.0
-    gpus_per_host_link: _Count = 1
-    processors: _CountOrNone = 0
-    around_loop: Mapping[_Dtype, _NotNegative] = field(default_factory=dict)
-    attention_rates: Sequence[_AttentionRate] = ()
-    attention_backward_rates: Sequence[_AttentionRate] = ()
-    kernel_seconds: _NotNegative = 0.0
-    exposed_sums: _NotNegative = 0.0
-    sustained: Mapping[_Sustained, _Positive] = field(default_factory=dict)
-    reserved_bytes: _NotNegative = 0.0
-    peak_rates: Mapping[_Dtype, _Positive] = field(default_factory=dict)
-    all_reduce: Sequence[_Collective] = ()
-    gather: Sequence[_Collective] = ()
-    all_to_all: Sequence[_Collective] = ()
+    host_memory_bytes_per_second: NotNegative = 0.0
+    gpus_per_host_link: Count = 1
+    processors: CountOrNone = 0
+    around_loop: Mapping[Dtype, NotNegative] = field(default_factory=dict)
+    attention_rates: Sequence[AttentionRate] = ()
+    attention_backward_rates: Sequence[AttentionRate] = ()
+    kernel_seconds: NotNegative = 0.0
+    exposed_sums: NotNegative = 0.0
+    sustained: Mapping[Sustained, Positive] = field(default_factory=dict)
+    reserved_bytes: NotNegative = 0.0
+    peak_rates: Mapping[Dtype, Positive] = field(default_factory=dict)
+    all_reduce: Sequence[Collective] = ()
+    gather: Sequence[Collective] = ()
+    all_to_all: Sequence[Collective] = ()
     fp8_recipes: Sequence[str] | None = None
-    gpus_per_domain: _CountOrNone = 0
-    sources: Mapping[_Text, _Text] = field(default_factory=dict)
+    gpus_per_domain: CountOrNone = 0
+    sources: Mapping[Text, Text] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.matrix_rates.get("bf16") and not self.matrix_rates.get("fp32"):
@@ -187,55 +154,6 @@ class System:
             near += 1 / distance
             best += scale / distance
         return here * best / near
-
-    def attention_rate(
-        self, width: float, keys: float, tiles: float, masked: float = 0, is_backward: bool = False
-    ) -> float | None:
-        """Return the operations a second of fused attention, whose masked ones do not count.
-
-        They are those of its forward, or of its backward if ``is_backward``.  Heads have a ``width``, and
-        queries see so many ``keys`` on average; there are so many ``tiles`` of ``ATTENTION_TILE`` queries.
-        With them ``masked`` keys are computed, which do not count.  Rows are
-        interpolated between widths.  None where it is not known.
-        """
-        rows = (is_backward and self.attention_backward_rates) or self.attention_rates
-        if not rows:
-            return None
-        rows = sorted(rows, key=itemgetter(0))
-        rate, around = (_interpolated([(row[0], row[column]) for row in rows], width) for column in (1, 2))
-        filled = 1.0
-        if self.processors:
-            each = tiles / self.processors
-            filled = each / max(1.0, each + _LOST_AT_THE_END)
-        return self.sustained.get("clock", 1.0) * rate * filled * keys / (keys + masked + around)
-
-    def require_fp8(self, recipe: str) -> None:
-        """Raise ValueError unless products run in FP8 with --fp8-recipe ``recipe``."""
-        known = (
-            [name for name in _CAPABILITY if name != "mxfp8"]
-            if self.fp8_recipes is None
-            else self.fp8_recipes
-        )
-        if recipe in known:
-            return
-        fix = f"choose {' or '.join(known)}" if known else "leave --fp8-format out"
-        why = f"Transformer Engine has it from compute capability {_CAPABILITY.get(recipe, 'unknown')} on"
-        if self.fp8_recipes is not None and recipe == "blockwise" and known:
-            why = "no rate of its products is known"
-        elif self.fp8_recipes is None:
-            fix += f', or add "fp8_recipes" to the file, where {recipe} runs'
-        raise ValueError(
-            f"--fp8-recipe {recipe} is not for system {self.name}: {why}; {fix}, or another --system"
-        )
-
-    def require_fp4(self) -> None:
-        """Raise ValueError unless products run in NVFP4."""
-        if self.matrix_rates.get("fp4"):
-            return
-        raise ValueError(
-            f"--fp4-format is not for system {self.name}: Transformer Engine has it from compute capability "
-            "10.0 on; leave --fp4-format out, or choose another --system, or add the rates of fp4 to the file"
-        )
 
     @property
     def multiplies_any_layout(self) -> bool:
@@ -312,13 +230,13 @@ class System:
         links = [(near - 1, self.node), (ranks - near, self.between_nodes)]
         return max(link.seconds(size * others / ranks) for others, link in links if others)
 
-    def _measured(self, rows: Sequence[_Collective], size: float, ranks: int, stride: int) -> float | None:
+    def _measured(self, rows: Sequence[Collective], size: float, ranks: int, stride: int) -> float | None:
         """Return the seconds that ``rows`` have for a group within a node, or None."""
         known = sorted((row[1], row[2]) for row in rows if row[0] == ranks)
         if not known or self.in_a_node(ranks, stride) < ranks:
             return None
         last, seconds = known[-1]
-        return seconds * size / last if size > last else _interpolated(known, size)
+        return seconds * size / last if size > last else interpolated(known, size)
 
     def _ring(self, size: float, ranks: int, stride: int) -> float:
         """A part of the tensor goes to all members but one, into each other node once."""
@@ -376,11 +294,3 @@ def read(name: str) -> System:
         return System.from_json(read_text(Path(name)), name)
     except UnicodeDecodeError:
         raise ValueError(f"{name}: not a text: write what mpp calibrate writes") from None
-
-
-def _interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
-    """Return the value at ``at`` between rising ``points``, and that of the first or last outside of them."""
-    for (low, before), (high, after) in pairwise(points):
-        if at <= high:
-            return before + (after - before) * max(0.0, at - low) / (high - low)
-    return points[-1][1]

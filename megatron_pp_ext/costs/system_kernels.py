@@ -6,8 +6,10 @@ too, and collectives of the tensor-, context- and expert-parallel groups.
 
 from dataclasses import replace
 
+from megatron_pp_ext.costs.attention_rates import attention_rate
 from megatron_pp_ext.costs.kernels import KernelSeconds
 from megatron_pp_ext.costs.part import Part
+from megatron_pp_ext.costs.quantized_formats import require_fp4, require_fp8
 from megatron_pp_ext.costs.sent_once import Routing, sent_once_seconds
 from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.job.typed_job import Job
@@ -90,9 +92,9 @@ class SystemKernelSeconds(KernelSeconds):
         self._dtype, self._operand = precision.format, precision.operand_size
         self._is_fp8 = self._dtype in ("fp8", "fp4")
         if self._dtype == "fp4":
-            system.require_fp4()
+            require_fp4(system)
         elif self._is_fp8:
-            system.require_fp8(precision.fp8_recipe)
+            require_fp8(system, precision.fp8_recipe)
             self._dtype = "fp8_block" if precision.fp8_recipe == "blockwise" else "fp8"
         is_microscaled = self._dtype == "fp8" and precision.fp8_recipe == "mxfp8"
         self._slower = _MICROSCALED if is_microscaled else 1.0
@@ -153,7 +155,7 @@ class SystemKernelSeconds(KernelSeconds):
                 seen
                 * operations
                 / (
-                    self._system.attention_rate(width, seen * length, tiles, cut, is_backward)
+                    attention_rate(self._system, width, seen * length, tiles, cut, is_backward)
                     or _FUSED_RATE * rate
                 )
                 for is_backward in (False, True)

@@ -1,7 +1,5 @@
 """Features that change schedules, a folder each.  They register here, in the order in which passes run."""
 
-from pathlib import Path
-
 from megatron_pp_ext.compiler import compile, make
 from megatron_pp_ext.features.guided import options as guided_options
 from megatron_pp_ext.features.lengths import ordering
@@ -25,4 +23,4 @@ offload_options.register()
 slices_options.register()
 for read in (pairs_options.read, guided_options.read):
     options.register(read)
-our_flags.FILES.append(Path(__file__).with_name("guided") / "flags.toml")
+our_flags.register(guided_options.__file__)

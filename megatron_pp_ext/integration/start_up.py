@@ -17,11 +17,8 @@ Check = Callable[[Request], None]
 """Holds a request against this machine before any process group exists; ValueError for what it lacks."""
 
 _checks = Registered[Check]()
-
-
-def register(check: Check) -> None:
-    """Let ``check`` see every request of flags from now on."""
-    _checks.add(check)
+register = _checks.add
+"""Adds a ``Check``, which sees every request of flags from now on."""
 
 
 def require_possible(request: Request) -> None:

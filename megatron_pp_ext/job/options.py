@@ -43,20 +43,14 @@ _permitted = Registered[Permitted]()
 _flags = Registered[Flags]()
 _arguments: dict[str, Argument] = {}
 
+register = _registered.add
+"""Adds a ``Read``, which sees the flags of every schedule that is requested from now on."""
 
-def register(read: Read) -> None:
-    """Let ``read`` see the flags of every schedule that is requested from now on."""
-    _registered.add(read)
+register_permitted = _permitted.add
+"""Adds a ``Permitted``, which searches ask, since they choose what flags leave open."""
 
-
-def register_permitted(permitted: Permitted) -> None:
-    """Let a search, which chooses what flags leave open, ask for what is ``permitted``."""
-    _permitted.add(permitted)
-
-
-def register_flags(flags: Flags) -> None:
-    """Let ``flags`` name those that would request the same, for candidates and for calls without flags."""
-    _flags.add(flags)
+register_flags = _flags.add
+"""Adds ``Flags``, which candidates and calls without flags ask for those that would request the same."""
 
 
 def register_argument(argument: Argument) -> None:

@@ -20,11 +20,8 @@ class OtherSums:
 
 
 _registered = Registered[OtherSums]()
-
-
-def register(sums: OtherSums) -> None:
-    """Let ``sums`` count wherever a job with its flag is compared with stock."""
-    _registered.add(sums)
+register = _registered.add
+"""Adds ``OtherSums``, which count wherever a job with their flag is compared with stock."""
 
 
 def other_sums(flags: frozenset[str]) -> OtherSums | None:

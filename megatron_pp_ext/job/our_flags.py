@@ -15,7 +15,14 @@ from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.names import AUTO, OTHERS
 
 FILES = [Path(__file__).with_name("our_flags.toml")]
-"""The tables of flags; a feature that has its own adds it here (``features``)."""
+"""The tables of flags."""
+
+
+def register(module: str) -> None:
+    """Add the flags of a feature, which stand in ``flags.toml`` next to the file of its ``module``."""
+    flags = Path(module).with_name("flags.toml")
+    if flags not in FILES:
+        FILES.append(flags)
 
 
 def _bytes(given: str) -> float:

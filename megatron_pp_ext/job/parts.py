@@ -185,7 +185,6 @@ class Parallel:
 
     @property
     def expert_tensor(self) -> int:
-        """The tensor-parallel size of experts."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     @property

@@ -76,7 +76,7 @@ class Precision:
 
     @property
     def format(self) -> str:
-        """The format of the layers' products, as a system names it (``costs.system.DTYPES``)."""
+        """The format of the layers' products, as a system names it (``costs.system_fields.DTYPES``)."""
         if not self.is_half or not (self.fp8 or self.fp4):
             return "bf16" if self.is_half else "fp32"
         return "fp4" if self.fp4 else "fp8"

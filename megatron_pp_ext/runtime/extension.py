@@ -75,11 +75,8 @@ Extend = Callable[[RankOrder], Extension | None]
 """Returns a feature's extension for a rank, or None where its order does not use the feature."""
 
 _registered = Registered[Extend]()
-
-
-def register(extend: Extend) -> None:
-    """Let ``extend`` be asked for every plan that is made from now on."""
-    _registered.add(extend)
+register = _registered.add
+"""Adds an ``Extend``, which is asked for every plan that is made from now on."""
 
 
 def extensions(order: RankOrder) -> tuple[Extension, ...]:

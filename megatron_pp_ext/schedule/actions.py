@@ -1,56 +1,17 @@
-"""Schedules and the actions that they consist of.
-
-A schedule is the order of actions of every rank.  An action is one letter of work on one microbatch
-by one stage.  The letters F, I, W and B are those of torch.distributed.pipelining, so that this project,
-torch and torchtitan can exchange schedules as files (``formats.csv_file``).  S and T are this project's own:
-where the head is split over the ranks (``Placement.splits_head``), every rank does a part of it.
-"""
+"""Schedules: the order of the actions of every rank, and what an action waits for."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from itertools import chain
 from typing import NamedTuple, Self
 
+from megatron_pp_ext.schedule.action import Action, Kind
 from megatron_pp_ext.schedule.copies import Copies
 from megatron_pp_ext.schedule.placement import Placement
 
-
-class Kind(StrEnum):
-    """The work of a stage on a microbatch."""
-
-    F = "F"
-    """Forward."""
-    I = "I"
-    """Input-gradient half of the backward; the papers call it B."""
-    W = "W"
-    """Weight-gradient half of the backward."""
-    B = "B"
-    """The whole backward, both halves in one."""
-    S = "S"
-    """A rank's part of the logits, with its part of their softmax and of the hidden state's gradient."""
-    T = "T"
-    """The weight gradient of a rank's part of the output layer."""
-
-
 OF_STAGES = (Kind.F, Kind.I, Kind.W, Kind.B)
 """The work that a stage of the model does.  S and T are work of a rank."""
-
-
-class Action(NamedTuple):
-    """Work of one ``kind`` by ``stage`` on ``microbatch``; ``3F0`` is stage 3, forward, microbatch 0.
-
-    S and T have the number of their rank's first stage, which is the rank's own number unless the placement
-    has the embedding and the head on the last rank.
-    """
-
-    stage: int
-    kind: Kind
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.microbatch}"
 
 
 class UnitName(NamedTuple):

@@ -7,13 +7,11 @@ other at the same time as its actions.
 
 from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal, Self
 
+from megatron_pp_ext.schedule.action import Action
 from megatron_pp_ext.schedule.spans import Label
-
-if TYPE_CHECKING:  # a schedule has its copies
-    from megatron_pp_ext.schedule.actions import Action
 
 type Way = Literal["out", "back"]
 """A copy to the host, or one back."""
@@ -39,8 +37,8 @@ class Copies:
     at the latest where the copy back is launched; ``freed_before`` is where that is for what it leaves out.
     """
 
-    reloads: "Mapping[Kept, Action]" = field(default_factory=dict, hash=False)
-    frees: "Mapping[Kept, Action]" = field(default_factory=dict, hash=False)
+    reloads: Mapping[Kept, Action] = field(default_factory=dict, hash=False)
+    frees: Mapping[Kept, Action] = field(default_factory=dict, hash=False)
 
     def __bool__(self) -> bool:
         """Whether anything is offloaded."""
@@ -53,14 +51,14 @@ class Copies:
             for kept in sorted(self.reloads)
         )
 
-    def with_actions(self, change: "Callable[[Action], Action]") -> "Copies":
+    def with_actions(self, change: Callable[[Action], Action]) -> Self:
         """Return the same copies at the actions that ``change`` makes of those here."""
         reloads, frees = (
             {kept: change(action) for kept, action in one.items()} for one in (self.reloads, self.frees)
         )
-        return Copies(reloads, frees)
+        return replace(self, reloads=reloads, frees=frees)
 
-    def reloaded_before(self, order: "Iterable[Action]") -> "dict[Action, list[Kept]]":
+    def reloaded_before(self, order: Iterable[Action]) -> dict[Action, list[Kept]]:
         """Return the copies back of a rank with this ``order``, by the action before which they are launched.
 
         Those before one action are launched in the order of the backwards that wait for them.
@@ -71,7 +69,7 @@ class Copies:
                 found.setdefault(action, []).append((stage, microbatch))
         return found
 
-    def freed_before(self, launches: "Sequence[Sequence[Action]]") -> "dict[Action, list[Kept]]":
+    def freed_before(self, launches: Sequence[Sequence[Action]]) -> dict[Action, list[Kept]]:
         """Return whose memory on the device is freed, by the action of a rank before which it is.
 
         ``launches`` are the rank's actions in its order, the two of a pair together.  What is computed next

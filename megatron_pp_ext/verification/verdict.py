@@ -50,7 +50,6 @@ class Verdict:
         return all(row.is_equal for row in self.rows)
 
     def of(self, kind: str) -> list[Row]:
-        """Return the rows of one kind."""
         return [row for row in self.rows if row.kind == kind]
 
     def largest(self, kind: str) -> Row:

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from megatron_pp_ext.costs import system
-from megatron_pp_ext.costs.system import Link, System
+from megatron_pp_ext.costs.system import System
+from megatron_pp_ext.costs.system_fields import Link
 
 PLAIN = {
     "name": "test", "gpus_per_node": 4, "memory_bytes": 1e9,

@@ -4,29 +4,20 @@ import os
 import pickle
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_pp_ext import startup_file
+from tests.support import own_process
 from tests.support.own_loop import CHUNKS, COUNTS, TIED, assert_same
 from tests.support.rounding import of_losses
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """What both ranks found; see ``own_loop_runs``.  MEGATRON_LM may name a checkout to run on."""
-    file = tmp_path_factory.mktemp("own_loop") / "found.pickle"
-    command = [sys.executable, "-m", "tests.support.own_loop_runs", str(file)]
-    folders = filter(None, (os.environ.get("MEGATRON_LM"), str(ROOT)))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
-    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
-    assert run.returncode == 0, run.stderr[-4000:]
-    ranks: list[dict] = pickle.loads(file.read_bytes())
-    return ranks
+    return own_process.found("own_loop_runs", tmp_path_factory.mktemp("own_loop"))
 
 
 @pytest.mark.parametrize(
@@ -189,12 +180,12 @@ def test_the_environment_puts_a_schedule_into_a_trainer(found, tmp_path, monkeyp
         "MEGATRON_PP_SCHEDULE": "v-half",
         "MEGATRON_PP_RANKS": "2",
         "MEGATRON_PP_MICROBATCHES": "8",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": str(own_process.ROOT),
     }
     program = ACTIVATED.format(folder=str(tmp_path), found=str(file))
     command = [sys.executable, "-c", program]
     run = subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=ROOT, env=os.environ | asked
+        command, capture_output=True, text=True, check=False, cwd=own_process.ROOT, env=os.environ | asked
     )
     assert run.returncode == 0, run.stderr[-4000:]
     ranks = pickle.loads(file.read_bytes())

@@ -1,30 +1,17 @@
 """Trainers that look for the loss on the last rank train under a V as under stock, bit for bit."""
 
-import os
-import pickle
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
+from tests.support import own_process
 from tests.support.own_loop import assert_same
 from tests.support.rl_loops import LOOPS, SCHEDULES
 from tests.support.tiers import first
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module", params=first(1, [2, 4]))
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """What the ranks found; see ``rl_loops``."""
-    file = tmp_path_factory.mktemp("rl_loops") / "found.pickle"
-    command = [sys.executable, "-m", "tests.support.rl_loops", str(file), str(request.param)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
-    assert run.returncode == 0, run.stderr[-4000:]
-    ranks: list[dict] = pickle.loads(file.read_bytes())
-    return ranks
+    return own_process.found("rl_loops", tmp_path_factory.mktemp("rl_loops"), str(request.param))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

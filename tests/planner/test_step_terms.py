@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_pp_ext.costs.system import Link
+from megatron_pp_ext.costs.system_fields import Link
 from megatron_pp_ext.costs.system_kernels import SystemKernelSeconds
 from megatron_pp_ext.planner.search.lower_bounds import bounds
 from megatron_pp_ext.planner.step.estimate import Estimate, estimate

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_pp_ext.costs.system import Link, System
+from megatron_pp_ext.costs.system import System
+from megatron_pp_ext.costs.system_fields import Link
 from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.job.sizes import fewest_ranks
 from megatron_pp_ext.pipedream.partition.cost_formulas import StageLoad, paper

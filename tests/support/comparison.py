@@ -1,7 +1,7 @@
 """Training runs under stock's schedules and under ours, and what has to be equal between them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -152,9 +152,15 @@ def assert_same_bits(ours: Result, theirs: Result) -> None:
     assert not clipped, "a clipped update is not equal to the last bit; give --clip-grad 0"
     assert ours.losses == theirs.losses
     assert_same_norms(ours.norms, theirs.norms)
+    assert [name for name, one, other in both_gradients(ours, theirs) if not torch.equal(one, other)] == []
+
+
+def both_gradients(
+    ours: Result, theirs: Result
+) -> Iterator[tuple[tuple[str, int], torch.Tensor, torch.Tensor]]:
+    """Yield all gradients of the first step: (name, rank), ours and theirs; both runs must have the same."""
     assert ours.gradients.keys() == theirs.gradients.keys()
-    different = [name for name, g in ours.gradients.items() if not torch.equal(g, theirs.gradients[name])]
-    assert not different
+    yield from ((name, gradient, theirs.gradients[name]) for name, gradient in ours.gradients.items())
 
 
 def assert_same_norms(
@@ -179,8 +185,7 @@ def assert_same_gradients(ours: Result, theirs: Result, later: float = rounding.
     assert ours.losses[0] == theirs.losses[0]
     assert_same_norms(ours.norms, theirs.norms, within=4 * later)
     assert_same_norms(ours.norms[:1], theirs.norms[:1])
-    assert ours.gradients.keys() == theirs.gradients.keys()
-    assert all(torch.equal(g, theirs.gradients[name]) for name, g in ours.gradients.items())
+    assert all(torch.equal(one, other) for _, one, other in both_gradients(ours, theirs))
 
 
 def assert_same_predictions(ours: Result, theirs: Result) -> None:
@@ -192,9 +197,7 @@ def assert_same_predictions(ours: Result, theirs: Result) -> None:
     assert "mtp_1 loss" in ours.logged[0]
     assert ours.losses == pytest.approx(theirs.losses, rel=rounding.of_losses(updates=steps - 1))
     assert ours.validation == pytest.approx(theirs.validation, rel=rounding.of_losses(updates=steps))
-    assert ours.gradients.keys() == theirs.gradients.keys()
-    for (name, rank), gradient in ours.gradients.items():
-        expected = theirs.gradients[name, rank]
+    for (name, _), gradient, expected in both_gradients(ours, theirs):
         if name in TWICE_USED:
             rounding.assert_gradients_close(gradient, expected, name=name)
         else:
@@ -213,14 +216,13 @@ def assert_close(ours: Result, theirs: Result) -> None:
     assert ours.validation == pytest.approx(theirs.validation, rel=rounding.of_losses(updates=steps))
     assert_same_norms(ours.norms[:1], theirs.norms[:1])
     assert_same_norms(ours.norms, theirs.norms, within=4 * rounding.of_losses(updates=steps))
-    assert ours.gradients.keys() == theirs.gradients.keys()
-    for name, gradient in ours.gradients.items():
-        rounding.assert_gradients_close(gradient, theirs.gradients[name], name=str(name))
+    for name, gradient, expected in both_gradients(ours, theirs):
+        rounding.assert_gradients_close(gradient, expected, name=str(name))
     assert distance(ours, theirs) < 1e-6
 
 
 def distance(ours: Result, theirs: Result) -> float:
     """The norm of the difference of all gradients of the first step, by that of ``theirs``."""
-    pairs = [(gradient, theirs.gradients[name]) for name, gradient in ours.gradients.items()]
+    pairs = [(one, other) for _, one, other in both_gradients(ours, theirs)]
     difference = math.hypot(*((one - other).double().norm().item() for one, other in pairs))
     return difference / math.hypot(*(other.double().norm().item() for _, other in pairs))

@@ -216,6 +216,14 @@ def _whole(ranks: list[Record], what: str) -> dict[str, torch.Tensor]:
     return merged
 
 
+def assert_close_gradients(ranks: list[Record], stock: list[Record]) -> None:
+    """The gradients of all ranks together are stock's, up to the order of sums."""
+    expected, actual = _whole(stock, "gradients"), _whole(ranks, "gradients")
+    assert expected.keys() == actual.keys()
+    for name, gradient in actual.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+
+
 def assert_same(ranks: list[Record], stock: list[Record]) -> None:
     """The losses of each step are where the caller looks, on the last rank; all numbers are stock's."""
     assert stock[-1].losses and all(stock[-1].losses)

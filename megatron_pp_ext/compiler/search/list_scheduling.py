@@ -49,17 +49,17 @@ class Knobs(NamedTuple):
     rules: Rules
 
 
-def list_schedule(problem: Problem, knobs: Knobs, longest: int = NEVER) -> tuple[int, Orders] | None:
+def list_schedule(problem: Problem, knobs: Knobs) -> tuple[int, Orders] | None:
     """Return the makespan and the orders of the list schedule that ``knobs`` describe.
 
-    Return None if it gets stuck, and as soon as a rank has been idle for too long to end by ``longest``.
+    Return None if it gets stuck.
     """
-    length, orders = _list_schedule(problem, knobs, longest)
+    length, orders = _list_schedule(problem, knobs, NEVER)
     return None if length < 0 else (length, orders.tolist())
 
 
 def list_makespan(problem: Problem, knobs: Knobs, longest: int) -> int | None:
-    """Return the makespan of ``list_schedule`` alone."""
+    """Return the makespan of ``list_schedule``, and None as soon as it cannot end by ``longest``."""
     length, _ = _list_schedule(problem, knobs, longest)
     return None if length < 0 else length
 

@@ -105,7 +105,6 @@ class Problem:
         return (code,) if weight < self.stations else (self.weight_of(weight), weight)
 
     def program(self, orders: Orders, *, is_repeated: bool) -> Program:
-        """Return ``orders`` as a program."""
         columns, stages = (Arrays() if is_repeated else Lists()), self.placement.stages
         bounds = columns.of([0, *accumulate(map(len, orders))])
         codes = columns.of(chain.from_iterable(orders))

@@ -20,11 +20,8 @@ It is empty where none is open.  ValueError, in one line, where no value is poss
 """
 
 _registered = Registered[Choose]()
-
-
-def register(choose: Choose) -> None:
-    """Let ``choose`` settle its flags in training, after ``install`` and in estimates from now on."""
-    _registered.add(choose)
+register = _registered.add
+"""Adds a ``Choose``, which settles its flags in training, after ``install`` and in estimates from now on."""
 
 
 def chosen(asked: RequestedJob, read: Read, rows: Rows) -> dict[str, Any]:

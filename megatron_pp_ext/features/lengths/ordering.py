@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from megatron_pp_ext.compiler.request import Option, Request
@@ -150,7 +149,7 @@ def _flags(request: Request) -> Mapping[str, Any]:
 
 def register() -> None:
     """Add the flag, what reads it, and the arguments of ``install``."""
-    our_flags.FILES.append(Path(__file__).with_name("flags.toml"))
+    our_flags.register(__file__)
     options.register(read)
     options.register_flags(_flags)
     options.register_argument(options.Argument("order", with_order, default=by_default))

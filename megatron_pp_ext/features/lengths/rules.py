@@ -30,10 +30,9 @@ RULES = (
         when=lambda job: job.flags.pipeline_order is not None,
         rows=(
             Rule(
-                "--pipeline-order {pipeline_order}",
-                when=lambda job: not job.pipeline.has_schedule,
-                why="has no effect under Megatron's own schedules",
-                fix="add --pipeline-schedule, 1f1b for example",
+                "--pipeline-order {pipeline_order}: has no effect under Megatron's own schedules; add "
+                "--pipeline-schedule, 1f1b for example",
+                lambda job: not job.pipeline.has_schedule,
             ),
         ),
     ),
@@ -43,17 +42,12 @@ RULES = (
         subject="--pipeline-order {pipeline_order}",
         rows=(
             Rule(
-                "--pipeline-schedule {pipeline_schedule}",
-                when=lambda job: not job.pipeline.can.flushes,
-                why="its stages update their weights between microbatches, in the order of the data",
-                fix="choose a schedule that flushes",
+                "--pipeline-schedule {pipeline_schedule}: its stages update their weights between "
+                "microbatches, in the order of the data; choose a schedule that flushes",
+                lambda job: not job.pipeline.can.flushes,
             ),
-            Rule(
-                "--cuda-graph-impl {cuda_graph_impl}",
-                when=has_graphs,
-                why="a graph holds the order of one step",
-            ),
-            Rule("--rehearse-pipeline", why="a rehearsal runs microbatches of one length"),
+            Rule("--cuda-graph-impl {cuda_graph_impl}: a graph holds the order of one step", has_graphs),
+            Rule("--rehearse-pipeline: a rehearsal runs microbatches of one length"),
         ),
     ),
     Rules(
@@ -63,16 +57,13 @@ RULES = (
         fix="leave one of them out, or choose a schedule by name, such as v-half",
         rows=(
             Rule(
-                "--expert-model-parallel-size above 1",
-                when=lambda job: job.parallel.expert_model_parallel_size > 1,
-                why=(
-                    "pipelines that share experts plan by each other's lengths, by which none keeps its "
-                    "memory limit"
-                ),
+                "--expert-model-parallel-size above 1: pipelines that share experts plan by each other's "
+                "lengths, by which none keeps its memory limit",
+                lambda job: job.parallel.expert_model_parallel_size > 1,
             ),
-            Rule("--pipeline-vocabulary", why="list scheduling does not place the parts of a vocabulary"),
-            Rule("--pipeline-offload", why="copies are planned for one order"),
-            Rule("--fine-grained-activation-offloading", why="Megatron's offload is made for one order"),
+            Rule("--pipeline-vocabulary: list scheduling does not place the parts of a vocabulary"),
+            Rule("--pipeline-offload: copies are planned for one order"),
+            Rule("--fine-grained-activation-offloading: Megatron's offload is made for one order"),
         ),
     ),
 )

@@ -1,7 +1,6 @@
 """What --pipeline-offload, or ``install(offload=)``, requests."""
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from megatron_pp_ext.compiler.request import Option, Request
 from megatron_pp_ext.job import memory_limit, options, our_flags
@@ -64,8 +63,6 @@ def _read_argument(request: Request, given: float | str, limit: float | str | No
 
 def register() -> None:
     """Add the flags, and what reads them and the argument of ``install``."""
-    flags = Path(__file__).with_name("flags.toml")
-    if flags not in our_flags.FILES:
-        our_flags.FILES.append(flags)
+    our_flags.register(__file__)
     options.register(read)
     options.register_argument(options.Argument("offload", _read_argument, lambda given: given == AUTO))

@@ -23,7 +23,6 @@ class Pairs(Option):
     splits_backward = True
 
     def caution(self, ranks: int, costs: Costs) -> str:
-        """See ``Option``."""
         return _UNPROVED.format(costs.pair) if ranks > 1 else ""
 
 

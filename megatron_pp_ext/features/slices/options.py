@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 from megatron_pp_ext.compiler.request import Option, Request
@@ -122,7 +121,7 @@ def _read_argument(request: Request, given: int | str, limit: float | str | None
 
 def register() -> None:
     """Add the flag, what reads it, and the argument of ``install``."""
-    our_flags.FILES.append(Path(__file__).with_name("flags.toml"))
+    our_flags.register(__file__)
     options.register(read)
     options.register_permitted(_permitted)
     options.register_flags(_flags)

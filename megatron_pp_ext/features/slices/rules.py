@@ -25,22 +25,18 @@ RULES = (
         when=lambda job: job.pipeline.pipeline_slice_tokens is not None,
         rows=(
             Rule(
-                "--pipeline-slice-tokens {pipeline_slice_tokens}",
-                when=lambda job: not job.pipeline.has_schedule,
-                why="has no effect under Megatron's own schedules",
-                fix="add --pipeline-schedule, v-half for example",
+                "--pipeline-slice-tokens {pipeline_slice_tokens}: has no effect under Megatron's own "
+                "schedules; add --pipeline-schedule, v-half for example",
+                lambda job: not job.pipeline.has_schedule,
             ),
             Rule(
-                "--pipeline-slice-tokens {pipeline_slice_tokens}",
-                when=lambda job: (
+                "--pipeline-slice-tokens {pipeline_slice_tokens}: cannot be shared out over "
+                "--tensor-model-parallel-size {tensor_model_parallel_size} under --sequence-parallel; give "
+                "a multiple of that size",
+                lambda job: (
                     isinstance(job.pipeline.pipeline_slice_tokens, int)
                     and job.pipeline.pipeline_slice_tokens % job.parallel.sequence_ranks
                 ),
-                why=(
-                    "cannot be shared out over --tensor-model-parallel-size {tensor_model_parallel_size} "
-                    "under --sequence-parallel"
-                ),
-                fix="give a multiple of that size",
             ),
         ),
     ),
@@ -50,53 +46,44 @@ RULES = (
         subject="--pipeline-slice-tokens {pipeline_slice_tokens}",
         rows=(
             Rule(
-                "--pipeline-schedule {pipeline_schedule}",
-                when=lambda job: not job.pipeline.can.flushes,
-                why="stages that update their weights by themselves would do so within a sequence",
-                fix="choose a schedule that flushes",
+                "--pipeline-schedule {pipeline_schedule}: stages that update their weights by themselves "
+                "would do so within a sequence; choose a schedule that flushes",
+                lambda job: not job.pipeline.can.flushes,
             ),
             Rule(
-                "--pipeline-schedule {pipeline_schedule}",
-                when=lambda job: job.pipeline.can.file,
-                why="the file orders microbatches, whose backwards need not be in reverse",
-                fix="choose a schedule by name",
+                "--pipeline-schedule {pipeline_schedule}: the file orders microbatches, whose backwards "
+                "need not be in reverse; choose a schedule by name",
+                lambda job: job.pipeline.can.file,
             ),
             Rule(
-                "--context-parallel-size above 1",
-                when=lambda job: job.parallel.context_parallel_size > 1,
-                why=(
-                    "each of its ranks has two pieces of the whole sequence, so that a slice's tokens would "
-                    "be on some of them"
-                ),
+                "--context-parallel-size above 1: each of its ranks has two pieces of the whole sequence, "
+                "so that a slice's tokens would be on some of them",
+                lambda job: job.parallel.context_parallel_size > 1,
             ),
             Rule(
-                "--mtp-num-layers",
-                why=(
-                    "the prediction at a slice's end needs tokens of the next slice, and the model divides "
-                    "its loss by the tokens of the call"
-                ),
+                "--mtp-num-layers: the prediction at a slice's end needs tokens of the next slice, and the "
+                "model divides its loss by the tokens of the call"
             ),
             Rule(
-                "--experimental-attention-variant",
-                why="the state of such attention is not carried from slice to slice",
+                "--experimental-attention-variant: the state of such attention is not carried from slice to "
+                "slice"
             ),
             Rule(
-                "--hybrid-layer-pattern with M or G",
-                when=has_states,
-                why="the state of Mamba and of a gated delta net is not carried from slice to slice",
+                "--hybrid-layer-pattern with M or G: the state of Mamba and of a gated delta net is not "
+                "carried from slice to slice",
+                has_states,
             ),
             Rule(
-                "--cuda-graph-impl {cuda_graph_impl}",
-                when=has_graphs,
-                why="attention has another number of keys in each slice",
+                "--cuda-graph-impl {cuda_graph_impl}: attention has another number of keys in each slice",
+                has_graphs,
             ),
-            Rule("--tp-comm-overlap", why="its buffers have the size of whole sequences"),
-            Rule("--fine-grained-activation-offloading", why="it counts whole microbatches"),
-            Rule("--pipeline-offload", why="slices share the keys and values that it would move"),
-            Rule("--pipeline-vocabulary", why="its exchanges are of whole microbatches"),
-            Rule("--pipeline-profile-steps", why="what it compiles orders whole microbatches"),
-            Rule("--rehearse-pipeline", why="a rehearsal tells the costs of whole microbatches"),
-            Rule("--overlap-moe-expert-parallel-comm", why="Megatron plans layers of whole sequences"),
+            Rule("--tp-comm-overlap: its buffers have the size of whole sequences"),
+            Rule("--fine-grained-activation-offloading: it counts whole microbatches"),
+            Rule("--pipeline-offload: slices share the keys and values that it would move"),
+            Rule("--pipeline-vocabulary: its exchanges are of whole microbatches"),
+            Rule("--pipeline-profile-steps: what it compiles orders whole microbatches"),
+            Rule("--rehearse-pipeline: a rehearsal tells the costs of whole microbatches"),
+            Rule("--overlap-moe-expert-parallel-comm: Megatron plans layers of whole sequences"),
         ),
     ),
 )

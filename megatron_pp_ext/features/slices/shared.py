@@ -29,7 +29,6 @@ class Heaviest(Units):
 
     @cached_property
     def squares(self) -> tuple[int, ...]:
-        """See ``Units``."""
         return tuple(self.squares_of[unit.microbatch][unit.slice] * self.rows for unit in self.units)
 
 

@@ -81,7 +81,6 @@ class Units:
 
     @property
     def microbatches(self) -> int:
-        """The number of microbatches."""
         return len(self.documents)
 
     @cached_property

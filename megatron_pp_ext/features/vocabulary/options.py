@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from megatron_pp_ext.compiler.request import Request
@@ -63,9 +62,7 @@ def _read_argument(request: Request, given: str, limit: float | str | None) -> R
 
 def register() -> None:
     """Add the flag, what reads it and the argument of ``install``, and what they do to sums."""
-    flags = Path(__file__).with_name("flags.toml")
-    if flags not in our_flags.FILES:
-        our_flags.FILES.append(flags)
+    our_flags.register(__file__)
     options.register(read)
     options.register_permitted(_permitted_flags)
     options.register_flags(_flags)

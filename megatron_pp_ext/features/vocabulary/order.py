@@ -161,7 +161,6 @@ class _Compiler:
         return self.simulated(schedule).peak_memory
 
     def simulated(self, schedule: Schedule) -> Timeline:
-        """Return the step of ``schedule``."""
         return simulate(schedule, self.costs.merged(schedule.placement.stages))
 
     def _shared(self, budgets: Sequence[float], placement: Placement) -> Schedule:

@@ -10,28 +10,21 @@ RULES = (
         when=lambda job: job.pipeline.pipeline_vocabulary,
         rows=(
             Rule(
-                "--pipeline-vocabulary {pipeline_vocabulary}",
-                when=lambda job: not job.pipeline.has_schedule and not job.flags.rehearse_pipeline,
-                why="has no effect under Megatron's own schedules",
-                fix="add --pipeline-schedule, 1f1b for example",
+                "--pipeline-vocabulary {pipeline_vocabulary}: has no effect under Megatron's own schedules; "
+                "add --pipeline-schedule, 1f1b for example",
+                lambda job: not job.pipeline.has_schedule and not job.flags.rehearse_pipeline,
             ),
             Rule(
-                "--pipeline-vocabulary {pipeline_vocabulary}",
-                when=lambda job: not job.pipeline.can.flushes,
-                why=(
-                    "does not support --pipeline-schedule {pipeline_schedule}: every stage updates its "
-                    "weights by itself there, and the vocabulary would belong to all of them"
-                ),
-                fix="choose a schedule that flushes, or leave the flag out",
+                "--pipeline-vocabulary {pipeline_vocabulary}: does not support --pipeline-schedule "
+                "{pipeline_schedule}: every stage updates its weights by itself there, and the vocabulary "
+                "would belong to all of them; choose a schedule that flushes, or leave the flag out",
+                lambda job: not job.pipeline.can.flushes,
             ),
             Rule(
-                "--pipeline-vocabulary {pipeline_vocabulary}",
-                when=lambda job: job.pipeline.can.file,
-                why=(
-                    "does not support --pipeline-schedule {pipeline_schedule}: the file has no place for "
-                    "the parts of the vocabulary"
-                ),
-                fix="choose a schedule by name, or leave the flag out",
+                "--pipeline-vocabulary {pipeline_vocabulary}: does not support --pipeline-schedule "
+                "{pipeline_schedule}: the file has no place for the parts of the vocabulary; choose a "
+                "schedule by name, or leave the flag out",
+                lambda job: job.pipeline.can.file,
             ),
         ),
     ),
@@ -41,16 +34,14 @@ RULES = (
         subject="--pipeline-vocabulary {pipeline_vocabulary}",
         auto_of="--pipeline-vocabulary",
         rows=(
-            Rule("--mtp-num-layers", why="multi-token prediction has logits of its own"),
-            Rule("--init-model-with-meta-device", why="the rows are dealt out as the model is built"),
+            Rule("--mtp-num-layers: multi-token prediction has logits of its own"),
+            Rule("--init-model-with-meta-device: the rows are dealt out as the model is built"),
             Rule(
-                "--tensor-parallel-num-weight-shards",
-                when=gathers_weights,
-                why="rows of the vocabulary would be cut twice",
+                "--tensor-parallel-num-weight-shards: rows of the vocabulary would be cut twice",
+                gathers_weights,
             ),
             Rule(
-                "--pipeline-profile-steps",
-                why="its measurements do not tell a rank's part of the vocabulary apart",
+                "--pipeline-profile-steps: its measurements do not tell a rank's part of the vocabulary apart"
             ),
         ),
     ),

@@ -15,11 +15,8 @@ It is called before data parallelism wraps the chunks and before tied weights be
 """
 
 _registered = Registered[Finish]()
-
-
-def register(finish: Finish) -> None:
-    """Let ``finish`` be called for every model that is built from now on."""
-    _registered.add(finish)
+register = _registered.add
+"""Adds a ``Finish``, which is called for every model that is built from now on."""
 
 
 def finish(chunks: Sequence[Any]) -> None:

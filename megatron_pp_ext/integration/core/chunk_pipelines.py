@@ -70,19 +70,13 @@ Checks = Callable[[Any], None]
 """The checks that a config makes of itself: its ``__post_init__``."""
 
 _around_checks = Registered[Callable[[Checks], Checks]]()
-
-
-def register(wrap: Callable[[Checks], Checks]) -> None:
-    """Let every config that is made from now on be checked by what ``wrap`` makes of Megatron's checks."""
-    _around_checks.add(wrap)
+register = _around_checks.add
+"""Adds a function: configs that are made from now on are checked by what it makes of Megatron's checks."""
 
 
 _after_config = Registered[Callable[[], None]]()
-
-
-def after_config(act: Callable[[], None]) -> None:
-    """Call ``act`` after a config is made, before any model is built from it."""
-    _after_config.add(act)
+after_config = _after_config.add
+"""Adds a function, which is called after a config is made, before any model is built from it."""
 
 
 @hook(

@@ -101,11 +101,9 @@ def build_placed(stock: Callable[..., None], model: Any, *args: Any, **kwargs: A
 
 
 _after_last_chunk = Registered[Callable[[], None]]()
-
-
-def after_last_chunk(act: Callable[[], None]) -> None:
-    """Call ``act`` after the last chunk of every rank is built, before any weights are imported into it."""
-    _after_last_chunk.add(act)
+after_last_chunk = _after_last_chunk.add
+"""Adds a function, which is called after the last chunk of every rank is built, before any weights are
+imported into it."""
 
 
 @in_words_of_call()

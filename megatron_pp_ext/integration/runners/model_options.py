@@ -13,11 +13,8 @@ It must be the same on all ranks of the job, and can be hashed.
 """
 
 _registered = Registered[Read]()
-
-
-def register(read: Read) -> None:
-    """Let ``read`` see the model of every schedule that is made from now on."""
-    _registered.add(read)
+register = _registered.add
+"""Adds a ``Read``, which sees the model of every schedule that is made from now on."""
 
 
 def model_options(model: Sequence[Any]) -> tuple[Option, ...]:

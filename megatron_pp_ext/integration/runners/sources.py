@@ -98,11 +98,8 @@ MakeGuide = Callable[[requested.Pipeline], Guide | None]
 """Returns a feature's guide for a pipeline, or None where it has nothing to change."""
 
 _guides = Registered[MakeGuide]()
-
-
-def register(make: MakeGuide) -> None:
-    """Let ``make`` be asked for every pipeline whose runner is made from now on."""
-    _guides.add(make)
+register = _guides.add
+"""Adds a ``MakeGuide``, which is asked for every pipeline whose runner is made from now on."""
 
 
 def guide_of(pipeline: requested.Pipeline) -> Guide | None:

@@ -48,11 +48,8 @@ Make = Callable[[Pipeline], StepPart]
 """Returns what a feature brings to all steps of one runner; all ranks of the job call it at the same time."""
 
 _registered = Registered[Make]()
-
-
-def register(make: Make) -> None:
-    """Let ``make`` be called for every runner that is made from now on."""
-    _registered.add(make)
+register = _registered.add
+"""Adds a ``Make``, which is called for every runner that is made from now on."""
 
 
 def step_parts(pipeline: Pipeline) -> list[StepPart]:

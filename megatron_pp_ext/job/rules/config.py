@@ -8,20 +8,17 @@ RULES = (
         subject="a schedule of megatron_pp_ext",
         rows=(
             Rule(
-                "num_microbatches_with_partial_activation_checkpoints in the model's config",
-                why="it counts microbatches in stock's order",
-                fix="leave it out",
+                "num_microbatches_with_partial_activation_checkpoints in the model's config: it counts "
+                "microbatches in stock's order; leave it out"
             ),
             Rule(
-                "dynamic_context_parallel in the model's config",
-                why="the context-parallel groups of each microbatch join other pipelines",
-                fix="leave it out",
+                "dynamic_context_parallel in the model's config: the context-parallel groups of each "
+                "microbatch join other pipelines; leave it out"
             ),
             Rule(
-                "delay_wgrad_compute in the model's config",
-                when=lambda job: job.flags.delay_wgrad_compute,
-                why="layers would leave weight gradients where no schedule looks for them",
-                fix="leave it out",
+                "delay_wgrad_compute in the model's config: layers would leave weight gradients where no "
+                "schedule looks for them; leave it out",
+                lambda job: job.flags.delay_wgrad_compute,
             ),
         ),
     ),

@@ -16,41 +16,35 @@ RULES = Rules(
     subject="--cuda-graph-impl {cuda_graph_impl}",
     rows=(
         Rule(
-            "--pipeline-schedule {pipeline_schedule}",
-            when=lambda job: not job.pipeline.can.flushes,
-            why="without a flush no step is like the first one",
-            fix="choose a schedule that flushes, or leave the graphs out",
+            "--pipeline-schedule {pipeline_schedule}: without a flush no step is like the first one; choose "
+            "a schedule that flushes, or leave the graphs out",
+            lambda job: not job.pipeline.can.flushes,
         ),
         Rule(
-            "a schedule that changes",
-            when=lambda job: job.changes_its_order,
-            why="a graph holds one order",
-            fix="choose a schedule that stays as it is, such as 1f1b",
+            "a schedule that changes: a graph holds one order; choose a schedule that stays as it is, such "
+            "as 1f1b",
+            lambda job: job.changes_its_order,
         ),
-        Rule("--rampup-batch-size", why="a graph holds one number of microbatches"),
-        Rule("--step-batch-size-schedule", why="a graph holds one number of microbatches"),
+        Rule("--rampup-batch-size: a graph holds one number of microbatches"),
+        Rule("--step-batch-size-schedule: a graph holds one number of microbatches"),
         Rule(
-            "--cuda-graph-warmup-steps 0",
-            why="the first step finds the order, which graphs are made for",
-            fix="set it to 1 or more",
+            "--cuda-graph-warmup-steps 0: the first step finds the order, which graphs are made for; set it "
+            "to 1 or more"
         ),
-        Rule("--pipeline-offload", why="the host waits for copies, and saved tensors are the graph's"),
+        Rule("--pipeline-offload: the host waits for copies, and saved tensors are the graph's"),
         Rule(
-            "--recompute-granularity full",
-            when=lambda job: has_graphs(job, "transformer_engine") and job.memory.recomputes_layers,
-            why="a layer that runs again would take the graph of another microbatch",
-            fix="choose selective, or --cuda-graph-impl full_iteration",
+            "--recompute-granularity full: a layer that runs again would take the graph of another "
+            "microbatch; choose selective, or --cuda-graph-impl full_iteration",
+            lambda job: has_graphs(job, "transformer_engine") and job.memory.recomputes_layers,
         ),
         Rule(
-            "--pipeline-trace",
-            when=lambda job: has_graphs(job, "full_iteration") and job.is_set("--pipeline-trace"),
-            why="actions within a graph have no times",
+            "--pipeline-trace: actions within a graph have no times",
+            lambda job: has_graphs(job, "full_iteration") and job.is_set("--pipeline-trace"),
         ),
         Rule(
-            "--mtp-num-layers",
-            when=lambda job: has_graphs(job, "full_iteration") and job.is_v and job.model.mtp_num_layers,
-            why="a V moves the losses of predictions to another rank, which a graph adds up",
-            fix="choose a schedule that is no V, such as interleaved",
+            "--mtp-num-layers: a V moves the losses of predictions to another rank, which a graph adds up; "
+            "choose a schedule that is no V, such as interleaved",
+            lambda job: has_graphs(job, "full_iteration") and job.is_v and job.model.mtp_num_layers,
         ),
     ),
 )

@@ -13,24 +13,41 @@ Words = tuple[Callable[[RequestedJob], object], ...]
 """Functions whose values stand in a text, each in the place of its name in braces."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Rule:
-    """What cannot be: a flag, why not, and how to fix it.
+    """What cannot be: ``text`` names a flag, why not, and how to fix it, as in "--flag: why; fix".
 
-    In the texts ``{name}`` stands for the value of the argument ``name``, or for what one of the functions
-    ``words`` returns, by its name.  ``why`` and ``fix`` are those of its ``Rules`` where they are empty.
+    In the text ``{name}`` stands for the value of the argument ``name``, or for what one of the functions
+    ``words`` returns, by its name.  A reason or a fix that is left out is that of its ``Rules``.
     ``when`` says whether it was requested; by default, whether the flag is set, to the value after it if
-    ``flag`` is a flag and a value.  ``releases`` are those that the rule is about, such as
+    the text starts with a flag and a value.  ``releases`` are those that the rule is about, such as
     ``transformer-engine<2.3``; without, it is about all.  Where the machine that trains is not known, a rule
     about some releases does not hold.
     """
 
-    flag: str = field(kw_only=False)
+    text: str
     when: Condition | None = None
-    why: str = ""
-    fix: str = ""
-    releases: str = ""
-    words: Words = ()
+    releases: str = field(default="", kw_only=True)
+    words: Words = field(default=(), kw_only=True)
+
+    @property
+    def flag(self) -> str:
+        """What cannot be: a flag, perhaps with its value."""
+        return self._without_fix.partition(": ")[0]
+
+    @property
+    def why(self) -> str:
+        """The reason; empty where ``Rules`` have it."""
+        return self._without_fix.partition(": ")[2]
+
+    @property
+    def fix(self) -> str:
+        """What to do instead; empty where ``Rules`` have it."""
+        return self.text[len(self._without_fix) + 2 :]
+
+    @property
+    def _without_fix(self) -> str:
+        return self.text.rpartition("; ")[0] or self.text
 
     def holds(self, job: RequestedJob) -> bool:
         """Whether ``job`` has what cannot be, on such releases."""
@@ -68,7 +85,6 @@ class Rules:
     auto_of: str = ""
 
     def broken(self, job: RequestedJob) -> Iterator[Rule]:
-        """Yield the rules that ``job`` breaks."""
         if self.when(job):
             yield from (rule for rule in self.rows if rule.holds(job))
 

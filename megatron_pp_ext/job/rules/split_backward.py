@@ -14,47 +14,37 @@ def gathers_weights(job: RequestedJob) -> bool:
     return (job.flags.tensor_parallel_num_weight_shards or 0) > job.parallel.tensor_model_parallel_size
 
 
-def gathers_experts(job: RequestedJob) -> bool:
-    """Whether the same is done to the weights of experts."""
-    return (job.flags.expert_tensor_parallel_num_weight_shards or 0) > job.parallel.expert_tensor
-
-
 RULES = Rules(
     title="Where the backward is split",
     when=lambda job: job.splits and job.pipeline.has_schedule,
     subject="--pipeline-schedule {pipeline_schedule}",
     rows=(
         Rule(
-            "--transformer-impl transformer_engine",
-            why="layers of Transformer Engine {engine} cannot leave their weight gradient for later",
-            fix="install transformer-engine 2.3 or newer, or add --transformer-impl local",
+            "--transformer-impl transformer_engine: layers of Transformer Engine {engine} cannot leave "
+            "their weight gradient for later; install transformer-engine 2.3 or newer, or add "
+            "--transformer-impl local",
             releases="transformer-engine<2.3",
             words=(engine,),
         ),
         Rule(
-            "--tp-comm-overlap",
-            why="the buffers that it gathers into are used again before a weight gradient runs",
+            "--tp-comm-overlap: the buffers that it gathers into are used again before a weight gradient runs"
         ),
         Rule(
-            "--use-transformer-engine-op-fuser",
-            why=(
-                "a dense MLP's operations compute both gradients at once, and experts' are not made "
-                "before a forward"
+            "--use-transformer-engine-op-fuser: a dense MLP's operations compute both gradients at once, "
+            "and experts' are not made before a forward"
+        ),
+        Rule("--overlap-dispatch-backward-with-experts-wgrad: schedules defer weight gradients themselves"),
+        Rule(
+            "--tensor-parallel-num-weight-shards: a weight that is gathered for each use has no gradient to "
+            "leave for later",
+            gathers_weights,
+        ),
+        Rule(
+            "--expert-tensor-parallel-num-weight-shards: a weight that is gathered for each use has no "
+            "gradient to leave for later",
+            lambda job: (
+                (job.flags.expert_tensor_parallel_num_weight_shards or 0) > job.parallel.expert_tensor
             ),
-        ),
-        Rule(
-            "--overlap-dispatch-backward-with-experts-wgrad",
-            why="schedules defer weight gradients themselves",
-        ),
-        Rule(
-            "--tensor-parallel-num-weight-shards",
-            when=gathers_weights,
-            why="a weight that is gathered for each use has no gradient to leave for later",
-        ),
-        Rule(
-            "--expert-tensor-parallel-num-weight-shards",
-            when=gathers_experts,
-            why="a weight that is gathered for each use has no gradient to leave for later",
         ),
     ),
 )

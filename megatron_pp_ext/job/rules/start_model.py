@@ -8,35 +8,10 @@ from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules.rule import Rule
 
 
-def gives_two_depths(job: RequestedJob) -> bool:
-    """Whether two flags give different numbers of layers."""
-    return job.flags.encoder_num_layers not in (None, job.model.num_layers)
-
-
-def gives_two_lengths(job: RequestedJob) -> bool:
-    """Whether two flags give different lengths of sequences."""
-    return job.flags.encoder_seq_length not in (None, job.model.seq_length)
-
-
-def lacks_positions(job: RequestedJob) -> bool:
-    """Whether sequences are longer than there are positions."""
-    return 0 < job.model.max_position_embeddings < job.model.seq_length
-
-
-def has_other_activation(job: RequestedJob) -> bool:
-    """Whether a flag asks for another activation than SwiGLU."""
-    return job.model.squared_relu or job.model.quick_geglu
-
-
 def fuses_bias(job: RequestedJob) -> bool:
     """Whether the activation is fused with the bias before it, by Megatron's own kernels."""
     model, fused = job.model, job.precision
     return fused.bias_swiglu_fusion if model.swiglu else fused.bias_gelu_fusion and model.add_bias_linear
-
-
-def fuses_rope(job: RequestedJob) -> bool:
-    """Whether rotary positions are applied by one kernel."""
-    return bool(job.flags.apply_rope_fusion) and job.model.position_embedding_type == "rope"
 
 
 def has_uneven_no_rope(job: RequestedJob) -> bool:
@@ -48,101 +23,71 @@ def has_uneven_no_rope(job: RequestedJob) -> bool:
 ROWS = (
     # The size of the model.
     Rule(
-        "--encoder-num-layers",
-        when=gives_two_depths,
-        why="says the same as --num-layers",
-        fix="leave one of the two out",
+        "--encoder-num-layers: says the same as --num-layers; leave one of the two out",
+        lambda job: job.flags.encoder_num_layers not in (None, job.model.num_layers),
     ),
     Rule(
-        "--encoder-seq-length",
-        when=gives_two_lengths,
-        why="says the same as --seq-length",
-        fix="leave one of the two out",
+        "--encoder-seq-length: says the same as --seq-length; leave one of the two out",
+        lambda job: job.flags.encoder_seq_length not in (None, job.model.seq_length),
     ),
     Rule(
-        "--max-position-embeddings {max_position_embeddings}",
-        when=lacks_positions,
-        why="is less than --seq-length {seq_length}",
-        fix="raise it to {seq_length} or more",
+        "--max-position-embeddings {max_position_embeddings}: is less than --seq-length {seq_length}; raise "
+        "it to {seq_length} or more",
+        lambda job: 0 < job.model.max_position_embeddings < job.model.seq_length,
     ),
     Rule(
-        "--swiglu",
-        when=lambda job: job.model.swiglu and has_other_activation(job),
-        why="is another activation than --squared-relu and --quick-geglu",
-        fix="leave it or the other out",
+        "--swiglu: is another activation than --squared-relu and --quick-geglu; leave it or the other out",
+        lambda job: job.model.swiglu and (job.model.squared_relu or job.model.quick_geglu),
     ),
     Rule(
-        "--squared-relu",
-        when=lambda job: job.model.squared_relu and not job.model.swiglu and fuses_bias(job),
-        why="is not fused with biases",
-        fix="add --no-bias-gelu-fusion or --disable-bias-linear",
+        "--squared-relu: is not fused with biases; add --no-bias-gelu-fusion or --disable-bias-linear",
+        lambda job: job.model.squared_relu and not job.model.swiglu and fuses_bias(job),
     ),
     Rule(
-        "--position-embedding-type mrope",
-        when=lambda job: job.model.position_embedding_type == "mrope" and not job.flags.mrope_section,
-        why="needs the sections of a head",
-        fix="add --mrope-section",
+        "--position-embedding-type mrope: needs the sections of a head; add --mrope-section",
+        lambda job: job.model.position_embedding_type == "mrope" and not job.flags.mrope_section,
     ),
     Rule(
-        "--no-position-embedding",
-        when=lambda job: (
-            job.flags.add_position_embedding is False and job.model.position_embedding_type != "rope"
-        ),
-        why="is no longer read",
-        fix="give --position-embedding-type none",
+        "--no-position-embedding: is no longer read; give --position-embedding-type none",
+        lambda job: job.flags.add_position_embedding is False and job.model.position_embedding_type != "rope",
     ),
+    Rule("--init-method-xavier-uniform: is none of the settings of Megatron's models; leave it out"),
     Rule(
-        "--init-method-xavier-uniform", why="is none of the settings of Megatron's models", fix="leave it out"
-    ),
-    Rule(
-        "--no-rope-freq {no_rope_freq}",
-        when=has_uneven_no_rope,
-        why="does not divide --num-layers {num_layers}",
-        fix="change one of them",
+        "--no-rope-freq {no_rope_freq}: does not divide --num-layers {num_layers}; change one of them",
+        has_uneven_no_rope,
     ),
     # Attention.
     Rule(
-        "--group-query-attention",
-        when=lambda job: job.model.group_query_attention and job.attention.multi_latent_attention,
-        why="has no meaning for --multi-latent-attention",
-        fix="leave one of the two out",
+        "--group-query-attention: has no meaning for --multi-latent-attention; leave one of the two out",
+        lambda job: job.model.group_query_attention and job.attention.multi_latent_attention,
     ),
     Rule(
-        "--mla-down-proj-fusion",
-        when=lambda job: job.attention.mla_down_proj_fusion and not job.attention.multi_latent_attention,
-        why="is for latent attention",
-        fix="add --multi-latent-attention",
+        "--mla-down-proj-fusion: is for latent attention; add --multi-latent-attention",
+        lambda job: job.attention.mla_down_proj_fusion and not job.attention.multi_latent_attention,
     ),
     Rule(
-        "--rope-type yarn",
-        when=lambda job: job.flags.rope_type == "yarn" and not job.attention.multi_latent_attention,
-        why="is for latent attention",
-        fix="give --position-embedding-type yarn",
+        "--rope-type yarn: is for latent attention; give --position-embedding-type yarn",
+        lambda job: job.flags.rope_type == "yarn" and not job.attention.multi_latent_attention,
     ),
     Rule(
-        "--rope-type rope",
-        when=lambda job: (
-            job.flags.rope_type == "rope" and job.attention.multi_latent_attention and fuses_rope(job)
+        "--rope-type rope: is not fused with --multi-latent-attention; add --no-rope-fusion, or leave it out",
+        lambda job: (
+            job.flags.rope_type == "rope"
+            and job.attention.multi_latent_attention
+            and job.flags.apply_rope_fusion
+            and job.model.position_embedding_type == "rope"
         ),
-        why="is not fused with --multi-latent-attention",
-        fix="add --no-rope-fusion, or leave it out",
     ),
     Rule(
-        "--rotary-interleaved",
-        when=lambda job: job.flags.rotary_interleaved and job.attention.multi_latent_attention,
-        why="has no meaning for --multi-latent-attention",
-        fix="leave one of the two out",
+        "--rotary-interleaved: has no meaning for --multi-latent-attention; leave one of the two out",
+        lambda job: job.flags.rotary_interleaved and job.attention.multi_latent_attention,
     ),
     Rule(
-        "--attention-backend local",
-        when=lambda job: job.precision.attention_backend == "local",
-        why="is for --spec local",
-        fix="leave it out",
+        "--attention-backend local: is for --spec local; leave it out",
+        lambda job: job.precision.attention_backend == "local",
     ),
     Rule(
-        "--batch-invariant-mode",
-        when=lambda job: job.flags.batch_invariant_mode and job.precision.attention_backend != "flash",
-        why="needs --attention-backend flash",
-        fix="add it",
+        "--batch-invariant-mode: needs --attention-backend flash; add it",
+        lambda job: job.flags.batch_invariant_mode and job.precision.attention_backend != "flash",
     ),
 )

@@ -44,79 +44,60 @@ def ends_alone(job: RequestedJob) -> str:
 
 ROWS = (
     Rule(
-        "--step-batch-size-schedule",
-        when=lambda job: (
+        "--step-batch-size-schedule: says the same as --global-batch-size; leave one of the two out",
+        lambda job: (
             job.batch.step_batch_size_schedule is not None and job.batch.global_batch_size is not None
         ),
-        why="says the same as --global-batch-size",
-        fix="leave one of the two out",
     ),
     Rule(
-        "--num-layers-per-virtual-pipeline-stage",
-        when=lambda job: (
+        "--num-layers-per-virtual-pipeline-stage: says the same as --num-virtual-stages-per-pipeline-rank; "
+        "leave one of the two out",
+        lambda job: (
             job.pipeline.num_layers_per_virtual_pipeline_stage is not None
             and job.pipeline.num_virtual_stages_per_pipeline_rank is not None
         ),
-        why="says the same as --num-virtual-stages-per-pipeline-rank",
-        fix="leave one of the two out",
     ),
     Rule(
-        "--pipeline-model-parallel-layout",
-        when=lambda job: job.pipeline.has_layout and chunk_flag(job),
-        why="says how many chunks a rank has",
-        fix="leave {chunk_flag} out",
+        "--pipeline-model-parallel-layout: says how many chunks a rank has; leave {chunk_flag} out",
+        lambda job: job.pipeline.has_layout and chunk_flag(job),
         words=(chunk_flag,),
     ),
     Rule(
-        "{split_flag}",
-        when=lambda job: layers.given_ends(job.job) and split_flag(job),
-        why="says how layers are spread, as the first and the last rank's numbers do",
-        fix="leave one of the two out",
+        "{split_flag}: says how layers are spread, as the first and the last rank's numbers do; leave one "
+        "of the two out",
+        lambda job: layers.given_ends(job.job) and split_flag(job),
         words=(split_flag,),
     ),
     Rule(
-        "{described_twice}",
-        when=lambda job: job.model.hybrid_layer_pattern and described_twice(job),
-        why="is not for --hybrid-layer-pattern, whose | are between stages",
-        fix="leave it out",
+        "{described_twice}: is not for --hybrid-layer-pattern, whose | are between stages; leave it out",
+        lambda job: job.model.hybrid_layer_pattern and described_twice(job),
         words=(described_twice,),
     ),
     Rule(
-        "--hybrid-override-pattern",
-        when=gives_two_patterns,
-        why="is the older name of --hybrid-layer-pattern",
-        fix="leave one of the two out",
+        "--hybrid-override-pattern: is the older name of --hybrid-layer-pattern; leave one of the two out",
+        gives_two_patterns,
     ),
     Rule(
-        "{ends_alone}",
-        when=ends_alone,
-        why="is for a pipeline of two ranks or more",
-        fix="leave it out",
-        words=(ends_alone,),
+        "{ends_alone}: is for a pipeline of two ranks or more; leave it out", ends_alone, words=(ends_alone,)
     ),
     Rule(
-        "{chunk_flag}",
-        when=lambda job: (
+        "{chunk_flag}: is for a pipeline of two ranks or more; leave it out",
+        lambda job: (
             job.parallel.pipeline_model_parallel_size <= 1 and chunk_flag(job) and has_chunk_flag(job)
         ),
-        why="is for a pipeline of two ranks or more",
-        fix="leave it out",
         words=(chunk_flag,),
     ),
     Rule(
-        "--num-layers-per-virtual-pipeline-stage",
-        when=lambda job: (
+        "--num-layers-per-virtual-pipeline-stage: is for ranks with as many layers each; give "
+        "--num-virtual-stages-per-pipeline-rank in its place",
+        lambda job: (
             job.pipeline.num_layers_per_virtual_pipeline_stage is not None and layers.given_ends(job.job)
         ),
-        why="is for ranks with as many layers each",
-        fix="give --num-virtual-stages-per-pipeline-rank in its place",
     ),
     Rule(
-        "--defer-embedding-wgrad-compute",
-        when=lambda job: (
+        "--defer-embedding-wgrad-compute: is for a pipeline of two ranks or more; leave it out",
+        lambda job: (
             job.parallel.defer_embedding_wgrad_compute and job.parallel.pipeline_model_parallel_size <= 1
         ),
-        why="is for a pipeline of two ranks or more",
-        fix="leave it out",
     ),
 )

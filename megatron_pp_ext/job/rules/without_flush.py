@@ -5,14 +5,7 @@ feature that needs an answer from all stages before an update would empty the pi
 schedules exist to avoid.
 """
 
-from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules.rule import Rule, Rules
-
-
-def has_distributed_optimizer(job: RequestedJob) -> bool:
-    """Whether --optimizer shares out whole layers to data-parallel ranks."""
-    return job.memory.optimizer.startswith("dist_")
-
 
 WAITS = Rules(
     title="Without a flush and without `--pipeline-allow-waits`",
@@ -25,24 +18,21 @@ WAITS = Rules(
     or_else=", or allow it with --pipeline-allow-waits",
     rows=(
         Rule(
-            "tied embeddings",
-            when=lambda job: not job.model.untie_embeddings_and_output_weights,
-            why="the first and the last stage would add up their gradients at every update",
-            fix="add --untie-embeddings-and-output-weights",
+            "tied embeddings: the first and the last stage would add up their gradients at every update; "
+            "add --untie-embeddings-and-output-weights",
+            lambda job: not job.model.untie_embeddings_and_output_weights,
         ),
         Rule(
-            "--mtp-num-layers",
-            why="the first and the last stage would add up the embedding's gradients at every update",
+            "--mtp-num-layers: the first and the last stage would add up the embedding's gradients at every "
+            "update"
         ),
-        Rule("--fp16", why="its overflow check needs all stages before every update", fix="use --bf16"),
-        Rule("--calculate-per-token-loss", why="all stages would wait for the last one's count of tokens"),
-        Rule("--exit-signal-handler", why="all ranks would exchange signals after every update"),
-        Rule("--exit-duration-in-mins", why="all ranks would compare their clocks after every update"),
+        Rule("--fp16: its overflow check needs all stages before every update; use --bf16"),
+        Rule("--calculate-per-token-loss: all stages would wait for the last one's count of tokens"),
+        Rule("--exit-signal-handler: all ranks would exchange signals after every update"),
+        Rule("--exit-duration-in-mins: all ranks would compare their clocks after every update"),
         Rule(
-            "--timing-log-level",
-            when=lambda job: job.flags.timing_log_level and job.flags.barrier_with_L1_time,
-            why="its timers start with a barrier",
-            fix="add --no-barrier-with-level-1-timing",
+            "--timing-log-level: its timers start with a barrier; add --no-barrier-with-level-1-timing",
+            lambda job: job.flags.timing_log_level and job.flags.barrier_with_L1_time,
         ),
     ),
 )
@@ -53,54 +43,42 @@ RULES = (
         when=lambda job: not job.pipeline.can.flushes,
         subject="--pipeline-schedule {pipeline_schedule}",
         rows=(
+            Rule("--rampup-batch-size: the microbatches of an update cannot change while some are in flight"),
             Rule(
-                "--rampup-batch-size",
-                why="the microbatches of an update cannot change while some are in flight",
+                "--step-batch-size-schedule: the microbatches of an update cannot change while some are in "
+                "flight"
             ),
             Rule(
-                "--step-batch-size-schedule",
-                why="the microbatches of an update cannot change while some are in flight",
+                "--iterations-to-skip: stages have read differently far, so that to skip a step would part "
+                "samples from their labels"
             ),
             Rule(
-                "--iterations-to-skip",
-                why=(
-                    "stages have read differently far, so that to skip a step would part samples from "
-                    "their labels"
-                ),
+                "--result-rejected-tracker-filename: stages have read differently far, so that to skip a "
+                "step would part samples from their labels"
             ),
             Rule(
-                "--result-rejected-tracker-filename",
-                why=(
-                    "stages have read differently far, so that to skip a step would part samples from "
-                    "their labels"
-                ),
+                "--overlap-param-gather: weights that are still being gathered cannot be kept for what is "
+                "in flight"
             ),
             Rule(
-                "--overlap-param-gather",
-                why="weights that are still being gathered cannot be kept for what is in flight",
+                "--fp8-format: its weights are cast once a step, and change within",
+                lambda job: job.precision.fp8,
             ),
             Rule(
-                "--fp8-format",
-                when=lambda job: job.precision.fp8,
-                why="its weights are cast once a step, and change within",
+                "--fp4-format: its weights are cast once a step, and change within",
+                lambda job: job.precision.fp4,
             ),
             Rule(
-                "--fp4-format",
-                when=lambda job: job.precision.fp4,
-                why="its weights are cast once a step, and change within",
+                "--te-precision-config-file: its weights are cast for microbatch 0, which comes once in a run"
             ),
             Rule(
-                "--te-precision-config-file",
-                why="its weights are cast for microbatch 0, which comes once in a run",
+                "--moe-expert-rank-capacity-factor: it reads a step's samples beforehand and runs the step "
+                "again where they do not fit"
             ),
+            Rule("--moe-router-enable-expert-bias: the bias has no versions"),
             Rule(
-                "--moe-expert-rank-capacity-factor",
-                why="it reads a step's samples beforehand and runs the step again where they do not fit",
-            ),
-            Rule("--moe-router-enable-expert-bias", why="the bias has no versions"),
-            Rule(
-                "--fine-grained-activation-offloading",
-                why="it gives its memory back at the end of a step, when some microbatches are in flight",
+                "--fine-grained-activation-offloading: it gives its memory back at the end of a step, when "
+                "some microbatches are in flight"
             ),
         ),
     ),
@@ -113,60 +91,47 @@ RULES = (
         fix="leave it out",
         rows=(
             Rule(
-                "--pipeline-allow-waits",
-                why="it sums over a pipeline, and the ranks of a stage are in several of them",
+                "--pipeline-allow-waits: it sums over a pipeline, and the ranks of a stage are in several "
+                "of them"
             ),
             Rule(
-                "--log-params-norm",
-                why="it sums over a pipeline, and the ranks of a stage are in several of them",
+                "--log-params-norm: it sums over a pipeline, and the ranks of a stage are in several of them"
+            ),
+            Rule("--num-experts: the losses of routers are summed over a pipeline; take a model without"),
+            Rule(
+                "--context-parallel-size: a replica has tensor-parallel ranks alone; set it to 1",
+                lambda job: job.parallel.context_parallel_size > 1,
             ),
             Rule(
-                "--num-experts",
-                why="the losses of routers are summed over a pipeline",
-                fix="take a model without",
+                "--overlap-grad-reduce: the replicas of a stage would start a reduction at different places "
+                "of the schedule"
             ),
             Rule(
-                "--context-parallel-size",
-                when=lambda job: job.parallel.context_parallel_size > 1,
-                why="a replica has tensor-parallel ranks alone",
-                fix="set it to 1",
+                "--use-distributed-optimizer: its checkpoints, and the norm of its gradients, count as many "
+                "replicas in all stages"
             ),
             Rule(
-                "--overlap-grad-reduce",
-                why="the replicas of a stage would start a reduction at different places of the schedule",
+                "--optimizer dist_...: it shares out layers as if all stages had as many replicas; choose "
+                "another one",
+                lambda job: job.memory.optimizer.startswith("dist_"),
+            ),
+            Rule("--ddp-average-in-collective: gradients are summed over the replicas of a stage"),
+            Rule("--data-parallel-random-init: it counts as many replicas in all stages"),
+            Rule("--create-all-gather-group: its groups have as many replicas in all stages"),
+            Rule("--use-tp-pp-dp-mapping: ranks go by stage, then by replica"),
+            Rule(
+                "--dataloader-type cyclic: it shares out samples as if all stages had as many replicas; "
+                "choose single",
+                lambda job: job.flags.dataloader_type and job.flags.dataloader_type != "single",
             ),
             Rule(
-                "--use-distributed-optimizer",
-                why="its checkpoints, and the norm of its gradients, count as many replicas in all stages",
+                "--full-validation: it shares out samples as if all stages had as many replicas; set "
+                "--eval-iters"
             ),
+            Rule("--pipeline-trace: a trace has one rank for each stage; leave one of the two out"),
             Rule(
-                "--optimizer dist_...",
-                when=has_distributed_optimizer,
-                why="it shares out layers as if all stages had as many replicas",
-                fix="choose another one",
-            ),
-            Rule("--ddp-average-in-collective", why="gradients are summed over the replicas of a stage"),
-            Rule("--data-parallel-random-init", why="it counts as many replicas in all stages"),
-            Rule("--create-all-gather-group", why="its groups have as many replicas in all stages"),
-            Rule("--use-tp-pp-dp-mapping", why="ranks go by stage, then by replica"),
-            Rule(
-                "--dataloader-type cyclic",
-                when=lambda job: job.flags.dataloader_type and job.flags.dataloader_type != "single",
-                why="it shares out samples as if all stages had as many replicas",
-                fix="choose single",
-            ),
-            Rule(
-                "--full-validation",
-                why="it shares out samples as if all stages had as many replicas",
-                fix="set --eval-iters",
-            ),
-            Rule(
-                "--pipeline-trace", why="a trace has one rank for each stage", fix="leave one of the two out"
-            ),
-            Rule(
-                "--pipeline-model-parallel-layout auto",
-                why="auto chooses stages that take equally long, and those with replicas are to differ",
-                fix="give the layout that mpp partition prints with them",
+                "--pipeline-model-parallel-layout auto: auto chooses stages that take equally long, and "
+                "those with replicas are to differ; give the layout that mpp partition prints with them"
             ),
         ),
     ),

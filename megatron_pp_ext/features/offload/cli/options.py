@@ -70,7 +70,6 @@ class Offloading:
         return self.offload is not None
 
     def added_to(self, request: Request) -> Request:
-        """Return ``request`` with what the options ask for."""
         if self.offload is None:
             return request
         return request.with_option(Offload(AUTO if self.offload == AUTO else float(self.offload)))

@@ -59,7 +59,6 @@ class Saving:
     owner: Owner
 
     def __call__(self, rank: Rank) -> AbstractContextManager[None]:
-        """Return the context."""
         return rank.part(OffloadedActivations).saving(self.owner)
 
 

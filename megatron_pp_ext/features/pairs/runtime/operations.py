@@ -69,5 +69,4 @@ class PairsOfRank(Extension):
     """The pairs of one rank."""
 
     def joined(self, works: Iterable[Compute]) -> Operation:
-        """See ``Extension``."""
         return Pair(*works)

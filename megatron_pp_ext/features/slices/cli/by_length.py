@@ -51,7 +51,6 @@ class _Planned:
 
     @property
     def tokens(self) -> int:
-        """The tokens of the step."""
         return sum(self.plan.units.tokens)
 
     @property

@@ -83,7 +83,6 @@ class Slicing:
         return (self.slices or 1) > 1
 
     def added_to(self, request: Request) -> Request:
-        """Return ``request`` with what the option asks for."""
         return request.with_option(Slices(1, self.slices or 1)) if self.is_given else request
 
     def costs(self, costs: Costs) -> Costs:

@@ -157,7 +157,6 @@ class ByLength:
         return make(replace(self._request, microbatches=microbatches), is_proved=True).schedule
 
     def _make_evaluation(self, microbatches: int) -> Schedule:
-        """Return the schedule of an evaluation of so many microbatches."""
         return make(evaluation(self._placement, microbatches, self._request.options)).schedule
 
 

@@ -51,7 +51,6 @@ class Sliced(Addition):
         )
 
     def unmeasured(self, schedule: Schedule) -> Iterator[str]:
-        """See ``Addition``."""
         if schedule.units:
             yield "in slices of sequences"
 

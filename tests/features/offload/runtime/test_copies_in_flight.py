@@ -14,11 +14,8 @@ from megatron_pp_ext.runtime.activation_meter import Owner
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.schedule import catalog
 from tests.support.offloaded import with_offloaded
+from tests.support.saved_rows import BYTES, FIRST, ROWS, SECOND, WIDTH, rows, saved
 from tests.support.split_linear import SplitLinear
-
-ROWS, WIDTH = 4, 8
-BYTES = 4 * ROWS * WIDTH
-FIRST, SECOND = Owner(0, 0), Owner(0, 1)
 
 
 class Late:
@@ -87,11 +84,6 @@ def away(engines):
     return OffloadedActivations(HostBuffers(1 << 20), engines, BYTES)
 
 
-def rows():
-    torch.manual_seed(1)
-    return torch.randn(ROWS, WIDTH, requires_grad=True)
-
-
 def there_and_back(away, *owners):
     for owner in owners:
         away.offload(owner)
@@ -134,8 +126,7 @@ def test_what_dies_between_forward_and_backward(when, engines, away):
 
 
 def test_what_no_backward_waits_for_is_waited_for_at_the_end_of_the_step(engines, away):
-    with away.saving(FIRST):
-        output = torch.nn.functional.gelu(rows() * 2)
+    output = saved(away, FIRST)
     there_and_back(away, FIRST)
     del output
     assert engines.launched[-1].left, "nobody has waited"
@@ -144,8 +135,7 @@ def test_what_no_backward_waits_for_is_waited_for_at_the_end_of_the_step(engines
 
 
 def test_memory_on_its_way_is_free_once_a_backward_has_waited(engines, away):
-    with away.saving(FIRST):
-        output = torch.nn.functional.gelu(rows() * 2)
+    output = saved(away, FIRST)
     there_and_back(away, FIRST)
     (arrival,) = away._arriving
     memory = weakref.ref(arrival.memory[0].untyped_storage())
@@ -154,14 +144,12 @@ def test_memory_on_its_way_is_free_once_a_backward_has_waited(engines, away):
 
 
 def test_the_host_s_memory_of_what_has_died_is_used_again_behind_its_copies(engines, away):
-    with away.saving(FIRST):
-        output = torch.nn.functional.gelu(rows() * 2)
+    output = saved(away, FIRST)
     away.offload(FIRST)
     away.free(FIRST)
     del output
     away.reload(FIRST)
-    with away.saving(SECOND):
-        output = torch.nn.functional.gelu(rows() * 2)
+    output = saved(away, SECOND)
     away.offload(SECOND)
     assert away.buffers.pinned_bytes == BYTES
     assert engines.launched[-1].after == [engines.launched[-2]]

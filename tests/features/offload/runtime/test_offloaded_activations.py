@@ -9,17 +9,14 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_pp_ext.features.offload.runtime.host_buffers import HostBuffers
 from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations
-from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
+from megatron_pp_ext.runtime.activation_meter import ActivationMeter
 from megatron_pp_ext.runtime.recorder import StepRecorder
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule.copies import label
 from tests.support.copy_engines import Threads
+from tests.support.saved_rows import BYTES, FIRST, ROWS, SECOND, WIDTH, rows, saved
 from tests.support.split_linear import SplitLinear
 from tests.support.wrapped import Product, Wrapped, wrapped
-
-ROWS, WIDTH = 4, 8
-BYTES = 4 * ROWS * WIDTH
-FIRST, SECOND = Owner(0, 0), Owner(0, 1)
 
 
 def away_with(limit: float = 1 << 20, smallest: int = BYTES) -> OffloadedActivations:
@@ -31,11 +28,6 @@ def layers() -> torch.nn.Sequential:
     return torch.nn.Sequential(
         SplitLinear(WIDTH, WIDTH), torch.nn.GELU(), SplitLinear(WIDTH, WIDTH), torch.nn.GELU()
     )
-
-
-def rows() -> torch.Tensor:
-    torch.manual_seed(1)
-    return torch.randn(ROWS, WIDTH, requires_grad=True)
 
 
 def gradients(module, input):
@@ -137,8 +129,7 @@ def test_weights_stay_and_what_is_made_of_them_and_kept():
 
 def test_small_storages_and_wrapped_tensors_stay():
     away = away_with(smallest=BYTES + 1)
-    with away.saving(FIRST):
-        output = torch.nn.functional.gelu(rows() * 2)
+    output = saved(away, FIRST)
     away.offload(FIRST)
     away.reload(FIRST)
     weight = torch.nn.Parameter(wrapped(Wrapped, WIDTH, WIDTH))
@@ -197,8 +188,7 @@ def test_a_copy_to_the_host_waits_for_the_reader_of_its_buffer():
 
     away = OffloadedActivations(HostBuffers(BYTES), Watched(), BYTES)
     for owner in (FIRST, SECOND):
-        with away.saving(owner):
-            output = torch.nn.functional.gelu(rows() * 2)
+        output = saved(away, owner)
         away.offload(owner)
         away.free(owner)
         away.reload(owner)
@@ -242,8 +232,7 @@ def test_emptied_storages_stay():
 
 def test_a_backward_of_what_is_away_is_an_error():
     away = away_with()
-    with away.saving(FIRST):
-        output = torch.nn.functional.gelu(rows() * 2)
+    output = saved(away, FIRST)
     away.offload(FIRST)
     away.free(FIRST)
     with pytest.raises(RuntimeError, match="needs activations that are on the host: reload them"):
@@ -254,8 +243,7 @@ def test_a_backward_of_what_is_away_is_an_error():
 
 def test_what_a_backward_no_longer_needs_is_not_brought_back():
     away = away_with()
-    with away.saving(FIRST):
-        output = torch.nn.functional.gelu(rows() * 2)
+    output = saved(away, FIRST)
     away.offload(FIRST)
     away.free(FIRST)
     del output
@@ -267,8 +255,7 @@ def test_what_a_backward_no_longer_needs_is_not_brought_back():
 def test_copies_are_recorded_with_their_times():
     recorder = StepRecorder()
     away = OffloadedActivations(HostBuffers(1 << 20), Threads(seconds_per_byte=1e-5), BYTES)
-    with away.saving(FIRST):
-        output = torch.nn.functional.gelu(rows() * 2)
+    output = saved(away, FIRST)
     away.offload(FIRST, recorder.span(label("out", *FIRST)))
     away.free(FIRST)
     away.reload(FIRST, recorder.span(label("back", *FIRST)))

@@ -1,29 +1,14 @@
 """Sequences of unlike length, and packs of documents, in units that each step plans anew."""
 
-import os
-import pickle
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-import torch
 
-from tests.support import own_loop_lengths
-
-ROOT = Path(__file__).parents[4]
+from tests.support import own_loop, own_loop_lengths, own_process
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """What both ranks found; see ``tests.support.own_loop_lengths``."""
-    file = tmp_path_factory.mktemp("lengths") / "found.pickle"
-    command = [sys.executable, "-m", "tests.support.own_loop_lengths", str(file)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
-    assert run.returncode == 0, run.stderr[-4000:]
-    ranks: list[dict] = pickle.loads(file.read_bytes())
-    return ranks
+    return own_process.found("own_loop_lengths", tmp_path_factory.mktemp("lengths"))
 
 
 @pytest.mark.parametrize("kind", ["", " packed"])
@@ -34,11 +19,7 @@ def test_trains_as_whole_microbatches(found: list[dict], name: str, kind: str) -
     assert [len(step) for step in ours[-1].losses] == list(own_loop_lengths.COUNTS)
     for one, other in zip(ours[-1].losses, stock[-1].losses, strict=True):
         assert one == pytest.approx(other, rel=1e-5)
-    gradients = {key: value for rank in ours for key, value in rank.gradients.items()}
-    others = {key: value for rank in stock for key, value in rank.gradients.items()}
-    assert gradients.keys() == others.keys()
-    for key, value in gradients.items():
-        torch.testing.assert_close(value, others[key], rtol=1e-4, atol=1e-6)
+    own_loop.assert_close_gradients(ours, stock)
 
 
 @pytest.mark.parametrize("name", own_loop_lengths.SCHEDULES)

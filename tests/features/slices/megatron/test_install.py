@@ -1,28 +1,14 @@
 """Slices in a loop on megatron.core alone, whose loss is a mean and whose stages all get a mask."""
 
-import os
-import pickle
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-from tests.support import own_loop
-
-ROOT = Path(__file__).parents[4]
+from tests.support import own_loop, own_process
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """What both ranks found; see ``tests.support.own_loop_slices``."""
-    file = tmp_path_factory.mktemp("slices") / "found.pickle"
-    command = [sys.executable, "-m", "tests.support.own_loop_slices", str(file)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
-    assert run.returncode == 0, run.stderr[-4000:]
-    ranks: list[dict] = pickle.loads(file.read_bytes())
-    return ranks
+    return own_process.found("own_loop_slices", tmp_path_factory.mktemp("slices"))
 
 
 def test_losses_come_back_as_one_for_each_microbatch(found: list[dict]) -> None:

@@ -1,29 +1,14 @@
 """Pipelines that share experts, and whose sequences have other lengths, train in slices."""
 
-import os
-import pickle
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-import torch
 
-from tests.support import own_loop_experts
-
-ROOT = Path(__file__).parents[4]
+from tests.support import own_loop, own_loop_experts, own_process
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """What all ranks found; see ``tests.support.own_loop_experts``."""
-    file = tmp_path_factory.mktemp("experts") / "found.pickle"
-    command = [sys.executable, "-m", "tests.support.own_loop_experts", str(file)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
-    assert run.returncode == 0, run.stderr[-4000:]
-    ranks: list[dict] = pickle.loads(file.read_bytes())
-    return ranks
+    return own_process.found("own_loop_experts", tmp_path_factory.mktemp("experts"))
 
 
 @pytest.mark.parametrize("name", own_loop_experts.SCHEDULES)
@@ -35,10 +20,5 @@ def test_trains_and_evaluates_as_whole_microbatches(found: list[dict], name: str
         assert evaluated == pytest.approx(evaluated_by_stock, rel=1e-4)
     assert sum(bool(evaluated) for _, evaluated in ours) == 2
     for replica in (0, 1):
-        gradients, others = (
-            {key: value for record, _ in ranks[replica::2] for key, value in record.gradients.items()}
-            for ranks in (ours, stock)
-        )
-        assert gradients.keys() == others.keys()
-        for key, value in gradients.items():
-            torch.testing.assert_close(value, others[key], rtol=1e-4, atol=1e-6)
+        of_replica = ([record for record, _ in ranks[replica::2]] for ranks in (ours, stock))
+        own_loop.assert_close_gradients(*of_replica)
