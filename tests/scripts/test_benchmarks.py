@@ -18,10 +18,11 @@ COMMANDS = {
     "planner.found_memory", "planner.host_memory", "planner.layouts",
     "planner.partition_costs", "planner.rehearsals", "planner.sweeps", "planner.training_runs",
     "planner.two_checkouts",
-    "runtime.lengths", "runtime.offload", "runtime.pairs", "runtime.replicas", "runtime.slice_steps",
+    "runtime.announced_shapes", "runtime.lengths", "runtime.offload", "runtime.pairs", "runtime.replicas", "runtime.slice_steps",
     "runtime.slices", "runtime.slow_links", "runtime.start_up", "runtime.steps",
     "runtime.time_to_loss", "runtime.train", "runtime.vocabulary",
-    "schedules.copies_to_host", "schedules.lengths", "schedules.lengths_packed", "schedules.lengths_within",
+    "schedules.announced_shapes", "schedules.copies_to_host", "schedules.lengths", "schedules.lengths_packed",
+    "schedules.lengths_within",
     "schedules.limits_by_rank", "schedules.other_lengths", "schedules.slices",
     "schedules.tables",
 }  # fmt: skip
