@@ -25,7 +25,7 @@ from megatron_pp_ext.schedule.placement import Placement
 class Round:
     """Candidates that are looked at together: those of ``space`` that are not ``before``.
 
-    ``choices`` are the arguments whose values the search chooses in them.  Where a round ``is_varied``, it has
+    ``choices`` are the arguments whose values the search chooses in them.  A round that ``is_varied`` has
     those that fit in a variant alone.
     """
 
