@@ -1,21 +1,27 @@
 """The ``mpp`` command: look at schedules, and at what this machine has."""
 
-# Each adds its commands, in the order of mpp --help.
-from megatron_pp_ext.cli import (  # noqa: F401, I001
-    schedule,
-    compare,
-    trace,
-    doctor,
-    activate,
-    calibrate,
-    estimate,
-    model,
-    partition,
-    profile,
-    rehearse,
-    search,
-    verify,
-)
-from megatron_pp_ext.cli.commands import app
+import sys
+
+# The imports take a second or more, in which Ctrl-C is no error.
+try:
+    # Each adds its commands, in the order of mpp --help.
+    from megatron_pp_ext.cli import (  # noqa: F401, I001
+        schedule,
+        compare,
+        trace,
+        doctor,
+        activate,
+        calibrate,
+        estimate,
+        model,
+        partition,
+        profile,
+        rehearse,
+        search,
+        verify,
+    )
+    from megatron_pp_ext.cli.commands import app
+except KeyboardInterrupt:
+    sys.exit(130)
 
 __all__ = ["app"]

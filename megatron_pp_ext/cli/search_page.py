@@ -35,19 +35,24 @@ def page(
     picture: str,
     commands: Mapping[str, str],
 ) -> str:
-    """Return the page: what was searched, headings and rows, a picture as SVG, and a command by its name."""
+    """Return the page: what was searched, headings and rows, a picture as SVG, and a command by its name.
+
+    The first of ``commands`` is that of the best.
+    """
     headings, rows = table
     head = _row("th", headings)
     body = "".join(_row("td", row) for row in rows)
-    lines = "".join(f"<h3>{escape(name)}</h3><pre>{escape(text)}</pre>" for name, text in commands.items())
+    best, *others = (f"<h3>{escape(name)}</h3><pre>{escape(text)}</pre>" for name, text in commands.items())
     return (
         "<!doctype html><html lang=en><meta charset=utf-8>"
         "<meta name=viewport content='width=device-width, initial-scale=1'>"
         f"<title>{escape(title)}</title><style>{_STYLE}</style><h1>{escape(title)}</h1>{_list(about)}"
         f"<h2>The best</h2><div class=wide><table>{head}{body}</table></div>"
+        f"<h2>The command of the best</h2>{best}"
         f"<h2>Memory and throughput</h2><div class=wide>{picture}</div>"
         f"<h2>What the words stand for</h2>{_list(_labels())}"
-        f"<h2>The commands of the best, and of the shortest steps for less memory</h2>{lines}</html>\n"
+        f"<h2>The commands of the others, and of the shortest steps for less memory</h2>{''.join(others)}"
+        "</html>\n"
     )
 
 

@@ -56,13 +56,7 @@ class Report:
     def show(self) -> None:
         """Print the table, the frontier, and the command that starts the best."""
         result = self.result
-        machines = f"{self.gpus} x {self.system.name}"
-        console.print(
-            f"{result.legal:,} configurations of {machines}: {result.unfit:,} cannot fit, "
-            f"{result.replayed:,} were replayed; "
-            f"{result.stopped or 'none of the others can be among the best'}\n"
-            f"{self._room()}; {result.best[0].estimate.grounds}"
-        )
+        console.print(f"{self._looked_at()}\n{self._room()}; {result.best[0].estimate.grounds}")
         show_not_counted(self.not_counted)
         table = folding(*_COLUMNS[:-3])
         for number, name, *numbers, _, behind, alike in self._rows():
@@ -84,6 +78,15 @@ class Report:
                 style="dim",
             )
         self.show_command("To run the best:", result.best[0])
+
+    def _looked_at(self) -> str:
+        """Report how many configurations there are, and whether the search went to its end."""
+        result = self.result
+        return (
+            f"{result.legal:,} configurations of {self.gpus} x {self.system.name}: "
+            f"{result.unfit:,} cannot fit, {result.replayed:,} were replayed; "
+            f"{result.stopped or 'none of the others can be among the best'}"
+        )
 
     def _room(self) -> str:
         """Report how much memory a rank may take."""
@@ -146,6 +149,7 @@ class Report:
         return search_page.page(
             self._title(),
             {
+                "searched": self._looked_at(),
                 "command": self.about["command"],
                 "date": self.about["date"],
                 "memory": self._room(),

@@ -6,7 +6,9 @@ from typing import Any
 
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.job.requested_job import RequestedJob
+from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.registered import Registered
+from megatron_pp_ext.schedule.names import AUTO
 
 Read = Callable[[RequestedJob, Request], Request]
 """Adds to a request what the flags of a feature request (``Request.with_option``).
@@ -15,8 +17,8 @@ ValueError, in one line, if that cannot be.
 """
 
 
-Permitted = Callable[[RequestedJob], Mapping[str, Any]]
-"""Returns the flags of a feature, by the names of their arguments, as the other flags permit them."""
+Permitted = Callable[[RequestedJob], Any]
+"""Returns the value of a feature's flag as the other flags permit it."""
 
 Flags = Callable[[Request], Mapping[str, Any]]
 """Returns the flags that would request the same of a feature, by the names of their arguments."""
@@ -39,18 +41,20 @@ class Argument:
 
 
 _registered = Registered[Read]()
-_permitted = Registered[Permitted]()
+_permitted: dict[str, Permitted] = {}
 _flags = Registered[Flags]()
 _arguments: dict[str, Argument] = {}
 
 register = _registered.add
 """Adds a ``Read``, which sees the flags of every schedule that is requested from now on."""
 
-register_permitted = _permitted.add
-"""Adds a ``Permitted``, which searches ask, since they choose what flags leave open."""
-
 register_flags = _flags.add
 """Adds ``Flags``, which candidates and calls without flags ask for those that would request the same."""
+
+
+def register_permitted(name: str, permitted: Permitted) -> None:
+    """Let searches ask ``permitted`` for the value of argument ``name``, of which they choose an ``auto``."""
+    _permitted[name] = permitted
 
 
 def register_argument(argument: Argument) -> None:
@@ -72,7 +76,12 @@ def read(asked: RequestedJob, request: Request) -> Request:
 
 def permitted(asked: RequestedJob) -> dict[str, Any]:
     """Return the flags of features as the other flags permit them, by the names of their arguments."""
-    return {name: value for one in _permitted for name, value in one(asked).items()}
+    return {name: one(asked) for name, one in _permitted.items()}
+
+
+def left_open(job: Job) -> tuple[str, ...]:
+    """Return the arguments of features whose values a search for ``job`` chooses."""
+    return tuple(name for name in _permitted if job.value(name) == AUTO)
 
 
 def as_flags(request: Request) -> dict[str, Any]:

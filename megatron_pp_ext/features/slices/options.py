@@ -86,10 +86,6 @@ def read(asked: RequestedJob, request: Request) -> Request:
     return request.with_option(slices(given, asked.model.seq_length))
 
 
-def _permitted(asked: RequestedJob) -> Mapping[str, Any]:
-    return {"pipeline_slice_tokens": asked.pipeline.pipeline_slice_tokens}
-
-
 SMALLEST = 512
 """The fewest tokens of a slice that is tried where the number is open."""
 
@@ -123,7 +119,7 @@ def register() -> None:
     """Add the flag, what reads it, and the argument of ``install``."""
     our_flags.register(__file__)
     options.register(read)
-    options.register_permitted(_permitted)
+    options.register_permitted("pipeline_slice_tokens", lambda asked: asked.pipeline.pipeline_slice_tokens)
     options.register_flags(_flags)
     options.register_argument(options.Argument("slice_tokens", _read_argument))
     other_sums.register(SUMS)

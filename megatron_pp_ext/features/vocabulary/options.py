@@ -36,10 +36,6 @@ def _permitted(asked: RequestedJob) -> str | None:
     return None if value == AUTO and not all_rules.has_choice(asked, "--pipeline-vocabulary") else value
 
 
-def _permitted_flags(asked: RequestedJob) -> Mapping[str, Any]:
-    return {"pipeline_vocabulary": _permitted(asked)}
-
-
 def read(asked: RequestedJob, request: Request) -> Request:
     """Return ``request`` with what the flag requests; see ``job.options.Read``."""
     return _requested(request, _permitted(asked))
@@ -64,7 +60,7 @@ def register() -> None:
     """Add the flag, what reads it and the argument of ``install``, and what they do to sums."""
     our_flags.register(__file__)
     options.register(read)
-    options.register_permitted(_permitted_flags)
+    options.register_permitted("pipeline_vocabulary", _permitted)
     options.register_flags(_flags)
     options.register_argument(options.Argument("vocabulary", _read_argument))
     other_sums.register(SUMS)

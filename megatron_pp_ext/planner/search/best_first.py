@@ -6,28 +6,23 @@ best: no other candidate can be among them.  A candidate that fits in no order g
 whose budget is spent, or that is interrupted, ends with the best that it has.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import product
 from math import inf
 
 from megatron_pp_ext.costs.system import System
+from megatron_pp_ext.planner.search.bounding import Bounding, Round, rounds
 from megatron_pp_ext.planner.search.budget import Budget, Stopped
 from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.search.compiled import Compiler, to_compile
 from megatron_pp_ext.planner.search.configurations import Space
-from megatron_pp_ext.planner.search.lower_bounds import bounds, least_memory
 from megatron_pp_ext.planner.search.nothing_legal import reason
 from megatron_pp_ext.planner.search.replays import Evaluated, Replays
 from megatron_pp_ext.planner.search.result import ALIKE, LEVELS, Bounded, Compiles, Result
 from megatron_pp_ext.planner.search.variants import tried
 from megatron_pp_ext.planner.search.workloads import Workloads
 from megatron_pp_ext.planner.step.estimate import MARGIN, RankMemory
-from megatron_pp_ext.planner.step.programs import placement_of
-from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.names import FLEX
-from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.without_collection import without_collection
 
 _SPENT = "stopped after the {:g} s of a processor that --cpu-seconds allows"
@@ -56,12 +51,11 @@ class Search:
         self._limit, self._margin, self._top = limit, margin, top
         self.result = Result()
         self._workloads = Workloads(space.job, system.at_scale(space.gpus))
-        variants = tried(space.job)
-        self._of_largest = bool(variants)
-        self._replays = Replays(self._workloads, margin, space.is_uneven, variants)
-        self._smallest: tuple[Candidate, RankMemory] | None = None
+        self._bounding = Bounding(self._workloads, limit, margin, self.result)
+        self._replays = Replays(self._workloads, margin, space.is_uneven, tried(space.job))
         self._shortest: dict[float, Evaluated] = {}
         self._alike: dict[Candidate, list[Evaluated]] = {}
+        self._tried: set[Candidate] = set()
 
     def run(self, progress: Progress = lambda what, done, total: None) -> Result:
         """Search; ValueError where nothing is legal, nothing fits, or nothing was found within the budget.
@@ -75,29 +69,65 @@ class Search:
                 f"--gpus {gpus} leaves a node of {each} GPUs in part: nearest that work are {below} and "
                 f"{below + each}"
             )
-        with without_collection():
-            bounded = sorted(self._bounded(progress), key=lambda one: one.bound)
-            if not self.result.legal:
-                raise ValueError(reason(self._space))
-            self._replay(bounded, progress)
-        if self._compiles is not Compiles.NEVER:
-            self._compile(progress)
+        self._look(progress)
+        if not self.result.legal:
+            raise ValueError(reason(self._space))
+        self._compile(progress)
         if not self.result.best:
             raise ValueError(self._nothing_fits())
         frontier = set(self._shortest.values())
         self.result.frontier = sorted(frontier, key=lambda one: one.estimate.fullest.total)
         return self.result
 
-    def _replay(self, bounded: Sequence[Bounded], progress: Progress) -> None:
-        """Replay candidates in the order of their bounds while any of them may be among the results.
+    def _look(self, progress: Progress) -> None:
+        """Look at the candidates of one round after the other.
 
-        What memory keeps out is tried in the ways of features after all others: these take longest, and a
-        search with them is to end with nothing worse than one without.
+        The first has none of the user's ``auto``, and orders are compiled for its best at once.  So a search
+        never ends with less than the same one without these flags.
         """
-        kept_out = self._in_order(bounded, self._replayed, progress)
-        if self._replays.variants and not self.result.stopped:
-            self._in_order(kept_out, self._varied, progress)
-        progress("replaying", len(bounded), len(bounded))
+        kept_out, left = list[Bounded](), rounds(self._space)
+        while left and not self.result.stopped:
+            one = left[0]
+            with without_collection():
+                bounded = self._bounded(one, progress)
+                if self.result.stopped:
+                    break
+                left.pop(0)
+                if one.is_varied:
+                    bounded, kept_out = [*bounded, *kept_out], []
+                bounded.sort(key=lambda other: other.bound)
+                kept_out += self._in_order(
+                    bounded, self._varied if one.is_varied else self._replayed, progress
+                )
+            if left and self._compiles is Compiles.TOO:
+                self._compile(progress)
+        if left and self.result.stopped:
+            untried = tuple(name for one in left for name in one.choices)
+            self.result.stopped = replace(self.result.stopped, untried=untried)
+
+    def _bounded(self, one: Round, progress: Progress) -> list[Bounded]:
+        """Return the candidates of a round that may fit.
+
+        Only later rounds than the first may end early: what a search without a result lacks is time.
+        """
+        found = list[Bounded]()
+        try:
+            for number, total, of_cut in self._bounding.of_round(one):
+                progress("bounding", number, total)
+                if not one.is_first and self._is_spent:
+                    self._stop(_SPENT.format(self.budget.seconds), ())
+                    break
+                found += of_cut
+        except KeyboardInterrupt:
+            self._stop(_INTERRUPTED, ())
+            if not self.result.best:
+                raise
+        return found
+
+    @property
+    def _is_spent(self) -> bool:
+        """Whether the budget for replays is spent."""
+        return self.budget.is_spent(self._compiles is not Compiles.NEVER, bool(self.result.best))
 
     def _in_order(
         self,
@@ -112,9 +142,8 @@ class Search:
                 progress("replaying", number, len(bounded))
                 if not self._room(one.bound):
                     break
-                compiles = self._compiles is not Compiles.NEVER
-                if self.budget.is_spent(leaves_some=compiles, has_result=bool(self.result.best)):
-                    self._stop(_SPENT.format(self.budget.seconds), [*kept_out, *bounded[number:]])
+                if self._is_spent:
+                    self._stop(_SPENT.format(self.budget.seconds), bounded[number:])
                     break
                 candidate = one.candidate
                 room = self._room(one.bound, candidate)
@@ -126,8 +155,9 @@ class Search:
                     self._offer(found)
                 elif found is not None:
                     kept_out.append(one)
+            progress("replaying", len(bounded), len(bounded))
         except KeyboardInterrupt:
-            self._stop(_INTERRUPTED, [*kept_out, *bounded[number:]])
+            self._stop(_INTERRUPTED, bounded[number:])
             if not self.result.best:
                 raise
         return kept_out
@@ -174,9 +204,12 @@ class Search:
 
     def _compile(self, progress: Progress) -> None:
         """Compile orders for the ranks and microbatches of the best, within the memory that is left."""
+        if self._compiles is Compiles.NEVER:
+            return
         if self.result.stopped and self.result.stopped.why == _INTERRUPTED:
             return
         chosen = to_compile(self.result.named, self._space, self._workloads)
+        chosen = [cut for cut in chosen if cut not in self._tried]
         compiler = Compiler(self._space, self._workloads, self._limit, self._margin)
         infeasible = "the layers of none of the best fill two chunks a rank: give another number of layers"
         has_some = bool(self.result.best)
@@ -190,6 +223,7 @@ class Search:
                 if self.budget.is_spent() and self.result.best:
                     self._stop(_SPENT.format(self.budget.seconds), ())
                     break
+                self._tried.add(cut)
                 evaluated = compiler.compiled(cut)
                 if isinstance(evaluated, str):
                     infeasible = evaluated
@@ -202,64 +236,6 @@ class Search:
                 raise
         if has_some and not self.result.best:
             raise ValueError(f"{FLEX} finds nothing: {infeasible}")
-
-    def _bounded(self, progress: Progress) -> Iterator[Bounded]:
-        """Yield all candidates that may fit, with their bounds."""
-        cuts = list(self._space.cuts())
-        for number, cut in enumerate(cuts):
-            progress("bounding", number, len(cuts))
-            for chunks, names in self._space.orders(cut):
-                for recompute in self._space.recomputes(cut, chunks):
-                    chunked = self._space.described(replace(cut, recompute=recompute, chunks=chunks))
-                    yield from self._sizes(chunked, names)
-
-    def _sizes(self, cut: Candidate, names: Sequence[str]) -> Iterator[Bounded]:
-        """Yield ``cut`` with all microbatches and schedules that may fit, with their bounds.
-
-        The smallest microbatch comes first, and larger ones only need more memory.
-        """
-        is_full = False
-        placements: dict[Placement, list[str]] = {}
-        for shares, name in product(self._space.sharing(cut), names):
-            placement = placement_of(name, cut.pipeline, cut.chunks, shares)
-            placements.setdefault(placement, []).append(name)
-        legal = sum(map(len, placements.values()))
-        for sized in self._space.refined(cut):
-            self.result.legal += legal
-            if is_full:
-                self.result.unfit += legal
-                continue
-            is_full = True
-            for placement, here in placements.items():
-                if sized.splits_head != placement.splits_head:
-                    sized = replace(sized, splits_head=placement.splits_head)
-                fullest, least_seconds = self._least(sized, placement)
-                if fullest.total > self._limit:
-                    self.result.unfit += len(here)
-                    if self._smallest is None or fullest.total < self._smallest[1].total:
-                        self._smallest = replace(sized, schedule=here[0]), fullest
-                    continue
-                is_full = False
-                whole, split = least_seconds()
-                for name in here:
-                    bound = split if catalog.abilities(name).splits_backward else whole
-                    yield Bounded(bound, fullest.total, sized, name)
-
-    def _least(
-        self, candidate: Candidate, placement: Placement
-    ) -> tuple[RankMemory, Callable[[], tuple[float, float]]]:
-        """Return what the fullest rank of a candidate needs at least, and what returns the least seconds.
-
-        The latter are of a step with whole and with split backwards.
-        """
-        microbatches = candidate.microbatches
-        if self._space.is_uneven and placement.ranks > 1:
-            mean = self._workloads.mean(candidate, placement)
-            least = mean.memory(microbatches, self._margin, of_largest=self._of_largest)
-            return least, partial(mean.bounds, microbatches)
-        work = self._workloads.work(candidate, placement)
-        least = least_memory(work, microbatches, self._margin, self._of_largest)
-        return least, partial(bounds, work, microbatches)
 
     def _replayed(self, candidate: Candidate, limit: float) -> Evaluated | RankMemory | None:
         """Return the candidate with its estimate, what its fullest rank needs, or None if it is too slow."""
@@ -276,7 +252,7 @@ class Search:
         if self.result.stopped:
             stopped = self.result.stopped
             return f"nothing that fits was found: {stopped}: give more --cpu-seconds, or fix sizes"
-        candidates = [pair for pair in (self._smallest, *self.result.too_large) if pair is not None]
+        candidates = [pair for pair in (self._bounding.smallest, *self.result.too_large) if pair is not None]
         candidate, fullest = min(candidates, key=lambda pair: pair[1].total)
         name, size = max(fullest.components(), key=lambda pair: pair[1])
         return (

@@ -44,14 +44,20 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """Why a search ended before its end: ``left`` candidates have no step below ``least_seconds``."""
+    """Why a search ended before its end: ``left`` candidates have no step below ``least_seconds``.
+
+    ``untried`` are arguments that leave something to the search, which it had no time to try.
+    """
 
     why: str
     left: int
     least_seconds: float
+    untried: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        if not self.left:
-            return f"{self.why}; not all orders were compiled"
-        others = "1 other was" if self.left == 1 else f"{self.left:,} others were"
-        return f"{self.why}; {others} not looked at, none of which takes less than {self.least_seconds:.4g} s"
+        found = [self.why]
+        if self.left:
+            others = "1 other was" if self.left == 1 else f"{self.left:,} others were"
+            found.append(f"{others} not looked at, none of which takes less than {self.least_seconds:.4g} s")
+        found += [f"--{name.replace('_', '-')} was not tried" for name in self.untried]
+        return "; ".join(found if found[1:] else [self.why, "not all orders were compiled"])

@@ -3,11 +3,12 @@
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from megatron_pp_ext.features.pairs.options import Pairs
 from megatron_pp_ext.features.slices import options as slices_options
 from megatron_pp_ext.features.vocabulary.options import choices
+from megatron_pp_ext.job import options
 from megatron_pp_ext.job.layers import joined, spread
 from megatron_pp_ext.job.sizes import require_divisible
 from megatron_pp_ext.job.typed_job import Job
@@ -88,6 +89,11 @@ class Space:
         for size in [given] if given else _divisors(each):
             if each % size == 0:
                 yield replace(cut, micro_batch=size, microbatches=each // size)
+
+    def without_choices(self) -> tuple[Self, tuple[str, ...]]:
+        """Return the space without what flags of features leave open, and the arguments that do."""
+        names = options.left_open(self.job)
+        return replace(self, job=self.job.changed(**dict.fromkeys(names))), names
 
     def recomputes(self, cut: Candidate, chunks: int) -> list[Recompute]:
         """Return what can be recomputed, from nothing to everything."""
