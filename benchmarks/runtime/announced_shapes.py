@@ -7,20 +7,16 @@ Every family runs on our executor with known shapes and with announced ones, who
 where shapes are known, or late, in turns and in the same processes.  Writes results/announced_runtime.md.
 """
 
-import gc
 import os
-import time
-from functools import partial
 from statistics import median
 from typing import Annotated, NamedTuple
 
 import torch.distributed as dist
 import typer
 
-from benchmarks.measuring import in_turns
 from benchmarks.report import RESULTS, Out, Row, publish, table
 from benchmarks.runtime.lengths import MESSAGE, UnlikeStage, planned
-from benchmarks.runtime.machine import cores_awake, settle, step_seconds
+from benchmarks.runtime.machine import cores_awake, settle, spans_in_turns, step_seconds
 from benchmarks.runtime.systems import RunStep, World
 from megatron_pp_ext.features.lengths.orders import How
 from megatron_pp_ext.runtime.channels import Channels
@@ -75,21 +71,12 @@ def measure(
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     world = World.join(ranks)
 
-    def timed(run: RunStep) -> tuple[float, float]:
-        dist.barrier()
-        start = time.perf_counter()
-        run()
-        return start, time.perf_counter()
-
     ways = {
-        (family, name): partial(timed, build(world, family, way, ranks, microbatches, forward))
+        (family, name): build(world, family, way, ranks, microbatches, forward)
         for family in FAMILIES
         for name, way in WAYS.items()
     }
-    gc.collect()
-    gc.freeze()  # the collector need not look through imported modules within a step
-    in_turns(ways, 1)
-    return in_turns(ways, repeats)
+    return spans_in_turns(ways, repeats)
 
 
 def main(

@@ -8,10 +8,8 @@ same processes, with W in the holes of the step as in training.  A stage sleeps 
 Writes results/lengths_runtime.md.
 """
 
-import gc
 import os
 import time
-from functools import partial
 from random import Random
 from statistics import median
 from typing import Annotated
@@ -20,9 +18,8 @@ import torch
 import torch.distributed as dist
 import typer
 
-from benchmarks.measuring import in_turns
 from benchmarks.report import RESULTS, Out, Row, publish, table
-from benchmarks.runtime.machine import cores_awake, settle, step_seconds
+from benchmarks.runtime.machine import cores_awake, settle, spans_in_turns, step_seconds
 from benchmarks.runtime.stages import Times
 from benchmarks.runtime.systems import RunStep, World
 from megatron_pp_ext.features.lengths.length_costs import LengthCosts
@@ -112,21 +109,12 @@ def measure(
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     world = World.join(ranks)
 
-    def timed(run: RunStep) -> tuple[float, float]:
-        dist.barrier()
-        start = time.perf_counter()
-        run()
-        return start, time.perf_counter()
-
     ways = {
-        (family, how): partial(timed, build(world, family, how, ranks, microbatches, forward))
+        (family, how): build(world, family, how, ranks, microbatches, forward)
         for family in FAMILIES
         for how in HOWS
     }
-    gc.collect()
-    gc.freeze()  # the collector need not look through imported modules within a step
-    in_turns(ways, 1)
-    return in_turns(ways, repeats)
+    return spans_in_turns(ways, repeats)
 
 
 def main(

@@ -1,16 +1,21 @@
 """How the machine is kept from disturbing ranks that sleep, and what a message costs its cores."""
 
 import ctypes
+import gc
 import os
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import get_context
 from threading import Thread
 
 import torch
+import torch.distributed as dist
+
+from benchmarks.measuring import in_turns
 
 _PARENT_DEATH_SIGNAL, _TIMER_SLACK = 1, 29
 """Options of Linux's prctl(2): the signal at the parent's end, nanoseconds by which a sleep is prolonged."""
@@ -74,6 +79,23 @@ def settle(rank: int) -> None:
     keep_freed_memory()
     cores = _cores()
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
+
+
+def spans_in_turns[Key](
+    ways: Mapping[Key, Callable[[], object]], repeats: int
+) -> dict[Key, list[tuple[float, float]]]:
+    """Return start and end of so many steps of each of ``ways`` here, after one that does not count."""
+
+    def timed(run: Callable[[], object]) -> tuple[float, float]:
+        dist.barrier()
+        start = time.perf_counter()
+        run()
+        return start, time.perf_counter()
+
+    timed_ways = {key: partial(timed, run) for key, run in ways.items()}
+    gc.collect()
+    gc.freeze()  # the collector need not look through imported modules within a step
+    return in_turns(timed_ways, repeats, warm_up=1)
 
 
 def step_seconds(of_ranks: Sequence[Sequence[tuple[float, float]]]) -> list[float]:
