@@ -29,6 +29,10 @@ MOST_GPUS, MOST_SEQUENCES = 2**20, 2**16
 """The most GPUs, and sequences for each in a step, for which a search ends; nobody has as many."""
 
 
+_ALL = "all"
+"""The value of --schedules for all families, which are the default."""
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """What is to be trained."""
@@ -109,9 +113,7 @@ class Machines:
 class Tried:
     """What is tried in addition to all parallel sizes."""
 
-    schedules: Annotated[
-        str | None, typer.Option(help="Families, with commas between; flex compiles.  [default: all]")
-    ] = None
+    schedules: Annotated[str, typer.Option(help="Families, with commas between; flex compiles.")] = _ALL
     layout: Annotated[
         str,
         typer.Option(help="How layers are spread over stages: auto, as makes the step shortest, or even."),
@@ -181,12 +183,13 @@ class Tried:
         """
         from megatron_pp_ext.planner.search.result import Compiles
 
-        given, flag = self.schedules, asked.pipeline.pipeline_schedule
+        given, flag = _known(self.schedules), asked.pipeline.pipeline_schedule
         if given and flag:
             raise ValueError(
-                f"--schedules {given} and --pipeline-schedule {flag} contradict each other: leave one out"
+                f"--schedules {self.schedules} and --pipeline-schedule {flag} contradict each other: leave one "
+                "out"
             )
-        wanted = _known(given or flag) or [*catalog.NAMES, FLEX]
+        wanted = given or _known(flag or _ALL) or [*catalog.NAMES, FLEX]
         try:
             names = permitted(asked, wanted)
         except ValueError:
@@ -253,7 +256,9 @@ class Measuring:
         self.where(gpus, gpus_per_node).check(self.steps, self.timeout)
 
 
-def _known(schedules: str | None) -> list[str]:
-    """Return the names in --schedules; ValueError for one that is unknown."""
-    named = [catalog.canonical(name.strip()) for name in (schedules or "").split(",") if name.strip()]
+def _known(schedules: str) -> list[str]:
+    """Return the names in --schedules, none for all; ValueError for one that is unknown."""
+    if schedules.strip() == _ALL:
+        return []
+    named = [catalog.canonical(name.strip()) for name in schedules.split(",") if name.strip()]
     return [name if catalog.abilities(name).takes_limit else catalog.entry(name).name for name in named]

@@ -25,7 +25,7 @@ def search(mpp, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("words", [(), ("--schedules", "gpipe,1f1b,zb-h1")])
+@pytest.mark.parametrize("words", [(), ("--schedules", "all"), ("--schedules", "gpipe,1f1b,zb-h1")])
 def test_megatrons_own_schedules_are_left_where_all_others_refuse_a_flag(words, search):
     """Without a pipeline Megatron refuses the flag itself."""
     result, content = search(*words)
