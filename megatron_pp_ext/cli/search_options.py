@@ -186,8 +186,8 @@ class Tried:
         given, flag = _known(self.schedules), asked.pipeline.pipeline_schedule
         if given and flag:
             raise ValueError(
-                f"--schedules {self.schedules} and --pipeline-schedule {flag} contradict each other: leave one "
-                "out"
+                f"--schedules {self.schedules} and --pipeline-schedule {flag} contradict each other: "
+                "leave one out"
             )
         wanted = given or _known(flag or _ALL) or [*catalog.NAMES, FLEX]
         try:
