@@ -72,10 +72,12 @@ def search(
         console.print(measured_sizes.described(space.job, space.stages))
     limit = machines.bytes_of_memory or (1 - headroom(asked.job)) * system.memory_bytes
     budget = Budget(machines.cpu_seconds or inf)
+    one = Search(space, system, limit, machines.margin, machines.top, compiles, budget)
     try:
-        best = run_with_bar(Search(space, system, limit, machines.margin, machines.top, compiles, budget))
+        best = run_with_bar(one)
     except KeyboardInterrupt:
-        typer.echo("mpp: interrupted before any configuration was found that fits", err=True)
+        if not one.result.best:
+            typer.echo("mpp: interrupted before any configuration was found that fits", err=True)
         raise
     best.best[0].estimate.require_possible(system)
     filled_in = tuple(strip(missing(words)))

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_pp_ext.cli import measure, report
 from megatron_pp_ext.jobs.job import Result, State
+from megatron_pp_ext.planner.search.best_first import Search
 from tests.support import browser
 
 MODEL = {
@@ -125,6 +126,12 @@ def test_search_writes_table_numbers_page_picture_and_scripts(mpp, model, tmp_pa
         str(tmp_path / "model.json"), 16, 512,
     )  # fmt: skip
     assert content["command"] in page and "search --gpus 16" in content["command"] and content["date"] in page
+    assert f"{content['legal']:,} configurations of 16 x h100" in page
+    assert (
+        page.index(f"<h3>{best[0]['name']}</h3>")
+        < page.index("<svg")
+        < page.index(f"<h3>{best[1]['name']}</h3>")
+    )
     alike = [other for one in best for other in one["alike"]]
     for one in (*best, *content["frontier"], *alike):
         layout = one["candidate"]["layout"]
@@ -150,6 +157,16 @@ def test_search_writes_table_numbers_page_picture_and_scripts(mpp, model, tmp_pa
         assert Path(batch).is_file()
         assert words[words.index(batch) + 1 : -1] == one["flags"]
         assert shlex.split(one["command"])[-len(one["flags"]) :] == one["flags"]
+
+
+def test_a_search_that_is_interrupted_before_it_finds_anything_reports_that(mpp, model, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Search, "run", interrupted)
+    result = mpp(*SEARCH, "--model", model())
+    assert result.exit_code == 130
+    assert "mpp: interrupted before any configuration was found that fits" in result.output
 
 
 @pytest.mark.skipif(browser.BROWSER is None, reason="no Chromium is installed")

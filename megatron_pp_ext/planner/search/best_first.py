@@ -86,21 +86,26 @@ class Search:
         never ends with less than the same one without these flags.
         """
         kept_out, left = list[Bounded](), rounds(self._space)
-        while left and not self.result.stopped:
-            one = left[0]
-            with without_collection():
-                bounded = self._bounded(one, progress)
-                if self.result.stopped:
-                    break
-                left.pop(0)
-                if one.is_varied:
-                    bounded, kept_out = [*bounded, *kept_out], []
-                bounded.sort(key=lambda other: other.bound)
-                kept_out += self._in_order(
-                    bounded, self._varied if one.is_varied else self._replayed, progress
-                )
-            if left and self._compiles is Compiles.TOO:
-                self._compile(progress)
+        try:
+            while left and not self.result.stopped:
+                one = left[0]
+                with without_collection():
+                    bounded = self._bounded(one, progress)
+                    if self.result.stopped:
+                        break
+                    left.pop(0)
+                    if one.is_varied:
+                        bounded, kept_out = [*bounded, *kept_out], []
+                    bounded.sort(key=lambda other: other.bound)
+                    kept_out += self._in_order(
+                        bounded, self._varied if one.is_varied else self._replayed, progress
+                    )
+                if left and self._compiles is Compiles.TOO:
+                    self._compile(progress)
+        except KeyboardInterrupt:
+            self._stop(_INTERRUPTED, ())
+            if not self.result.best:
+                raise
         if left and self.result.stopped:
             untried = tuple(name for one in left for name in one.choices)
             self.result.stopped = replace(self.result.stopped, untried=untried)
@@ -111,17 +116,12 @@ class Search:
         Only later rounds than the first may end early: what a search without a result lacks is time.
         """
         found = list[Bounded]()
-        try:
-            for number, total, of_cut in self._bounding.of_round(one):
-                progress("bounding", number, total)
-                if not one.is_first and self._is_spent:
-                    self._stop(_SPENT.format(self.budget.seconds), ())
-                    break
-                found += of_cut
-        except KeyboardInterrupt:
-            self._stop(_INTERRUPTED, ())
-            if not self.result.best:
-                raise
+        for number, total, of_cut in self._bounding.of_round(one):
+            progress("bounding", number, total)
+            if not one.is_first and self._is_spent:
+                self._stop(_SPENT.format(self.budget.seconds), ())
+                break
+            found += of_cut
         return found
 
     @property
