@@ -7,9 +7,8 @@ from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli.commands import app
 from megatron_pp_ext.cli.lengths_options import Lengths, StepMicrobatches
 from megatron_pp_ext.cli.progress import waiting
-from megatron_pp_ext.cli.report import console, print_units, require_size
+from megatron_pp_ext.cli.report import console, print_units
 from megatron_pp_ext.compiler.make import make
-from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.features.offload.cli.options import LEGEND, Offloading, some_limits
 from megatron_pp_ext.features.pairs.options import Pairs, paired
 from megatron_pp_ext.features.slices.cli import by_length as in_units
@@ -54,9 +53,8 @@ def compare(
     from megatron_pp_ext.cli import flex
     from megatron_pp_ext.view import terminal
 
-    requests = [named(name, ranks, count) for name, entry in catalog.ENTRIES.items() if entry.chunks <= 2]
+    requests = by_length.compared(ranks, count).values()
     for request in requests:
-        require_size(request)
         slicing.require_size(request)
     halves = offload.costs(times.costs(ranks, 2), ranks)
     shared_halves = times.costs(ranks, 2, splits_head=True) if times.output_layer else halves

@@ -66,13 +66,7 @@ def show_comparison(ranks: int, times: ask.Times, lengths: Lengths, pictures: as
 
     count = lengths.count(None)
     in_step = in_step_of(times.costs(ranks, 2), times, lengths)
-    requests = compared(ranks, count)
-    if times.pair_time is not None:
-        requests |= {
-            f"{name} +P": paired(request)
-            for name, request in requests.items()
-            if catalog.entry(name).make_paired
-        }
+    requests = with_pairs(compared(ranks, count), times)
     steps = {}
     for name, request in requests.items():
         with waiting(f"planning orders under {name}"):
@@ -108,6 +102,14 @@ def compared(ranks: int, microbatches: int) -> dict[str, Request]:
     for request in requests.values():
         require_size(request)
     return requests
+
+
+def with_pairs(requests: dict[str, Request], times: ask.Times) -> dict[str, Request]:
+    """Return the requests; with --pair-time those of schedules that have pairs stand there in pairs too."""
+    if times.pair_time is None:
+        return requests
+    has_pairs = {name: request for name, request in requests.items() if catalog.entry(name).make_paired}
+    return requests | {f"{name} +P": paired(request) for name, request in has_pairs.items()}
 
 
 def in_step_of(costs: Costs, times: ask.Times, lengths: Lengths) -> UnitCosts:

@@ -97,6 +97,8 @@ def model_parts(
         )
         output = replace(output, weight_gradient_seconds=0.0, overlapped_in_whole=0.0)
     prediction = _prediction(costs, layers) if job.model.mtp_num_layers else Part()
+    # Buffers are those of all products that have been made, so they come last.
+    made_once = buffers.of_layers(costs)
     return ModelParts(
         layers=tuple(layers),
         other=costs.other(),
@@ -108,7 +110,7 @@ def model_parts(
         hidden_bytes=costs.hidden_bytes,
         loss_workspace=ends.loss_workspace(costs, rows) + buffers.gathered(costs),
         split_workspace=ends.split_workspace(costs, rows),
-        buffers=buffers.of_layers(costs),
+        buffers=made_once,
         output_buffer=buffers.of_output(costs, rows),
         measured=measured,
         deferred=deferred,

@@ -23,7 +23,6 @@ from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.first_rank import print_rank_0
 from megatron_pp_ext.runtime.plan import RankPlan, plan_orders
 from megatron_pp_ext.runtime.rank import Rank, Recorder
-from megatron_pp_ext.schedule.announcements import Announced
 from megatron_pp_ext.schedule.families import pipedream, round_robin
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 from megatron_pp_ext.schedule.program import Orders
@@ -94,8 +93,7 @@ class _Place:
     def plan(self, orders: Orders, inputs: StepInputs, flushes: bool = True) -> RankPlan:
         """Return what this rank does where all follow ``orders`` in a step with these ``inputs``."""
         stages, rank_of = self.replicas.stages, self.replicas.rank_of
-        announced = Announced.NOTHING if inputs.shape else Announced.EVERY
-        return plan_orders(orders, stages, rank_of, self._rank, flushes=flushes, announced=announced)
+        return plan_orders(orders, stages, rank_of, self._rank, flushes=flushes, announced=inputs.announces)
 
     def make_stage(self, inputs: StepInputs) -> ModelStage:
         """Return this rank's stage."""

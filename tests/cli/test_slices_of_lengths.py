@@ -48,4 +48,9 @@ def test_a_comparison_has_the_steps_of_each_schedule_whole_and_in_units(mpp, tmp
         table_of_orders = mpp("schedule", name, "-p", 2, "--lengths", file).stdout
         assert re.search(rf"searched .*{whole}", table_of_orders), table_of_orders
     assert rows["flex 1.00"][0] == ""
+    assert not any("+P" in name for name in rows)
+    in_pairs = mpp("compare", *words, "--pair-time", 0.6).stdout
+    (row,) = (line for line in in_pairs.splitlines() if "dualpipe-v +P" in line)
+    alone = mpp("schedule", "dualpipe-v", *words, "--pair-time", 0.6).stdout
+    assert f"over the work of the busiest rank: {row.split('│')[3].strip()}" in alone
     assert "flex 0.25" not in rows, "no rank can keep the longest document in a quarter"

@@ -482,7 +482,7 @@ def placeholders(**changed):
 
 
 def test_products_of_one_shape_share_a_placeholder_for_their_gradients():
-    """Of attention with 3 H and H, and of the MLP: the same for any number of layers."""
+    """Attention has two shapes of weights and the MLP two, however many layers there are."""
     found = placeholders()
     assert found == 2 * (H * 3 * H + H * H + 2 * H * 4 * H)
     assert placeholders(num_layers=4) == found

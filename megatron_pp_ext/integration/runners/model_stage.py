@@ -18,6 +18,7 @@ from megatron_pp_ext.runtime.channels import Shape
 from megatron_pp_ext.runtime.plan import RankPlan
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule.actions import Action, Kind
+from megatron_pp_ext.schedule.announcements import Announced
 from megatron_pp_ext.schedule.placement import Placement
 
 ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any] | None]]
@@ -56,6 +57,13 @@ class StepInputs:
     has_one_shape: bool = False
     losses: list[Any] = field(default_factory=list)
     tokens: torch.Tensor = field(default_factory=lambda: torch.zeros([], dtype=torch.int, device="cuda"))
+
+    @property
+    def announces(self) -> Announced:
+        """The activations that announce their shapes."""
+        if self.shape or self.shapes:
+            return Announced.NOTHING
+        return Announced.FIRST if self.has_one_shape else Announced.EVERY
 
 
 def model_stages[S: ModelStage](

@@ -10,7 +10,6 @@ from megatron_pp_ext.integration.runners.transport import Transport
 from megatron_pp_ext.registered import Registered
 from megatron_pp_ext.runtime.plan import RankPlan
 from megatron_pp_ext.schedule.actions import Schedule
-from megatron_pp_ext.schedule.announcements import Announced
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement
 
@@ -35,8 +34,6 @@ class Step:
     """What microbatches have cost in measured steps (``sources.Source.measured``)."""
     free: Sequence[float] = ()
     """The bytes that each rank has for the step (``sources.Source.free``); none if not measured."""
-    announced: Announced = Announced.NOTHING
-    """The messages that announce their shapes, where shapes are not known ahead."""
     may_move_weights: bool = False
     """Whether W may have other places than in the schedule, here or in other replicas."""
 

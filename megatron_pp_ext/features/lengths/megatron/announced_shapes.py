@@ -53,7 +53,6 @@ class AnnouncedShapes:
             self._decide(self._seen, inputs)
         inputs.has_one_shape = bool(self._has_one_shape)
         inputs.announced = {}
-        step.announced = Announced.FIRST if self._has_one_shape else Announced.EVERY
         step.plan = self._plan(step)
         try:
             yield
@@ -73,10 +72,11 @@ class AnnouncedShapes:
 
     def _plan(self, step: Step) -> RankPlan:
         """Return the plan with late receives, which is kept for the schedule's later steps."""
-        key = step.schedule.microbatches, step.inputs.forward_only, step.announced
+        announces = step.inputs.announces
+        key = step.schedule.microbatches, step.inputs.forward_only, announces
         schedule, plan = self._plans.get(key, (None, None))
         if plan is None or schedule is not step.schedule:
-            plan = plan_rank(step.schedule, step.plan.rank, announced=step.announced)
+            plan = plan_rank(step.schedule, step.plan.rank, announced=announces)
             self._plans[key] = step.schedule, plan
         return plan
 

@@ -75,7 +75,7 @@ class Ordered:
             iterator if batches is None else iter([batches[number] for number in order])
             for iterator, batches in zip(inputs.iterators, data, strict=True)
         ]
-        announced = step.announced if self._shapes.are_announced(inputs, agreed) else Announced.NOTHING
+        announced = inputs.announces if self._shapes.are_announced(inputs, agreed) else Announced.NOTHING
         if found is not None and found.schedule is not step.schedule:
             with without_collection():
                 step.plan = plan_rank(found.schedule, step.plan.rank, announced=announced)

@@ -112,7 +112,7 @@ def show_comparison(
     ]
     table = terminal.Numbers("schedule", headings)
     bars = dict[str, dict[str, float]]()
-    requests = by_length.compared(ranks, count)
+    requests = by_length.with_pairs(by_length.compared(ranks, count), times)
     limited = {f"{FLEX} {limit:.2f}": named(FLEX, ranks, count, limit=limit) for limit in _LIMITS}
     for name, request in (requests | limited).items():
         costs = halves.merged(request.finest.stages)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_pp_ext.features.lengths.megatron.announced_shapes import AnnouncedShapes
+from megatron_pp_ext.integration.runners.model_stage import StepInputs
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.announcements import Announced
 
@@ -86,6 +87,10 @@ def test_a_stage_that_hands_on_another_shape_ends_the_step() -> None:
         run_ranks(shortened, 2, timeout=120)
 
 
+class _Inputs(SimpleNamespace):
+    announces = StepInputs.announces
+
+
 def decided(rank: int, seen: list[list[list[tuple[int, ...]]]]) -> Announced:
     """Return what is announced after steps in which microbatches had these shapes on this rank."""
     dist.init_process_group("gloo")
@@ -93,11 +98,11 @@ def decided(rank: int, seen: list[list[list[tuple[int, ...]]]]) -> Announced:
     shapes = AnnouncedShapes(may_repeat=True)
     groups = SimpleNamespace(pp=dist.group.WORLD)
     for of_step in (seen[rank], [[], []]):
-        inputs = SimpleNamespace(shape=(), shapes=(), groups=groups, forward_only=False, announced=None)
+        inputs = _Inputs(shape=(), shapes=(), groups=groups, forward_only=False, announced=None)
         step: Any = SimpleNamespace(inputs=inputs, schedule=schedule, plan=SimpleNamespace(rank=rank))
         with shapes.step(step):
             inputs.announced |= {number: set(each) for number, each in enumerate(of_step)}
-    found: Announced = step.announced
+    found: Announced = step.inputs.announces
     return found
 
 
