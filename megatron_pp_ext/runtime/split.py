@@ -11,15 +11,31 @@ Everything else (norms, embeddings, biases, routers) stays in the first half: it
 cutting it would keep activations alive for nothing.
 """
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
+from megatron_pp_ext.runtime.own_part import OwnPart
 
 WeightWork = Callable[[], None]
 """Computes one weight's gradient and adds it where it belongs."""
+
+
+class _Product(NamedTuple):
+    """Deferred ``work``, which gathers ``parts`` again.
+
+    ``sends`` is true where the layer's I had a message under way when it left the work, and ``is_free`` where
+    the work may run before other weights' work that was left earlier.
+    """
+
+    work: WeightWork
+    parts: Sequence[OwnPart]
+    sends: bool
+    is_free: bool
 
 
 class WeightGradientStore:
@@ -28,6 +44,9 @@ class WeightGradientStore:
     Layers call ``defer`` in their backward.  Inside ``collecting`` the work is kept for that
     slot; outside, ``defer`` runs it at once, so a layer needs no second code path for
     schedules that do not split.
+
+    Work may read operands of which only this rank's part was kept (``own_part``).  Their gather is launched
+    before the work that comes first, so that it travels while that computes.
 
     The autograd engine may call from a thread of its own (it has one for each GPU), while the
     thread that entered ``collecting`` waits for it: the open slot is therefore an ordinary
@@ -39,13 +58,19 @@ class WeightGradientStore:
     def __init__(self) -> None:
         self.meter: ActivationMeter | None = None
         self._slot: Owner | None = None
+        self._beside: Owner | None = None
         self._runs_in_parts = False
-        self._work: dict[Owner, list[WeightWork]] = {}
+        self._work: dict[Owner, deque[_Product]] = {}
 
     @property
     def is_collecting(self) -> bool:
         """Whether the backward that runs now is the first half of a split one."""
         return self._slot is not None
+
+    @property
+    def runs_soon(self) -> bool:
+        """Whether work runs within the backward that leaves it, so that its operands may stay whole."""
+        return self._slot is not None and (self._runs_in_parts or self._beside == self._slot)
 
     @contextmanager
     def collecting(self, slot: Owner, in_parts: bool = False) -> Iterator[None]:
@@ -59,24 +84,49 @@ class WeightGradientStore:
         if slot in self._work:
             raise RuntimeError(f"{slot} has weight gradients from an earlier backward that never ran")
         self._slot, self._runs_in_parts = slot, in_parts
-        self._work[slot] = []
+        self._work[slot] = deque()
         try:
+            self._start_beside()
             yield
             self.run_part()
+            self._run_what_stays_whole()
         finally:
             self._slot, self._runs_in_parts = None, False
             if in_parts:
                 del self._work[slot]
 
+    @contextmanager
+    def beside(self, slot: Owner) -> Iterator[None]:
+        """Run work of ``slot`` while messages of the backward that collects inside are under way.
+
+        Each message hides one piece of work: first that of layers which sent no message themselves, such as
+        row-parallel ones, whose products are smaller.  ``slot`` may be the one that collects; otherwise its
+        own backward has ended.  What is left runs in its W as ever.
+        """
+        self._beside = slot
+        try:
+            yield
+        finally:
+            self._beside = None
+
     def run_part(self) -> None:
         """Run what the slot that collects in parts has so far; nothing where none does."""
         if self._slot is not None and self._runs_in_parts:
-            work = self._work[self._slot]
-            self._work[self._slot] = []
-            _run(work)
+            _run(self._work[self._slot])
 
-    def defer(self, work: WeightWork, *tensors: torch.Tensor) -> None:
+    def defer(
+        self,
+        work: WeightWork,
+        *tensors: torch.Tensor,
+        parts: Sequence[OwnPart] = (),
+        sends: bool = False,
+        is_free: bool = True,
+    ) -> None:
         """Leave ``work``, which holds on to ``tensors``, for the W of the slot that is collecting.
+
+        It gathers ``parts`` again.  The layer ``sends`` a message now if its input's gradient is on its way
+        to other tensor-parallel ranks.  Work on a weight with a second use, whose gradient comes in I, is not
+        ``is_free``: it runs in W alone, after all that I adds to the same sum.
 
         It will run under the autocast of this moment, which the layer's backward has restored.  Where no slot
         is collecting, run it now.
@@ -85,10 +135,46 @@ class WeightGradientStore:
             work()
             return
         work = _under_present_autocast(work)
-        self._work[self._slot].append(work)
+        self._work[self._slot].append(_Product(work, parts, sends, is_free))
         if self.meter is not None:
             for tensor in tensors:
                 self.meter.hold(self._slot, tensor, holder=work)
+        if sends:
+            self._run_beside()
+        else:
+            self._start_beside()
+
+    def _start_beside(self) -> None:
+        """Launch the gathers of what the next message hides; one launched after the message would wait."""
+        if self._beside != self._slot and (product := self._next_beside()) is not None:
+            _start(product)
+
+    def _run_beside(self) -> None:
+        product = self._next_beside()
+        if product is not None and self._beside is not None:
+            # Not by equality, which compares tensors.
+            work = self._work[self._beside]
+            del work[next(place for place, other in enumerate(work) if other is product)]
+            _run(deque([product]))
+
+    def _next_beside(self) -> _Product | None:
+        if self._beside is None:
+            return None
+        work = [product for product in self._work.get(self._beside, ()) if product.is_free]
+        silent = (product for product in work if not product.sends)
+        if self._beside == self._slot:
+            # Its layers' own messages are what is to be hidden: they are under way once, and not again.
+            return next(silent, None)
+        return next(silent, work[0] if work else None)
+
+    def _run_what_stays_whole(self) -> None:
+        """Run the work of this very slot whose operands stayed whole, since no message has hidden it."""
+        if self._slot is None or self._beside != self._slot:
+            return
+        work = self._work[self._slot]
+        whole = deque(product for product in work if product.is_free and not product.sends)
+        self._work[self._slot] = deque(product for product in work if not product.is_free or product.sends)
+        _run(whole)
 
     def run(self, slot: Owner) -> None:
         """Run the work that ``slot`` left, in its order, and release its tensors one by one.
@@ -96,6 +182,14 @@ class WeightGradientStore:
         KeyError if the slot's backward has not run.
         """
         _run(self._work.pop(slot))
+
+    def abandon(self) -> None:
+        """Drop all work, as after a step that failed.
+
+        Gathers under way are not waited for, since other ranks may never launch theirs; the process group
+        keeps their memory.
+        """
+        self._work.clear()
 
     def __len__(self) -> int:
         """Return the number of slots that still have work; it is 0 at the end of a step."""
@@ -110,10 +204,18 @@ def _under_present_autocast(work: WeightWork) -> WeightWork:
 
 
 @torch.no_grad()
-def _run(work: list[WeightWork]) -> None:
-    work.reverse()
+def _run(work: deque[_Product]) -> None:
+    """Run ``work`` from its first on, and launch the gathers of each before the one that comes before it."""
     while work:
-        work.pop()()
+        _start(work[0])
+        if len(work) > 1:
+            _start(work[1])
+        work.popleft().work()
+
+
+def _start(product: _Product) -> None:
+    for part in product.parts:
+        part.start()
 
 
 STORE = WeightGradientStore()

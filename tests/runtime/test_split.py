@@ -152,3 +152,92 @@ def test_a_weight_half_runs_under_the_autocast_of_its_backward(device, dtype, mo
     STORE.run(SLOT)
     work()
     assert seen == [None, dtype, None]
+
+
+class Gathered:
+    """Stands in for a part whose gather is noted."""
+
+    def __init__(self, events: list[str], name: str) -> None:
+        self.events, self.name, self.is_under_way = events, name, False
+
+    def start(self) -> None:
+        if not self.is_under_way:
+            self.events.append(f"gather {self.name}")
+        self.is_under_way = True
+
+    def take(self) -> None:
+        self.start()
+        self.is_under_way = False
+
+
+def leave(events: list[str], *layers: str) -> None:
+    """Defer the work of ``layers``; those that send a message have a name that begins with a capital."""
+    for layer in layers:
+        part = Gathered(events, layer)
+
+        def work(layer: str = layer, part: Gathered = part) -> None:
+            part.take()
+            events.append(f"product {layer}")
+
+        events.append(f"put {layer}")
+        STORE.defer(work, parts=[part], sends=layer[0].isupper(), is_free="tied" not in layer.lower())
+
+
+def test_each_gather_is_launched_before_the_product_before_it():
+    """So it travels while that computes: no more than two gathered operands exist at one time."""
+    events: list[str] = []
+    with STORE.collecting(SLOT):
+        leave(events, "a", "b", "c")
+    events.clear()
+    STORE.run(SLOT)
+    assert events == ["gather a", "gather b", "product a", "gather c", "product b", "product c"]
+
+
+def test_messages_hide_the_products_of_another_microbatch():
+    """Those of layers without a message come first, and their gathers are launched before the message."""
+    earlier, later, events = Owner(0, 0), Owner(0, 1), []
+    with STORE.collecting(earlier):
+        leave(events, "fc2", "Fc1", "proj", "Qkv")
+    events.clear()
+    with STORE.beside(earlier), STORE.collecting(later):
+        leave(events, "fc2", "Fc1", "proj", "Qkv", "Tied")
+    assert events == [
+        "gather fc2", "put fc2", "put Fc1", "product fc2",
+        "put proj", "gather proj", "put Qkv", "product proj",
+        "put Tied", "gather Fc1", "product Fc1",
+    ]  # fmt: skip
+    events.clear()
+    STORE.run(earlier)
+    assert events == ["gather Qkv", "product Qkv"]
+    events.clear()
+    STORE.run(later)
+    assert [one for one in events if "product" in one] == [
+        f"product {layer}" for layer in ("fc2", "Fc1", "proj", "Qkv", "Tied")
+    ]
+    assert len(STORE) == 0
+
+
+def test_messages_hide_products_of_the_same_microbatch():
+    """Its operands stay whole until then.  What no message has hidden runs at the end."""
+    events: list[str] = []
+    with STORE.beside(SLOT), STORE.collecting(SLOT):
+        assert STORE.runs_soon
+        leave(events, "tied", "fc2", "Fc1", "proj", "Qkv", "last")
+    assert [one for one in events if "gather" not in one] == [
+        "put tied", "put fc2", "put Fc1", "product fc2", "put proj", "put Qkv", "product proj",
+        "put last", "product last",
+    ]  # fmt: skip
+    events.clear()
+    STORE.run(SLOT)
+    assert [one for one in events if "product" in one] == ["product tied", "product Fc1", "product Qkv"]
+
+
+def test_an_abandoned_step_leaves_nothing():
+    events: list[str] = []
+    with STORE.collecting(SLOT):
+        leave(events, "a", "b")
+    STORE.abandon()
+    assert len(STORE) == 0
+    with STORE.collecting(SLOT):
+        leave(events, "a")
+    STORE.run(SLOT)

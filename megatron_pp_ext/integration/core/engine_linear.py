@@ -9,15 +9,21 @@ of the stage and microbatch whose I is running, as that of Megatron's local laye
 
 The product is bound to its operands in I: the scales of FP8 operands go with them, and the scaling of later
 microbatches cannot change them.
+
+Under sequence parallelism a column-parallel layer gathers its input for this product, and a row-parallel
+layer the gradient of its output for both.  The store keeps this rank's own part of either
+(``engine_operands``), and W gathers it again.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
 from megatron_pp_ext.integration.core.data_parallel import Gradients, defer_weights
+from megatron_pp_ext.integration.core.engine_operands import own_operand, whole
+from megatron_pp_ext.integration.core.parameter_marks import has_second_use
 from megatron_pp_ext.runtime.split import STORE, has_hooks
 from megatron_pp_ext.runtime.storages import plain_tensors
 
@@ -34,10 +40,15 @@ def split_backwards(model: Iterable[Any]) -> None:
                 module.wgrad_store = DeferringStore(module)
 
 
+_GATHERED: Mapping[str | None, int] = {"column": 0, "row": 1}
+"""Which operand, (input, gradient), a layer of each parallel mode gathers; experts' layers gather none."""
+
+
 class DeferringStore:
     """Replaces the ``WeightGradStore`` of one ``module``; the method names are Transformer Engine's."""
 
     def __init__(self, module: Any) -> None:
+        self._module = module
         self._weights, self._biases = _named(module, "weight"), _named(module, "bias")
         self._is_fused = module.fuse_wgrad_accumulation
         self._is_grouped = hasattr(module, "num_gemms")
@@ -61,15 +72,31 @@ class DeferringStore:
             for buffer in self._buffers(operands):
                 buffer.zero_()
         input, gradient, *buffers = operands
-        operands = [_read_by_w(input), _read_by_w(gradient), *buffers]
+        sends = _sends(self._module)
+        waiting = [_read_by_w(input), _read_by_w(gradient)]
+        if sends or not STORE.runs_soon:
+            waiting = self._own_parts(waiting)
 
         def gradients() -> Gradients:
+            operands = [*map(whole, waiting), *buffers]
             found = self._gradients(product(*operands), operands)
             return [one for one in found if _is_trained(one[0])]
 
         work = defer_weights(filter(_is_trained, (*self._weights, *self._biases)), gradients)
+        parts = [part for operand in waiting for part in getattr(operand, "parts", ())]
         # Fused, the buffers are the gradients themselves, which are no activations.
-        STORE.defer(work, *plain_tensors(operands[: 2 if self._is_fused else None]))
+        held = plain_tensors([*waiting, *([] if self._is_fused else buffers)])
+        is_free = not any(map(has_second_use, self._weights))
+        STORE.defer(work, *held, *(part.part for part in parts), parts=parts, sends=sends, is_free=is_free)
+
+    def _own_parts(self, pair: list[Any]) -> list[Any]:
+        """Return ``pair``, input and gradient, with this rank's own part of what the module has gathered."""
+        module = self._module
+        gathered = _GATHERED.get(getattr(module, "parallel_mode", None))
+        if gathered is None or not getattr(module, "sequence_parallel", False):
+            return pair
+        own = own_operand(pair[gathered], module.tp_group)
+        return [own if place == gathered else operand for place, operand in enumerate(pair)]
 
     def _gradients(self, result: Any, operands: Sequence[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
         """Yield the parameters to whose gradients W still has to add, each with what to add.
@@ -92,6 +119,15 @@ class DeferringStore:
         """Return the tensors that a grouped product fills with the weights' gradients: one each, or one."""
         whole = getattr(operands[2], "rowwise_data", None)
         return operands[2] if whole is None else [whole.view_as(*self._weights)]
+
+
+def _sends(module: Any) -> bool:
+    """Return whether the gradient of the input of ``module`` is on its way to other ranks when it stores W.
+
+    Not where the product that makes it scatters it itself (userbuffers).
+    """
+    is_column = getattr(module, "parallel_mode", None) == "column" and module.tp_size > 1
+    return is_column and not getattr(module, "ub_overlap_rs_dgrad", False)
 
 
 def _is_trained(parameter: torch.nn.Parameter) -> bool:

@@ -5,15 +5,19 @@ transformer implementation) all end in one autograd function.  Its backward is r
 which needs the input's gradient alone; at any other time stock code runs untouched.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+import torch.distributed as dist
+from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
+from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_pp_ext.integration.core.data_parallel import Gradients, defer_weights
+from megatron_pp_ext.integration.core.parameter_marks import has_second_use
 from megatron_pp_ext.integration.patching import substitute
+from megatron_pp_ext.runtime.own_part import OwnPart
 from megatron_pp_ext.runtime.split import STORE, has_hooks
 
 _LINEAR = (
@@ -48,41 +52,73 @@ def split_backward(stock: type[torch.autograd.Function]) -> type[torch.autograd.
             input, _ = ctx.saved_tensors
             # The dtype of logits may be another than their input's (--output-logit-dtype).
             gradient = gradients[0].to(input.dtype)
-            work = defer_weights([ctx.parameter], _weight_gradient(ctx, input, gradient))
-            STORE.defer(work, input, gradient)
-            input_gradient = _input_gradient(ctx, input, gradient)
+            input_gradient, message = _input_gradient(ctx, input, gradient)
+            _defer(ctx, input, gradient, sends=message is not None)
             bias_gradient = gradient.flatten(0, -2).sum(dim=0) if ctx.use_bias else None
+            if message is not None:
+                message.wait()
             others = [None] * (len(ctx.needs_input_grad) - 3)
             return input_gradient, None, bias_gradient, *others
 
     return SplitLinearWithGradAccumulation
 
 
-def _input_gradient(ctx: Any, input: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+def _input_gradient(
+    ctx: Any, input: torch.Tensor, gradient: torch.Tensor
+) -> tuple[torch.Tensor, dist.Work | None]:
+    """Return the gradient of ``input``, and the message that completes it where ranks each have a part."""
     product = gradient.matmul(ctx.parameter)
     if ctx.sequence_parallel:
         shard = torch.empty_like(input, requires_grad=False)
-        torch.distributed.reduce_scatter_tensor(shard, product, group=ctx.tp_group)
-        return shard
+        return shard, dist.reduce_scatter_tensor(shard, product, group=ctx.tp_group, async_op=True)
     if ctx.allreduce_dgrad:
-        torch.distributed.all_reduce(product, group=ctx.tp_group)
-    return product
+        return product, dist.all_reduce(product, group=ctx.tp_group, async_op=True)
+    return product, None
 
 
-def _weight_gradient(ctx: Any, input: torch.Tensor, gradient: torch.Tensor) -> Callable[[], Gradients]:
-    weight, sequence_parallel, tp_group = ctx.parameter, ctx.sequence_parallel, ctx.tp_group
-    fused = ctx.gradient_accumulation_fusion
+def _defer(ctx: Any, input: torch.Tensor, gradient: torch.Tensor, sends: bool) -> None:
+    """Leave the weight gradient for W, and of what was or will be gathered for it this rank's part alone."""
+    weight, fused = ctx.parameter, ctx.gradient_accumulation_fusion
+    operands: list[torch.Tensor | OwnPart] = [gradient, input]
+    if ctx.sequence_parallel:
+        rows, *others = input.shape
+        shape = torch.Size([rows * ctx.tp_group.size(), *others])
+        operands[1] = OwnPart(input, ctx.tp_group, shape)
+    elif (group := _GROUPS.get(weight)) is not None and not STORE.runs_soon:
+        operands[0] = OwnPart.cut(gradient, group)
 
     def weight_gradient() -> Gradients:
-        # The gathered input is not stashed: under sequence parallelism only the shard outlives I.
-        whole = gather_from_sequence_parallel_region(input, group=tp_group) if sequence_parallel else input
-        gradient_2d, input_2d = prepare_input_tensors_for_wgrad_compute(gradient, whole)
+        whole = (operand.take() if isinstance(operand, OwnPart) else operand for operand in operands)
+        gradient_2d, input_2d = prepare_input_tensors_for_wgrad_compute(*whole)
         if fused:
             _accumulate_fused(input_2d, gradient_2d, weight)
             return []
         return [(weight, gradient_2d.t().matmul(input_2d))]
 
-    return weight_gradient
+    parts = [operand for operand in operands if isinstance(operand, OwnPart)]
+    held = (operand.part if isinstance(operand, OwnPart) else operand for operand in operands)
+    work = defer_weights([weight], weight_gradient)
+    STORE.defer(work, *held, parts=parts, sends=sends, is_free=not has_second_use(weight))
+
+
+_GROUPS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""The tensor-parallel group of each row-parallel weight whose layer scatters its output along the sequence.
+
+Such a layer does so outside of the linear function, which therefore gets the gradient of its output gathered
+and cannot know.
+"""
+
+
+def note_row_layers(model: Iterable[torch.nn.Module]) -> None:
+    """Note the row-parallel layers in the chunks of ``model`` whose output gradients are gathered."""
+    for chunk in model:
+        for module in chunk.modules():
+            if (
+                isinstance(module, RowParallelLinear)
+                and module.sequence_parallel
+                and not module.explicit_expert_comm
+            ):
+                _GROUPS[module.weight] = module.tp_group
 
 
 def _accumulate_fused(input: torch.Tensor, gradient: torch.Tensor, weight: Any) -> None:

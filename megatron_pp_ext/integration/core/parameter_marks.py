@@ -31,6 +31,15 @@ def marks_of(parameter: torch.nn.Parameter) -> Marks:
     return Marks(parameter.requires_grad, dict(vars(parameter)))
 
 
+def has_second_use(weight: torch.nn.Parameter) -> bool:
+    """Return whether ``weight`` may be the embedding's or the output layer's, which can be one weight.
+
+    The gradient of an embedding comes in I, and sums of floating-point numbers depend on their order.
+    """
+    marks = ("shared_embedding", "is_embedding_or_output_parameter")
+    return any(getattr(weight, mark, False) for mark in marks)
+
+
 def marked(data: torch.Tensor, marks: Marks) -> torch.nn.Parameter:
     """Return a parameter of these numbers that carries ``marks``."""
     parameter = torch.nn.Parameter(data, requires_grad=marks.requires_grad)

@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel import schedules as stock_schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
-from megatron_pp_ext.integration.core import engine_linear, late_checks
+from megatron_pp_ext.integration.core import engine_linear, late_checks, local_linear
 from megatron_pp_ext.integration.core.data_parallel import DataParallel
 from megatron_pp_ext.integration.core.frozen_copies import require_alike
 from megatron_pp_ext.integration.runners import paged_stash
@@ -127,6 +127,7 @@ class PipelineRunner:
         if not self._is_split:
             require_alike(model)
             engine_linear.split_backwards(model)
+            local_linear.note_row_layers(model)
             self._is_split = True
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         (shape,) = stock_schedules.get_tensor_shapes(
@@ -162,8 +163,12 @@ class PipelineRunner:
         paged_stash.begin_step(config, forward_only)
         clock = timed(config, "forward-backward", level=1, barrier=config.barrier_with_L1_time)
         with clock, self._recording.step(inputs) as recorder, late_checks.put_off():
-            with data_parallel.step(), self._recording.actions(inputs, recorder):
-                self.steps.run(inputs, recorder or Unrecorded())
+            try:
+                with data_parallel.step(), self._recording.actions(inputs, recorder):
+                    self.steps.run(inputs, recorder or Unrecorded())
+            except BaseException:
+                STORE.abandon()
+                raise
             if len(STORE):
                 raise RuntimeError(f"{len(STORE)} weight gradients were left at the end of the step")
             if config.finalize_model_grads_func is not None and not forward_only:
