@@ -15,6 +15,7 @@ from megatron_pp_ext.features.slices.cli import by_length as in_units
 from megatron_pp_ext.features.slices.cli.options import LEGEND as SLICES_LEGEND
 from megatron_pp_ext.features.slices.cli.options import Slicing
 from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.simulate import simulate
 
@@ -108,10 +109,7 @@ def compare(
     if pictures.paths:
         from megatron_pp_ext.view import memory_tradeoff
 
-        work = count * max(
-            stage.forward + stage.input_gradient + stage.weight_gradient
-            for stage in halves.merged(ranks).stages
-        )
+        work = count * max(stage.forward + stage.seconds(Kind.B) for stage in halves.merged(ranks).stages)
         title = f"{ranks} ranks, {count} microbatches"
         line = flex.undominated(list(frontier.values()))
         for path in pictures.paths:

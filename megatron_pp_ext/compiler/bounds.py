@@ -15,6 +15,7 @@ turns   A microbatch that is on its way after a stage keeps what the rank has of
         turn; where the limit is a multiple of what each keeps, until all W before them have run.
 
 The arguments hold for any order, with split or whole backwards; a whole backward keeps activations longer.
+An I may have a W inside, which hides ``StageCosts.hidden`` of it: what both take in all is counted so.
 A head that is split over the ranks adds to the path and to the work.
 """
 
@@ -22,6 +23,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.unit_costs import UnitCosts
@@ -48,7 +50,7 @@ def lower_bound(
         stages = placement.stages_of(rank)
         own = [costs.stages[stage] for stage in stages]
         head = route.starts[stages[0]]
-        work = sum(cost.forward + cost.input_gradient + cost.weight_gradient for cost in own)
+        work = sum(cost.forward + cost.seconds(Kind.B) for cost in own)
         bounds.append(head + microbatches * (work + part))
         bounds.append(_window(route, stages, own, microbatches, limit))
         bounds.append(head + _memory(route, stages, own, microbatches, limit))
@@ -68,7 +70,7 @@ def _of_units(placement: Placement, costs: Costs, paired: bool) -> float:
         stages = placement.stages_of(rank)
         own = [unit.stages[stage] for unit in units for stage in stages]
         shared = [unit.head for unit in units if unit.head and placement.splits_head]
-        work = math.fsum(cost.forward + cost.input_gradient + cost.weight_gradient for cost in own)
+        work = math.fsum(cost.forward + cost.seconds(Kind.B) for cost in own)
         work += math.fsum(part.scores + part.weight_gradient for part in shared)
         bounds.append(min(route.starts[stages[0]] for route in routes) + work)
     return max(bounds)
@@ -103,7 +105,7 @@ class _Route:
         self.tails = [0.0] * len(seconds)
         for station in reversed(range(len(seconds))):
             if station >= placement.stages:
-                weight = costs.stages[2 * placement.stages - 1 - station].weight_gradient
+                weight = _weight(costs.stages[2 * placement.stages - 1 - station])
                 finish = max(finish, self.ends[station] + weight)
             self.tails[station] = finish - self.ends[station]
         self.path = finish
@@ -113,12 +115,17 @@ class _Route:
         return 2 * self.stages - 1 - stage
 
 
+def _weight(cost: StageCosts) -> float:
+    """Return what a W adds to its I at least: it may run inside of that."""
+    return cost.weight_gradient - cost.hidden
+
+
 def _window(
     route: _Route, stages: Sequence[int], own: Sequence[StageCosts], microbatches: int, limit: float
 ) -> float:
     """Return the window bound: idle time before the first gradient and after the last forward."""
     forward = microbatches * sum(cost.forward for cost in own)
-    backward = microbatches * sum(cost.input_gradient + cost.weight_gradient for cost in own)
+    backward = microbatches * sum(cost.seconds(Kind.B) for cost in own)
     first_gradient = route.starts[route.gradient(stages[-1])]
     early = min(
         forward,
@@ -132,7 +139,7 @@ def _window(
         _most(
             limit,
             min(cost.activation - cost.released_by_input_gradient for cost in own),
-            max(cost.input_gradient + cost.weight_gradient for cost in own),
+            max(cost.seconds(Kind.B) for cost in own),
         ),
     )
     return first_gradient + forward + backward - early + max(0.0, route.tails[stages[-1]] - late)
@@ -150,7 +157,7 @@ def _memory(
     """
     kept = sum(
         cost.activation * (route.ends[route.gradient(stage)] - route.starts[stage])
-        + (cost.activation - cost.released_by_input_gradient) * cost.weight_gradient
+        + (cost.activation - cost.released_by_input_gradient) * _weight(cost)
         for stage, cost in zip(stages, own, strict=True)
     )
     largest = max(cost.activation for cost in own)
@@ -162,7 +169,7 @@ def _memory(
     missing = (steps - 1) * (limit - largest * steps / 2)  # what is not kept yet, summed over these steps
     fill = min(cost.forward for cost in own)
     last = min(cost.input_gradient for cost in own)
-    both = min(cost.input_gradient + cost.weight_gradient for cost in own)
+    both = min(cost.seconds(Kind.B) for cost in own)
     tail = route.tails[route.gradient(stages[0])]
     # What is kept at the end of the last I counts only while its W runs, and one W runs at a time.
     at_end = min(largest * tail, limit * max(cost.weight_gradient for cost in own))
@@ -188,9 +195,9 @@ def _turns(
     for count, stage in enumerate(stages, start=1):
         kept, start = own[:count], route.starts[stage]
         returns = [route.ends[route.gradient(each)] - start for each in stages[:count]]
-        done = [back + cost.weight_gradient for back, cost in zip(returns, kept, strict=True)]
+        done = [back + _weight(cost) for back, cost in zip(returns, kept, strict=True)]
         # On the rank, all these W and the I of the stages before come after the I of the stage.
-        rest = sum(cost.input_gradient + cost.weight_gradient for cost in kept) - kept[-1].input_gradient
+        rest = sum(cost.seconds(Kind.B) for cost in kept) - kept[-1].input_gradient
         until_all = max(returns[-1] + rest, *done)
         after = max(route.tails[route.gradient(stage)], rest)
         parts = [cost.activation - cost.released_by_input_gradient for cost in kept]

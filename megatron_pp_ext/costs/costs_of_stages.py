@@ -26,19 +26,14 @@ def stage_costs(job: Job, stages: int, rows: int, splits_head: bool = False) -> 
     return Costs(tuple(part.costs() for part in parts), message=message_bytes(job), head=shared)
 
 
-def stage_seconds(
-    job: Job, stages: int, rows: int, system: System, data: int, is_split: bool = True
-) -> Costs:
-    """Return the same in the seconds of ``system``, messages included, on ``data`` data-parallel ranks.
-
-    Backwards are in two halves if ``is_split``.
-    """
+def stage_seconds(job: Job, stages: int, rows: int, system: System, data: int) -> Costs:
+    """Return the same in the seconds of ``system``, messages included, on ``data`` data-parallel ranks."""
     model = model_parts(job, SystemKernelSeconds(system, job), vocabulary=rows)
     parts = stage_parts.stage_parts(job, model, layers.by_stage(job, stages))
     parallel, size = job.parallel, stage_parts.message_bytes(job, model.hidden_bytes)
     apart = data * parallel.tensor_model_parallel_size * parallel.context_parallel_size
     link = system.message_link(parallel.pipeline_model_parallel_size, apart)
-    stages_of = tuple(part.costs(is_split) for part in parts)
+    stages_of = tuple(part.costs() for part in parts)
     return Costs(stages_of, hop_seconds(job, system, link, size), size)
 
 

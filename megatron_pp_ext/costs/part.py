@@ -44,7 +44,8 @@ class Part:
     A product with a weight costs the same operations in F, I and W; a product of activations, such as
     attention's, costs double in I and nothing in W.  A recomputed part runs its forward again in I.
     Seconds are those of ``KernelSeconds``; they include copies and messages, which have no operations.  A
-    backward that is not split takes ``overlapped_in_whole`` less than I and W: collectives of I run after W.
+    backward that is not split takes ``overlapped_in_whole`` less than I and W, since collectives of I run
+    while W computes; so does an I with a W inside (``StageCosts.hidden``).
     ``exchanged_seconds`` are those of one exchange of tokens between experts, of which a forward has two and
     an I two.  A forward and a backward that run together (``Schedule.paired``) take ``overlapped_together``
     less than one after the other.
@@ -153,7 +154,7 @@ class Part:
             forward_seconds=stage.forward,
             input_gradient_seconds=stage.input_gradient,
             weight_gradient_seconds=stage.weight_gradient,
-            overlapped_in_whole=0.0,
+            overlapped_in_whole=stage.hidden,
             overlapped_together=overlapped_together,
             after_forward=stage.activation,
             after_input_gradient=stage.activation - stage.released_by_input_gradient,
@@ -172,8 +173,8 @@ class Part:
             brief_in_whole=self.after_forward,
         )
 
-    def costs(self, is_split: bool = True) -> StageCosts:
-        """Return the costs as a schedule takes them, whose backwards are in two halves if ``is_split``.
+    def costs(self) -> StageCosts:
+        """Return the costs as a schedule takes them.
 
         There an I only releases bytes.  Where recomputation lets it keep more than the forward did, the
         forward is charged with that from its start: no limit is exceeded, but some of it is left unused.
@@ -182,9 +183,10 @@ class Part:
         return StageCosts(
             forward=self.forward_seconds,
             input_gradient=self.input_gradient_seconds,
-            weight_gradient=self.weight_gradient_seconds - (0.0 if is_split else self.overlapped_in_whole),
+            weight_gradient=self.weight_gradient_seconds,
             activation=activation,
             released_by_input_gradient=activation - self.after_input_gradient,
             parameters=self.parameters,
             expert_parameters=self.expert_parameters,
+            hidden=self.overlapped_in_whole,
         )

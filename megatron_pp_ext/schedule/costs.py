@@ -25,14 +25,15 @@ _TIMES = ("forward", "input_gradient", "weight_gradient")
 class StageCosts:
     """The costs of one stage for one microbatch: the seconds of each action and the activations it keeps.
 
-    A whole backward takes ``input_gradient + weight_gradient``.  A forward keeps ``activation``
-    (bytes, or any unit) from its start; the end of an I gives back ``released_by_input_gradient``
-    of it and the end of a W or of a B gives back the rest.  ``copy`` is the time in which they are copied to
-    the host, and that of the copy back.  ``parameters`` and ``expert_parameters`` are the
-    weights that a rank has of the stage, the latter those of which expert-parallel ranks each have their own;
-    schedules do not depend on them, and 0 stands for a stage whose weights nobody counted.  Raises
-    ValueError for a time that is not above zero and for an activation that is negative or smaller than what
-    an I gives back.
+    ``hidden`` are the seconds of an I that the products of a W beside it hide: those of tensor-parallel
+    messages.  A whole backward takes ``input_gradient + weight_gradient - hidden``.  A forward keeps
+    ``activation`` (bytes, or any unit) from its start; the end of an I gives back
+    ``released_by_input_gradient`` of it and the end of a W or of a B gives back the rest.  ``copy`` is the
+    time in which they are copied to the host, and that of the copy back.  ``parameters`` and
+    ``expert_parameters`` are the weights that a rank has of the stage, the latter those of which
+    expert-parallel ranks each have their own; schedules do not depend on them, and 0 stands for a stage whose
+    weights nobody counted.  Raises ValueError for a time that is not above zero, for ``hidden`` seconds that
+    an I or a W does not have, and for an activation that is negative or smaller than what an I gives back.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -45,6 +46,7 @@ class StageCosts:
     parameters: float = 0.0
     expert_parameters: float = 0.0
     copy: float = 0.0
+    hidden: float = 0.0
 
     def __post_init__(self) -> None:
         # A search makes many of these, and asking for the fields takes as long as all else.
@@ -54,6 +56,11 @@ class StageCosts:
             raise ValueError(
                 f"StageCosts.released_by_input_gradient is {self.released_by_input_gradient}, more than the "
                 f"activation of {self.activation} it is part of: lower it or raise activation"
+            )
+        if self.hidden and (self.hidden > self.weight_gradient or self.hidden >= self.input_gradient):
+            raise ValueError(
+                f"StageCosts.hidden is {self.hidden}, but a W of {self.weight_gradient} hides no more than "
+                f"it takes, and of an I of {self.input_gradient} less than all: lower it"
             )
 
     def seconds(self, kind: Kind) -> float:
@@ -66,7 +73,7 @@ class StageCosts:
             case Kind.W:
                 return self.weight_gradient
             case Kind.B:
-                return self.input_gradient + self.weight_gradient
+                return self.input_gradient + self.weight_gradient - self.hidden
         raise ValueError(f"{kind} is no work of a stage: ask Costs.seconds")
 
     def kept(self, kind: Kind) -> float:
@@ -174,9 +181,15 @@ class Costs:
         """Return how long a pair takes whose actions take so many seconds alone; never less than either."""
         return max(self.pair * (forward + backward), forward, backward)
 
+    @staticmethod
+    def joined_seconds(input_gradient: StageCosts, weight_gradient: StageCosts) -> float:
+        """Return how long an I takes with a W inside, of the stages that cost so much."""
+        weight = weight_gradient.weight_gradient
+        return input_gradient.input_gradient + weight - min(input_gradient.hidden, weight)
+
     def overlapped_together(self, stage: StageCosts) -> float:
         """Return the seconds that a forward and a backward of ``stage`` save where they run together."""
-        return (1 - self.pair) * (stage.forward + stage.input_gradient + stage.weight_gradient)
+        return (1 - self.pair) * (stage.forward + stage.seconds(Kind.B))
 
     @property
     def of_all_stages(self) -> tuple[float, ...]:
@@ -199,6 +212,7 @@ class Costs:
                 forward=self.pair * stage.forward,
                 input_gradient=self.pair * stage.input_gradient,
                 weight_gradient=self.pair * stage.weight_gradient,
+                hidden=self.pair * stage.hidden,
             )
             for stage in self.stages
         )
@@ -280,6 +294,15 @@ class Costs:
         return replace(
             self, stages=tuple(replace(stage, copy=seconds * stage.activation) for stage in self.stages)
         )
+
+    @property
+    def of_whole_backwards(self) -> Self:
+        """The costs where every backward is whole: what its products hide is taken off its I."""
+        stages = tuple(
+            replace(stage, input_gradient=stage.input_gradient - stage.hidden, hidden=0.0)
+            for stage in self.stages
+        )
+        return replace(self, stages=stages)
 
     def merged(self, stages: int) -> Self:
         """Return the costs of the same model cut into fewer ``stages``, each made of neighbouring ones.

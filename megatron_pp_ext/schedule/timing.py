@@ -30,13 +30,13 @@ class Span:
 class CriticalPath:
     """The actions that follow each other without a wait up to the last end, which is ``makespan``.
 
-    ``work[s]`` are the numbers of F, I and W of stage s among them; a whole backward is an I and a W, and an
-    action in a pair counts as ``Costs.pair``.  With any other costs of the stages the same actions still wait
-    for each other, so that no makespan is below their sum.
+    ``work[s]`` are the numbers of F, I and W of stage s among them, and of whole backwards, each an I and a W
+    that save ``StageCosts.hidden``; an action in a pair counts as ``Costs.pair``.  With any other costs of
+    the stages the same actions still wait for each other, so that no makespan is below their sum.
     """
 
     makespan: float
-    work: tuple[tuple[float, float, float], ...]
+    work: tuple[tuple[float, float, float, float], ...]
 
 
 class ScheduleTimer:
@@ -65,7 +65,7 @@ class ScheduleTimer:
         starts, ends = self.times(costs)
         makespan, counts = self.walk.critical(starts, ends, costs.pair)
         by_stage = batched(counts[: len(OF_STAGES) * len(costs.stages)], len(OF_STAGES))
-        return CriticalPath(makespan, tuple((f, i + b, w + b) for f, i, w, b in by_stage))
+        return CriticalPath(makespan, tuple((f, i + b, w + b, b) for f, i, w, b in by_stage))
 
     def makespan(self, seconds: Callable[[Action], float], costs: Costs) -> float:
         """The time from 0 to the last end where every action takes ``seconds`` of its own.

@@ -146,6 +146,23 @@ def test_limits_of_single_ranks_count():
         assert lower_bound(v(4), 100, costs, limits) > 1.5 * wide
 
 
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "1f1b-v"])
+@pytest.mark.parametrize("memory", [1.0, 0.5])
+def test_what_a_weight_gradient_hides_is_in_no_bound(name, memory):
+    """Whole backwards hide it all; on the busiest rank nothing else is shorter than the work."""
+    schedule = catalog.build(name, 3, 30)
+    one = StageCosts(1, 5, 6, 2, 2 * memory, hidden=4)
+    costs = Costs((one, replace(one, forward=3, weight_gradient=9)) * (schedule.placement.stages // 2 + 1))
+    costs = replace(costs, stages=costs.stages[: schedule.placement.stages])
+    timeline = simulate(schedule, costs)
+    longer = Costs(tuple(replace(stage, hidden=0) for stage in costs.stages))
+    bound, above = (
+        lower_bound(schedule.placement, 30, each, timeline.peak_activations) for each in (costs, longer)
+    )
+    work = max(sum(costs.seconds(action) for action in order) for order in schedule.orders)
+    assert work <= bound <= timeline.makespan < above
+
+
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-zb", "v-half", "v-zb"])
 def test_a_shared_vocabulary_adds_to_the_path_and_to_the_work(name):
     schedule = share(lambda count: catalog.build(name, 3, count), 7)

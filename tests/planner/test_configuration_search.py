@@ -52,8 +52,7 @@ def everything(where):
 
 def estimated(candidate, where):
     job = candidate.described(where.job)
-    is_split = catalog.abilities(candidate.schedule).splits_backward
-    work = Workload(job, A100, candidate.placement, candidate.data, is_split=is_split)
+    work = Workload(job, A100, candidate.placement, candidate.data)
     sizes = candidate.pipeline, candidate.microbatches, candidate.chunks
     order = program(candidate.schedule, *sizes, candidate.splits_head, candidate.options)
     return work, estimate(work, order, candidate.schedule, candidate.microbatches)

@@ -24,19 +24,25 @@ class Row:
 
     def __init__(self, seed, items=7, placement=THREE):
         draw = random.Random(seed)
-        self.layers = [tuple(draw.uniform(0.5, 2.0) for _ in range(3)) for _ in range(items)]
-        self.ends = [tuple(draw.uniform(0.1, 3.0) for _ in range(3)) for _ in range(2)]
+        self.layers = [self._drawn(draw, 0.5, 2.0) for _ in range(items)]
+        self.ends = [self._drawn(draw, 0.1, 3.0) for _ in range(2)]
         self.items, self.placement, self.stages = items, placement, placement.stages
         self.least = (0,) * self.stages
 
+    @staticmethod
+    def _drawn(draw, least, most):
+        times = [draw.uniform(least, most) for _ in range(3)]
+        return *times, -draw.uniform(0, 0.9) * min(times[1:])
+
     def seconds(self, stage, first, end):
-        own = [(0.01,) * 3, *self.layers[first:end]]
+        own = [(0.01, 0.01, 0.01, 0.0), *self.layers[first:end]]
         own += [self.ends[0]] if stage == 0 else []
         own += [self.ends[1]] if stage == self.stages - 1 else []
-        return tuple(fsum(layer[kind] for layer in own) for kind in range(3))
+        return tuple(fsum(layer[kind] for layer in own) for kind in range(4))
 
     def costs(self, cut):
-        return Costs(tuple(StageCosts(*self.seconds(*where)) for where in bounds(cut)), hop=0.05)
+        each = (self.seconds(*where) for where in bounds(cut))
+        return Costs(tuple(StageCosts(f, i, w, hidden=-saved) for f, i, w, saved in each), hop=0.05)
 
     def longest(self, cut):
         return max(fsum(self.seconds(*where)) for where in bounds(cut))
@@ -90,7 +96,7 @@ def test_too_few_layers_are_refused():
 @pytest.mark.parametrize("cut", [(3, 2, 2), (1, 1, 5), (0, 4, 3), (2, 0, 5), (7, 0, 0)])
 def test_what_a_move_changes_is_what_the_cut_after_it_has(seed, cut):
     row, draw = Row(seed), np.random.default_rng(seed)
-    work, least = draw.integers(0, 9, (4, 3, 3)), (1, 0, 0)
+    work, least = draw.integers(0, 9, (4, 3, 4)), (1, 0, 0)
     found = Moves(row.seconds, least).changes(work, cut)
     before = times(cut, row.seconds)
     for source in range(3):

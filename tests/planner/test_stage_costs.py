@@ -274,5 +274,5 @@ def test_a_stage_alone_takes_the_seconds_of_one_in_a_pipeline(cut):
     laid_out = job.changed(pipeline_model_parallel_layout=row.spelled(cut))
     parts = stage_parts(laid_out, made, row.layers_of(cut))
     assert [row.seconds(*where) for where in bounds(cut)] == [
-        pytest.approx(seconds_of(part.costs(True))) for part in parts
+        pytest.approx(seconds_of(part.costs())) for part in parts
     ]

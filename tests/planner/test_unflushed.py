@@ -46,7 +46,7 @@ def estimated(job, machine: System = MACHINE) -> Estimate:
 
 def unflushed(job, machine: System = MACHINE) -> Unflushed:
     request = for_world(asked_of(job), fewest_ranks(job))
-    work = Workload(job, machine, request.placement, 1, is_split=False)
+    work = Workload(job, machine, request.placement, 1)
     return Unflushed(work, request.updates)
 
 

@@ -71,7 +71,7 @@ def test_a_step_is_never_shorter_with_copies_and_its_critical_path_is_a_bound(sc
     path = timer.critical_path(costs)
     assert path.makespan == makespan == timer.makespan(costs.seconds, costs)
     work = sum(
-        f * stage.forward + i * stage.input_gradient + w * stage.weight_gradient
-        for (f, i, w), stage in zip(path.work, costs.stages, strict=True)
+        f * stage.forward + i * stage.input_gradient + w * stage.weight_gradient - b * stage.hidden
+        for (f, i, w, b), stage in zip(path.work, costs.stages, strict=True)
     )
     assert work <= makespan

@@ -12,6 +12,24 @@ def test_a_whole_backward_takes_both_halves_and_releases_everything():
     assert [stage.kept(kind) for kind in OF_STAGES] == [10, -4, -6, -10]
 
 
+def test_a_weight_gradient_hides_messages_of_an_input_gradient():
+    """A backward hides its own, and an I those that the W inside it is long enough for."""
+    stage, short = StageCosts(3, 4, 5, hidden=2), StageCosts(3, 4, 1)
+    assert [stage.seconds(kind) for kind in OF_STAGES] == [3, 4, 5, 7]
+    assert Costs.joined_seconds(stage, stage) == 7
+    assert Costs.joined_seconds(stage, short) == 4
+    assert Costs.joined_seconds(short, stage) == 9
+    costs = Costs((stage, short))
+    assert costs.merged(1).stages == (StageCosts(6, 8, 6, 2, hidden=2),)
+    assert costs.of_whole_backwards.stages == (StageCosts(3, 2, 5), short)
+
+
+@pytest.mark.parametrize(("hidden", "weight_gradient"), [(5, 6), (4, 4), (3, 2)])
+def test_no_more_is_hidden_than_there_is(hidden, weight_gradient):
+    with pytest.raises(ValueError, match=rf"hidden is {hidden}, .*: lower it"):
+        StageCosts(1, 4, weight_gradient, hidden=hidden)
+
+
 @pytest.mark.parametrize("field", ["forward", "input_gradient", "weight_gradient"])
 @pytest.mark.parametrize("value", [0, -1.5, math.nan, math.inf])
 def test_a_time_must_be_above_zero(field, value):

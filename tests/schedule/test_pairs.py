@@ -65,7 +65,8 @@ def test_the_critical_path_bounds_the_makespan_with_other_stages(data) -> None:
     name = data.draw(st.sampled_from(NAMES))
     schedule = catalog.build(name, data.draw(st.integers(2, 5)), data.draw(st.integers(1, 12)), paired=True)
     pair = data.draw(st.sampled_from([0.5, 0.75, 1.0]))
-    stage = st.builds(StageCosts, *[st.integers(4, 6).map(float)] * 3)
+    hidden = st.integers(0, 3).map(float)
+    stage = st.builds(StageCosts, *[st.integers(4, 6).map(float)] * 3, hidden=hidden)
     drawn = st.lists(stage, min_size=schedule.placement.stages, max_size=schedule.placement.stages)
     here, other = (Costs(tuple(data.draw(drawn)), hop=1.0, pair=pair) for _ in range(2))
     timer = ScheduleTimer(schedule)
@@ -74,8 +75,8 @@ def test_the_critical_path_bounds_the_makespan_with_other_stages(data) -> None:
 
     def added(costs: Costs) -> float:
         return sum(
-            f * one.forward + i * one.input_gradient + w * one.weight_gradient
-            for (f, i, w), one in zip(path.work, costs.stages, strict=True)
+            f * one.forward + i * one.input_gradient + w * one.weight_gradient - b * one.hidden
+            for (f, i, w, b), one in zip(path.work, costs.stages, strict=True)
         )
 
     assert added(here) <= path.makespan

@@ -37,7 +37,7 @@ def starts(schedule, costs):
             "F": stage.forward,
             "I": stage.input_gradient,
             "W": stage.weight_gradient,
-            "B": stage.input_gradient + stage.weight_gradient,
+            "B": stage.input_gradient + stage.weight_gradient - stage.hidden,
         }[a.kind]
 
     def backward(stage, microbatch):
@@ -163,5 +163,6 @@ def costs_of(draw, schedule):
     for _ in range(schedule.placement.stages):
         f, i, w, activation = draw(st.tuples(*[st.integers(1, 9)] * 4))
         released, copy = draw(st.integers(0, activation)), draw(st.integers(0, 9))
-        stages.append(StageCosts(f, i, w, activation, released, copy=copy))
+        hidden = draw(st.integers(0, min(i - 1, w)))
+        stages.append(StageCosts(f, i, w, activation, released, copy=copy, hidden=hidden))
     return Costs(tuple(stages), draw(st.integers(0, 5)))

@@ -199,8 +199,11 @@ def problem_of(placement: Placement, microbatches: int, costs: Costs, limits: Se
 def _whole(costs: StageCosts, scale: float, grain: float) -> StageCosts:
     """Return ``costs`` in whole numbers; work takes some time."""
     times = costs.forward, costs.input_gradient, costs.weight_gradient
-    kept = costs.activation, costs.released_by_input_gradient
-    return StageCosts(*(max(1, round(time * scale)) for time in times), *(round(one * grain) for one in kept))
+    activation, released = (
+        round(one * grain) for one in (costs.activation, costs.released_by_input_gradient)
+    )
+    f, i, w = (max(1, round(time * scale)) for time in times)
+    return StageCosts(f, i, w, activation, released, hidden=min(round(costs.hidden * scale), i - 1, w))
 
 
 def _scale(values: Sequence[float], actions: int) -> float:

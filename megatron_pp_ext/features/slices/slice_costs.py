@@ -101,6 +101,7 @@ def of_equal_slices(costs: Costs, slices: int) -> Costs:
             activation=stage.activation / slices,
             released_by_input_gradient=stage.released_by_input_gradient / slices,
             copy=stage.copy / slices,
+            hidden=stage.hidden / slices,
         )
         for stage in costs.stages
     )

@@ -39,7 +39,7 @@ def advised(
     seconds, front, back = divided(costs, sizes, known)
     least = [*described.least]
     for end, beside in ((0, front), (-1, back)):
-        least[end] = max(least[end], int(not all(beside)))
+        least[end] = max(least[end], int(not all(beside[:3])))
     fewest = tuple(map(min, least, known))
     row = LayerRow(
         seconds,
@@ -66,8 +66,12 @@ def divided(
     median, or in the first stage where nothing is between.  What is left is the embedding's or the loss's.
     """
     totals = [sum(sizes[start:end]) for start, end in pairwise(accumulate(known, initial=0))]
-    by_kind = zip(*map(seconds_of, costs.stages), strict=True)
+    *by_kind, saved = zip(*map(seconds_of, costs.stages), strict=True)
     rates, front, back = zip(*(_rates(took, totals) for took in by_kind), strict=True)
+    # All of a stage saves in proportion to its I.
+    parts = [saving / stage.input_gradient for saving, stage in zip(saved, costs.stages, strict=True)]
+    rates = *rates, [part * rate for part, rate in zip(parts, rates[1], strict=True)]
+    front, back = (*front, parts[0] * front[1]), (*back, parts[-1] * back[1])
     by_stage = list(zip(*rates, strict=True))
     stages = [stage for stage, count in enumerate(known) for _ in range(count)]
     seconds = [

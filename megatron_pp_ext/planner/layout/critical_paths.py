@@ -24,7 +24,7 @@ Floats = NDArray[np.float64]
 class CriticalPaths:
     """The paths that are known: how often each has the work of each stage, and its other seconds.
 
-    ``ranks`` are the paths of the ranks' own work: ranks x stages x 3.
+    ``ranks`` are the paths of the ranks' own work: ranks x stages x 4.
     """
 
     def __init__(self, ranks: Array, moves: Moves) -> None:

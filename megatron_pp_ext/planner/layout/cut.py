@@ -16,8 +16,11 @@ from megatron_pp_ext.schedule.placement import Placement
 type Cut = tuple[int, ...]
 """The number of items of each stage, in model order."""
 
-type Seconds = Callable[[int, int, int], tuple[float, float, float]]
-"""(stage, first, end) -> the seconds of F, I and W of the stage if it has the items first, ..., end - 1."""
+type Seconds = Callable[[int, int, int], tuple[float, float, float, float]]
+"""(stage, first, end) -> the seconds of the stage if it has the items first, ..., end - 1.
+
+They are those of F, I and W and, below 0, what an I and a W save together.
+"""
 
 type Array = Any
 """An array of floats."""
@@ -30,7 +33,7 @@ def bounds(cut: Cut) -> Iterator[tuple[int, int, int]]:
 
 
 def times(cut: Cut, seconds: Seconds) -> Array:
-    """Return the seconds of F, I and W of each stage: stages x 3."""
+    """Return the seconds of each stage: stages x 4, as in ``Seconds``."""
     return np.array([seconds(*where) for where in bounds(cut)])
 
 
@@ -40,8 +43,8 @@ def moved(cut: Cut, source: int, target: int) -> Cut:
 
 
 def work_of_ranks(placement: Placement) -> Array:
-    """Return for each rank which stages' seconds are its own: ranks x stages x 3, of ones and zeros."""
-    own = np.zeros((placement.ranks, placement.stages, 3))
+    """Return for each rank which stages' seconds are its own: ranks x stages x 4, of ones and zeros."""
+    own = np.zeros((placement.ranks, placement.stages, 4))
     for rank in range(placement.ranks):
         own[rank, list(placement.stages_of(rank))] = 1.0
     return own
@@ -76,7 +79,7 @@ class Moves:
     def changes(self, work: Array, cut: Cut) -> Array:
         """Return by how many seconds each sum of work changes with each move: sums x source x target.
 
-        ``work`` (sums x stages x 3) says how often the F, I and W of every stage are in a sum.  Moves that
+        ``work`` (sums x stages x 4) says how often the ``Seconds`` of every stage are in a sum.  Moves that
         are none are infinite.
         """
         by_stage = self.by_stage(work, cut)

@@ -27,7 +27,7 @@ class ModelRow(ModelStages):
         self._model, self._data = model, data
         self._order, self._name = Prepared(schedule), name
         splits_head = schedule.placement.splits_head
-        counted = StageSeconds(job, model, splits_head, schedule.splits_backward)
+        counted = StageSeconds(job, model, splits_head)
         super().__init__(job, counted, schedule.placement)
 
     def costs(self, cut: Cut) -> Costs:
@@ -56,13 +56,12 @@ class ModelRow(ModelStages):
 
     def _work(self, cut: Cut) -> Workload:
         job = self._job.changed(pipeline_model_parallel_layout=self.spelled(cut))
-        is_split = self._order.timer.schedule.splits_backward
-        return work_of(job, self._model, self._data, self.placement, is_split)
+        return work_of(job, self._model, self._data, self.placement)
 
 
-def work_of(job: Job, model: ModelParts, data: int, placement: Placement, is_split: bool = True) -> Workload:
+def work_of(job: Job, model: ModelParts, data: int, placement: Placement) -> Workload:
     """Return the workload of ``job`` in the stages that it describes."""
-    return Workload(job, system.read(_MACHINE), placement, data, model=model, is_split=is_split)
+    return Workload(job, system.read(_MACHINE), placement, data, model=model)
 
 
 def without_messages(costs: Costs) -> Costs:

@@ -23,15 +23,15 @@ class Row(Stages, Protocol):
         """Return the bytes that every rank needs; infinite where ``cut`` cannot be built."""
 
 
-type Seconds = tuple[float, float, float]
-"""The seconds of F, I and W."""
+type Seconds = tuple[float, float, float, float]
+"""The seconds of F, I and W and, below 0, those that an I and a W save together."""
 
-NOTHING: Seconds = (0.0, 0.0, 0.0)
+NOTHING: Seconds = (0.0, 0.0, 0.0, 0.0)
 
 
 def seconds_of(costs: StageCosts) -> Seconds:
-    """Return the seconds of F, I and W in ``costs``."""
-    return costs.forward, costs.input_gradient, costs.weight_gradient
+    """Return the seconds of F, I and W in ``costs``, and what I and W save."""
+    return costs.forward, costs.input_gradient, costs.weight_gradient, -costs.hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +56,17 @@ class LayerRow:
         return len(self.layers)
 
     def seconds(self, stage: int, first: int, end: int) -> Seconds:
-        """Return the seconds of F, I and W of ``stage`` if it has the layers first, ..., end - 1."""
+        """Return the seconds of ``stage`` if it has the layers first, ..., end - 1."""
         parts = [*self.layers[first:end]]
         parts += [self.front] if stage == 0 else []
         parts += [self.back] if stage == self.placement.stages - 1 else []
-        forward, input_gradient, weight_gradient = map(fsum, zip(NOTHING, *parts, strict=True))
-        return forward, input_gradient, weight_gradient
+        forward, input_gradient, weight_gradient, saved = map(fsum, zip(NOTHING, *parts, strict=True))
+        return forward, input_gradient, weight_gradient, saved
 
     def costs(self, cut: Cut) -> Costs:
         """Return the costs of the stages of ``cut``, whose activations are left out."""
-        stages = tuple(StageCosts(*self.seconds(*where), activation=0.0) for where in bounds(cut))
+        each = (self.seconds(*where) for where in bounds(cut))
+        stages = tuple(StageCosts(f, i, w, activation=0.0, hidden=min(-saved, w)) for f, i, w, saved in each)
         return replace(self.like, stages=stages)
 
 

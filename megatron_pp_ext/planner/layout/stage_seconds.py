@@ -14,13 +14,13 @@ FIRST, MIDDLE, LAST = range(3)
 class StageSeconds:
     """The seconds of stages of ``model``, the parts of ``job``'s model.
 
-    ``splits_head`` says whether all ranks split the head, and ``is_split`` whether backwards come
-    in two halves.  The items of a stage are layers, and multi-token prediction as the last item of the model.
+    ``splits_head`` says whether all ranks split the head.  The items of a stage are layers, and multi-token
+    prediction as the last item of the model.
     """
 
-    def __init__(self, job: Job, model: ModelParts, splits_head: bool = False, is_split: bool = True) -> None:
+    def __init__(self, job: Job, model: ModelParts, splits_head: bool = False) -> None:
         self._job, self.model = job, model
-        self._splits_head, self._is_split = splits_head, is_split
+        self._splits_head = splits_head
         self.layers = len(model.layers)
         self.prediction = "m" * job.model.mtp_num_layers
         self._known: dict[tuple[int, int, int], Seconds] = {}
@@ -50,4 +50,4 @@ class StageSeconds:
         parts = stage_parts(
             self._job, replace(self.model, layers=row), counts, self._splits_head, predicting=predicting
         )
-        return seconds_of(parts[role].costs(self._is_split))
+        return seconds_of(parts[role].costs())

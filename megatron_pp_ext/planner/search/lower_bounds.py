@@ -24,6 +24,7 @@ from megatron_pp_ext.planner.search.model_sums import LeastSeconds, ModelSums
 from megatron_pp_ext.planner.step.estimate import RankMemory, memory_beside, rank_memory
 from megatron_pp_ext.planner.step.programs import short_program
 from megatron_pp_ext.planner.step.workload import Workload
+from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.placement import Placement, Shape
 
 _BY_SLICES = 0.9
@@ -50,8 +51,7 @@ def bounds(work: Workload, microbatches: int) -> tuple[float, float]:
             _BY_SLICES
             * microbatches
             * max(
-                own.forward_seconds + own.input_gradient_seconds + own.weight_gradient_seconds
-                for own in work.by_rank
+                own.forward_seconds + own.backward_seconds - own.overlapped_in_whole for own in work.by_rank
             )
         )
         return least, least
@@ -59,12 +59,12 @@ def bounds(work: Workload, microbatches: int) -> tuple[float, float]:
     scores, last = (shared.scores, shared.weight_gradient) if shared else (0.0, 0.0)
     hop, head, tail, whole, split = work.costs.hop, 0.0, 0.0, 0.0, 0.0
     for stage, own in zip(work.costs.stages, work.by_rank, strict=False):
-        seconds = own.forward_seconds + own.input_gradient_seconds + own.weight_gradient_seconds
+        # In split backwards, too, a W may run inside of every I.
+        seconds = own.forward_seconds + own.backward_seconds - own.overlapped_in_whole
         busy = head + microbatches * (seconds + scores + last)
-        hidden = microbatches * own.overlapped_in_whole
-        split, whole = max(split, busy), max(whole, busy - hidden, busy - hidden - microbatches * last + tail)
+        split, whole = max(split, busy), max(whole, busy, busy - microbatches * last + tail)
         head += stage.forward + hop
-        tail += stage.input_gradient + stage.weight_gradient + hop
+        tail += stage.seconds(Kind.B) + hop
     around = max(wait.update for wait in work.waits) + work.tied_seconds
     together = work.together(work.parts)
     return together * whole + around, together * split + around
@@ -114,29 +114,27 @@ class MeanRank:
         T <= Z (1 - (1 - 1/m)^p).
         """
         work, part, shared = self.work, self.part, self.work.head
+        mean = part.forward_seconds + part.backward_seconds - part.overlapped_in_whole
         if slices_of(work) > 1:
-            sliced = _BY_SLICES * microbatches * (part.forward_seconds + part.backward_seconds)
+            sliced = _BY_SLICES * microbatches * mean
             return sliced, sliced
         each, last = (shared.scores, shared.weight_gradient) if shared else (0.0, 0.0)
         ranks = work.placement.ranks
-        mean = part.forward_seconds + part.backward_seconds
-        shortest, others, least = mean - part.overlapped_in_whole, each + last, self.least
+        others, least = each + last, self.least
         busiest = busiest_rank(least, work.placement, len(work.model.layers))
 
         def way(first: float, middle: float) -> float:
             """Return what the stages before the mean rank's first one take, with the messages."""
             return (ranks - 1) / ranks * (first + (ranks - 2) / 2 * middle) + (ranks - 1) / 2 * work.hop
 
-        split = max(
-            microbatches * (max(mean, busiest) + others),
-            microbatches * (mean + others) + way(*least.forwards),
-        )
+        busy = microbatches * (max(mean, busiest) + others)
+        split = max(busy, microbatches * (mean + others) + way(*least.forwards))
         whole = max(
-            microbatches * (max(shortest, busiest) + others),
-            microbatches * (shortest + each) + way(least.first, least.middle) + (ranks - 1) / 2 * work.hop,
+            busy,
+            microbatches * (mean + each) + way(least.first, least.middle) + (ranks - 1) / 2 * work.hop,
         )
         if work.placement.shape is Shape.LINEAR:
-            whole = max(whole, ranks * shortest / (1 - (1 - 1 / microbatches) ** ranks))
+            whole = max(whole, ranks * mean / (1 - (1 - 1 / microbatches) ** ranks))
         around, together = work.update_seconds(self.state) + work.tied_seconds, work.together([part])
         return together * whole + around, together * split + around
 

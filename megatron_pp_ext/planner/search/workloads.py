@@ -14,7 +14,6 @@ from megatron_pp_ext.planner.search.lower_bounds import MeanRank, mean_rank
 from megatron_pp_ext.planner.search.model_sums import ModelSums
 from megatron_pp_ext.planner.step.programs import Prepared, short_program, whole_program
 from megatron_pp_ext.planner.step.workload import Workload, model_on
-from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.placement import Placement
 
 
@@ -34,32 +33,30 @@ class Workloads:
     ) -> Workload:
         """Return its stages with their costs.
 
-        They are placed by ``placement`` and have ``layers`` layers each, or as the candidate says.  A
-        candidate without a schedule has whole backwards, which take no longer than split ones.
+        They are placed by ``placement`` and have ``layers`` layers each, or as the candidate says.
         """
         job = self._described(candidate)
         model = self._model(candidate, job)
         where = placement or candidate.placement
-        return Workload(job, self._system, where, candidate.data, layers, model, _is_split(candidate))
+        return Workload(job, self._system, where, candidate.data, layers, model)
 
     def mean(self, candidate: Candidate, placement: Placement) -> MeanRank:
         """Return what its ranks have on average, with even stages where these make a difference."""
         job = self._described(_without_layout(candidate))
         sums, least = self._sums_of(candidate, job), fewest(job, placement)
         cut = even(len(sums.model.layers), least)
-        sizes = candidate.data, cut, sums.model, _is_split(candidate)
+        sizes = candidate.data, cut, sums.model
         return mean_rank(Workload(job, self._system, placement, *sizes), sums, least)
 
     def stages(self, candidate: Candidate, placement: Placement) -> ModelStages:
         """Return the stages that its model can be cut into; candidates with the same ones share them."""
-        is_split = _is_split(candidate)
-        alike = *_costs_of_a_layer(candidate), candidate.recompute, placement.splits_head, is_split
+        alike = *_costs_of_a_layer(candidate), candidate.recompute, placement.splits_head
         key = *alike, placement
         if key not in self._stages:
             job = self._described(_without_layout(candidate))
             if alike not in self._seconds:
                 model = self._model(candidate, job)
-                self._seconds[alike] = StageSeconds(job, model, placement.splits_head, is_split)
+                self._seconds[alike] = StageSeconds(job, model, placement.splits_head)
             self._stages[key] = ModelStages(job, self._seconds[alike], placement)
         return self._stages[key]
 
@@ -85,11 +82,6 @@ def _without_layout(one: Candidate) -> Candidate:
 def _costs_of_a_layer(one: Candidate) -> tuple[object, ...]:
     """Return all of a candidate that the costs of a layer follow from."""
     return one.tensor, one.context, one.expert, one.expert_tensor, one.micro_batch, one.recompute.modules
-
-
-def _is_split(candidate: Candidate) -> bool:
-    """Whether the candidate's backwards come in two halves."""
-    return catalog.abilities(candidate.schedule).splits_backward
 
 
 def order_of(candidate: Candidate, most: int | None = None) -> Prepared:

@@ -63,7 +63,8 @@ def length_costs(job: Job, system: System, placement: Placement, request: Reques
             model=replace(job.model, seq_length=length),
             batch=replace(job.batch, micro_batch_size=documents),
         )
-        return Workload(cut, system, placement, request.data, is_split=request.splits_backward).costs
+        counted = Workload(cut, system, placement, request.data).costs
+        return counted if request.splits_backward else counted.of_whole_backwards
 
     return LengthCosts.through(costs(_DOCUMENTS), _DOCUMENTS, costs(1), job.model.seq_length)
 

@@ -252,7 +252,7 @@ def estimate_request(job: Job, system: System, request: Request, margin: float =
     """
 
     def work_on(placement: Placement) -> Workload:
-        return Workload(job, system, placement, request.data, is_split=request.splits_backward)
+        return Workload(job, system, placement, request.data)
 
     def costs_of(stages: int, splits_head: bool) -> Costs:
         return work_on(replace(request.finest, splits_head=splits_head)).costs

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from megatron_pp_ext.planner.step.activation_peaks import InFlight
 from megatron_pp_ext.planner.step.workload import Workload
+from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.buffers import most_buffers
 from megatron_pp_ext.schedule.families import round_robin
 from megatron_pp_ext.schedule.families.round_robin import Replicas
@@ -60,7 +61,7 @@ class Unflushed:
         """The seconds that a replica of each stage computes between two updates."""
         counts = self.updates.replicas.counts
         return [
-            self.updates.interval // count * (stage.forward + stage.input_gradient + stage.weight_gradient)
+            self.updates.interval // count * (stage.forward + stage.seconds(Kind.B))
             for count, stage in zip(counts, self.work.costs.stages, strict=True)
         ]
 

@@ -55,8 +55,8 @@ class Workload:
 
     ``data`` is the data-parallel size.  ``layers_by_stage`` is even where it is left out; ValueError
     where the layers do not fill the stages.  ``model`` may be shared by workloads whose layers are the
-    same.  ``is_split`` says whether backwards come in two halves.  Where stages were measured
-    (--pipeline-costs), they cost that, and a message too if it was measured.
+    same.  Where stages were measured (--pipeline-costs), they cost that, and a message too if
+    it was measured.
 
     With --pipeline-replicas each rank of ``placement`` stands for all replicas of its stage, which are alike,
     and ``data`` is 1.
@@ -70,7 +70,6 @@ class Workload:
         data: int,
         layers_by_stage: Sequence[int] | None = None,
         model: ModelParts | None = None,
-        is_split: bool = True,
     ) -> None:
         self.job, self.placement, self.data = job, placement, data
         parallel, replicated = job.parallel, replicas.requested(job)
@@ -83,7 +82,7 @@ class Workload:
         self._expert_stride = parallel.expert_ranks
         model = model or model_on(job, system)
         self.layers = by_stage(job, placement.stages) if layers_by_stage is None else layers_by_stage
-        self.model, self.is_split = model, is_split
+        self.model = model
         shares = placement.splits_head
         self._head_part = head_part(job, model) if shares else Part()
         self.exchanged_bytes = _EXCHANGED * every_token(job, model) if shares else 0.0
@@ -132,7 +131,7 @@ class Workload:
     @cached_property
     def costs(self) -> Costs:
         """The costs of the stages, as a schedule takes them."""
-        stages = tuple(_once(partial(Part.costs, is_split=self.is_split), self.parts))
+        stages = tuple(_once(Part.costs, self.parts))
         costs = Costs(stages, self.hop, self.message, self.head, pair=self.together(self.parts))
         for addition in additions():
             costs = addition.costs(self, costs)
@@ -267,7 +266,7 @@ class Workload:
         return min(1.0, bucket / max(1.0, part.parameters + part.expert_parameters))
 
     def backward_seconds(self, rank: int) -> float:
-        """Return the seconds of the whole backward of one microbatch on a rank."""
+        """Return the seconds of the two halves of the backward of one microbatch on a rank."""
         return self.by_rank[rank].backward_seconds
 
     def update_seconds(self, state: ModelState) -> float:

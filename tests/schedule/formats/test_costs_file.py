@@ -27,7 +27,9 @@ def test_a_hop_and_a_message_may_be_left_out(tmp_path):
 
 
 def test_what_is_written_is_read(tmp_path):
-    costs = Costs((StageCosts(1.5, 2, 0.25), StageCosts(1.5, 2, 0.1 + 0.2, 8e6, 2e6)), 0.125, 5e5)
+    costs = Costs(
+        (StageCosts(1.5, 2, 0.25), StageCosts(1.5, 2, 0.1 + 0.2, 8e6, 2e6, hidden=0.25)), 0.125, 5e5
+    )
     costs_file.write(costs, tmp_path / "costs.json")
     assert costs_file.read(tmp_path / "costs.json") == costs
 

@@ -92,7 +92,8 @@ def _seconds(job: Job, request: Request, rows: int, slices: int) -> float:
     machine, stages = system.read(MACHINE), schedule.placement.stages
 
     def costs_of(one: Job) -> Costs:
-        return stage_seconds(one, stages, rows, machine, request.data, is_split=request.may_split_backward)
+        counted = stage_seconds(one, stages, rows, machine, request.data)
+        return counted if request.may_split_backward else counted.of_whole_backwards
 
     return simulate(
         schedule, of_slices(costs_of, job, slices, schedule.units) if schedule.units else costs_of(job)
