@@ -4,8 +4,9 @@ Every rank derives the same messages from the same schedule, so sender and recei
 the messages, and on the place of each receive (``schedule.messages``), without communicating.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from megatron_pp_ext.runtime.extension import Extension, RankOrder, extensions
 from megatron_pp_ext.runtime.operations import transfers
@@ -23,9 +24,12 @@ from megatron_pp_ext.schedule.messages import (
     planned_launches,
 )
 from megatron_pp_ext.schedule.program import Orders
+from megatron_pp_ext.schedule.timing import lenders_of
 
 NO_COPIES = Copies()
 """All activations stay on the device."""
+NO_LENDERS: Mapping[Action, Action] = MappingProxyType({})
+"""Every product of a W runs in that W."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,7 @@ def plan_rank(
         placement.ends_on_last,
         schedule.durations,
         announced,
+        lenders_of(schedule, rank),
     )
 
 
@@ -94,18 +99,20 @@ def plan_orders(
     ends_on_last: bool = False,
     durations: Sequence[Sequence[int]] = (),
     announced: Announced = Announced.NOTHING,
+    lenders: Mapping[Action, Action] = NO_LENDERS,
 ) -> RankPlan:
     """Return the plan of ``rank`` where all ranks follow ``orders`` with a model of ``stages`` stages.
 
     Unless it ``flushes``, messages may stay in flight, for a later step to take.  ``ends_on_last`` is that of
     the placement, and ``durations`` are those of the schedule.  ``announced`` are the messages that announce
-    their shapes; the plan runs with known shapes too.
+    their shapes; the plan runs with known shapes too.  ``lenders`` are the W whose products run inside I.
     """
     line = paired, ends_on_last, durations, announced
     *launches, left_open = planned_launches(orders, stages, rank_of, *line)[rank]
     actions = tuple(orders[rank])
     order = RankOrder(rank, stages, actions, tuple(together(actions, paired)), copies)
-    planner = _Planner(rank, stages, rank_of, extensions(order), Announcements(announced, rank_of))
+    announcements = Announcements(announced, rank_of)
+    planner = _Planner(rank, stages, rank_of, extensions(order), announcements, lenders)
     by_step: list[StepOperations] = []
     place = 0
     for step in order.steps:
@@ -130,6 +137,7 @@ class _Planner:
     rank_of: RankOf
     extensions: tuple[Extension, ...]
     announcements: Announcements
+    lenders: Mapping[Action, Action]
 
     def launch(self, launch: Launch) -> Operation:
         """Return the operation for what the rank launches together with others."""
@@ -154,7 +162,7 @@ class _Planner:
         if action.kind not in OF_STAGES:
             return _first(action, (one.work(action) for one in self.extensions))
         source, target = incoming_message(action, self.stages), outgoing_message(action, self.stages)
-        work = Compute(action, source, target)
+        work = Compute(action, source, target, lender=self.lenders.get(action))
         for one in self.extensions:
             work = one.extended(work)
         return work

@@ -59,7 +59,7 @@ class WeightGradientStore:
         self.meter: ActivationMeter | None = None
         self._slot: Owner | None = None
         self._beside: Owner | None = None
-        self._runs_in_parts = False
+        self._runs_in_parts = self._has_sent = False
         self._work: dict[Owner, deque[_Product]] = {}
 
     @property
@@ -83,7 +83,7 @@ class WeightGradientStore:
             raise RuntimeError(f"{slot} cannot collect weight gradients while {self._slot} does")
         if slot in self._work:
             raise RuntimeError(f"{slot} has weight gradients from an earlier backward that never ran")
-        self._slot, self._runs_in_parts = slot, in_parts
+        self._slot, self._runs_in_parts, self._has_sent = slot, in_parts, False
         self._work[slot] = deque()
         try:
             self._start_beside()
@@ -140,6 +140,7 @@ class WeightGradientStore:
             for tensor in tensors:
                 self.meter.hold(self._slot, tensor, holder=work)
         if sends:
+            self._has_sent = True
             self._run_beside()
         else:
             self._start_beside()
@@ -168,8 +169,11 @@ class WeightGradientStore:
         return next(silent, work[0] if work else None)
 
     def _run_what_stays_whole(self) -> None:
-        """Run the work of this very slot whose operands stayed whole, since no message has hidden it."""
-        if self._slot is None or self._beside != self._slot:
+        """Run the work of this very slot whose operands stayed whole, and which no message has hidden.
+
+        A layer's operands are whole for nothing where no layer sends a message.
+        """
+        if self._slot is None or self._beside != self._slot or not self._has_sent:
             return
         work = self._work[self._slot]
         whole = deque(product for product in work if product.is_free and not product.sends)

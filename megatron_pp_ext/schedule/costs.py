@@ -26,7 +26,8 @@ class StageCosts:
     """The costs of one stage for one microbatch: the seconds of each action and the activations it keeps.
 
     ``hidden`` are the seconds of an I that the products of a W beside it hide: those of tensor-parallel
-    messages.  A whole backward takes ``input_gradient + weight_gradient - hidden``.  A forward keeps
+    messages.  ``lent`` are the seconds of the products that a W lends to an I for that (``beside``).  A whole
+    backward takes ``input_gradient + weight_gradient - hidden``.  A forward keeps
     ``activation`` (bytes, or any unit) from its start; the end of an I gives back
     ``released_by_input_gradient`` of it and the end of a W or of a B gives back the rest.  ``copy`` is the
     time in which they are copied to the host, and that of the copy back.  ``parameters`` and
@@ -47,6 +48,7 @@ class StageCosts:
     expert_parameters: float = 0.0
     copy: float = 0.0
     hidden: float = 0.0
+    lent: float = 0.0
 
     def __post_init__(self) -> None:
         # A search makes many of these, and asking for the fields takes as long as all else.

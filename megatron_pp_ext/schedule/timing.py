@@ -6,15 +6,19 @@ head.  A pair starts as soon as this holds for both of its actions.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import batched, pairwise
 
 from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Schedule
+from megatron_pp_ext.schedule.beside import lenders
 from megatron_pp_ext.schedule.check import walked
 from megatron_pp_ext.schedule.columns import Column, as_list
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import Costs, HeadCosts, StageCosts
+
+_USUAL = StageCosts(1.0, 1.15, 0.85, hidden=0.2, lent=0.35)
+"""Costs by which W that lend products are chosen: those of layers of transformers under TP 4 to 8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,50 @@ class ScheduleTimer:
         """The starts and the ends of all steps by their numbers; at 0, which is no step, both are 0."""
         if not costs.are_alike:
             return self._times_of_each(costs.seconds, costs)
+        if self._lends(costs):
+            return self._times_of_each(costs.seconds, costs, self._lending)
         return self.walk.times(self._durations(costs), _delays(costs))
+
+    def _lends(self, costs: Costs) -> bool:
+        """Whether products run beside messages of an I, so that actions of a stage take unlike times."""
+        return any(stage.hidden and stage.lent for stage in costs.stages) and bool(self._lending)
+
+    @cached_property
+    def lenders(self) -> list[list[tuple[int, int]]]:
+        """The places (of I, of W) in each rank's order of I that run products of W; see ``beside``.
+
+        An I with products inside ends later, for which other ranks may wait.  So all W lend theirs, those
+        right after an I alone, or none, whichever makes the step shorter at ``_USUAL`` costs: the choice
+        follows from the schedule alone.
+        """
+        schedule = self.schedule
+        near, far = (
+            [lenders(order, schedule.paired, is_next) for order in schedule.orders]
+            for is_next in (True, False)
+        )
+        if not any(far):
+            return near
+        stages = schedule.placement.stages
+        costs = Costs((_USUAL,) * stages, head=HeadCosts(1, 1) if schedule.placement.splits_head else None)
+
+        def makespan(found: list[list[tuple[int, int]]]) -> float:
+            return max(as_list(self._times_of_each(costs.seconds, costs, self._firsts(found))[1]))
+
+        none: list[list[tuple[int, int]]] = [[] for _ in schedule.orders]
+        return min(none, near, far, key=makespan)
+
+    def _firsts(self, found: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
+        """Return the numbers (of I, of W) of those of ``found`` that are the first to run products of a W."""
+        firsts: dict[int, int] = {}
+        begins = as_list(self.walk.program.columns.bounds)
+        for begin, of_rank in zip(begins, found, strict=False):
+            for place, lender in of_rank:
+                firsts.setdefault(begin + lender, begin + place)
+        return [(place, lender) for lender, place in firsts.items()]
+
+    @cached_property
+    def _lending(self) -> list[tuple[int, int]]:
+        return self._firsts(self.lenders)
 
     def critical_path(self, costs: Costs) -> CriticalPath:
         """The critical path with ``costs``; among several, the one that stays on its ranks."""
@@ -74,8 +121,19 @@ class ScheduleTimer:
         """
         return max(as_list(self._times_of_each(seconds, costs)[1]))
 
-    def _times_of_each(self, seconds: Callable[[Action], float], costs: Costs) -> tuple[Column, Column]:
-        alone = list(map(seconds, self.walk.program.actions))
+    def _times_of_each(
+        self,
+        seconds: Callable[[Action], float],
+        costs: Costs,
+        lending: Sequence[tuple[int, int]] = (),
+    ) -> tuple[Column, Column]:
+        """Return what ``times`` does where every action has ``seconds``; ``lending`` is as in ``_firsts``."""
+        actions = self.walk.program.actions
+        alone = list(map(seconds, actions))
+        for input, weight in lending:
+            lent = costs.stages[actions[weight].stage].lent
+            alone[input] += lent - min(costs.stages[actions[input].stage].hidden, lent)
+            alone[weight] -= lent
         copies = [stage.copy for stage in costs.stages]
         return self.walk.times_of_each(alone, _delays(costs), costs.of_pair, copies)
 
@@ -88,7 +146,7 @@ class ScheduleTimer:
         )
 
     def _busy(self, costs: Costs, starts: Column, ends: Column) -> list[float]:
-        if not costs.are_alike:
+        if not costs.are_alike or self._lends(costs):
             return [
                 sum(float(ends[step] - starts[step]) for step in dict.fromkeys(own)) for own in self.steps
             ]
@@ -110,6 +168,19 @@ class ScheduleTimer:
         pairs = self.walk.program.pairs
         copies = [stage.copy for stage in costs.stages] if self.walk.copies else []
         return [*alone, *(costs.of_pair(alone[first], alone[second]) for first, second in pairs), *copies]
+
+
+def lenders_of(schedule: Schedule, rank: int) -> dict[Action, Action]:
+    """Return the W whose products run inside each I of ``rank`` that has any; see ``ScheduleTimer.lenders``.
+
+    Units of unlike length have no usual costs.  There the W right after an I lends its products.
+    """
+    order = schedule.orders[rank]
+    if schedule.units or schedule.durations:
+        places = lenders(order, schedule.paired, is_next=True)
+    else:
+        places = ScheduleTimer(schedule).lenders[rank]
+    return {order[place]: order[lender] for place, lender in places}
 
 
 def _delays(costs: Costs) -> tuple[float, ...]:

@@ -1,14 +1,16 @@
 """The work of a stage on a microbatch."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 
 import torch
 
+from megatron_pp_ext.runtime.activation_meter import Owner
 from megatron_pp_ext.runtime.operations.operation import Recorded
 from megatron_pp_ext.runtime.rank import Rank
-from megatron_pp_ext.schedule.actions import Kind
+from megatron_pp_ext.runtime.split import STORE
+from megatron_pp_ext.schedule.actions import Action, Kind
 from megatron_pp_ext.schedule.messages import Message
 
 Around = Callable[[Rank], AbstractContextManager[None]]
@@ -19,12 +21,14 @@ Around = Callable[[Rank], AbstractContextManager[None]]
 class Compute(Recorded):
     """An F, I, W or B: takes the tensor of ``source``, if any, and leaves that of ``target``, if any.
 
-    Features may surround a forward with contexts of theirs, ``around``.
+    Features may surround a forward with contexts of theirs, ``around``.  While messages of an I travel,
+    products of its ``lender`` run, which is a W (``schedule.beside``).
     """
 
     source: Message | None = None
     target: Message | None = None
     around: tuple[Around, ...] = ()
+    lender: Action | None = None
 
     def perform(self, rank: Rank) -> None:
         number, kind, microbatch = self.action
@@ -37,12 +41,18 @@ class Compute(Recorded):
             case Kind.B:
                 produced = stage.backward(microbatch, rank.take(self.source))
             case Kind.I:
-                produced = stage.backward_input(microbatch, rank.take(self.source))
+                with self._lending():
+                    produced = stage.backward_input(microbatch, rank.take(self.source))
             case Kind.W:
                 stage.backward_weight(microbatch)
             case _:
                 raise ValueError(f"{self.action} is no work of a stage")
         rank.leave(self.target, produced)
+
+    def _lending(self) -> AbstractContextManager[None]:
+        if self.lender is None:
+            return nullcontext()
+        return STORE.beside(Owner(self.lender.stage, self.lender.microbatch))
 
     def surrounded(self, rank: Rank) -> ExitStack:
         """Return ``around`` as one context, which is entered already."""
