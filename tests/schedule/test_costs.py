@@ -21,7 +21,6 @@ def test_a_weight_gradient_hides_messages_of_an_input_gradient():
     assert Costs.joined_seconds(short, stage) == 9
     costs = Costs((stage, short))
     assert costs.merged(1).stages == (StageCosts(6, 8, 6, 2, hidden=2),)
-    assert costs.of_whole_backwards.stages == (StageCosts(3, 2, 5), short)
 
 
 @pytest.mark.parametrize(("hidden", "weight_gradient"), [(5, 6), (4, 4), (3, 2)])
