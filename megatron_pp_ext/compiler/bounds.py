@@ -120,6 +120,16 @@ def _weight(cost: StageCosts) -> float:
     return cost.weight_gradient - cost.hidden
 
 
+def _during_weight(cost: StageCosts) -> float:
+    """Return what is kept between an I and its W."""
+    return cost.activation - cost.released_by_input_gradient
+
+
+def _until_weight(cost: StageCosts) -> float:
+    """Return what is kept from an F to the W at least."""
+    return min(cost.activation, _during_weight(cost))
+
+
 def _window(
     route: _Route, stages: Sequence[int], own: Sequence[StageCosts], microbatches: int, limit: float
 ) -> float:
@@ -138,7 +148,7 @@ def _window(
         backward,
         _most(
             limit,
-            min(cost.activation - cost.released_by_input_gradient for cost in own),
+            min(map(_until_weight, own)),
             max(cost.seconds(Kind.B) for cost in own),
         ),
     )
@@ -157,10 +167,10 @@ def _memory(
     """
     kept = sum(
         cost.activation * (route.ends[route.gradient(stage)] - route.starts[stage])
-        + (cost.activation - cost.released_by_input_gradient) * _weight(cost)
+        + _during_weight(cost) * _weight(cost)
         for stage, cost in zip(stages, own, strict=True)
     )
-    largest = max(cost.activation for cost in own)
+    largest = max(max(cost.activation, _during_weight(cost)) for cost in own)
     if kept == 0:
         return 0.0
     if all(cost.activation == largest and not cost.released_by_input_gradient for cost in own):
@@ -200,7 +210,7 @@ def _turns(
         rest = sum(cost.seconds(Kind.B) for cost in kept) - kept[-1].input_gradient
         until_all = max(returns[-1] + rest, *done)
         after = max(route.tails[route.gradient(stage)], rest)
-        parts = [cost.activation - cost.released_by_input_gradient for cost in kept]
+        parts = list(map(_until_weight, kept))
         turns = {sum(cost.activation for cost in kept): returns[-1]}
         turns[sum(parts)] = min(done)
         for each, turn in turns.items():

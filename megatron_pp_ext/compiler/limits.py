@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from megatron_pp_ext.compiler.search.problem import TOLERANCE
 from megatron_pp_ext.schedule.actions import Action, Kind
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.messages import SENDS_AHEAD
 from megatron_pp_ext.schedule.placement import Placement
 
@@ -61,24 +61,28 @@ def requested_budget(limit: Limit, ranks: int, microbatches: int, costs: Costs) 
 
 
 def kept_by_1f1b(ranks: int, microbatches: int, costs: Costs) -> float:
-    """Return the activations that 1F1B keeps on the rank that keeps most.
+    """Return the activations that 1F1B keeps on the rank that keeps most, with a W right after every I.
 
     Where all ranks have the same layers that is the first one, with those of ``ranks`` microbatches, or of
-    all ``microbatches`` where these are fewer.  Unlike ones run in the order of ``costs``.
+    all ``microbatches`` where these are fewer.  What an I takes counts once more.  Unlike ones run in the
+    order of ``costs``.
     """
     cut = costs.merged(ranks)
     if not costs.are_alike:
         return max(
             _most_in_a_row(cut, rank, min(ranks - rank, microbatches), microbatches) for rank in range(ranks)
         )
-    stages = cut.stages
-    return max(min(ranks - rank, microbatches) * stage.activation for rank, stage in enumerate(stages))
+    return max(
+        min(ranks - rank, microbatches) * stage.activation + stage.growth(Kind.I)
+        for rank, stage in enumerate(cut.stages)
+    )
 
 
 def _most_in_a_row(costs: Costs, stage: int, length: int, microbatches: int) -> float:
     """Return the most that ``stage`` keeps of ``length`` microbatches in a row."""
     kept = [costs.kept(Action(stage, Kind.F, microbatch)) for microbatch in range(microbatches)]
-    return max(math.fsum(kept[first : first + length]) for first in range(microbatches - length + 1))
+    most = max(math.fsum(kept[first : first + length]) for first in range(microbatches - length + 1))
+    return most + max(costs.growth(Action(stage, Kind.I, microbatch)) for microbatch in range(microbatches))
 
 
 def least_limits(
@@ -87,15 +91,23 @@ def least_limits(
     """Return the lowest limit of each rank, in the unit of ``StageCosts.activation``.
 
     It holds one microbatch's activations of all the rank's stages, as the backward of the first of them waits
-    for the forward of the last, and ``least_messages``, which are as many for more ``microbatches``.
-    No order keeps less, and the one that does one microbatch at a time keeps no more.
+    for the forward of the last, what the I of each takes while those before it wait for theirs, and
+    ``least_messages``, which are as many for more ``microbatches``.  No order keeps less, and the one that
+    does one microbatch at a time keeps no more.
     """
     cut = costs.merged(placement.stages)
     return tuple(
-        math.fsum(cut.stages[stage].activation for stage in placement.stages_of(rank))
+        _least_activations([cut.stages[stage] for stage in placement.stages_of(rank)])
         + least_messages(placement, rank, microbatches) * cut.message
         for rank in range(placement.ranks)
     )
+
+
+def _least_activations(stages: Sequence[StageCosts]) -> float:
+    """Return the most that a rank keeps of one microbatch alone, whose I are each followed by their W."""
+    kept = [stage.activation for stage in stages]
+    takes = (math.fsum([*kept[: at + 1], stage.growth(Kind.I)]) for at, stage in enumerate(stages))
+    return max(math.fsum(kept), *takes)
 
 
 def least_messages(placement: Placement, rank: int, microbatches: int) -> int:

@@ -158,7 +158,7 @@ class Part:
             overlapped_together=overlapped_together,
             after_forward=stage.activation,
             after_input_gradient=stage.activation - stage.released_by_input_gradient,
-            brief=0.0,
+            brief=stage.workspace and stage.workspace + max(0.0, stage.released_by_input_gradient),
             brief_in_whole=0.0,
         )
 
@@ -174,19 +174,17 @@ class Part:
         )
 
     def costs(self) -> StageCosts:
-        """Return the costs as a schedule takes them.
-
-        There an I only releases bytes.  Where recomputation lets it keep more than the forward did, the
-        forward is charged with that from its start: no limit is exceeded, but some of it is left unused.
-        """
-        activation = max(self.after_forward, self.after_input_gradient + self.brief)
+        """Return the costs as a schedule takes them."""
+        released = self.after_forward - self.after_input_gradient
+        growth = max(0.0, self.brief - released)
         return StageCosts(
             forward=self.forward_seconds,
             input_gradient=self.input_gradient_seconds,
             weight_gradient=self.weight_gradient_seconds,
-            activation=activation,
-            released_by_input_gradient=activation - self.after_input_gradient,
+            activation=self.after_forward,
+            released_by_input_gradient=released,
             parameters=self.parameters,
             expert_parameters=self.expert_parameters,
             hidden=self.overlapped_in_whole,
+            workspace=growth - max(0.0, -released),
         )

@@ -27,14 +27,18 @@ class StageCosts:
 
     ``hidden`` are the seconds of an I that the products of a W beside it hide: those of tensor-parallel
     messages.  ``lent`` are the seconds of the products that a W lends to an I for that (``beside``).  A whole
-    backward takes ``input_gradient + weight_gradient - hidden``.  A forward keeps
-    ``activation`` (bytes, or any unit) from its start; the end of an I gives back
-    ``released_by_input_gradient`` of it and the end of a W or of a B gives back the rest.  ``copy`` is the
-    time in which they are copied to the host, and that of the copy back.  ``parameters`` and
-    ``expert_parameters`` are the weights that a rank has of the stage, the latter those of which
-    expert-parallel ranks each have their own; schedules do not depend on them, and 0 stands for a stage whose
-    weights nobody counted.  Raises ValueError for a time that is not above zero, for ``hidden`` seconds that
-    an I or a W does not have, and for an activation that is negative or smaller than what an I gives back.
+    backward takes ``input_gradient + weight_gradient - hidden``.
+
+    A forward keeps ``activation`` (bytes, or any unit) from its start.  The end of an I gives back
+    ``released_by_input_gradient`` of it; below 0, the I keeps so much more from its start.  The end of a W or
+    of a B gives back all.  An I or a B also has ``workspace`` while it runs.  ``copy`` is the time in which
+    activations are copied to the host, and that of the copy back.
+
+    ``parameters`` and ``expert_parameters`` are the weights that a rank has of the stage, the latter those of
+    which expert-parallel ranks each have their own; schedules do not depend on them, and 0 stands for a stage
+    whose weights nobody counted.  Raises ValueError for a time that is not above zero, for ``hidden`` seconds
+    that an I or a W does not have, for more ``lent`` than a W takes, and for an activation that is negative
+    or smaller than what an I gives back.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -48,12 +52,14 @@ class StageCosts:
     expert_parameters: float = 0.0
     copy: float = 0.0
     hidden: float = 0.0
+    workspace: float = 0.0
     lent: float = 0.0
 
     def __post_init__(self) -> None:
         # A search makes many of these, and asking for the fields takes as long as all else.
         for name in self.__slots__:
-            _require_finite(self, name, positive=name in _TIMES)
+            if name != "released_by_input_gradient" or not -MOST <= self.released_by_input_gradient < 0:
+                _require_finite(self, name, positive=name in _TIMES)
         if self.released_by_input_gradient > self.activation:
             raise ValueError(
                 f"StageCosts.released_by_input_gradient is {self.released_by_input_gradient}, more than the "
@@ -63,6 +69,11 @@ class StageCosts:
             raise ValueError(
                 f"StageCosts.hidden is {self.hidden}, but a W of {self.weight_gradient} hides no more than "
                 f"it takes, and of an I of {self.input_gradient} less than all: lower it"
+            )
+        if self.lent > self.weight_gradient:
+            raise ValueError(
+                f"StageCosts.lent is {self.lent}, but a W of {self.weight_gradient} lends no more than it "
+                "takes: lower it"
             )
 
     def seconds(self, kind: Kind) -> float:
@@ -78,8 +89,32 @@ class StageCosts:
                 return self.input_gradient + self.weight_gradient - self.hidden
         raise ValueError(f"{kind} is no work of a stage: ask Costs.seconds")
 
+    def growth(self, kind: Kind) -> float:
+        """Return what an action of this kind takes at its start; its end gives back what it does not keep."""
+        match kind:
+            case Kind.F:
+                return self.activation
+            case Kind.I:
+                return self.workspace + max(0.0, -self.released_by_input_gradient)
+            case Kind.W:
+                return 0.0
+            case Kind.B:
+                return self.workspace
+        raise ValueError(f"{kind} is no work of a stage: ask Costs.growth")
+
+    @property
+    def charged_to_forward(self) -> Self:
+        """The costs where a forward keeps all that its I takes, so that an I only gives back."""
+        growth = self.growth(Kind.I)
+        return replace(
+            self,
+            activation=self.activation + growth,
+            released_by_input_gradient=self.released_by_input_gradient + growth,
+            workspace=0.0,
+        )
+
     def kept(self, kind: Kind) -> float:
-        """Return what an action of this kind keeps from its start; below 0, what its end gives back."""
+        """Return by how much more is kept after an action of this kind than before; below 0, less."""
         match kind:
             case Kind.F:
                 return self.activation
@@ -183,12 +218,6 @@ class Costs:
         """Return how long a pair takes whose actions take so many seconds alone; never less than either."""
         return max(self.pair * (forward + backward), forward, backward)
 
-    @staticmethod
-    def joined_seconds(input_gradient: StageCosts, weight_gradient: StageCosts) -> float:
-        """Return how long an I takes with a W inside, of the stages that cost so much."""
-        weight = weight_gradient.weight_gradient
-        return input_gradient.input_gradient + weight - min(input_gradient.hidden, weight)
-
     def overlapped_together(self, stage: StageCosts) -> float:
         """Return the seconds that a forward and a backward of ``stage`` save where they run together."""
         return (1 - self.pair) * (stage.forward + stage.seconds(Kind.B))
@@ -220,8 +249,14 @@ class Costs:
         )
         return replace(self, stages=stages)
 
+    def growth(self, action: Action) -> float:
+        """Return the memory that ``action`` takes at its start; its end gives back what it does not keep."""
+        if action.kind in (Kind.S, Kind.T):
+            return max(0.0, self.kept(action))
+        return self.stages[action.stage].growth(action.kind)
+
     def kept(self, action: Action) -> float:
-        """Return the activations that ``action`` keeps from its start; below 0, what its end gives back."""
+        """Return by how much more activations are kept after ``action`` than before; below 0, less."""
         if action.kind is Kind.S:
             return self._head(action).activation
         if action.kind is Kind.T:
@@ -297,15 +332,6 @@ class Costs:
             self, stages=tuple(replace(stage, copy=seconds * stage.activation) for stage in self.stages)
         )
 
-    @property
-    def of_whole_backwards(self) -> Self:
-        """The costs where every backward is whole: what its products hide is taken off its I."""
-        stages = tuple(
-            replace(stage, input_gradient=stage.input_gradient - stage.hidden, hidden=0.0)
-            for stage in self.stages
-        )
-        return replace(self, stages=stages)
-
     def merged(self, stages: int) -> Self:
         """Return the costs of the same model cut into fewer ``stages``, each made of neighbouring ones.
 
@@ -323,9 +349,10 @@ class Costs:
         return self.joined([neighbours] * stages)
 
     def joined(self, counts: Sequence[int]) -> Self:
-        """Return the costs of stages of ``counts`` of these each, in order; all figures of a stage add up.
+        """Return the costs of stages of ``counts`` of these each, in order.
 
-        Raises ValueError where ``counts`` are not of all stages, or one is 0.
+        All figures of a stage add up but the workspace: parts of an I run one after the other.  Raises
+        ValueError where ``counts`` are not of all stages, or one is 0.
         """
         if sum(counts) != len(self.stages) or 0 in counts:
             raise ValueError(
@@ -333,14 +360,18 @@ class Costs:
                 f"{len(self.stages)}, each 1 or more"
             )
         ends = list(accumulate(counts))
-        values = [
-            [
-                math.fsum(getattr(stage, field.name) for stage in self.stages[first:end])
-                for field in fields(StageCosts)
-            ]
-            for first, end in zip([0, *ends], ends, strict=False)
-        ]
-        return replace(self, stages=tuple(StageCosts(*stage) for stage in values))
+        groups = (self.stages[first:end] for first, end in zip([0, *ends], ends, strict=False))
+        return replace(self, stages=tuple(map(_added, groups)))
+
+
+def _added(stages: Sequence[StageCosts]) -> StageCosts:
+    """Return the costs of neighbouring ``stages`` as one."""
+    sums = (math.fsum(getattr(stage, one.name) for stage in stages) for one in fields(StageCosts))
+    most = kept = 0.0
+    for stage in reversed(stages):
+        most = max(most, kept + stage.growth(Kind.I))
+        kept += stage.kept(Kind.I)
+    return replace(StageCosts(*sums), workspace=most - max(0.0, kept))
 
 
 def _require_finite(costs: object, name: str, *, positive: bool) -> None:

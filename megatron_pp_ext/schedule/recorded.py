@@ -183,8 +183,8 @@ def head_costs(records: Sequence[RankRecord]) -> HeadCosts:
 def _kept_bytes(record: RankRecord, stage: int) -> tuple[float, float]:
     """Return the bytes that a microbatch of ``stage`` keeps from its forward on, and what its I gives back.
 
-    Both are medians over the microbatches in ``record``.  Where an I keeps more than it gives back, as under
-    recomputation, the forward is charged with the difference.  A whole backward gives all back at its end.
+    Both are medians over the microbatches in ``record``.  The latter is below 0 where an I keeps more than it
+    gives back, as under recomputation.  A whole backward gives all back at its end.
     """
     growths: dict[Kind, list[float]] = {kind: [] for kind in Kind}
     before = 0.0
@@ -195,6 +195,4 @@ def _kept_bytes(record: RankRecord, stage: int) -> tuple[float, float]:
     after_forward = median(growths[Kind.F])
     if not growths[Kind.I]:
         return after_forward, 0.0
-    after_input_gradient = max(0.0, after_forward + median(growths[Kind.I]))
-    activation = max(after_forward, after_input_gradient)
-    return activation, activation - after_input_gradient
+    return after_forward, min(after_forward, -median(growths[Kind.I]))

@@ -162,12 +162,16 @@ class Timeline:
             yield time, live
 
     def changes(self, rank: int) -> list[tuple[float, float]]:
-        """Return (time, activations that are kept from then on), or given back, by the rank's actions."""
-        return [
-            (start if kept > 0 else end, kept)
-            for action, start, end in self.events[rank]
-            if (kept := self.costs.kept(action))
-        ]
+        """Return (time, activations that are kept from then on), or given back, by the rank's actions.
+
+        What an I has while it runs (``StageCosts.workspace``) is kept from its start and given back at its
+        end.
+        """
+        changes = []
+        for action, start, end in self.events[rank]:
+            growth = self.costs.growth(action)
+            changes += [(start, growth), (end, self.costs.kept(action) - growth)]
+        return [change for change in changes if change[1]]
 
     @cached_property
     def _busy(self) -> float:

@@ -44,8 +44,12 @@ class UnitCosts(Costs):
         """Return how long ``action`` keeps its rank busy; ValueError for a microbatch without a unit."""
         return self._of(action).seconds(action)
 
+    def growth(self, action: Action) -> float:
+        """Return the memory that ``action`` takes at its start; its end gives back what it does not keep."""
+        return self._of(action).growth(action)
+
     def kept(self, action: Action) -> float:
-        """Return what ``action`` keeps from its start; below 0, what its end gives back."""
+        """Return by how much more is kept after ``action`` than before; below 0, less."""
         return self._of(action).kept(action)
 
     def joined(self, counts: Sequence[int]) -> Self:

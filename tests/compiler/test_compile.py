@@ -49,8 +49,11 @@ def pipelines(draw):
     stages = []
     for _ in range(ranks * chunks):
         activation = draw(activations)
-        released = draw(st.sampled_from([0, activation / 3, activation]))
-        stages.append(StageCosts(draw(times), draw(times), draw(times), activation, released))
+        released = draw(st.sampled_from([0, activation / 3, activation, -activation / 2, -3 * activation]))
+        workspace = draw(st.sampled_from([0, 0, activation / 4, 5]))
+        f, i, w = draw(times), draw(times), draw(times)
+        hidden = draw(st.sampled_from([0, 0.5])) * min(i, w)
+        stages.append(StageCosts(f, i, w, activation, released, hidden=hidden, workspace=workspace))
     hop, message = (draw(st.one_of(st.just(0.0), st.floats(0.001, 5))) for _ in range(2))
     costs = Costs(tuple(stages), hop, message)
     placement = draw(st.sampled_from(placements_of(ranks, costs)))

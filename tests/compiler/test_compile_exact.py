@@ -73,17 +73,22 @@ def test_optimal_with_unequal_stages_that_release_early():
         assert found <= 1.02 * optimum
 
 
+@pytest.mark.parametrize("takes_more", [False, True])
 @pytest.mark.parametrize("seed", range(16))
-def test_no_optimum_is_below_the_bound(seed):
-    """Random costs and limits, most of them scarce: none of the arguments may promise too much."""
+def test_no_optimum_is_below_the_bound(seed, takes_more):
+    """Random costs and limits, most of them scarce: none of the arguments may promise too much.
+
+    An I may take more memory than its forward kept, for as long as it runs or until the W.
+    """
     random = Random(seed)
     shapes = linear(2), linear(3), linear(4), v(2), v(3), v(4), loop(2, 2), loop(3, 2), wave(2, 3), wave(2, 4)
     placement = random.choice(shapes)
     microbatches = random.randint(1, 6 if placement.stages <= 4 else 4)
 
     def stage():
-        kept = random.randint(1, 3)
-        return StageCosts(*(random.randint(1, 6) for _ in range(3)), kept, random.choice([0, 0, kept // 2]))
+        times, kept = [random.randint(1, 6) for _ in range(3)], random.randint(1, 3)
+        released = random.choice([0, 0, kept // 2, *([-1, -kept] if takes_more else [])])
+        return StageCosts(*times, kept, released, workspace=random.choice([0, 1, 2]) if takes_more else 0)
 
     one = stage()
     stages = [one if seed % 3 else stage() for _ in range(placement.stages)]

@@ -60,6 +60,32 @@ def test_the_least_limit_holds_all_stages_of_a_rank(placement):
 
 
 @pytest.mark.parametrize(
+    ("first", "second", "least"),
+    [
+        ((0, 0), (0, 0), 12),
+        ((-4, 0), (-1, 0), 13),
+        ((-9, 2), (0, 0), 18),
+        ((5, 2), (3, 1), 13),
+        ((7, 5), (0, 0), 12),
+    ],
+)
+def test_the_least_limit_holds_what_an_input_gradient_takes(first, second, least):
+    """A rank with stages that keep 7 and 5; the I of the second runs while the first waits for its own."""
+    stages = [StageCosts(1, 1, 1, kept, released, workspace=workspace)
+              for kept, (released, workspace) in ((7, first), (5, second))]  # fmt: skip
+    costs = Costs((stages[0], StageCosts(1, 1, 1, 0), StageCosts(1, 1, 1, 0), stages[1]))
+    assert least_limits(costs, v(2)) == (least, 0)
+    problem = problem_of(v(2), 3, costs, [least, 0])
+    assert problem.fits(one_at_a_time(problem))
+    assert not problem_of(v(2), 3, costs, [least - 1, 0]).fits(one_at_a_time(problem))
+
+
+def test_a_fraction_of_1f1b_counts_what_its_input_gradient_takes():
+    costs = Costs((StageCosts(1, 1, 1, 3, -5, workspace=2), StageCosts(1, 1, 1, 4, 1)))
+    assert requested_budget(0.5, 2, 8, costs).ranks == (6.5, 6.5)
+
+
+@pytest.mark.parametrize(
     ("times", "scale"),
     [
         ((1, 2, 3, 0), 1),

@@ -4,16 +4,20 @@ from random import Random
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_pp_ext.compiler.search import portfolio
 from megatron_pp_ext.compiler.search.annealing import anneal, walk
 from megatron_pp_ext.compiler.search.integer_timing import time_orders
+from megatron_pp_ext.compiler.search.list_scheduling import Knobs, Rules, list_schedule
 from megatron_pp_ext.compiler.search.portfolio import search
 from megatron_pp_ext.compiler.search.problem import problem_of
 from megatron_pp_ext.compiler.search.proposals import one_at_a_time
 from megatron_pp_ext.compiler.search.tables import generator, tables
 from megatron_pp_ext.compiler.search.timed_order import estimate, timed_order
 from megatron_pp_ext.compiler.search.tune import tune
+from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.check import InvalidSchedule, check
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.placement import linear, loop, v, wave
@@ -22,7 +26,10 @@ from megatron_pp_ext.schedule.simulate import simulate
 
 def unequal(placement):
     """Return costs in which every stage has other times and activations, some of them given back by I."""
-    stages = [StageCosts(3 + s % 3, 2 + s % 4, 1 + s % 2, 4, s % 3) for s in range(placement.stages)]
+    stages = [
+        StageCosts(3 + s % 3, 2 + s % 4, 1 + s % 2, 4, s % 3 - s % 2, workspace=s % 4 // 3)
+        for s in range(placement.stages)
+    ]
     return Costs(tuple(stages), 1)
 
 
@@ -123,6 +130,38 @@ def test_no_moves_are_spent_on_orders_without_a_chance(monkeypatch):
     assert sorted(length for length, _ in annealed[:2]) == sorted(close)
     assert poor not in [length for length, _ in annealed]
     assert sum(moves for _, moves in annealed) == pytest.approx(8 * portfolio._MOVES, rel=0.01)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_no_list_schedule_gets_stuck_where_an_input_gradient_takes_more(data):
+    """A limit holds one microbatch and the I that takes most; due times are any."""
+    draw = data.draw
+    placement = draw(st.sampled_from([linear(3), v(3), loop(2, 2), wave(2, 4)]))
+    stages = []
+    for _ in range(placement.stages):
+        kept = draw(st.integers(0, 5))
+        released, workspace = draw(st.integers(-6, kept)), draw(st.integers(0, 4))
+        stages.append(
+            StageCosts(*draw(st.tuples(*[st.integers(1, 9)] * 3)), kept, released, workspace=workspace)
+        )
+    limits = [
+        sum(stages[stage].activation for stage in own) + max(stages[stage].growth(Kind.I) for stage in own)
+        + draw(st.integers(0, 6))
+        for own in map(placement.stages_of, range(placement.ranks))
+    ]  # fmt: skip
+    costs = Costs(tuple(stages), draw(st.integers(0, 3)))
+    problem = problem_of(placement, draw(st.integers(1, 6)), costs, limits)
+    delay, patience = draw(st.sampled_from([0, 20, 1 << 50])), draw(st.tuples(*[st.integers(0, 4)] * 2))
+    rules = Rules(delay, 1 << 50, *patience, makes_room=draw(st.booleans()))
+    due = tuple(draw(st.integers(-20, 90)) for _ in range(problem.stations))
+    gaps = tuple(draw(st.integers(0, 20)) for _ in range(problem.microbatches))
+    done = list_schedule(problem, Knobs(due, gaps, rules))
+    assert done is not None
+    assert problem.fits(done[1])
+    timeline = simulate(problem.schedule(done[1], "listed"), costs)
+    assert all(peak <= limit for peak, limit in zip(timeline.peak_activations, limits, strict=True))
+    check(timeline.schedule)
 
 
 @pytest.mark.parametrize("kept", [(1, 0), (0, 0)])

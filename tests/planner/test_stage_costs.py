@@ -18,6 +18,7 @@ from megatron_pp_ext.planner.layout.rows import seconds_of
 from megatron_pp_ext.planner.layout.stage_seconds import StageSeconds
 from megatron_pp_ext.planner.step.model_description import describe
 from megatron_pp_ext.planner.step.workload import Workload
+from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.placement import linear
 
 S, H, V = 512, 256, 1024
@@ -153,12 +154,14 @@ def test_distributed_inputs_are_shared_by_tensor_parallel_ranks():
 
 
 def test_what_a_schedule_is_charged_for_a_recomputed_part():
-    """40 bytes after F become 10; I makes 30 more than W's 25 need, and they fall back to 25."""
+    """40 bytes after F become 10; I makes 30 more, and they fall back to the 25 that W needs."""
     part = Part(1, 2, 0, 3.0, 4.0, 5.0, after_forward=40, after_input_gradient=25).recomputed(kept=10)
     assert (part.brief, part.brief_in_whole, part.repeated_operations) == (15, 40, 3)
     costs = part.costs()
     assert (costs.forward, costs.input_gradient, costs.weight_gradient) == (3, 7, 5)
-    assert (costs.activation, costs.released_by_input_gradient) == (40, 15)
+    assert (costs.activation, costs.released_by_input_gradient, costs.workspace) == (10, -15, 15)
+    assert (costs.growth(Kind.I), costs.kept(Kind.I), costs.kept(Kind.W)) == (30, 15, -25)
+    assert part.measured(costs, 0.0).costs() == costs
 
 
 def test_parts_add_up_but_are_recomputed_one_after_the_other():

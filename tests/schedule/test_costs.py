@@ -13,21 +13,22 @@ def test_a_whole_backward_takes_both_halves_and_releases_everything():
 
 
 def test_a_weight_gradient_hides_messages_of_an_input_gradient():
-    """A backward hides its own, and an I those that the W inside it is long enough for."""
+    """A whole backward hides its own."""
     stage, short = StageCosts(3, 4, 5, hidden=2), StageCosts(3, 4, 1)
     assert [stage.seconds(kind) for kind in OF_STAGES] == [3, 4, 5, 7]
-    assert Costs.joined_seconds(stage, stage) == 7
-    assert Costs.joined_seconds(stage, short) == 4
-    assert Costs.joined_seconds(short, stage) == 9
     costs = Costs((stage, short))
     assert costs.merged(1).stages == (StageCosts(6, 8, 6, 2, hidden=2),)
-    assert costs.of_whole_backwards.stages == (StageCosts(3, 2, 5), short)
 
 
 @pytest.mark.parametrize(("hidden", "weight_gradient"), [(5, 6), (4, 4), (3, 2)])
 def test_no_more_is_hidden_than_there_is(hidden, weight_gradient):
     with pytest.raises(ValueError, match=rf"hidden is {hidden}, .*: lower it"):
         StageCosts(1, 4, weight_gradient, hidden=hidden)
+
+
+def test_no_more_is_lent_than_there_is():
+    with pytest.raises(ValueError, match=r"lent is 3, but a W of 2 lends no more than it takes: lower it"):
+        StageCosts(1, 4, 2, lent=3)
 
 
 @pytest.mark.parametrize("field", ["forward", "input_gradient", "weight_gradient"])

@@ -2,7 +2,7 @@
 
 Nothing here knows how the compiler searches.  Every action is an interval; a rank does one at a time;
 inputs arrive a hop after they are ready; a rank's activations are taken at the start of F and given
-back at the end of I and of W.  Costs are whole numbers.
+back at the end of I and of W, where I does not take more at its start.  Costs are whole numbers.
 """
 
 from ortools.sat.python import cp_model
@@ -65,10 +65,12 @@ def shortest(placement, microbatches, costs, limits, *, effort, hint=None, ranks
         for stage in placement.stages_of(rank):
             cost = costs.stages[stage]
             for i in range(microbatches):
-                early, late = -round(cost.kept(Kind.I)), -round(cost.kept(Kind.W))
+                released, late = round(cost.released_by_input_gradient), -round(cost.kept(Kind.W))
+                during = round(cost.workspace) + max(0, -released)
                 for at, change in (
-                    (start[stage, Kind.F, i], early + late),
-                    (end[stage, Kind.I, i], -early),
+                    (start[stage, Kind.F, i], round(cost.activation)),
+                    (start[stage, Kind.I, i], during),
+                    (end[stage, Kind.I, i], -during - released),
                     (end[stage, Kind.W, i], -late),
                 ):
                     if change:

@@ -4,10 +4,13 @@ Urgency follows from a building block's timetable (arXiv 2405.15362, section 2):
 is due at ``due[x]`` plus the sum of the first j ``gaps``.  The timetable gives priorities, not times: an
 action starts when its input is there, the rank is free and memory has room.
 
-Two rules keep the memory limit.  A rank never keeps more than its limit.  And the microbatches that have
-not done their last forward on a rank leave room for the oldest of them to do all of its own, so that the
-oldest microbatch of the pipeline can always continue and the simulation never gets stuck.  For two equal
-chunks and a limit of M that means "at most M - 1 forwards ahead of their second leg".
+Three rules keep the memory limit.  A rank never keeps more than its limit; an input gradient that would, as
+it keeps more than its forward did, comes after W that wait.  A forward leaves memory for the input gradient
+that takes most, as it will be once all W that wait have run: so every input gradient can run at last.  And
+the microbatches that have not done their last forward on a rank leave memory for the oldest of them to do all
+of its own.  So the oldest microbatch of the pipeline can always continue, and the simulation never gets stuck
+where the limit holds one microbatch and the largest such input gradient.  For two equal chunks and a limit of
+M the last rule means "at most M - 1 forwards ahead of their second leg".
 """
 
 from typing import NamedTuple
@@ -26,7 +29,7 @@ class Rules(NamedTuple):
     W of a stage is due ``weight_delay`` after its I.  A rank starts no action that is due more than ``slack``
     later than its most urgent one, whether that one has its input or not.  It waits up to ``patience`` for a
     more urgent action instead of starting a forward or an input gradient, and up to ``weight_patience``
-    instead of starting a W.  With ``makes_room``, a rank does a W first when memory holds back a forward that
+    instead of starting a W.  With ``makes_room``, a rank does a W first when memory holds back an action that
     is more urgent than all that it could do, and whose input is there by the end of the W.
     """
 
@@ -97,7 +100,7 @@ def _schedule(
     """
     stages, microbatches = tables.stages, tables.microbatches
     duration, delay, home = tables.duration, tables.delay, tables.home
-    kept, limits, own = tables.kept, tables.limits, tables.own
+    kept, growth, limits, own = tables.kept, tables.growth, tables.limits, tables.own
     ranks, actions = orders.shape
     stations = 2 * stages
     chunks = own.shape[1] // 2
@@ -114,6 +117,12 @@ def _schedule(
     weights_known = np.zeros(ranks, np.int64)
     weights_done = np.zeros(ranks, np.int64)
     live = np.zeros(ranks, np.int64)
+    # What each rank would keep if all W that wait had run, and the most that an input gradient of it takes.
+    settled = np.zeros(ranks, np.int64)
+    largest = np.zeros(ranks, np.int64)
+    for rank in range(ranks):
+        for station in own[rank, chunks:]:
+            largest[rank] = max(largest[rank], growth[station])
     free_at = np.zeros(ranks, np.int64)
     started = np.zeros(ranks, np.int64)
     waiting = np.zeros(ranks, np.bool_)
@@ -147,10 +156,12 @@ def _schedule(
                 first_due = min(first_due, at)
                 continue
             arrival = arrived[station, count]
+            if live[rank] + growth[station] > limits[rank]:
+                if has_weight and arrival <= now + duration[next_weight]:
+                    blocked_due = min(blocked_due, at)
+                continue
             if station < stages:
-                if live[rank] + kept[station] > limits[rank]:
-                    if has_weight and arrival <= now + duration[next_weight]:
-                        blocked_due = min(blocked_due, at)
+                if settled[rank] + kept[station] + largest[rank] > limits[rank]:
                     continue
                 oldest = done[own[rank, chunks - 1]]
                 if count > oldest:
@@ -158,7 +169,7 @@ def _schedule(
                     for chunk in own[rank, :chunks]:
                         after = done[chunk] - oldest + (1 if chunk == station else 0)
                         ahead += kept[chunk] * max(1, after)
-                    if ahead > limits[rank]:
+                    if ahead + largest[rank] > limits[rank]:
                         continue
             first_due = min(first_due, at)
             if arrival > now:
@@ -202,6 +213,7 @@ def _schedule(
             continue
         microbatch = done[best]
         done[best] += 1
+        settled[rank] += kept[best] if best < stages else -kept[stations - 1 - best]
         if best >= stages:
             weight_dues[rank, weights_known[rank]] = due[best] + weight_delay
             weights[rank, weights_known[rank]] = 2 * stations - 1 - best

@@ -38,7 +38,7 @@ def rearranged(
     place, repairs = first, 0
     while place < last:
         code = new[place] // tables.microbatches
-        if live + tables.kept[code] > tables.limits[rank]:
+        if live + tables.growth[code] > tables.limits[rank]:
             found = -1 if repairs == _REPAIRS else _weight(tables, timed, rank, new, first, place, last)
             if found < 0:
                 return first, first

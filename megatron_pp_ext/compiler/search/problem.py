@@ -46,8 +46,9 @@ class Problem:
 
     ``stations_by_rank`` are each rank's stations in the order in which a microbatch visits them.
     ``duration`` and ``home``, the rank, are indexed by code (stations, W, whole backwards).  ``delay`` is
-    indexed by station and is the P2P latency to the next one, 0 on the same rank.  A code's action has
-    ``kept`` units of memory from its start or, below 0, gives them back at its end.  ``limits`` are per rank.
+    indexed by station and is the P2P latency to the next one, 0 on the same rank.  A code's action takes
+    ``growth`` units of memory at its start, and after it ``kept`` units more are kept than before it, or
+    less, below 0.  ``limits`` are per rank.
     ``scale`` is the number of integer time units in one unit of the costs.
     """
 
@@ -58,6 +59,7 @@ class Problem:
     delay: tuple[int, ...]
     home: tuple[int, ...]
     kept: tuple[int, ...]
+    growth: tuple[int, ...]
     limits: tuple[int, ...]
     scale: float
 
@@ -89,8 +91,11 @@ class Problem:
 
     def fits(self, orders: Orders) -> bool:
         """Whether no rank ever keeps more than its limit."""
-        lives = (accumulate(map(self.kept.__getitem__, order), initial=0) for order in orders)
-        return all(max(live) <= limit for live, limit in zip(lives, self.limits, strict=True))
+        for order, limit in zip(orders, self.limits, strict=True):
+            lives = accumulate(map(self.kept.__getitem__, order), initial=0)
+            if any(live + self.growth[code] > limit for live, code in zip(lives, order, strict=False)):
+                return False
+        return True
 
     def split(self, orders: Orders) -> Orders:
         """Return ``orders`` with an I and its W in place of every whole backward."""
@@ -177,7 +182,7 @@ def problem_of(placement: Placement, microbatches: int, costs: Costs, limits: Se
     route = forwards + forwards[::-1]
     seconds = [cost.seconds(kind) for cost in costs.stages for kind in OF_STAGES[:-1]]
     scale = _scale([costs.hop, *seconds], len(seconds) * microbatches)
-    units = [value for cost in costs.stages for value in (cost.activation, cost.released_by_input_gradient)]
+    units = [value for cost in costs.stages for value in _amounts(cost)]
     grain, slack = _grain(units, limits)
     whole = [_whole(cost, scale, grain) for cost in costs.stages]
     by_code = [(stage, kind) for kind in OF_STAGES for stage in whole[:: -1 if kind is Kind.I else 1]]
@@ -191,6 +196,7 @@ def problem_of(placement: Placement, microbatches: int, costs: Costs, limits: Se
         delay=(*(hop if here != there else 0 for here, there in pairwise(route)), 0),
         home=(*route, *forwards, *forwards),
         kept=tuple(int(stage.kept(kind)) for stage, kind in by_code),
+        growth=tuple(int(stage.growth(kind)) for stage, kind in by_code),
         limits=tuple(math.floor(limit * (1 + TOLERANCE) * grain) + slack for limit in limits),
         scale=scale,
     )
@@ -199,11 +205,15 @@ def problem_of(placement: Placement, microbatches: int, costs: Costs, limits: Se
 def _whole(costs: StageCosts, scale: float, grain: float) -> StageCosts:
     """Return ``costs`` in whole numbers; work takes some time."""
     times = costs.forward, costs.input_gradient, costs.weight_gradient
-    activation, released = (
-        round(one * grain) for one in (costs.activation, costs.released_by_input_gradient)
-    )
+    activation, released, workspace = (round(amount * grain) for amount in _amounts(costs))
     f, i, w = (max(1, round(time * scale)) for time in times)
-    return StageCosts(f, i, w, activation, released, hidden=min(round(costs.hidden * scale), i - 1, w))
+    hidden = min(round(costs.hidden * scale), i - 1, w)
+    return StageCosts(f, i, w, activation, released, hidden=hidden, workspace=workspace)
+
+
+def _amounts(costs: StageCosts) -> tuple[float, float, float]:
+    """Return all of ``costs`` that is memory of activations."""
+    return costs.activation, costs.released_by_input_gradient, costs.workspace
 
 
 def _scale(values: Sequence[float], actions: int) -> float:

@@ -18,7 +18,7 @@ CODE = np.int32
 class Tables(NamedTuple):
     """The numbers of a ``Problem``, by its names.  ``own[r]`` are the stations of rank r.
 
-    A limit is no higher than all activations together.
+    A limit is no higher than all that is ever kept together.
     """
 
     stages: int
@@ -27,6 +27,7 @@ class Tables(NamedTuple):
     delay: Integers
     home: Integers
     kept: Integers
+    growth: Integers
     limits: Integers
     own: Integers
 
@@ -34,8 +35,8 @@ class Tables(NamedTuple):
 @lru_cache(maxsize=64)
 def tables(problem: Problem) -> Tables:
     """Return the arrays of ``problem``."""
-    all_activations = problem.microbatches * sum(problem.kept[: problem.placement.stages])
-    limits = [min(limit, all_activations) for limit in problem.limits]
+    most = problem.microbatches * sum(problem.growth)
+    limits = [min(limit, most) for limit in problem.limits]
     return Tables(
         problem.placement.stages,
         problem.microbatches,
@@ -46,6 +47,7 @@ def tables(problem: Problem) -> Tables:
                 problem.delay,
                 problem.home,
                 problem.kept,
+                problem.growth,
                 limits,
                 problem.stations_by_rank,
             )

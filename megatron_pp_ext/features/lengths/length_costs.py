@@ -40,8 +40,8 @@ class StageRates:
     """The costs of one stage.
 
     Those in ``per_token`` and ``per_square`` are the seconds of F, I and W for a token and for a squared
-    token.  ``activation`` is kept for each token, ``released`` the part of it that an I gives back, and
-    ``copy`` the seconds in which it is copied to the host.
+    token.  ``activation`` is kept for each token, ``released`` the part of it that an I gives back, ``copy``
+    the seconds in which it is copied to the host, and ``hidden`` those of I that a W hides.
     """
 
     per_token: Times
@@ -49,6 +49,7 @@ class StageRates:
     activation: float = 1.0
     released: float = 0.0
     copy: float = 0.0
+    hidden: float = 0.0
 
     def costs(self, tokens: float, squares: float, overhead: float = 0.0) -> StageCosts:
         """Return the costs for a microbatch of so many tokens and this sum of squares.
@@ -58,7 +59,15 @@ class StageRates:
         pairs = zip(self.per_token, self.per_square, strict=True)
         times = [each * (tokens + overhead) + quadratic * squares for each, quadratic in pairs]
         f, i, w = (max(seconds, _LEAST * sum(times)) for seconds in times)
-        return StageCosts(f, i, w, tokens * self.activation, tokens * self.released, copy=tokens * self.copy)
+        return StageCosts(
+            f,
+            i,
+            w,
+            tokens * self.activation,
+            tokens * self.released,
+            copy=tokens * self.copy,
+            hidden=min(tokens * self.hidden, w, (1 - _LEAST) * i),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +221,10 @@ class LengthCosts:
 
 
 def _rates(stage: StageCosts, tokens: float, per_token: Times, per_square: Times) -> StageRates:
-    released = stage.released_by_input_gradient / tokens
-    return StageRates(per_token, per_square, stage.activation / tokens, released, stage.copy / tokens)
+    """Return the rates of ``stage``, whose forward is charged with what its I takes."""
+    stage = stage.charged_to_forward
+    amounts = stage.activation, stage.released_by_input_gradient, stage.copy, stage.hidden
+    return StageRates(per_token, per_square, *(amount / tokens for amount in amounts))
 
 
 def _line(short: float, length: float, long: float, longer_length: float) -> tuple[float, float]:

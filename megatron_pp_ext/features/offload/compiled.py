@@ -119,7 +119,8 @@ def _least_kept(order: Sequence[Action], costs: Costs) -> float:
         if kind is Kind.W:
             waiting += costs.stages[stage].kept(kind)
             continue
-        most = max(most, waiting + costs.stages[stage].activation)
+        during = 0.0 if kind is Kind.F else costs.stages[stage].growth(kind)
+        most = max(most, waiting + costs.stages[stage].activation + during)
         if kind is Kind.I:
             waiting -= costs.stages[stage].kept(Kind.W)
     return most

@@ -145,15 +145,15 @@ class _Places:
             self.frees[kept], self.reloads[kept] = place_of[one.freed_before], place_of[one.reloaded_before]
         here = 0.0
         for place, launch in enumerate(launches):
-            amounts = [self._costs.kept(action) for action in launch]
-            here += sum(amount for amount in amounts if amount > 0)
+            taken = sum(map(self._costs.growth, launch))
+            here += taken
             here += self._amount(self.reloads, place) - self._amount(self.frees, place)
             while here > limit:
                 freed = self._makes_room(place)
                 if not freed:
                     return False
                 here -= freed
-            here += sum(amount for amount in amounts if amount < 0)
+            here += sum(map(self._costs.kept, launch)) - taken
         return True
 
     def _makes_room(self, place: int) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_pp_ext.features.lengths.durations import Durations, in_whole_numbers
 from megatron_pp_ext.features.lengths.length_costs import LengthCosts
-from megatron_pp_ext.features.slices.problem import Work
+from megatron_pp_ext.features.slices.problem import Floats, Work
 from megatron_pp_ext.features.slices.units import Units
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement
@@ -59,7 +59,7 @@ def work_of(
     kept = np.array([stage.activation for stage in rates.stages])[:, None] * tokens
     released = np.array([stage.released for stage in rates.stages])[:, None] * tokens
     if not splits_backward:
-        seconds[1] += seconds[2]
+        seconds[1] += seconds[2] - _hidden(units, rates, seconds, overhead)
         released = kept.copy()
     hop = rates.hop * units.microbatches / len(units)
     delays = [0.0 if placement.is_local(stage) else hop for stage in range(placement.stages - 1)]
@@ -68,20 +68,27 @@ def work_of(
 
 def durations_of(units: Units, rates: LengthCosts, placement: Placement, overhead: float = 0.0) -> Durations:
     """Return the times of the actions of ``units`` as ``Schedule.durations`` has them."""
-    forward, input_gradient, weight_gradient = work_of(units, rates, placement, True, overhead).seconds
-    seconds = np.stack([forward, input_gradient, weight_gradient, input_gradient + weight_gradient], axis=1)
-    return in_whole_numbers(seconds.reshape(-1, len(units)))
+    alone = work_of(units, rates, placement, True, overhead).seconds
+    whole = alone[1] + alone[2] - _hidden(units, rates, alone, overhead)
+    return in_whole_numbers(np.stack([*alone, whole], axis=1).reshape(-1, len(units)))
+
+
+def _hidden(units: Units, rates: LengthCosts, seconds: Floats, overhead: float) -> Floats:
+    """Return what a W hides of its I: stages x units, no more than either takes in ``seconds``."""
+    per_token = np.array([stage.hidden for stage in rates.stages])[:, None]
+    return np.minimum(per_token * (np.array(units.tokens, float) + overhead), seconds[1:].min(axis=0))
 
 
 def equal_work(units: Units, costs: Costs, placement: Placement) -> Work:
     """Return the work of units that all have these ``costs``, which are of the stages of ``placement``."""
-    of_stages = [(one.forward, one.input_gradient, one.weight_gradient) for one in costs.stages]
+    stages = [stage.charged_to_forward for stage in costs.stages]
+    of_stages = [(one.forward, one.input_gradient, one.weight_gradient) for one in stages]
     each = np.ones(len(units))
     delays = [0.0 if placement.is_local(stage) else costs.hop for stage in range(placement.stages - 1)]
     return Work(
         np.array(of_stages).T[:, :, None] * each,
-        np.array([stage.activation for stage in costs.stages])[:, None] * each,
-        np.array([stage.released_by_input_gradient for stage in costs.stages])[:, None] * each,
+        np.array([stage.activation for stage in stages])[:, None] * each,
+        np.array([stage.released_by_input_gradient for stage in stages])[:, None] * each,
         np.array(delays),
         1,
     )
@@ -102,6 +109,7 @@ def of_equal_slices(costs: Costs, slices: int) -> Costs:
             released_by_input_gradient=stage.released_by_input_gradient / slices,
             copy=stage.copy / slices,
             hidden=stage.hidden / slices,
+            workspace=stage.workspace / slices,
         )
         for stage in costs.stages
     )

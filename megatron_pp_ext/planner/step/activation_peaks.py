@@ -1,7 +1,7 @@
 """Computes the most bytes of activations that a rank keeps under a schedule.
 
-They depend only on the order of the rank's own actions.  ``simulate`` computes the same for costs that only
-shrink after a forward; recomputation makes activations anew inside a backward, which is counted here.
+They depend only on the order of the rank's own actions.  ``simulate`` computes the same for backwards in two
+halves; what recomputation makes anew inside a whole one is counted here alone.
 
 A forward and a backward that run together take turns by layer, so that one frees what the other keeps.
 Between them there is never more than a layer too much, which is counted as if it were the whole forward: a

@@ -63,8 +63,7 @@ def length_costs(job: Job, system: System, placement: Placement, request: Reques
             model=replace(job.model, seq_length=length),
             batch=replace(job.batch, micro_batch_size=documents),
         )
-        counted = Workload(cut, system, placement, request.data).costs
-        return counted if request.splits_backward else counted.of_whole_backwards
+        return Workload(cut, system, placement, request.data).costs
 
     return LengthCosts.through(costs(_DOCUMENTS), _DOCUMENTS, costs(1), job.model.seq_length)
 

@@ -3,10 +3,11 @@
     {"hop": 0.0006, "message": 1.7e7,
      "stages": [{"forward": 0.0185, "input_gradient": 0.0181, "weight_gradient": 0.0093,
                  "activation": 5.1e8, "released_by_input_gradient": 1.2e8, "copy": 0.0095,
-                 "hidden": 0.002, "parameters": 4.1e8, "expert_parameters": 2.0e9}, ...],
+                 "hidden": 0.002, "workspace": 0, "parameters": 4.1e8, "expert_parameters": 2.0e9}, ...],
      "sizes": {"seq_length": 4096, "micro_batch_size": 1, ...}}
 
-The names are those of ``StageCosts`` and ``Costs``.  Times are in seconds, activations and a message in bytes
+The names are those of ``StageCosts`` and ``Costs``; ``released_by_input_gradient`` is below 0 where an I
+keeps more than its forward did.  Times are in seconds, activations and a message in bytes
 or any other common unit.  ``hop``, ``message``, ``pair``, ``sizes`` and all of a stage but its times may be
 left out.
 An estimate of a step takes seconds, bytes and ``parameters``.  Where the ranks split the head,

@@ -72,7 +72,7 @@ def kept_on_host(work: "Workload", schedule: Schedule) -> tuple[float, ...]:
 def _kept_by_forwards(work: "Workload") -> Costs:
     """Return the costs with what a forward keeps, without what an I adds for a W (``Part.costs``)."""
     stages = (
-        replace(stage, activation=part.after_forward, released_by_input_gradient=0.0)
+        replace(stage, activation=part.after_forward, released_by_input_gradient=0.0, workspace=0.0)
         for stage, part in zip(work.costs.stages, work.parts, strict=True)
     )
     return replace(work.costs, stages=tuple(stages))

@@ -92,8 +92,7 @@ def _seconds(job: Job, request: Request, rows: int, slices: int) -> float:
     machine, stages = system.read(MACHINE), schedule.placement.stages
 
     def costs_of(one: Job) -> Costs:
-        counted = stage_seconds(one, stages, rows, machine, request.data)
-        return counted if request.may_split_backward else counted.of_whole_backwards
+        return stage_seconds(one, stages, rows, machine, request.data)
 
     return simulate(
         schedule, of_slices(costs_of, job, slices, schedule.units) if schedule.units else costs_of(job)

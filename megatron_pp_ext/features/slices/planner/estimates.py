@@ -33,8 +33,7 @@ class Sliced(Addition):
         from megatron_pp_ext.planner.step.workload import Workload
 
         def costs_of(job: Job) -> Costs:
-            counted = Workload(job, work.system, work.placement, work.data, work.layers).costs
-            return counted if schedule.splits_backward else counted.of_whole_backwards
+            return Workload(job, work.system, work.placement, work.data, work.layers).costs
 
         slices = schedule.microbatches // schedule.whole_microbatches
         return of_slices(costs_of, work.job, slices, schedule.units)
