@@ -52,8 +52,9 @@ def examine(details: list[Table | str]) -> list[str]:
     table.add_column("for")
     table.add_column("as in")
     table.add_column("fits")
-    always = (*_seams(cpu=False), *frameworks.SEAMS)
-    for seam in (*_seams(), *filter(_can_be_imported, frameworks.SEAMS)):
+    around_core = (*frameworks.SEAMS, *frameworks.ENGINE)
+    always = (*_seams(cpu=False), *around_core)
+    for seam in (*_seams(), *filter(_can_be_imported, around_core)):
         shown, since, fits = seam.places[0], "", "not in this release"
         try:
             place = seam.here()

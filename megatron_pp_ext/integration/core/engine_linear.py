@@ -15,7 +15,7 @@ layer the gradient of its output for both.  The store keeps this rank's own part
 (``engine_operands``), and W gathers it again.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from megatron_pp_ext.integration.core.data_parallel import Gradients, defer_weights
 from megatron_pp_ext.integration.core.engine_operands import own_operand, whole
 from megatron_pp_ext.integration.core.parameter_marks import has_second_use
+from megatron_pp_ext.integration.patching import substitute
+from megatron_pp_ext.runtime.own_part import OwnPart
 from megatron_pp_ext.runtime.split import STORE, has_hooks
 from megatron_pp_ext.runtime.storages import plain_tensors
 
@@ -59,11 +61,14 @@ class DeferringStore:
         The answer is yes during forwards, since the backward calls again, and then only during an I.  It is
         no where a graph is captured, which computes both halves.
         """
-        if is_graph_capturing():
-            return False
         is_in_backward = torch._C._current_graph_task_id() != -1
+        return not is_graph_capturing() and (self.defers or not is_in_backward)
+
+    @property
+    def defers(self) -> bool:
+        """Whether a backward that runs now leaves the weight gradient to W."""
         has_watchers = any(map(has_hooks, (*self._weights, *self._biases)))
-        return (STORE.is_collecting and not has_watchers) or not is_in_backward
+        return STORE.is_collecting and not has_watchers and not is_graph_capturing()
 
     def put(self, operands: Sequence[Any], product: Any) -> None:
         """Leave ``product(*operands)`` for W."""
@@ -95,6 +100,10 @@ class DeferringStore:
         gathered = _GATHERED.get(getattr(module, "parallel_mode", None))
         if gathered is None or not getattr(module, "sequence_parallel", False):
             return pair
+        if module.parallel_mode == "column" and len(pair[0]) != len(pair[1]):
+            # I has gathered nothing; see ``gather_in_w``.
+            whole_shape = torch.Size([len(pair[1]), *pair[0].shape[1:]])
+            return [OwnPart(pair[0], module.tp_group, whole_shape), pair[1]]
         own = own_operand(pair[gathered], module.tp_group)
         return [own if place == gathered else operand for place, operand in enumerate(pair)]
 
@@ -119,6 +128,33 @@ class DeferringStore:
         """Return the tensors that a grouped product fills with the weights' gradients: one each, or one."""
         whole = getattr(operands[2], "rowwise_data", None)
         return operands[2] if whole is None else [whole.view_as(*self._weights)]
+
+
+_PARAMETERS = "inp process_group async_op quantizer"
+
+
+@substitute(
+    "transformer_engine.pytorch.distributed:gather_along_first_dim",
+    (_PARAMETERS, f"{_PARAMETERS} output_tensor external_coalescing"),
+    "the gather of an input that W alone reads",
+)
+def gather_in_w(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Let an I leave out the gather of a layer's input, which its product does not read.
+
+    It is the only gather that Transformer Engine's linear layers launch asynchronously.  That of quantized
+    inputs stays, since a layer prepares the result for its product; so does that of a layer whose backward
+    does not tell its store (``Linear`` from 2.16 on, but not ``LayerNormLinear``).
+    """
+
+    def gather(inp: Any, process_group: Any, async_op: bool = False, *others: Any, **more: Any) -> Any:
+        is_plain = type(inp) is torch.Tensor and more.get("quantizer") is None and not any(others)
+        if async_op and is_plain:
+            store = getattr(torch._C._current_autograd_node(), "wgrad_store", None)
+            if isinstance(store, DeferringStore) and store.defers:
+                return inp, None
+        return stock(inp, process_group, async_op, *others, **more)
+
+    return gather
 
 
 def _sends(module: Any) -> bool:
