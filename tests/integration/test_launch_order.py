@@ -83,7 +83,8 @@ FEATURES = {
 }
 
 JOBS = [
-    ("tensor", "1f1b"),
+    ("tensor", "zb-h1"),
+    ("tensor", "v-half"),
     ("data", "zb-h1"),
     ("pairs", "dualpipe-v"),
     ("context", "1f1b"),
