@@ -45,7 +45,9 @@ class Part:
     attention's, costs double in I and nothing in W.  A recomputed part runs its forward again in I.
     Seconds are those of ``KernelSeconds``; they include copies and messages, which have no operations.  A
     backward that is not split takes ``overlapped_in_whole`` less than I and W, since collectives of I run
-    while W computes; so does an I with a W inside (``StageCosts.hidden``).
+    while W computes and W gathers nothing again; so does an I with a W inside (``StageCosts.hidden``).
+    ``first_gathering`` are the seconds that W waits at its start for what it gathers, since no product is
+    before it.
     ``exchanged_seconds`` are those of one exchange of tokens between experts, of which a forward has two and
     an I two.  A forward and a backward that run together (``Schedule.paired``) take ``overlapped_together``
     less than one after the other.
@@ -77,6 +79,7 @@ class Part:
     fp8_parameters: float = 0.0
     exchanged_seconds: float = 0.0
     overlapped_together: float = 0.0
+    first_gathering: float = 0.0
     matrices: Matrices | None = None
 
     def __add__(self, other: "Part") -> "Part":
@@ -98,6 +101,7 @@ class Part:
             self.fp8_parameters + other.fp8_parameters,
             self.exchanged_seconds + other.exchanged_seconds,
             self.overlapped_together + other.overlapped_together,
+            max(self.first_gathering, other.first_gathering),
             self.matrices + other.matrices
             if self.matrices and other.matrices
             else self.matrices or other.matrices,
@@ -124,6 +128,7 @@ class Part:
             count * self.fp8_parameters,
             count * self.exchanged_seconds,
             count * self.overlapped_together,
+            self.first_gathering,
             self.matrices and self.matrices.times(count),
         )
 
@@ -155,11 +160,12 @@ class Part:
             input_gradient_seconds=stage.input_gradient,
             weight_gradient_seconds=stage.weight_gradient,
             overlapped_in_whole=stage.hidden,
+            first_gathering=0.0,
             overlapped_together=overlapped_together,
             after_forward=stage.activation,
             after_input_gradient=stage.activation - stage.released_by_input_gradient,
             brief=stage.workspace and stage.workspace + max(0.0, stage.released_by_input_gradient),
-            brief_in_whole=0.0,
+            brief_in_whole=stage.workspace_in_whole,
         )
 
     def recomputed(self, kept: float) -> Self:
@@ -180,11 +186,12 @@ class Part:
         return StageCosts(
             forward=self.forward_seconds,
             input_gradient=self.input_gradient_seconds,
-            weight_gradient=self.weight_gradient_seconds,
+            weight_gradient=self.weight_gradient_seconds + self.first_gathering,
             activation=self.after_forward,
             released_by_input_gradient=released,
             parameters=self.parameters,
             expert_parameters=self.expert_parameters,
-            hidden=self.overlapped_in_whole,
+            hidden=self.overlapped_in_whole + self.first_gathering,
             workspace=growth - max(0.0, -released),
+            workspace_in_whole=self.brief_in_whole,
         )
