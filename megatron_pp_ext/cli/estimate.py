@@ -208,6 +208,13 @@ def show(estimated: "Estimate", request: Request, machine: System, gpus: int, jo
             for name in (*names, "total")
         },
     )
+    if any(estimated.waiting_bytes):
+        most = max(estimated.waiting_bytes)
+        rank = estimated.waiting_bytes.index(most)
+        console.print(
+            f"up to {most / 1e9:.2f} GB of activations on rank {rank} wait for weight gradients, which "
+            f"gather operands in {estimated.gather_bytes / 1e9:.2f} GB of the buffers"
+        )
     for addition in additions():
         for line in addition.lines(estimated):
             console.print(line)

@@ -120,14 +120,9 @@ def _weight(cost: StageCosts) -> float:
     return cost.weight_gradient - cost.hidden
 
 
-def _during_weight(cost: StageCosts) -> float:
-    """Return what is kept between an I and its W."""
-    return cost.activation - cost.released_by_input_gradient
-
-
 def _until_weight(cost: StageCosts) -> float:
-    """Return what is kept from an F to the W at least."""
-    return min(cost.activation, _during_weight(cost))
+    """Return what is kept from an F to the end of the W at least; only after an I alone there may be more."""
+    return min(cost.activation, cost.activation - cost.released_by_input_gradient)
 
 
 def _window(
@@ -167,13 +162,13 @@ def _memory(
     """
     kept = sum(
         cost.activation * (route.ends[route.gradient(stage)] - route.starts[stage])
-        + _during_weight(cost) * _weight(cost)
+        + _until_weight(cost) * _weight(cost)
         for stage, cost in zip(stages, own, strict=True)
     )
-    largest = max(max(cost.activation, _during_weight(cost)) for cost in own)
+    largest = max(cost.activation for cost in own)
     if kept == 0:
         return 0.0
-    if all(cost.activation == largest and not cost.released_by_input_gradient for cost in own):
+    if all(_until_weight(cost) == cost.activation == largest for cost in own):
         limit = largest * _whole(limit / largest)
     steps = math.ceil(limit / largest)
     missing = (steps - 1) * (limit - largest * steps / 2)  # what is not kept yet, summed over these steps

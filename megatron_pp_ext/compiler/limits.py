@@ -91,7 +91,7 @@ def least_limits(
     """Return the lowest limit of each rank, in the unit of ``StageCosts.activation``.
 
     It holds one microbatch's activations of all the rank's stages, as the backward of the first of them waits
-    for the forward of the last, what the I of each takes while those before it wait for theirs, and
+    for the forward of the last, what the backward of each takes while those before it wait for theirs, and
     ``least_messages``, which are as many for more ``microbatches``.  No order keeps less, and the one that
     does one microbatch at a time keeps no more.
     """
@@ -104,9 +104,9 @@ def least_limits(
 
 
 def _least_activations(stages: Sequence[StageCosts]) -> float:
-    """Return the most that a rank keeps of one microbatch alone, whose I are each followed by their W."""
+    """Return the most that a rank keeps of one microbatch alone, whose backwards are whole."""
     kept = [stage.activation for stage in stages]
-    takes = (math.fsum([*kept[: at + 1], stage.growth(Kind.I)]) for at, stage in enumerate(stages))
+    takes = (math.fsum([*kept[: at + 1], stage.growth(Kind.B)]) for at, stage in enumerate(stages))
     return max(math.fsum(kept), *takes)
 
 

@@ -36,6 +36,11 @@ def of_output(costs: LayerCosts, vocabulary: int) -> float:
     return weight if _has_placeholders(costs) else 0.0
 
 
+def of_gathers(costs: LayerCosts) -> float:
+    """Return the bytes of what W gathers: a product's operand, and those of the next two on their way."""
+    return 3 * costs.products.largest_gathered
+
+
 def gathered(costs: LayerCosts) -> float:
     """Return the bytes of the buffer for the output layer's input, gathered under sequence parallelism.
 

@@ -30,7 +30,8 @@ class ModelParts:
     without its output layer.  ``hidden_bytes`` are those of one activation between
     layers, ``loss_workspace`` the temporary bytes of the output layer and the loss, ``split_workspace`` those
     of a head that ranks split.  ``buffers`` are the bytes of tensors that libraries make once for all layers
-    and microbatches, ``output_buffer`` those that are made for the output layer (``costs.buffers``).
+    and microbatches, ``output_buffer`` those that are made for the output layer, and ``gather_buffers`` those
+    in which W gathers operands, where backwards come in two halves (``costs.buffers``).
     ``deferred`` is what of the output layer --defer-embedding-wgrad-compute may leave for the end of a step,
     for a microbatch: the product for the weight gradient, and what it reads.
     ``to_host`` are the seconds in which a byte goes to the host, if --cpu-offloading-num-layers copies any.
@@ -53,6 +54,7 @@ class ModelParts:
     split_workspace: float = 0.0
     buffers: float = 0.0
     output_buffer: float = 0.0
+    gather_buffers: float = 0.0
     measured: Costs | None = None
     deferred: Part = field(default_factory=Part)
     to_host: float = 0.0
@@ -95,7 +97,7 @@ def model_parts(
             overlapped_in_whole=output.overlapped_in_whole,
             after_input_gradient=output.after_input_gradient,
         )
-        output = replace(output, weight_gradient_seconds=0.0, overlapped_in_whole=0.0)
+        output = replace(output, weight_gradient_seconds=0.0, overlapped_in_whole=0.0, gathering=0.0)
     prediction = _prediction(costs, layers) if job.model.mtp_num_layers else Part()
     # Buffers are those of all products that have been made, so they come last.
     made_once = buffers.of_layers(costs)
@@ -112,6 +114,7 @@ def model_parts(
         split_workspace=ends.split_workspace(costs, rows),
         buffers=made_once,
         output_buffer=buffers.of_output(costs, rows),
+        gather_buffers=buffers.of_gathers(costs),
         measured=measured,
         deferred=deferred,
         to_host=costs.kernels.to_host(1.0) if job.memory.cpu_offloading_num_layers else 0.0,

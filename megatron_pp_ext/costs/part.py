@@ -45,7 +45,10 @@ class Part:
     attention's, costs double in I and nothing in W.  A recomputed part runs its forward again in I.
     Seconds are those of ``KernelSeconds``; they include copies and messages, which have no operations.  A
     backward that is not split takes ``overlapped_in_whole`` less than I and W, since collectives of I run
-    while W computes; so does an I with a W inside (``StageCosts.hidden``).
+    while W computes; it gathers nothing again, but in I what an I leaves to W.
+    W gathers for ``gathering`` seconds beside its products, and at its start for ``first_gathering``, since
+    no product is before that.  ``lent_seconds`` are those of row-parallel products, which W lends to an I
+    (``schedule.beside``), and ``hidden_beside`` what they hide of the messages of its column-parallel ones.
     ``exchanged_seconds`` are those of one exchange of tokens between experts, of which a forward has two and
     an I two.  A forward and a backward that run together (``Schedule.paired``) take ``overlapped_together``
     less than one after the other.
@@ -77,6 +80,10 @@ class Part:
     fp8_parameters: float = 0.0
     exchanged_seconds: float = 0.0
     overlapped_together: float = 0.0
+    gathering: float = 0.0
+    first_gathering: float = 0.0
+    lent_seconds: float = 0.0
+    hidden_beside: float = 0.0
     matrices: Matrices | None = None
 
     def __add__(self, other: "Part") -> "Part":
@@ -98,6 +105,10 @@ class Part:
             self.fp8_parameters + other.fp8_parameters,
             self.exchanged_seconds + other.exchanged_seconds,
             self.overlapped_together + other.overlapped_together,
+            self.gathering + other.gathering,
+            max(self.first_gathering, other.first_gathering),
+            self.lent_seconds + other.lent_seconds,
+            self.hidden_beside + other.hidden_beside,
             self.matrices + other.matrices
             if self.matrices and other.matrices
             else self.matrices or other.matrices,
@@ -124,6 +135,10 @@ class Part:
             count * self.fp8_parameters,
             count * self.exchanged_seconds,
             count * self.overlapped_together,
+            count * self.gathering,
+            self.first_gathering,
+            count * self.lent_seconds,
+            count * self.hidden_beside,
             self.matrices and self.matrices.times(count),
         )
 
@@ -147,6 +162,11 @@ class Part:
         """The seconds of both halves of the backward, one after the other."""
         return self.input_gradient_seconds + self.weight_gradient_seconds
 
+    @property
+    def exposed_gathering(self) -> float:
+        """The seconds that a W waits for what it gathers."""
+        return max(0.0, self.gathering - self.weight_gradient_seconds) + self.first_gathering
+
     def measured(self, stage: StageCosts, overlapped_together: float) -> Self:
         """Return the part with the seconds and bytes of ``stage``, which was measured."""
         return replace(
@@ -155,11 +175,15 @@ class Part:
             input_gradient_seconds=stage.input_gradient,
             weight_gradient_seconds=stage.weight_gradient,
             overlapped_in_whole=stage.hidden,
+            gathering=0.0,
+            first_gathering=0.0,
+            lent_seconds=stage.lent,
+            hidden_beside=stage.hidden_beside,
             overlapped_together=overlapped_together,
             after_forward=stage.activation,
             after_input_gradient=stage.activation - stage.released_by_input_gradient,
             brief=stage.workspace and stage.workspace + max(0.0, stage.released_by_input_gradient),
-            brief_in_whole=0.0,
+            brief_in_whole=stage.workspace_in_whole,
         )
 
     def recomputed(self, kept: float) -> Self:
@@ -177,14 +201,18 @@ class Part:
         """Return the costs as a schedule takes them."""
         released = self.after_forward - self.after_input_gradient
         growth = max(0.0, self.brief - released)
+        exposed = self.exposed_gathering
         return StageCosts(
             forward=self.forward_seconds,
             input_gradient=self.input_gradient_seconds,
-            weight_gradient=self.weight_gradient_seconds,
+            weight_gradient=self.weight_gradient_seconds + exposed,
             activation=self.after_forward,
             released_by_input_gradient=released,
             parameters=self.parameters,
             expert_parameters=self.expert_parameters,
-            hidden=self.overlapped_in_whole,
+            hidden=max(0.0, self.overlapped_in_whole + exposed),
             workspace=growth - max(0.0, -released),
+            workspace_in_whole=self.brief_in_whole,
+            lent=self.lent_seconds,
+            hidden_beside=self.hidden_beside,
         )

@@ -5,6 +5,9 @@ from megatron_pp_ext.costs.orthogonal import matrix
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.job.typed_job import Job
 
+_SCALED_TOGETHER = {"blockwise": 128, "mxfp8": 32, "fp4": 16}
+"""How many tokens share a scale in operands that are not scaled by tensor."""
+
 
 class ActivationSizes:
     """The sizes of the activations of one microbatch on a tensor-parallel rank.
@@ -51,9 +54,13 @@ class ProductCosts:
     product is no expert's.  A product has a bias where the job's linear layers do, if ``is_biased`` does not
     say otherwise.
 
-    Under sequence parallelism a column-parallel product gathers its input.  For W Transformer Engine gathers
-    it in I, during the product of the input's gradient, and keeps it whole until then (module/linear.py,
-    ``inputmat_total``); a split backward of Megatron's own layers keeps a rank's part.
+    Under sequence parallelism a column-parallel product gathers its input, and a row-parallel one the
+    gradient of its output.  For W a rank keeps its own part of either, and gathers it again while the product
+    before is computed.  ``waits_gathered`` is whether all of it is kept: Transformer Engine's userbuffers
+    gather in their own way, and where the tokens of a rank are no multiple of those that share a scale,
+    nobody gathers what is quantized (module/linear.py).
+
+    ``largest_gathered`` are the bytes of the largest operand that is gathered again.
     """
 
     def __init__(self, job: Job, sizes: ActivationSizes, kernels: KernelSeconds) -> None:
@@ -62,13 +69,15 @@ class ProductCosts:
         self._sequence_ranks = job.parallel.sequence_ranks
         self._overlaps_reduce = job.parallel.async_tensor_model_parallel_allreduce
         self._is_fp8, self._gradient = job.precision.uses_fp8, job.precision.gradient_size
+        self._is_local = job.precision.transformer_impl == "local"
         self._memory = job.memory
         self._fuses = job.precision.gradient_accumulation_fusion
         self._is_grouped = job.precision.moe_grouped_gemm
         self._fuses_experts = job.precision.fuses_experts
         self.shapes: set[tuple[float, float]] = set()
         """The shapes of a rank's weights that layers' products were made with, each one once."""
-        self.gathers_in_i = self._is_cut and job.precision.transformer_impl != "local"
+        self.waits_gathered = self._is_cut and _keeps_gathered(job, sizes)
+        self.largest_gathered = 0.0
 
     def column(
         self,
@@ -84,12 +93,11 @@ class ProductCosts:
         Transformer Engine computes it with the norm before it, if it ``is_normed``.
         The ranks of an expert gather its tokens before it, and scatter the sums of their gradients; neither
         is hidden.  Under sequence parallelism the input is gathered, once more after I's product for W, and
-        I's result is scattered; without it, I's results are summed.  Either runs after W where the backward
-        is whole.
+        I's result is scattered; without it, I's results are summed.  Either runs while W computes where the
+        backward is whole.
         """
         read = read or self._sizes.hidden
-        operand = self._sizes.whole if self.gathers_in_i else self._sizes.spread
-        kept = (operand if experts is None else self._sizes.routed)(read) + self._sizes.cut(width)
+        kept = self._gathered_operand(read, experts) + self._sizes.cut(width)
         product = self._product(
             read,
             width / self._share(experts),
@@ -103,7 +111,9 @@ class ProductCosts:
         )
         if experts is not None:
             return product + self._dispatched(copies * self._sizes.routed(read))
-        return self._in_column(product, copies * self._sizes.whole(read), is_operand=True)
+        return self._in_column(
+            product, copies * self._sizes.whole(read), is_operand=True, is_normed=is_normed
+        )
 
     def output(self, vocabulary: int) -> Part:
         """Return the output layer, which has no bias and is not computed in FP8."""
@@ -125,8 +135,7 @@ class ProductCosts:
         Its results are summed, an expert's by a dispatcher.
         """
         made = made or self._sizes.hidden
-        kept = self._sizes.cut(width)
-        kept += self._sizes.whole(made) if experts is None else self._sizes.routed(made)
+        kept = self._sizes.cut(width) + self._gathered_operand(made, experts)
         parts = self._operand_parts(experts)
         is_cast = not self._fuses_experts or experts is None, True
         product = self._product(
@@ -144,10 +153,15 @@ class ProductCosts:
         size = copies * self._sizes.whole(made)
         summing, gathering = self._gathering(size), self._gathering(size, is_operand=True)
         if not self._is_cut:
-            return product + Part(forward_seconds=2 * summing)
-        return product + Part(
-            forward_seconds=self._kernels.exposed(summing, product.forward_seconds),
-            input_gradient_seconds=self._kernels.exposed(gathering, product.input_gradient_seconds),
+            return product + Part(forward_seconds=2 * summing) + self._lent(product, 2 * summing)
+        return (
+            product
+            + self._lent(product, summing)
+            + Part(
+                forward_seconds=self._kernels.exposed(summing, product.forward_seconds),
+                input_gradient_seconds=self._kernels.exposed(gathering, product.input_gradient_seconds),
+            )
+            + self._gathered_again(size, is_operand=True)
         )
 
     def alone(self, read: int, made: int, is_biased: bool | None = None) -> Part:
@@ -174,7 +188,40 @@ class ProductCosts:
         """Return the ranks that gather an operand and each cast their part of it."""
         return self._sizes.share if self._is_cut and experts is None else 1
 
-    def _in_column(self, product: Part, size: float, is_operand: bool) -> Part:
+    def _gathered_operand(self, width: float, experts: int | None) -> float:
+        """Return the bytes that wait for W of an operand of ``width`` that tensor-parallel ranks gather."""
+        if experts is not None:
+            return self._sizes.routed(width)
+        return (self._sizes.whole if self.waits_gathered else self._sizes.spread)(width)
+
+    def _gathered_again(self, size: float, is_operand: bool) -> Part:
+        """Return what W takes to gather ``size`` bytes of an operand from the parts of all ranks.
+
+        Gathers run beside the two products before, so that a long one hides those of the short ones after it:
+        they cost what is longer than all products together, and the first, which is beside none.
+        """
+        if self.waits_gathered or self._sizes.share < 2:
+            return Part()
+        seconds = self._gathering(size, is_operand)
+        self.largest_gathered = max(self.largest_gathered, size * (self._sizes.waiting if is_operand else 1))
+        return Part(gathering=seconds, first_gathering=seconds)
+
+    def _lent(self, product: Part, message: float) -> Part:
+        """Return what W lends of a row-parallel ``product``: it hides a ``message`` of a column-parallel one.
+
+        Every row-parallel product comes after a column-parallel one of its layer, whose message is as large.
+        """
+        if not message or not (self._is_cut or self._overlaps_reduce):
+            return Part()
+        lent = product.weight_gradient_seconds
+        return Part(lent_seconds=lent, hidden_beside=min(message, lent))
+
+    def _in_column(self, product: Part, size: float, is_operand: bool, is_normed: bool = False) -> Part:
+        """Return ``product`` with the collectives of its input and of its input's gradient.
+
+        For W a whole backward gathers the input once more in I.  An I leaves that to W where it can: local
+        layers do, and those of Transformer Engine with a norm whose operands are not quantized.
+        """
         summing, gathering = self._gathering(size), self._gathering(size, is_operand)
         summing *= 1 if self._is_cut else 2
         hidden = min(summing, product.weight_gradient_seconds)
@@ -182,10 +229,15 @@ class ProductCosts:
             hidden = hidden if self._overlaps_reduce else 0.0
             return product + Part(input_gradient_seconds=summing, overlapped_in_whole=hidden)
         again = max(0.0, gathering - product.input_gradient_seconds)
-        return product + Part(
-            forward_seconds=self._kernels.exposed(gathering, product.forward_seconds),
-            input_gradient_seconds=again + summing,
-            overlapped_in_whole=hidden,
+        left_to_w = again if self._is_local or (is_normed and not self._is_fp8) else 0.0
+        return (
+            product
+            + Part(
+                forward_seconds=self._kernels.exposed(gathering, product.forward_seconds),
+                input_gradient_seconds=again - left_to_w + summing,
+                overlapped_in_whole=hidden - left_to_w,
+            )
+            + self._gathered_again(size, is_operand)
         )
 
     def _gathering(self, size: float, is_operand: bool = False) -> float:
@@ -254,3 +306,13 @@ class ProductCosts:
             return product
         self.shapes.add((read, made))
         return product + matrix(self._memory, read, made)
+
+
+def _keeps_gathered(job: Job, sizes: ActivationSizes) -> bool:
+    """Whether W needs all of a gathered operand to have been kept; see ``ProductCosts``."""
+    precision = job.precision
+    if precision.transformer_impl == "local":
+        return False
+    scaled = _SCALED_TOGETHER.get("fp4" if precision.fp4 else precision.fp8_recipe, 1)
+    parts = precision.uses_fp8 and sizes.tokens / job.parallel.sequence_ranks % scaled
+    return job.parallel.tp_comm_overlap or bool(parts)

@@ -68,6 +68,8 @@ def _absorption(costs: LayerCosts, is_trained: bool) -> Part:
         input_gradient_seconds=expanding.backward_seconds,
         weight_gradient_seconds=0.0,
         overlapped_in_whole=0.0,
+        gathering=0.0,
+        first_gathering=0.0,
         after_input_gradient=0.0,
     )
     is_read_later = _is_fused(costs) or is_trained or "core_attn" in costs.recomputed

@@ -14,6 +14,7 @@ cutting it would keep activations alive for nothing.
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -45,8 +46,8 @@ class WeightGradientStore:
     slot; outside, ``defer`` runs it at once, so a layer needs no second code path for
     schedules that do not split.
 
-    Work may read operands of which only this rank's part was kept (``own_part``).  Their gather is launched
-    before the work that comes first, so that it travels while that computes.
+    Work may read operands of which only this rank's part was kept (``own_part``).  Their gathers are launched
+    before earlier work, so that they travel while that computes.
 
     The autograd engine may call from a thread of its own (it has one for each GPU), while the
     thread that entered ``collecting`` waits for it: the open slot is therefore an ordinary
@@ -200,6 +201,11 @@ class WeightGradientStore:
         return len(self._work)
 
 
+_AHEAD = 2
+"""The products before whose turn gathers are launched.  A transformer's layer has two long ones and two that
+are shorter than a gather, which the long ones therefore have to hide as well."""
+
+
 def _under_present_autocast(work: WeightWork) -> WeightWork:
     for device in ("cuda", "cpu"):
         if torch.is_autocast_enabled(device):
@@ -209,11 +215,10 @@ def _under_present_autocast(work: WeightWork) -> WeightWork:
 
 @torch.no_grad()
 def _run(work: deque[_Product]) -> None:
-    """Run ``work`` from its first on, and launch the gathers of each before the one that comes before it."""
+    """Run ``work`` from its first on, with the gathers of ``_AHEAD`` more under way."""
     while work:
-        _start(work[0])
-        if len(work) > 1:
-            _start(work[1])
+        for product in islice(work, 1 + _AHEAD):
+            _start(product)
         work.popleft().work()
 
 

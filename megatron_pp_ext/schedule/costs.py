@@ -25,19 +25,19 @@ _TIMES = ("forward", "input_gradient", "weight_gradient")
 class StageCosts:
     """The costs of one stage for one microbatch: the seconds of each action and the activations it keeps.
 
-    ``hidden`` are the seconds of an I that the products of a W beside it hide: those of tensor-parallel
-    messages.  ``lent`` are the seconds of the products that a W lends to an I for that (``beside``).  A whole
-    backward takes ``input_gradient + weight_gradient - hidden``.
+    A whole backward takes ``input_gradient + weight_gradient - hidden``: its products of weight gradients
+    hide tensor-parallel messages, and nothing is gathered again.  A W may lend products of ``lent`` seconds
+    to an I (``beside``), which hide up to ``hidden_beside`` of that I's messages.
 
     A forward keeps ``activation`` (bytes, or any unit) from its start.  The end of an I gives back
     ``released_by_input_gradient`` of it; below 0, the I keeps so much more from its start.  The end of a W or
-    of a B gives back all.  An I or a B also has ``workspace`` while it runs.  ``copy`` is the time in which
-    activations are copied to the host, and that of the copy back.
+    of a B gives back all.  An I also has ``workspace`` while it runs, and a B ``workspace_in_whole``.
+    ``copy`` is the time in which activations are copied to the host, and that of the copy back.
 
     ``parameters`` and ``expert_parameters`` are the weights that a rank has of the stage, the latter those of
     which expert-parallel ranks each have their own; schedules do not depend on them, and 0 stands for a stage
-    whose weights nobody counted.  Raises ValueError for a time that is not above zero, for ``hidden`` seconds
-    that an I or a W does not have, for more ``lent`` than a W takes, and for an activation that is negative
+    whose weights nobody counted.  Raises ValueError for a time that is not above zero, for more ``hidden`` or
+    ``lent`` than there is, and for an activation that is negative
     or smaller than what an I gives back.
     """
 
@@ -53,7 +53,9 @@ class StageCosts:
     copy: float = 0.0
     hidden: float = 0.0
     workspace: float = 0.0
+    workspace_in_whole: float = 0.0
     lent: float = 0.0
+    hidden_beside: float = 0.0
 
     def __post_init__(self) -> None:
         # A search makes many of these, and asking for the fields takes as long as all else.
@@ -69,6 +71,11 @@ class StageCosts:
             raise ValueError(
                 f"StageCosts.hidden is {self.hidden}, but a W of {self.weight_gradient} hides no more than "
                 f"it takes, and of an I of {self.input_gradient} less than all: lower it"
+            )
+        if self.hidden_beside and self.hidden_beside >= self.input_gradient:
+            raise ValueError(
+                f"StageCosts.hidden_beside is {self.hidden_beside}, but of an I of {self.input_gradient} "
+                "less than all is hidden: lower it"
             )
         if self.lent > self.weight_gradient:
             raise ValueError(
@@ -99,18 +106,19 @@ class StageCosts:
             case Kind.W:
                 return 0.0
             case Kind.B:
-                return self.workspace
+                return self.workspace_in_whole
         raise ValueError(f"{kind} is no work of a stage: ask Costs.growth")
 
     @property
     def charged_to_forward(self) -> Self:
-        """The costs where a forward keeps all that its I takes, so that an I only gives back."""
-        growth = self.growth(Kind.I)
+        """The costs where a forward keeps all that its I or B takes, so that these only give back."""
+        growth = max(self.growth(Kind.I), self.growth(Kind.B))
         return replace(
             self,
             activation=self.activation + growth,
             released_by_input_gradient=self.released_by_input_gradient + growth,
             workspace=0.0,
+            workspace_in_whole=0.0,
         )
 
     def kept(self, kind: Kind) -> float:
@@ -367,11 +375,17 @@ class Costs:
 def _added(stages: Sequence[StageCosts]) -> StageCosts:
     """Return the costs of neighbouring ``stages`` as one."""
     sums = (math.fsum(getattr(stage, one.name) for stage in stages) for one in fields(StageCosts))
+    taken = {kind: _taken(stages, kind) for kind in (Kind.I, Kind.B)}
+    return replace(StageCosts(*sums), workspace=taken[Kind.I], workspace_in_whole=taken[Kind.B])
+
+
+def _taken(stages: Sequence[StageCosts], kind: Kind) -> float:
+    """Return what backwards of ``stages``, one after the other, take at most besides what they keep."""
     most = kept = 0.0
     for stage in reversed(stages):
-        most = max(most, kept + stage.growth(Kind.I))
-        kept += stage.kept(Kind.I)
-    return replace(StageCosts(*sums), workspace=most - max(0.0, kept))
+        most = max(most, kept + stage.growth(kind))
+        kept += stage.kept(kind)
+    return most - max(0.0, kept)
 
 
 def _require_finite(costs: object, name: str, *, positive: bool) -> None:

@@ -164,8 +164,8 @@ class Timeline:
     def changes(self, rank: int) -> list[tuple[float, float]]:
         """Return (time, activations that are kept from then on), or given back, by the rank's actions.
 
-        What an I has while it runs (``StageCosts.workspace``) is kept from its start and given back at its
-        end.
+        What a backward has while it runs (``StageCosts.workspace``) is kept from its start and given back at
+        its end.
         """
         changes = []
         for action, start, end in self.events[rank]:

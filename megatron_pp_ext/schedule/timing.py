@@ -17,7 +17,7 @@ from megatron_pp_ext.schedule.check import walked
 from megatron_pp_ext.schedule.columns import Column, as_list
 from megatron_pp_ext.schedule.costs import Costs, HeadCosts, StageCosts
 
-_USUAL = StageCosts(1.0, 1.15, 0.85, hidden=0.2, lent=0.35)
+_USUAL = StageCosts(1.0, 1.15, 0.85, lent=0.35, hidden_beside=0.2)
 """Costs by which W that lend products are chosen: those of layers of transformers under TP 4 to 8."""
 
 
@@ -68,7 +68,7 @@ class ScheduleTimer:
 
     def _lends(self, costs: Costs) -> bool:
         """Whether products run beside messages of an I, so that actions of a stage take unlike times."""
-        return any(stage.hidden and stage.lent for stage in costs.stages) and bool(self._lending)
+        return any(stage.hidden_beside and stage.lent for stage in costs.stages) and bool(self._lending)
 
     @cached_property
     def lenders(self) -> list[list[tuple[int, int]]]:
@@ -132,7 +132,7 @@ class ScheduleTimer:
         alone = list(map(seconds, actions))
         for input, weight in lending:
             lent = costs.stages[actions[weight].stage].lent
-            alone[input] += lent - min(costs.stages[actions[input].stage].hidden, lent)
+            alone[input] += lent - min(costs.stages[actions[input].stage].hidden_beside, lent)
             alone[weight] -= lent
         copies = [stage.copy for stage in costs.stages]
         return self.walk.times_of_each(alone, _delays(costs), costs.of_pair, copies)

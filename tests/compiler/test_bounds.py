@@ -146,6 +146,27 @@ def test_limits_of_single_ranks_count():
         assert lower_bound(v(4), 100, costs, limits) > 1.5 * wide
 
 
+@pytest.mark.parametrize("name", ["zb-h1", "v-half"])
+@pytest.mark.parametrize("kept", [0, 1])
+def test_most_may_be_kept_between_an_input_gradient_and_its_w(name, kept):
+    schedule = catalog.build(name, 3, 12)
+    costs = Costs((StageCosts(1, 1, 3, kept, -5, workspace=2),) * schedule.placement.stages)
+    timeline = simulate(schedule, costs)
+    work = 12 * 5 * schedule.placement.chunks
+    bound = lower_bound(schedule.placement, 12, costs, timeline.peak_activations)
+    assert work <= bound <= timeline.makespan
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "1f1b-v"])
+def test_a_whole_backward_need_not_keep_what_an_input_gradient_would(name):
+    """A long W, for which an I would keep eight times what the forward does: the bound is of either order."""
+    schedule = catalog.build(name, 2, 7)
+    costs = Costs((StageCosts(5, 2, 15, 1, -7),) * schedule.placement.stages, hop=1)
+    timeline = simulate(schedule, costs)
+    bound = lower_bound(schedule.placement, 7, costs, timeline.peak_activations)
+    assert 7 * 22 * schedule.placement.chunks <= bound <= timeline.makespan
+
+
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "1f1b-v"])
 @pytest.mark.parametrize("memory", [1.0, 0.5])
 def test_what_a_weight_gradient_hides_is_in_no_bound(name, memory):

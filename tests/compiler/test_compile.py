@@ -53,7 +53,9 @@ def pipelines(draw):
         workspace = draw(st.sampled_from([0, 0, activation / 4, 5]))
         f, i, w = draw(times), draw(times), draw(times)
         hidden = draw(st.sampled_from([0, 0.5])) * min(i, w)
-        stages.append(StageCosts(f, i, w, activation, released, hidden=hidden, workspace=workspace))
+        whole = draw(st.sampled_from([0, activation / 3, 7]))
+        memory = {"workspace": workspace, "workspace_in_whole": whole}
+        stages.append(StageCosts(f, i, w, activation, released, hidden=hidden, **memory))
     hop, message = (draw(st.one_of(st.just(0.0), st.floats(0.001, 5))) for _ in range(2))
     costs = Costs(tuple(stages), hop, message)
     placement = draw(st.sampled_from(placements_of(ranks, costs)))

@@ -10,6 +10,7 @@ pytest.importorskip("ortools", reason="the exact solver is OR-tools: install the
 from megatron_pp_ext.compiler.bounds import lower_bound
 from megatron_pp_ext.compiler.compile import compile_schedule
 from megatron_pp_ext.compiler.limits import least_limits
+from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.placement import linear, loop, v, wave
 from tests.support.exact import shortest
@@ -94,6 +95,7 @@ def test_no_optimum_is_below_the_bound(seed, takes_more):
     stages = [one if seed % 3 else stage() for _ in range(placement.stages)]
     costs = Costs(tuple(stages), random.choice([0, 1, 2]))
     least = least_limits(costs, placement, microbatches)
-    limits = [ceil(limit) + random.choice([0, 0, 1, 2, 4]) for limit in least]
+    most = max(stage.growth(Kind.I) for stage in stages)
+    limits = [ceil(limit) + random.choice([0, most]) + random.choice([0, 0, 1, 2, 4]) for limit in least]
     _, reached = shortest(placement, microbatches, costs, limits, effort=1)
     assert lower_bound(placement, microbatches, costs, limits) <= reached * (1 + 1e-9)

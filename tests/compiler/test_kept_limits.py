@@ -61,23 +61,26 @@ def test_the_least_limit_holds_all_stages_of_a_rank(placement):
 
 @pytest.mark.parametrize(
     ("first", "second", "least"),
-    [
-        ((0, 0), (0, 0), 12),
-        ((-4, 0), (-1, 0), 13),
-        ((-9, 2), (0, 0), 18),
-        ((5, 2), (3, 1), 13),
-        ((7, 5), (0, 0), 12),
-    ],
+    [((0, 0), (0, 0), 12), ((-9, 6), (-1, 1), 13), ((-9, 8), (0, 1), 15), ((5, 2), (3, 1), 13)],
 )
-def test_the_least_limit_holds_what_an_input_gradient_takes(first, second, least):
-    """A rank with stages that keep 7 and 5; the I of the second runs while the first waits for its own."""
-    stages = [StageCosts(1, 1, 1, kept, released, workspace=workspace)
-              for kept, (released, workspace) in ((7, first), (5, second))]  # fmt: skip
+def test_the_least_limit_holds_what_a_backward_takes(first, second, least):
+    """A rank with stages that keep 7 and 5; a backward of the second runs while the first waits for its own.
+
+    An I may keep more, but a whole backward keeps nothing.
+    """
+    stages = [
+        StageCosts(1, 1, 1, kept, released, workspace=9, workspace_in_whole=workspace)
+        for kept, (released, workspace) in ((7, first), (5, second))
+    ]
     costs = Costs((stages[0], StageCosts(1, 1, 1, 0), StageCosts(1, 1, 1, 0), stages[1]))
     assert least_limits(costs, v(2)) == (least, 0)
     problem = problem_of(v(2), 3, costs, [least, 0])
     assert problem.fits(one_at_a_time(problem))
     assert not problem_of(v(2), 3, costs, [least - 1, 0]).fits(one_at_a_time(problem))
+    plenty = problem_of(v(2), 3, costs, [99, 0])
+    assert (
+        one_at_a_time(plenty) == plenty.split(one_at_a_time(plenty)) == problem.split(one_at_a_time(problem))
+    )
 
 
 def test_a_fraction_of_1f1b_counts_what_its_input_gradient_takes():

@@ -1,5 +1,6 @@
 """The parts of the search: each keeps its orders valid and within the limits, and makes none longer."""
 
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_pp_ext.compiler.limits import least_limits
 from megatron_pp_ext.compiler.search import portfolio
 from megatron_pp_ext.compiler.search.annealing import anneal, walk
 from megatron_pp_ext.compiler.search.integer_timing import time_orders
@@ -84,10 +86,15 @@ def test_integer_times_are_those_of_the_simulation(placement, whole):
     assert stuck or not whole
 
 
+@pytest.mark.parametrize("takes_more", [False, True])
 @PLACEMENTS
-def test_annealing_shortens_a_poor_order_within_the_limits(placement):
+def test_annealing_shortens_a_poor_order_within_the_limits(placement, takes_more):
     """One microbatch at a time leaves much to gain; orders and makespan that come back belong together."""
     costs, limits = unequal(placement), [10 * placement.chunks] * placement.ranks
+    if takes_more:
+        stages = (replace(stage, released_by_input_gradient=-3, workspace=4) for stage in costs.stages)
+        costs = replace(costs, stages=tuple(stages))
+        limits = [least + 9 for least in least_limits(costs, placement)]
     problem = problem_of(placement, 5, costs, limits)
     poor = one_at_a_time(problem)
     shortest, orders = anneal(problem, poor, 4000, 3)

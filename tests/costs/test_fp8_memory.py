@@ -36,11 +36,24 @@ def test_quantized_operands_wait_in_a_byte_a_number():
     assert waiting(costs(fp8="hybrid")) == OPERANDS
 
 
-def test_gathered_operands_wait_in_a_byte_a_number():
-    """The inputs of both column-parallel products and the gradients of both row-parallel ones whole."""
+@pytest.mark.parametrize(
+    ("changed", "parts"),
+    [
+        ({}, 4), ({"tp_comm_overlap": True}, 1), ({"fp8_recipe": "tensorwise", "seq_length": 1924}, 4),
+        ({"fp8_recipe": "blockwise"}, 4), ({"fp8_recipe": "blockwise", "seq_length": 1920}, 1),
+        ({"fp8_recipe": "mxfp8", "seq_length": 1920}, 4), ({"fp8_recipe": "mxfp8", "seq_length": 1924}, 1),
+    ],
+)  # fmt: skip
+def test_operands_that_are_gathered_wait_in_a_byte_a_number(changed, parts):
+    """The inputs of both column-parallel products and the gradients of both row-parallel ones.
+
+    A rank keeps its own part, unless its tokens share scales with those of others: 480 are no multiple of the
+    128 of a block, nor 481 of the 32 of MXFP8.
+    """
     split = {"tensor_model_parallel_size": 4, "sequence_parallel": True, "fp8": "hybrid"}
     cut = HIDDEN + 3 * HIDDEN + 2 * INNER
-    assert waiting(costs(**split)) == TOKENS * (4 * HIDDEN + cut / 4)
+    tokens = changed.get("seq_length", TOKENS)
+    assert waiting(costs(**split, **changed)) == tokens * (4 * HIDDEN / parts + cut / 4)
 
 
 def test_layers_that_do_not_quantize_keep_what_they_kept():

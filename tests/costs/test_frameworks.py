@@ -47,8 +47,10 @@ def test_sums_of_input_gradients_may_hide_nothing(parallel: bool) -> None:
     today, before = (
         work(changed, async_tensor_model_parallel_allreduce=hides).parts[0] for hides in (True, False)
     )
-    assert today.overlapped_in_whole > 0
+    assert today.hidden_beside > 0
+    assert before.hidden_beside == (today.hidden_beside if parallel else 0)
     assert before.overlapped_in_whole == (today.overlapped_in_whole if parallel else 0)
+    assert today.overlapped_in_whole > before.overlapped_in_whole or parallel
     assert before.input_gradient_seconds == today.input_gradient_seconds
 
 

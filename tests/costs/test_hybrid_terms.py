@@ -137,11 +137,12 @@ def test_a_gate_in_one_kernel_and_in_several(changed, forward, backward, kept):
 
 
 def test_a_depth_of_prediction_is_gathered():
-    """The sum of the input's gradient and the gathered result; sequence parallelism gathers again in I."""
+    """The sum of the input's gradient and the gathered result; sequence parallelism gathers again in I, W."""
     found = ends.prediction(costs("gather", tensor_model_parallel_size=2))
     assert seconds(found) == (HIDDEN, 2 * 2 * HIDDEN, 0)
     found = ends.prediction(costs("gather", tensor_model_parallel_size=2, sequence_parallel=True))
     assert seconds(found) == (2 * HIDDEN + HIDDEN, 2 * 2 * HIDDEN + HIDDEN, 0)
+    assert found.gathering == 2 * HIDDEN
 
 
 def test_described_layers():

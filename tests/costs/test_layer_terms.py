@@ -90,14 +90,30 @@ def layer(kind, **changed):
         ({}, (0, 0, 0)),
         ({"tensor_model_parallel_size": 2}, (4, 4, 0)),
         ({"tensor_model_parallel_size": 4}, (4, 4, 0)),
-        ({"tensor_model_parallel_size": 4, "sequence_parallel": True}, (4, 6, 0)),
+        ({"tensor_model_parallel_size": 4, "sequence_parallel": True}, (4, 4, 0)),
     ],
 )
 def test_a_layer_s_collectives(changed, collectives):
     """arXiv 2205.05198, section 4.2: two all-reduces a pass, each half of it a gather; the same number with
-    sequence parallelism, and the inputs of both column-parallel products once more for W.  Here products
-    take no time and hide nothing."""
-    assert seconds(layer("gather", **changed)) == tuple(HIDDEN * count for count in collectives)
+    sequence parallelism, and in W the inputs of both column-parallel products and the gradients of both
+    row-parallel ones.  A whole backward has those inputs alone.  Here products take no time and hide none."""
+    found = layer("gather", **changed)
+    assert seconds(found) == tuple(HIDDEN * count for count in collectives)
+    whole = found.backward_seconds - found.overlapped_in_whole
+    assert found.gathering == (4 * HIDDEN if "sequence_parallel" in changed else 0)
+    assert whole == HIDDEN * (6 if "sequence_parallel" in changed else collectives[1])
+
+
+def test_inputs_that_an_i_gathers_though_w_alone_reads_them():
+    """Quantized ones, and those of a layer without a norm; a whole backward takes as long either way."""
+    about = {"tensor_model_parallel_size": 4, "sequence_parallel": True}
+    local, engine = (
+        costs("gather", **about, transformer_impl=one).products.column(8, is_normed=False)
+        for one in ("local", "transformer_engine")
+    )
+    assert engine.input_gradient_seconds - local.input_gradient_seconds == HIDDEN
+    whole = [part.input_gradient_seconds - part.overlapped_in_whole for part in (local, engine)]
+    assert whole[0] == whole[1]
 
 
 @pytest.mark.parametrize(("parallel", "collectives"), [(False, 4), (True, 4)])
@@ -112,25 +128,32 @@ def test_collectives_that_long_products_hide(parallel, collectives):
     made = LayerCosts(job, Both("gather"))
     found = attention(made) + mlp(made)
     assert found.input_gradient_seconds == 4e12 + collectives * HIDDEN
+    assert found.lent_seconds == 2e12 and found.hidden_beside == found.overlapped_in_whole
     assert found.overlapped_in_whole == 2 * HIDDEN * (1 if parallel else 2)
     alone, together = found.costs(), found.input_gradient_seconds + 4e12 - found.overlapped_in_whole
-    assert (alone.weight_gradient, alone.seconds(Kind.B)) == (4e12, together)
+    assert (alone.weight_gradient, alone.seconds(Kind.B)) == (4e12 + parallel * HIDDEN, together)
 
 
 @pytest.mark.parametrize(("parallel", "collectives"), [(False, (0, 2, 0)), (True, (1, 2, 0))])
 def test_the_output_layer_s_collectives(parallel, collectives):
-    """Logits stay where they are; only its input is gathered and its input's gradient summed."""
+    """Logits stay where they are; only its input is gathered, also for W, and its input's gradient summed."""
     layer = output(costs("gather", tensor_model_parallel_size=2, sequence_parallel=parallel), V)
     assert seconds(layer) == tuple(HIDDEN * count for count in collectives)
+    assert layer.gathering == parallel * HIDDEN
 
 
 def test_operands_in_fp8_are_gathered_in_fp8():
-    """Half the bytes of both inputs in F, and of both output gradients and both inputs in I; sums stay whole.
+    """Half the bytes of both inputs in F, of both output gradients and both inputs in I, and of these in W.
+
+    Sums stay whole.
 
     What an expert's tokens are gathered in is not their products' business."""
     sizes = {"tensor_model_parallel_size": 4, "sequence_parallel": True, "fp8": "hybrid"}
-    assert seconds(layer("gather", **sizes)) == ((2 / 2 + 2) * HIDDEN, (2 / 2 + 2 / 2 + 2) * HIDDEN, 0)
-    assert seconds(output(costs("gather", **sizes), V)) == (HIDDEN, 2 * HIDDEN, 0)
+    found = layer("gather", **sizes)
+    assert seconds(found) == ((2 / 2 + 2) * HIDDEN, (2 / 2 + 2 / 2 + 2) * HIDDEN, 0)
+    assert found.gathering == 2 * HIDDEN
+    head = output(costs("gather", **sizes), V)
+    assert (*seconds(head), head.gathering) == (HIDDEN, 2 * HIDDEN, 0, HIDDEN)
     routed = {**EXPERTS, **sizes}
     half = {name: value for name, value in routed.items() if name != "fp8"}
     assert seconds(experts(costs("gather", **routed))) == seconds(experts(costs("gather", **half)))
@@ -356,20 +379,85 @@ def test_the_default_width_of_an_mlp_is_megatrons(changed, inner):
     assert found.parameters == hidden * inner * (3 if "swiglu" in changed else 2) + 2 * hidden
 
 
-@pytest.mark.parametrize(("made_by", "gathered"), [("transformer_engine", 1), ("local", 1 / 2)])
+@pytest.mark.parametrize(
+    ("made_by", "gathered"),
+    [
+        ({}, 1 / 2),
+        ({"transformer_impl": "local"}, 1 / 2),
+        ({"tp_comm_overlap": True}, 1),
+        ({"tp_comm_overlap": True, "transformer_impl": "local"}, 1 / 2),
+    ],
+)
 def test_what_is_kept_for_w(made_by, gathered):
     """Input and output gradient of all four products.
 
-    Under sequence parallelism a row-parallel product keeps a part of its input and the whole gradient, a
-    column-parallel one a part of the gradient, and of its input what its layers keep.
+    Under sequence parallelism a row-parallel product keeps a part of its input, a column-parallel one of the
+    gradient, and both their own part of what is gathered, unless userbuffers of Transformer Engine gather it.
     """
-    split = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "transformer_impl": made_by}
+    split = {"tensor_model_parallel_size": 2, "sequence_parallel": True, **made_by}
     plain = (1 + 3) + (1 + 1) + (1 + 4) + (4 + 1)
-    assert layer("product", transformer_impl=made_by).after_input_gradient == plain * HIDDEN
-    columns, rows = 2 * gathered + (3 + 4) / 2, (1 + 4) / 2 + 2
+    assert layer("product", **made_by).after_input_gradient == plain * HIDDEN
+    columns, rows = 2 * gathered + (3 + 4) / 2, (1 + 4) / 2 + 2 * gathered
     assert layer("product", **split).after_input_gradient == (columns + rows) * HIDDEN
     head = output(costs("product", **split), V).after_input_gradient
     assert head == HIDDEN / 2 + 2 * S * B * V / 2  # no layer of Transformer Engine's
+
+
+LLAMA_70B = {
+    "num_layers": 80, "hidden_size": 8192, "ffn_hidden_size": 28672, "num_attention_heads": 64,
+    "group_query_attention": True, "num_query_groups": 8, "swiglu": True, "add_bias_linear": False,
+    "normalization": "RMSNorm", "position_embedding_type": "rope", "attention_dropout": 0.0,
+    "tensor_model_parallel_size": 8, "sequence_parallel": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changed", "eighths"), [({}, 16.75), ({"tp_comm_overlap": True}, 44.75)])
+def test_what_waits_for_w_in_a_layer_of_llama_3_70b(changed, eighths):
+    """A forward keeps 16.75 eighths of hidden x tokens, and so does W where it gathers what ranks divide."""
+    found = layer("product", **LLAMA_70B, **changed)
+    eighth = 2 * S * B * 8192 / 8
+    assert (found.after_forward, found.after_input_gradient) == (16.75 * eighth, eighths * eighth)
+
+
+@pytest.mark.parametrize("product_seconds", [0.0, 1e12])
+def test_w_gathers_again_beside_earlier_products(product_seconds):
+    """Two inputs and two gradients a layer; the first gather is beside no product, and a B has none."""
+
+    class Both(Only):
+        def product(self, m, n, k, adds=False, is_output=False, groups=1):
+            return product_seconds
+
+        def copy(self, size):
+            return 1e12
+
+    changed = {"tensor_model_parallel_size": 4, "sequence_parallel": True}
+    gathered, whole = (
+        attention(made) + mlp(made)
+        for made in (
+            LayerCosts(describe({**MODEL, **changed, "tp_comm_overlap": overlaps}), Both("gather"))
+            for overlaps in (False, True)
+        )
+    )
+    for part, layers in ((gathered, 1), (gathered.times(3), 3), (gathered + gathered, 2)):
+        products = 4 * product_seconds * layers
+        ahead = 0 if product_seconds else 4 * HIDDEN * layers
+        assert (part.weight_gradient_seconds, part.gathering) == (products, 4 * HIDDEN * layers)
+        assert part.exposed_gathering == ahead + HIDDEN
+    split = gathered.costs() if product_seconds else None
+    assert split is None or split.weight_gradient == 4 * product_seconds + HIDDEN
+    assert split is None or split.seconds(Kind.B) == gathered.backward_seconds - gathered.overlapped_in_whole
+    assert (whole.gathering, whole.exposed_gathering) == (0, 0)
+
+
+def test_w_gathers_in_three_buffers_of_the_largest_operand():
+    split = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+
+    def buffers(**changed):
+        return model_parts(describe({**MODEL, **split, **changed})).gather_buffers
+
+    assert buffers() == buffers(transformer_impl="local") == 3 * HIDDEN
+    assert buffers(fp8="hybrid") == 3 * HIDDEN, "the output layer's"
+    assert buffers(sequence_parallel=False) == buffers(tensor_model_parallel_size=1) == 0
 
 
 @pytest.mark.parametrize(("tensor", "own"), [(1, 1), (4, 4), (4, 2), (4, 1)])

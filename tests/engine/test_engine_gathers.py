@@ -160,7 +160,7 @@ def test_bits_and_bytes(ranks, is_sequence_parallel):
 
 
 def test_the_order_of_calls():
-    """Gradients of row layers are gathered in I; inputs are not, and W launches a gather a product ahead."""
+    """Gradients of row layers are gathered in I; inputs are not, and W launches gathers ahead."""
     *_, alone, lent, rest = run_ranks(train, 2, 2, True)[0]
     assert alone == [
         "gather", "put 0",

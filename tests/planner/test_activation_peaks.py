@@ -21,10 +21,11 @@ def parts(stages, **more):
     ]
 
 
+@pytest.mark.parametrize("again", [{}, {"brief": 6.0, "brief_in_whole": 9.0}])
 @pytest.mark.parametrize("name", catalog.NAMES)
-def test_peaks_are_the_simulations(name):
+def test_peaks_are_the_simulations(name, again):
     schedule = catalog.build(name, 4, 10)
-    stages = parts(schedule.placement.stages)
+    stages = parts(schedule.placement.stages, **again)
     timeline = simulate(schedule, Costs(tuple(part.costs() for part in stages)))
     assert Prepared(schedule).in_flight.peaks(stages) == pytest.approx(timeline.peak_activations)
 

@@ -183,14 +183,16 @@ def leave(events: list[str], *layers: str) -> None:
         STORE.defer(work, parts=[part], sends=layer[0].isupper(), is_free="tied" not in layer.lower())
 
 
-def test_each_gather_is_launched_before_the_product_before_it():
-    """So it travels while that computes: no more than two gathered operands exist at one time."""
+def test_gathers_are_launched_before_the_two_products_before_theirs():
+    """So they travel while those compute: no more than three gathered operands exist at one time."""
     events: list[str] = []
     with STORE.collecting(SLOT):
-        leave(events, "a", "b", "c")
+        leave(events, "a", "b", "c", "d")
     events.clear()
     STORE.run(SLOT)
-    assert events == ["gather a", "gather b", "product a", "gather c", "product b", "product c"]
+    assert events == [
+        "gather a", "gather b", "gather c", "product a", "gather d", "product b", "product c", "product d",
+    ]  # fmt: skip
 
 
 def test_messages_hide_the_products_of_another_microbatch():

@@ -59,7 +59,7 @@ def test_lent_seconds_move_and_hidden_ones_go(name, ranks, microbatches, hidden,
     schedule = catalog.build(name, ranks, microbatches)
     stages = schedule.placement.stages
     plain = Costs((StageCosts(1, 1.2, 0.8),) * stages)
-    lending = Costs((StageCosts(1, 1.2, 0.8, hidden=hidden, lent=lent),) * stages)
+    lending = Costs((StageCosts(1, 1.2, 0.8, hidden=hidden, lent=lent, hidden_beside=hidden),) * stages)
     alone, beside = (simulate(schedule, costs) for costs in (plain, lending))
     timer = ScheduleTimer(schedule)
     for rank, places in enumerate(timer.lenders):
@@ -80,7 +80,7 @@ def test_lent_seconds_move_and_hidden_ones_go(name, ranks, microbatches, hidden,
 def test_lending_never_makes_a_step_longer_at_usual_costs(name, ranks, microbatches):
     schedule = catalog.build(name, ranks, microbatches)
     stages = schedule.placement.stages
-    costs = StageCosts(1.0, 1.15, 0.85, hidden=0.2, lent=0.35)
+    costs = StageCosts(1.0, 1.15, 0.85, lent=0.35, hidden_beside=0.2)
     alone = StageCosts(1.0, 1.15, 0.85)
     if any(action.kind is Kind.B for action in schedule):
         pytest.skip("whole backwards hide their messages anyhow")

@@ -108,10 +108,10 @@ def live(schedule, costs, start, rank, moment):
             kept += stage.activation
         elif start[a] + seconds <= moment:
             kept += stage.kept(a.kind)
-        elif a.kind in "IB" and start[a] <= moment:
-            kept += stage.workspace
-            if a.kind == "I" and stage.released_by_input_gradient < 0:
-                kept -= stage.released_by_input_gradient
+        elif a.kind == "B" and start[a] <= moment:
+            kept += stage.workspace_in_whole
+        elif a.kind == "I" and start[a] <= moment:
+            kept += stage.workspace - min(0, stage.released_by_input_gradient)
     order, copies = schedule.orders[rank], schedule.copies
 
     def end_before(action):
@@ -167,8 +167,7 @@ def costs_of(draw, schedule):
     for _ in range(schedule.placement.stages):
         f, i, w, activation = draw(st.tuples(*[st.integers(1, 9)] * 4))
         released, copy = draw(st.integers(-9, activation)), draw(st.integers(0, 9))
-        hidden, workspace = draw(st.integers(0, min(i - 1, w))), draw(st.integers(0, 5))
-        stages.append(
-            StageCosts(f, i, w, activation, released, copy=copy, hidden=hidden, workspace=workspace)
-        )
+        hidden = draw(st.integers(0, min(i - 1, w)))
+        workspaces = {name: draw(st.integers(0, 5)) for name in ("workspace", "workspace_in_whole")}
+        stages.append(StageCosts(f, i, w, activation, released, copy=copy, hidden=hidden, **workspaces))
     return Costs(tuple(stages), draw(st.integers(0, 5)))

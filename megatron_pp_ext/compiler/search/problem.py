@@ -205,15 +205,23 @@ def problem_of(placement: Placement, microbatches: int, costs: Costs, limits: Se
 def _whole(costs: StageCosts, scale: float, grain: float) -> StageCosts:
     """Return ``costs`` in whole numbers; work takes some time."""
     times = costs.forward, costs.input_gradient, costs.weight_gradient
-    activation, released, workspace = (round(amount * grain) for amount in _amounts(costs))
+    activation, released, *workspaces = (round(amount * grain) for amount in _amounts(costs))
     f, i, w = (max(1, round(time * scale)) for time in times)
     hidden = min(round(costs.hidden * scale), i - 1, w)
-    return StageCosts(f, i, w, activation, released, hidden=hidden, workspace=workspace)
+    during_i, during_b = workspaces
+    return StageCosts(
+        f, i, w, activation, released, hidden=hidden, workspace=during_i, workspace_in_whole=during_b
+    )
 
 
-def _amounts(costs: StageCosts) -> tuple[float, float, float]:
+def _amounts(costs: StageCosts) -> tuple[float, float, float, float]:
     """Return all of ``costs`` that is memory of activations."""
-    return costs.activation, costs.released_by_input_gradient, costs.workspace
+    return (
+        costs.activation,
+        costs.released_by_input_gradient,
+        costs.workspace,
+        costs.workspace_in_whole,
+    )
 
 
 def _scale(values: Sequence[float], actions: int) -> float:

@@ -152,11 +152,15 @@ def _keeps(proposal: Proposal, limits: Sequence[float]) -> bool:
 
 
 def one_at_a_time(problem: Problem) -> Orders:
-    """Return the orders that fit wherever any do: a microbatch starts when the one before has ended."""
-    orders: Orders = [[] for _ in range(problem.placement.ranks)]
+    """Return the orders that fit wherever any do: a microbatch starts when the one before has ended.
+
+    Backwards are whole only where an I that keeps more than its forward did does not fit.
+    """
+    stages = problem.placement.stages
+    whole: Orders = [[] for _ in range(problem.placement.ranks)]
     for _ in range(problem.microbatches):
         for station in range(problem.stations):
-            orders[problem.home[station]].append(station)
-            if station >= problem.placement.stages:
-                orders[problem.home[station]].append(problem.weight_of(station))
-    return orders
+            code = station if station < stages else problem.weight_of(station) + stages
+            whole[problem.home[station]].append(code)
+    split = problem.split(whole)
+    return split if problem.fits(split) else whole

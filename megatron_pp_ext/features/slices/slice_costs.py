@@ -110,6 +110,7 @@ def of_equal_slices(costs: Costs, slices: int) -> Costs:
             copy=stage.copy / slices,
             hidden=stage.hidden / slices,
             workspace=stage.workspace / slices,
+            workspace_in_whole=stage.workspace_in_whole / slices,
         )
         for stage in costs.stages
     )

@@ -91,7 +91,7 @@ class DeferringStore:
         parts = [part for operand in waiting for part in getattr(operand, "parts", ())]
         # Fused, the buffers are the gradients themselves, which are no activations.
         held = plain_tensors([*waiting, *([] if self._is_fused else buffers)])
-        is_free = not any(map(has_second_use, self._weights))
+        is_free = not self._is_grouped and not any(map(has_second_use, self._weights))
         STORE.defer(work, *held, *(part.part for part in parts), parts=parts, sends=sends, is_free=is_free)
 
     def _own_parts(self, pair: list[Any]) -> list[Any]:

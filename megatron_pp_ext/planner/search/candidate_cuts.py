@@ -69,6 +69,7 @@ class CandidateCuts:
             return
         layers = [kinds[first:end] for _, first, end in bounds(tuple(work.layers))]
         kept = work.head.activation if work.head else 0.0
+        splits = order.timer.schedule.splits_backward
         for rank, stages in enumerate(stages_of_ranks(work.placement)):
             key = rank, work.job.pipeline.pipeline_model_parallel_layout, *(layers[stage] for stage in stages)
             if key not in self._ranks:
@@ -76,7 +77,9 @@ class CandidateCuts:
                 state = model_state(work.job, work.summed(own), work.sharing)
                 activations = order.in_flight.peak(rank, own, kept) * (self.left[rank] if self.left else 1.0)
                 peaks = activations, order.peak_messages[rank]
-                self._ranks[key] = memory_beside(work, state, work.loss_bytes(rank), *peaks, self.margin)
+                self._ranks[key] = memory_beside(
+                    work, state, work.loss_bytes(rank), *peaks, self.margin, splits=splits
+                )
             yield self._ranks[key]
 
     def least(self, cut: Cut) -> RankMemory:

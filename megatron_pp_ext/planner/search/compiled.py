@@ -122,7 +122,7 @@ class Compiler:
         """Return the whole bytes that each rank has left for activations and messages."""
         parts = slices_of(work)
         kept = (
-            memory_beside(work, state, work.loss_bytes(rank, 1 / parts), 0.0, 0, self._margin)
+            memory_beside(work, state, work.loss_bytes(rank, 1 / parts), 0.0, 0, self._margin, splits=True)
             for rank, state in enumerate(work.states)
         )
         return tuple(float(int((self._limit - one.total) / (1 + self._margin))) for one in kept)

@@ -1,7 +1,7 @@
 """Computes the most bytes of activations that a rank keeps under a schedule.
 
-They depend only on the order of the rank's own actions.  ``simulate`` computes the same for backwards in two
-halves; what recomputation makes anew inside a whole one is counted here alone.
+They depend only on the order of the rank's own actions.  ``simulate`` computes the same, with
+times.
 
 A forward and a backward that run together take turns by layer, so that one frees what the other keeps.
 Between them there is never more than a layer too much, which is counted as if it were the whole forward: a
@@ -39,6 +39,18 @@ class InFlight:
         return tuple(
             self.peak(rank, [parts[stage] for stage in stages], from_s_to_t)
             for rank, stages in enumerate(of_ranks)
+        )
+
+    def waiting(self, parts: Sequence[Part]) -> tuple[float, ...]:
+        """Return the most bytes that wait for W on each rank at one time, for stages that cost ``parts``."""
+        stages_of = self._placement.stages_of
+        return tuple(
+            float(
+                (
+                    moments[:, 1:-1:4] @ np.array([parts[s].after_input_gradient for s in stages_of(rank)])
+                ).max()
+            )
+            for rank, moments in enumerate(self._moments)
         )
 
     def peak(self, rank: int, own: Sequence[Part], from_s_to_t: float = 0.0) -> float:

@@ -77,7 +77,9 @@ class Estimate:
     ``utilisation`` is of the machine's peak, for model operations, which leave recomputation out; None where
     only measurements of the stages are known.  ``band`` says how far published runs were from their
     estimates, or is None where the stages cost what the file ``stages_from`` says.  ``note`` is what people
-    should know of the schedule.  ``host_bytes`` are those of each rank's activations that are on its host.
+    should know of the schedule.  ``host_bytes`` are those of each rank's activations that are on its host,
+    ``waiting_bytes`` the most of each rank's activations that wait for W at one time, and ``gather_bytes``
+    those of its ``buffers`` in which W gathers what it reads.
     """
 
     step_seconds: float
@@ -90,6 +92,8 @@ class Estimate:
     note: str = ""
     stages_from: str | None = None
     host_bytes: tuple[float, ...] = ()
+    waiting_bytes: tuple[float, ...] = ()
+    gather_bytes: float = 0.0
 
     @property
     def other_seconds(self) -> float:
@@ -141,8 +145,9 @@ def memory(
     # Messages and logits are those of a unit.
     share = schedule.share
     messages = [share * count for count in order.peak_messages]
+    splits = schedule.splits_backward
     return tuple(
-        memory_beside(work, work.states[rank], work.loss_bytes(rank, share), *peak, margin)
+        memory_beside(work, work.states[rank], work.loss_bytes(rank, share), *peak, margin, splits=splits)
         for rank, peak in enumerate(zip(activations, messages, strict=True))
     )
 
@@ -162,8 +167,12 @@ def memory_beside(
     messages: float,
     margin: float,
     older: int = 0,
+    splits: bool = False,
 ) -> RankMemory:
-    """Return the memory of a rank of ``work`` with this ``state`` and so many bytes for the loss."""
+    """Return the memory of a rank of ``work`` with this ``state`` and so many bytes for the loss.
+
+    ``splits`` says whether backwards come in two halves.
+    """
     buffers = messages * work.message + work.exchanged_bytes
     return RankMemory(
         weights=state.weights,
@@ -173,7 +182,7 @@ def memory_beside(
         activations=activations,
         messages=buffers,
         loss=loss,
-        buffers=work.model.buffers,
+        buffers=work.model.buffers + splits * work.model.gather_buffers,
         margin=margin * (activations + buffers + loss),
         reserved=work.system.reserved_bytes,
     )
@@ -232,6 +241,8 @@ def estimate(
     for addition in additions():
         known = known and known.beyond(*addition.unmeasured(order.timer.schedule))
     possible = seconds * gpus * work.system.peak(job.precision.format)
+    schedule = order.timer.schedule
+    waiting = order.in_flight.waiting(work.parts) if schedule.splits_backward else ()
     return Estimate(
         step_seconds=seconds,
         pipeline_seconds=taken.pipeline_seconds,
@@ -241,6 +252,8 @@ def estimate(
         ranks=memory(work, order, name, microbatches, margin),
         band=known,
         stages_from=str(file) if file else None,
+        waiting_bytes=tuple(schedule.share * one for one in waiting),
+        gather_bytes=work.model.gather_buffers if waiting else 0.0,
     )
 
 

@@ -3,7 +3,8 @@
     {"hop": 0.0006, "message": 1.7e7,
      "stages": [{"forward": 0.0185, "input_gradient": 0.0181, "weight_gradient": 0.0093,
                  "activation": 5.1e8, "released_by_input_gradient": 1.2e8, "copy": 0.0095,
-                 "hidden": 0.002, "workspace": 0, "parameters": 4.1e8, "expert_parameters": 2.0e9}, ...],
+                 "hidden": 0.002, "workspace": 0, "workspace_in_whole": 0,
+                 "parameters": 4.1e8, "expert_parameters": 2.0e9}, ...],
      "sizes": {"seq_length": 4096, "micro_batch_size": 1, ...}}
 
 The names are those of ``StageCosts`` and ``Costs``; ``released_by_input_gradient`` is below 0 where an I

@@ -51,28 +51,10 @@ class Offloaded(Addition):
 
 
 def kept_on_device(work: "Workload", schedule: Schedule) -> tuple[float, ...]:
-    """Return the most bytes of activations that each rank keeps on its device.
-
-    A whole backward makes anew what was not kept, for a moment; it counts as if at the fullest one.
-    """
-    if schedule.splits_backward:
-        return simulate(schedule, work.costs).peak_activations
-    peaks = simulate(schedule, _kept_by_forwards(work)).peak_activations
-    return tuple(
-        peak + max(work.parts[stage].brief_in_whole for stage in schedule.placement.stages_of(rank))
-        for rank, peak in enumerate(peaks)
-    )
+    """Return the most bytes of activations that each rank keeps on its device."""
+    return simulate(schedule, work.costs).peak_activations
 
 
 def kept_on_host(work: "Workload", schedule: Schedule) -> tuple[float, ...]:
     """Return the most bytes of activations that each rank has on the host."""
-    return simulate(schedule, _kept_by_forwards(work)).peak_on_host
-
-
-def _kept_by_forwards(work: "Workload") -> Costs:
-    """Return the costs with what a forward keeps, without what an I adds for a W (``Part.costs``)."""
-    stages = (
-        replace(stage, activation=part.after_forward, released_by_input_gradient=0.0, workspace=0.0)
-        for stage, part in zip(work.costs.stages, work.parts, strict=True)
-    )
-    return replace(work.costs, stages=tuple(stages))
+    return simulate(schedule, work.costs).peak_on_host
