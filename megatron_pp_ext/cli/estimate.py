@@ -211,9 +211,10 @@ def show(estimated: "Estimate", request: Request, machine: System, gpus: int, jo
     if any(estimated.waiting_bytes):
         most = max(estimated.waiting_bytes)
         rank = estimated.waiting_bytes.index(most)
+        gathers = f", which gather operands in {estimated.gather_bytes / 1e9:.2f} GB of the buffers"
         console.print(
-            f"up to {most / 1e9:.2f} GB of activations on rank {rank} wait for weight gradients, which "
-            f"gather operands in {estimated.gather_bytes / 1e9:.2f} GB of the buffers"
+            f"up to {most / 1e9:.2f} GB of activations on rank {rank} wait for weight gradients"
+            f"{gathers if estimated.gather_bytes else ''}"
         )
     for addition in additions():
         for line in addition.lines(estimated):

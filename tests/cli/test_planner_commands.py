@@ -46,6 +46,31 @@ def test_estimate_tells_time_and_every_ranks_memory(mpp, model, tmp_path):
     assert f"{total / 1e9:.2f}" in result.output
 
 
+def test_estimate_reports_what_waits_for_weight_gradients(mpp, model, tmp_path):
+    file = tmp_path / "estimate.json"
+
+    def estimated(schedule, **changed):
+        described = model(**{**PIPELINE, "pipeline_schedule": schedule, **changed}, global_batch_size=16)
+        result = mpp("estimate", "--model", described, "--json", file)
+        assert result.exit_code == 0, result.output
+        return " ".join(result.output.split()), json.loads(file.read_text())
+
+    output, content = estimated("1f1b")
+    assert (content["waiting_bytes"], content["gather_bytes"]) == ([], 0)
+    assert "wait for weight gradients" not in output
+    output, alone = estimated("v-half")
+    most = max(alone["waiting_bytes"])
+    rank = alone["waiting_bytes"].index(most)
+    assert 0 < most < alone["ranks"][rank]["activations"]
+    assert f"up to {most / 1e9:.2f} GB of activations on rank {rank} wait for weight gradients" in output
+    assert "which gather operands" not in output
+    output, cut = estimated("v-half", tensor_model_parallel_size=2, sequence_parallel=True)
+    hidden = 2 * 512 * 1024
+    assert cut["gather_bytes"] == 2 * hidden
+    assert f"which gather operands in {2 * hidden / 1e9:.2f} GB of the buffers" in output
+    assert max(cut["waiting_bytes"]) == pytest.approx(most / 2)
+
+
 def test_what_is_not_counted_is_said_beside_the_numbers(mpp, model, tmp_path):
     file = tmp_path / "found.json"
     of_search = "search", "--gpus", 4, "--global-batch-size", 8, "--schedules", "1f1b", "--seq-length", 512
