@@ -69,6 +69,8 @@ def _routed(costs: LayerCosts, here: int) -> Part:
         + activation(costs, inner, chosen, is_expert=True)
         + costs.products.row(inner, chosen, here, made=width)
     )
+    if costs.job.precision.fuses_experts:
+        one = one.undivided
     one = costs.kernels.launched(one, _launches(costs, here), has_routed=True)
     sent = chosen * costs.sizes.spread(width)
     exchange = costs.kernels.shuffle(sent)

@@ -163,6 +163,21 @@ class Part:
         return self.input_gradient_seconds + self.weight_gradient_seconds
 
     @property
+    def undivided(self) -> Self:
+        """The costs where I computes the gradients of weights too, and leaves nothing to W."""
+        return replace(
+            self,
+            input_gradient_seconds=self.backward_seconds - self.overlapped_in_whole,
+            weight_gradient_seconds=0.0,
+            overlapped_in_whole=0.0,
+            gathering=0.0,
+            first_gathering=0.0,
+            lent_seconds=0.0,
+            hidden_beside=0.0,
+            after_input_gradient=0.0,
+        )
+
+    @property
     def exposed_gathering(self) -> float:
         """The seconds that a W waits for what it gathers."""
         return max(0.0, self.gathering - self.weight_gradient_seconds) + self.first_gathering

@@ -56,9 +56,8 @@ class ProductCosts:
 
     Under sequence parallelism a column-parallel product gathers its input, and a row-parallel one the
     gradient of its output.  For W a rank keeps its own part of either, and gathers it again while the product
-    before is computed.  ``waits_gathered`` is whether all of it is kept: Transformer Engine's userbuffers
-    gather in their own way, and where the tokens of a rank are no multiple of those that share a scale,
-    nobody gathers what is quantized (module/linear.py).
+    before is computed.  ``waits_gathered`` is whether all of it is kept: where the tokens of a rank are no
+    multiple of those that share a scale, nobody gathers what is quantized (module/linear.py).
 
     ``largest_gathered`` are the bytes of the largest operand that is gathered again.
     """
@@ -315,4 +314,4 @@ def _keeps_gathered(job: Job, sizes: ActivationSizes) -> bool:
         return False
     scaled = _SCALED_TOGETHER.get("fp4" if precision.fp4 else precision.fp8_recipe, 1)
     parts = precision.uses_fp8 and sizes.tokens / job.parallel.sequence_ranks % scaled
-    return job.parallel.tp_comm_overlap or bool(parts)
+    return bool(parts)

@@ -79,8 +79,9 @@ CASES: dict[str, dict[str, str]] = {
     },
     f"Where the backward is split|{PP4} --pipeline-schedule zb-h1": {
         "install transformer-engine 2.3 or newer": "--transformer-impl transformer_engine",
-        "--tp-comm-overlap: the buffers": "--tp-comm-overlap",
-        "compute both gradients at once": "--use-transformer-engine-op-fuser",
+        "--tp-comm-overlap: with --fp8-recipe mxfp8": (
+            "--tp-comm-overlap --fp8-format e4m3 --fp8-recipe mxfp8 --bf16"
+        ),
         "-with-experts-wgrad: schedules defer": "--overlap-dispatch-backward-with-experts-wgrad",
         "--tensor-parallel-num-weight-shards: a weight": "--tensor-parallel-num-weight-shards 2",
         "--expert-tensor-parallel-num-weight-shards: ": "--expert-tensor-parallel-num-weight-shards 2",

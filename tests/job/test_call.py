@@ -199,15 +199,14 @@ def test_costs_are_a_file_an_object_or_numbers(tmp_path: Path) -> None:
 def test_rules_for_flags_hold_a_model_s_config_in_its_words() -> None:
     from dataclasses import make_dataclass
 
-    config = make_dataclass("Config", [("tp_comm_overlap", bool), ("num_moe_experts", int)])(True, 8)
-    parallel = make_dataclass("Parallel", [("tp_comm_overlap", bool), ("use_megatron_fsdp", bool)])(
-        False, False
-    )
+    experts = "overlap_dispatch_backward_with_experts_wgrad"
+    config = make_dataclass("Config", [(experts, bool), ("num_moe_experts", int)])(True, 8)
+    parallel = make_dataclass("Parallel", [(experts, bool), ("use_megatron_fsdp", bool)])(False, False)
     asked = {"pipeline_schedule": "zb-h1", "pipeline_model_parallel_size": 2}
     args = model_config.arguments(config, parallel, **asked)
-    assert (args.tp_comm_overlap, args.num_experts, args.use_megatron_fsdp) == (True, 8, False)
+    assert (getattr(args, experts), args.num_experts, args.use_megatron_fsdp) == (True, 8, False)
     all_rules.refuse_model(RequestedJob(args, splits=False))
-    with pytest.raises(ValueError, match=r"^zb-h1 does not support tp_comm_overlap: the buffers"):
+    with pytest.raises(ValueError, match=rf"^zb-h1 does not support {experts}: schedules"):
         all_rules.refuse_model(RequestedJob(args, splits=True))
     parallel.use_megatron_fsdp = True
     args = model_config.arguments(config, parallel, **asked)

@@ -36,10 +36,31 @@ def split_backwards(model: Iterable[Any]) -> None:
     Nothing changes for them under a schedule that does not split.  A module of several linear layers
     (LayerNormMLP, which Megatron does not build) keeps its whole backward.
     """
+    for module in _linear_layers(model):
+        module.wgrad_store = DeferringStore(module)
+
+
+def without_bulk_overlap(model: Iterable[Any]) -> bool:
+    """Turn off those overlaps of --tp-comm-overlap that a split backward cannot have; return if any was on.
+
+    In bulk, the product of the weight's gradient scatters that of the input, and the product of the input's
+    gradient gathers the input for the other one.  The two products are no longer next to each other.
+    """
+    found = False
+    for module in _linear_layers(model):
+        for name in ("ub_bulk_wgrad", "ub_bulk_dgrad"):
+            found = found or getattr(module, name, False)
+            setattr(module, name, False)
+    return found
+
+
+def _linear_layers(model: Iterable[Any]) -> Iterator[Any]:
+    """Yield the modules of one linear layer; operations of the op fuser compute both gradients at once."""
     for chunk in model:
         for module in chunk.modules():
-            if hasattr(module, "wgrad_store") and _named(module, "weight"):
-                module.wgrad_store = DeferringStore(module)
+            is_operation = ".ops." in type(module).__module__
+            if hasattr(module, "wgrad_store") and _named(module, "weight") and not is_operation:
+                yield module
 
 
 _GATHERED: Mapping[str | None, int] = {"column": 0, "row": 1}

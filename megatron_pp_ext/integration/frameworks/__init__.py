@@ -9,7 +9,6 @@ import sys
 from megatron_pp_ext.integration import patching
 from megatron_pp_ext.integration.core import engine_linear
 from megatron_pp_ext.integration.frameworks import megatron_bridge
-from megatron_pp_ext.integration.places import SeamError
 
 SEAMS = patching.seams_of(megatron_bridge)
 ENGINE = patching.seams_of(engine_linear)
@@ -28,5 +27,5 @@ def _is_imported(seam: patching.Seam) -> bool:
 def _fits(seam: patching.Seam) -> bool:
     try:
         return seam.here() is not None
-    except SeamError:
+    except patching.SeamError:
         return False

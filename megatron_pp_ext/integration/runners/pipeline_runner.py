@@ -14,12 +14,14 @@ from megatron.core.pipeline_parallel import schedules as stock_schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
+from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core import engine_linear, late_checks, local_linear
 from megatron_pp_ext.integration.core.data_parallel import DataParallel
 from megatron_pp_ext.integration.core.frozen_copies import require_alike
 from megatron_pp_ext.integration.runners import paged_stash
 from megatron_pp_ext.integration.runners.model_stage import StepInputs, timed
 from megatron_pp_ext.job.rules.all_rules import refuse_config
+from megatron_pp_ext.runtime.first_rank import print_rank_0
 from megatron_pp_ext.runtime.rank import Recorder, Unrecorded
 from megatron_pp_ext.runtime.split import STORE
 
@@ -126,8 +128,7 @@ class PipelineRunner:
         refuse_config(config)
         if not self._is_split:
             require_alike(model)
-            engine_linear.split_backwards(model)
-            local_linear.note_row_layers(model)
+            _split_backwards(model, config)
             self._is_split = True
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         (shape,) = stock_schedules.get_tensor_shapes(
@@ -182,6 +183,24 @@ class PipelineRunner:
                 losses, self._undelivered[forward_only] = inputs.losses, inputs
         self._training_steps += not forward_only
         return losses
+
+
+def _split_backwards(model: list[Any], config: Any) -> None:
+    """Prepare the layers of ``model`` for backwards in two halves, and print what that changes for them."""
+    engine_linear.split_backwards(model)
+    local_linear.note_row_layers(model)
+    pipeline = requested.pipeline()
+    if pipeline is None or not pipeline.request.may_split_backward:
+        return
+    if engine_linear.without_bulk_overlap(model):
+        print_rank_0(
+            "megatron_pp_ext: bulk overlaps of tp_comm_overlap are off, since their two products are apart"
+        )
+    if getattr(config, "use_transformer_engine_op_fuser", False):
+        print_rank_0(
+            "megatron_pp_ext: MLPs of Transformer Engine's op fuser keep whole backwards; other layers split "
+            "theirs"
+        )
 
 
 def refuse_multimodule(*given: Any) -> None:

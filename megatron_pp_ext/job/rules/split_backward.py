@@ -27,11 +27,11 @@ RULES = Rules(
             words=(engine,),
         ),
         Rule(
-            "--tp-comm-overlap: the buffers that it gathers into are used again before a weight gradient runs"
-        ),
-        Rule(
-            "--use-transformer-engine-op-fuser: a dense MLP's operations compute both gradients at once, "
-            "and experts' are not made before a forward"
+            "--tp-comm-overlap: with --fp8-recipe mxfp8 gradients are gathered for W into buffers that later "
+            "layers overwrite; choose another recipe, or leave it out",
+            lambda job: (
+                job.parallel.tp_comm_overlap and job.precision.fp8 and job.precision.fp8_recipe == "mxfp8"
+            ),
         ),
         Rule("--overlap-dispatch-backward-with-experts-wgrad: schedules defer weight gradients themselves"),
         Rule(
