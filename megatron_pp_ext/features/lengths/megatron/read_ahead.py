@@ -221,8 +221,8 @@ def _tensors(item: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
         if item.layout is torch.strided and item.numel():
             yield name, item
     elif isinstance(item, Mapping):
-        for key in item:
-            yield from _tensors(item[key], str(key))
+        for key, value in item.items():  # those of a TensorDict; it iterates over its rows
+            yield from _tensors(value, str(key))
     elif isinstance(item, list | tuple):
         for part in item:
             yield from _tensors(part, name)

@@ -1,6 +1,7 @@
 """The order of the data is the caller's: loops that can observe it train as under stock."""
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -172,12 +173,25 @@ def test_the_line_has_the_gain_of_the_simulation(monkeypatch: pytest.MonkeyPatch
     )
 
 
-@pytest.mark.parametrize("name", steps.REPLAYS)
-def test_nothing_is_said_where_an_order_would_be_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize(
+    ("settings", "schedule", "limit", "says"),
+    [
+        ({}, "1f1b", None, True),
+        ({"moe_enable_routing_replay": True}, "1f1b", None, False),
+        ({"enable_routing_replay": True}, "1f1b", None, False),
+        ({"expert_model_parallel_size": 2}, "1f1b", None, True),
+        ({}, "flex", 0.9, True),
+        ({"expert_model_parallel_size": 2}, "flex", 0.9, False),
+    ],
+)
+def test_nothing_is_said_where_an_order_would_be_refused(
+    monkeypatch: pytest.MonkeyPatch, settings: Any, schedule: str, limit: Any, says: bool
+) -> None:
     lines = logged()
     monkeypatch.setattr(steps.dist, "get_rank", lambda: 0)
     of_step = step_with(*LENGTHS_OF_STEP)
-    setattr(of_step.inputs.config, name, True)
-    with steps.Unordered(Pipeline(named("1f1b", 4, 6))).step(of_step):
+    vars(of_step.inputs.config).update(settings)
+    request = replace(named(schedule, 4, 6, limit=limit), placements=(of_step.placement,))
+    with steps.Unordered(Pipeline(request)).step(of_step):
         pass
-    assert lines == []
+    assert bool(lines) is says
