@@ -130,6 +130,12 @@ def read_documents(inputs: StepInputs, data: list[Batches], ordering: Ordering) 
         raise RuntimeError(
             f"chunks of this rank read one data iterator; give each chunk an iterator of its own, {_FIX}"
         )
+    for iterator in iterators:
+        if not hasattr(iterator, "__next__"):
+            raise RuntimeError(
+                f"the data iterator is a {type(iterator).__name__}, and an order reads ahead by next(); give "
+                f"it a method __next__, {_FIX}"
+            )
     for iterator in inputs.iterators:
         data.append(None if iterator is None else _read(iterator, inputs.microbatches))
     items = next((batches for batches in data if batches is not None), None)

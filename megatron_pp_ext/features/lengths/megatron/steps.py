@@ -13,13 +13,15 @@ from megatron_pp_ext.features.lengths.ordering import FLAG, Ordering
 from megatron_pp_ext.features.lengths.orders import by_rule
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.runners.message_groups import sizes_of
-from megatron_pp_ext.integration.runners.model_stage import StepInputs
 from megatron_pp_ext.integration.runners.step_parts import Step, StepPart
 from megatron_pp_ext.runtime.first_rank import print_rank_0
 from megatron_pp_ext.schedule.simulate import simulate
 
 LEAST_GAIN = 0.005
 """The part of a step from which its gain is worth a number."""
+
+MOST_ACTIONS = 20_000
+"""The actions of the largest step that is simulated for a line: three orders of it take a second."""
 
 
 def ordered(pipeline: Pipeline) -> StepPart:
@@ -52,7 +54,7 @@ class Unordered:
         if self._is_logged or step.inputs.forward_only or dist.get_rank() > 0:
             return
         announced = step.inputs.announced or {}
-        if len(announced) == step.inputs.microbatches and not self._is_refused(step.inputs):
+        if len(announced) == step.inputs.microbatches and self._may_order(step):
             # A stage may hand on fewer tokens than it got; the most cost most.
             sizes = sizes_of(step.inputs, (max(announced[number]) for number in range(len(announced))))
             if len(set(sizes)) > 1:
@@ -60,12 +62,13 @@ class Unordered:
                 with suppress(ValueError):  # any model may train, also one that the estimate does not know
                     self._log(step, Microbatches.of([tokens] * rows for rows, tokens in sizes))
 
-    def _is_refused(self, inputs: StepInputs) -> bool:
-        """Return whether the rules or the config rule an order out (``lengths.rules``)."""
-        request = self._pipeline.request
-        if request.is_compiled and (request.options or inputs.config.expert_model_parallel_size > 1):
-            return True
-        return any(getattr(inputs.config, name, False) for name in REPLAYS)
+    def _may_order(self, step: Step) -> bool:
+        """Return whether an order is possible (``lengths.rules``), and simulated in no time."""
+        request, config = self._pipeline.request, step.inputs.config
+        if request.is_compiled and (request.options or config.expert_model_parallel_size > 1):
+            return False
+        is_small = sum(map(len, step.schedule.orders)) <= MOST_ACTIONS
+        return is_small and not any(getattr(config, name, False) for name in REPLAYS)
 
     def _log(self, step: Step, microbatches: Microbatches) -> None:
         run_costs = RunCosts(self._pipeline, Ordering("rule"))

@@ -57,6 +57,13 @@ def test_chunks_that_read_one_iterator_are_refused() -> None:
         read(one, one)
 
 
+def test_data_without_next_is_refused() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"the data iterator is a list, and an order reads ahead by next\(\)"
+    ):
+        read([*fresh()])
+
+
 class Staging:
     """A loader that fills one buffer anew for each microbatch, and hands out what ``yields`` makes of it."""
 
