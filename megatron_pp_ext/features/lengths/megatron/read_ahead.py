@@ -16,7 +16,7 @@ import torch
 
 from megatron_pp_ext.features.lengths.megatron.agreement import Documents, UnknownLengths
 from megatron_pp_ext.features.lengths.microbatches import Microbatches
-from megatron_pp_ext.features.lengths.ordering import Ordering
+from megatron_pp_ext.features.lengths.ordering import Ordering, lengths_of_batch
 from megatron_pp_ext.integration.runners.model_stage import ForwardStep, StepInputs
 
 _FIX = "or leave the order out"
@@ -152,7 +152,9 @@ def _lengths(ordering: Ordering, number: int, item: Any) -> tuple[int, ...]:
     try:
         lengths = ordering.lengths_of(item)
     except ValueError as error:
-        raise UnknownLengths(str(error)) from error
+        is_ours = ordering.lengths_of is lengths_of_batch
+        about = "" if is_ours else f"lengths= cannot tell those of microbatch {number}: "
+        raise UnknownLengths(f"{about}{error}") from error
     try:
         return tuple(map(index, lengths))
     except TypeError:
@@ -182,15 +184,17 @@ def _read(iterator: Any, count: int) -> list[Any]:
 
 
 class _Seen(NamedTuple):
+    """What was at an end of ``tensor`` when it was read, which is kept so that its memory stays its own."""
+
     microbatch: int
     numbers: torch.Tensor
+    tensor: torch.Tensor
 
 
 class _Memory:
     """The items of a step, and where their tensors are in memory.
 
-    All items are kept until the step has run, so that memory in two of them is shared, and not used anew.
-    Sharing is no problem for what stays, such as a mask or positions: so some numbers are compared.
+    Two of them may share what stays, such as a mask or positions: so some numbers are compared.
     """
 
     def __init__(self) -> None:
@@ -209,7 +213,7 @@ class _Memory:
             )
         for name, tensor in _tensors(item):
             for end, numbers in _ends(tensor):
-                seen = self._ends.setdefault(end, _Seen(number, numbers))
+                seen = self._ends.setdefault(end, _Seen(number, numbers, tensor))
                 if seen.microbatch != number and not _are_alike(seen.numbers, numbers):
                     raise RuntimeError(
                         f"the data iterator has written microbatch {number} over microbatch {seen.microbatch}"

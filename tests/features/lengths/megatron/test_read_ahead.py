@@ -198,6 +198,29 @@ def test_lengths_that_cannot_be_told_are_unknown(batch: Any) -> None:
         read(iter([batch]), count=1)
 
 
+def test_a_function_that_cannot_tell_is_named() -> None:
+    def lengths_of(batch: Any) -> list[int]:
+        raise ValueError("no documents here")
+
+    with pytest.raises(
+        UnknownLengths, match=r"^lengths= cannot tell those of microbatch 0: no documents here$"
+    ):
+        read(fresh(), lengths_of=lengths_of)
+
+
+class Lazy(dict[str, Any]):
+    """A batch whose tensors are made when they are asked for, as those of a lazy stack."""
+
+    def items(self) -> Any:
+        return [(name, value.clone()) for name, value in super().items()]
+
+
+def test_tensors_that_are_made_on_the_way_do_not_count_as_written_over() -> None:
+    """Freed memory would be that of the next."""
+    rows = torch.arange(COUNT * 8192).view(COUNT, 1, 8192)
+    assert read(Lazy(tokens=row) for row in rows)[0] == ((8192,),) * COUNT
+
+
 def test_what_a_loader_raises_comes_through() -> None:
     def damaged() -> Iterator[Any]:
         yield next(fresh())
