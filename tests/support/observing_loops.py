@@ -36,8 +36,8 @@ class Loop:
 
 def _weighing(loss: Any, weight: Any) -> Any:
     def weighed(losses: torch.Tensor, *about: Any) -> Any:
-        found, reported = loss(losses, *about)
-        return found * weight, {name: value * weight for name, value in reported.items()}
+        value, reported = loss(losses, *about)
+        return value * weight, {name: number * weight for name, number in reported.items()}
 
     return weighed
 
@@ -57,10 +57,10 @@ def _listing(inner: Step) -> Step:
     advantages: dict[int, list[float]] = {}
 
     def step(iterator: Any, model: Any) -> Any:
-        own = advantages.setdefault(id(model), [])
-        own[:] = own or WEIGHTS
+        weights = advantages.setdefault(id(model), [])
+        weights[:] = weights or WEIGHTS
         output, loss = inner(iterator, model)
-        return output, _weighing(loss, own.pop(0))
+        return output, _weighing(loss, weights.pop(0))
 
     return step
 
@@ -96,8 +96,8 @@ def _copying(inner: Step) -> Step:
 
 def _one_object(batches: Iterator[Any]) -> Iterator[Any]:
     batch: dict[str, Any] = {}
-    for other in batches:
-        batch.update(other)
+    for contents in batches:
+        batch.update(contents)
         yield batch
 
 
@@ -110,17 +110,17 @@ def _reading_two(inner: Step) -> Step:
 
 
 class _Counted:
-    """A loader that knows how many batches it has given."""
+    """A loader that knows its position and its length."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches
-        self.given = 0
+        self.position = 0
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        self.given += 1
+        self.position += 1
         return next(self._batches)
 
     def __len__(self) -> int:
@@ -130,7 +130,7 @@ class _Counted:
 def _by_attribute(inner: Step) -> Step:
     def step(iterator: Any, model: Any) -> Any:
         output, loss = inner(iterator, model)
-        return output, _weighing(loss, WEIGHTS[iterator.given % len(WEIGHTS)])
+        return output, _weighing(loss, WEIGHTS[iterator.position % len(WEIGHTS)])
 
     return step
 
@@ -166,9 +166,9 @@ def _adding_up(inner: Step) -> Step:
         output, loss = inner(iterator, model)
 
         def adding(losses: torch.Tensor, *about: Any) -> Any:
-            found, reported = loss(losses, *about)
-            total.add_(found.detach())
-            return found, {name: total for name in reported}
+            value, reported = loss(losses, *about)
+            total.add_(value.detach())
+            return value, {name: total for name in reported}
 
         return output, adding
 
@@ -200,7 +200,7 @@ LOOPS = {
         refused="yields one dict for microbatches",
     ),
     "reads two items": Loop(_reading_two, refused="reads more than one item for a microbatch"),
-    "uses an attribute": Loop(_by_attribute, _Counted, refused="uses given of its data iterator"),
+    "uses an attribute": Loop(_by_attribute, _Counted, refused="uses position of its data iterator"),
     "uses a length": Loop(_by_length, _Counted, refused=r"uses len\(\) of its data iterator"),
     "has lists": Loop(_stacking, _listed, refused="the lengths of documents are not known"),
     "adds up in one tensor": Loop(_adding_up),

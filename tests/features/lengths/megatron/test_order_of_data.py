@@ -111,7 +111,7 @@ def test_losses_may_communicate_over_replicas() -> None:
 REFUSED = {name: loop.refused for name, loop in LOOPS.items() if loop.refused}
 
 
-def asked(rank: int, name: str) -> None:
+def ordered(rank: int, name: str) -> None:
     own_loop.start()
     with megatron_pp_ext.installed("zb-h1", ranks=2, microbatches=5, order="rule"):
         trained(name, own_loop.build(1, **VARIES), COUNTS, LENGTHS)
@@ -120,7 +120,7 @@ def asked(rank: int, name: str) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_order_is_refused_where_a_loop_does_not_allow_it(name: str) -> None:
     with pytest.raises(RankError, match=REFUSED[name]):
-        run_ranks(asked, 2, name, timeout=120)
+        run_ranks(ordered, 2, name, timeout=120)
 
 
 LENGTHS_OF_STEP = 500, 4000, 100, 900, 8000, 300
@@ -161,15 +161,16 @@ def test_the_line_has_the_gain_of_the_simulation(monkeypatch: pytest.MonkeyPatch
     microbatches = Microbatches.of([length] for length in LENGTHS_OF_STEP)
     of_microbatches = costs.of(microbatches)
     order = light_heavy_light(costs.work(microbatches))
-    given, by_rule = (
+    as_it_comes, by_rule = (
         simulate(of_step.schedule, each).makespan
         for each in (of_microbatches, of_microbatches.ordered(order))
     )
     (line,) = lines
-    assert by_rule < 0.95 * given
+    assert by_rule < 0.95 * as_it_comes
     assert "microbatches of 100 to 8,000 tokens" in line
     assert (
-        f"with --pipeline-order rule this step would have taken {1 - by_rule / given:.0%} less time" in line
+        f"with --pipeline-order rule this step would have taken {1 - by_rule / as_it_comes:.0%} less time"
+        in line
     )
 
 

@@ -42,7 +42,7 @@ def test_data_is_read_ahead_by_chunks() -> None:
     documents, (first, none, last) = read(fresh(), None, fresh())
     assert documents == ((8,), (5,), (20,), (3,))
     assert none is None
-    assert [one["tokens"].shape for one in first] == [one["tokens"].shape for one in last]
+    assert [item["tokens"].shape for item in first] == [item["tokens"].shape for item in last]
     assert read(None) == (None, [None])
 
 
@@ -52,9 +52,9 @@ def test_data_that_ends_within_a_step_is_named() -> None:
 
 
 def test_chunks_that_read_one_iterator_are_refused() -> None:
-    one = fresh()
+    iterator = fresh()
     with pytest.raises(RuntimeError, match="chunks of this rank read one data iterator; give each"):
-        read(one, one)
+        read(iterator, iterator)
 
 
 def test_data_without_next_is_refused() -> None:
@@ -109,10 +109,9 @@ def test_a_buffer_that_is_filled_anew_is_refused(name: str) -> None:
 
 def test_two_buffers_in_turns_are_refused() -> None:
     def in_turns() -> Iterator[Any]:
-        one, other = Staging(REUSES["whole"]), Staging(REUSES["whole"])
+        buffers = [Staging(REUSES["whole"]) for _ in range(2)]
         while True:
-            yield next(one)
-            yield next(other)
+            yield from map(next, buffers)
 
     with pytest.raises(RuntimeError, match=r"written microbatch 2 over microbatch 0 \(tokens\)"):
         read(in_turns())
@@ -136,8 +135,8 @@ def test_what_stays_may_be_shared() -> None:
 def test_an_iterator_that_yields_one_object_is_refused() -> None:
     def one_object() -> Iterator[Any]:
         batch: dict[str, Any] = {}
-        for other in fresh():
-            batch.update(other)
+        for contents in fresh():
+            batch.update(contents)
             yield batch
 
     with pytest.raises(RuntimeError, match="yields one dict for microbatches 0 and 1, and an order reads"):
@@ -267,7 +266,7 @@ def test_another_use_of_the_iterator_is_refused() -> None:
         len(data)
     with pytest.raises(RuntimeError, match="uses epoch of its data iterator"):
         _ = data.epoch
-    assert not hasattr(data, "sampler"), "what it has not got, it has not got here either"
+    assert not hasattr(data, "sampler"), "an attribute that the data does not have"
     (data,) = planned([iter(["a"])], [["a"]], [0])
     with pytest.raises(TypeError, match=r"no len\(\)"):
         len(data)
