@@ -11,11 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch.nn.functional import pad
 
 from tests.support import own_loop
 
 WEIGHTS = (0.1, 3.0, 0.5, 2.0, 1.0, 0.7)
 LONGEST = 64
+MULTIPLE = 4
+UNPADDED = 6
+"""The calls after which a loop begins to pad to a multiple of tokens: the second step of most runs."""
 
 Step = Callable[[Any, Any], tuple[torch.Tensor, Any]]
 """A forward step."""
@@ -175,6 +179,24 @@ def _adding_up(inner: Step) -> Step:
     return step
 
 
+def _padding_later(inner: Step) -> Step:
+    calls: dict[int, int] = {}
+
+    def padded(batch: dict[str, Any]) -> dict[str, Any]:
+        mask, missing = batch["attention_mask"], -batch["input_ids"].shape[1] % MULTIPLE
+        if mask is None:  # documents that are packed
+            return batch
+        length = mask.shape[-1] + missing
+        rows = {name: pad(value, (0, missing)) for name, value in batch.items() if name != "attention_mask"}
+        return {**rows, "attention_mask": torch.triu(torch.ones(1, 1, length, length), 1).bool()}
+
+    def step(iterator: Any, model: Any) -> Any:
+        calls[id(model)] = calls.get(id(model), 0) + 1
+        return inner(map(padded, iterator) if calls[id(model)] > UNPADDED else iterator, model)
+
+    return step
+
+
 def _over_replicas(inner: Step) -> Step:
     def step(iterator: Any, model: Any) -> Any:
         output, loss = inner(iterator, model)
@@ -204,6 +226,7 @@ LOOPS = {
     "uses a length": Loop(_by_length, _Counted, refused=r"uses len\(\) of its data iterator"),
     "has lists": Loop(_stacking, _listed, refused="the lengths of documents are not known"),
     "adds up in one tensor": Loop(_adding_up),
+    "pads later": Loop(_padding_later, refused=""),
     "communicates in its loss": Loop(_over_replicas, refused=""),
 }
 """The loops by name."""
