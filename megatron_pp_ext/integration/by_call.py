@@ -60,10 +60,10 @@ def install(
 
     ``order`` is "rule" or "search" for training steps whose microbatches have documents of unlike length:
     they are read ahead and run in an order planned by their lengths, and losses come back in the order of the
-    data (docs/lengths.md).  "given" leaves them as they come.  Without it the first training step is as given
-    and watched, and later ones run by rule where data that is read once a microbatch tells lengths that may
-    differ; a line says so.  ``lengths`` is a function from what the data iterator yields to the lengths of
-    its documents in tokens, where the data does not tell them as Megatron's does.
+    data.  docs/lengths.md says what that asks of a loop.  Without it, as with "given", microbatches run in
+    the order of the data, and nothing is read ahead or looked into; where their shapes vary, a line says what
+    "rule" would bring.  ``lengths`` is a function from what the data iterator yields to the lengths of its
+    documents in tokens, where the data does not tell them as Megatron's does.
 
     The same call again, with the same contents of its files, does nothing.  Another one replaces the
     schedule, unless a model was built for it.

@@ -58,9 +58,6 @@ def requested(
         request = named(schedule, ranks, microbatches, chunks, read)
     for argument, value in given:
         request = argument.read(request, value, limit)
-    for argument in known.values():
-        if of_features.get(argument.name) is None:
-            request = argument.default(request)
     request.require_few_actions()
     return with_loss_on(request, loss_rank)
 

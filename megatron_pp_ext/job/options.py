@@ -30,14 +30,12 @@ class Argument:
 
     ``read`` gets the request, the value and the memory limit of the call, and returns the request with what
     the value requests; ValueError, in one line, if that cannot be.  Where ``has_limit`` of a value is true,
-    the memory limit is the feature's under schedules that have none.  ``default`` returns what a call without
-    the argument requests.
+    the memory limit is the feature's under schedules that have none.
     """
 
     name: str
     read: Callable[[Request, Any, float | str | None], Request]
     has_limit: Callable[[Any], bool] = lambda given: False
-    default: Callable[[Request], Request] = lambda request: request
 
 
 _registered = Registered[Read]()

@@ -60,7 +60,7 @@ class Run:
     steps: list[int] = field(default_factory=list)  # microbatches of each step that our runner did
 
 
-def train(folder: str, name: str | None, chunks: int = 1, goal: str = "", order: str | None = "given") -> Run:
+def train(folder: str, name: str | None, chunks: int = 1, goal: str = "", order: str | None = None) -> Run:
     """Train on the Hugging Face weights in ``folder``; where ``name`` is None, under stock's 1F1B.
 
     The ``goal`` is that of ``swift_goals``, or the next token; ``order`` is that of ``install``.

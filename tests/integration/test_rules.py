@@ -128,6 +128,8 @@ CASES: dict[str, dict[str, str]] = {
     f"With `--pipeline-order rule` or `search`|{PP4} --pipeline-order rule": {
         "update their weights between microbatches": f"{UNTIED} --pipeline-schedule pipedream",
         "a graph holds the order of one step": f"--pipeline-schedule v-half --pipeline-unproved {GRAPHS}",
+        "replayed in the order of its record": "--pipeline-schedule v-half --moe-enable-routing-replay "
+        f"{EXPERTS}",
     },
     f"With `--pipeline-order rule` or `search` under `flex` and `auto`|{PP4} --pipeline-order rule "
     "--pipeline-schedule flex --pipeline-memory-limit 0.5": {

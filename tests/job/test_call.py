@@ -94,6 +94,7 @@ def test_what_cannot_be_is_refused_in_one_line(about, line) -> None:
         ),
         ("raise --pipeline-memory-limit, or give --pipeline-costs", "raise memory_limit, or give costs"),
         ("--pipeline-loss-rank first has no meaning", 'loss_rank="first" has no meaning'),
+        ("--pipeline-order rule does not support it", 'order="rule" does not support it'),
         ("lower --pipeline-offload-host-bytes", "lower --pipeline-offload-host-bytes"),
     ],
 )
@@ -211,6 +212,19 @@ def test_rules_for_flags_hold_a_model_s_config_in_its_words() -> None:
     parallel.use_megatron_fsdp = True
     args = model_config.arguments(config, parallel, **asked)
     with pytest.raises(ValueError, match=r"^zb-h1 does not support use_megatron_fsdp: FSDP reduces"):
+        all_rules.refuse_model(RequestedJob(args))
+
+
+def test_an_order_of_a_call_keeps_the_rules_for_flags() -> None:
+    from dataclasses import make_dataclass
+
+    config = make_dataclass("Config", [("moe_enable_routing_replay", bool)])(True)
+    known = {"pipeline_schedule": "zb-h1", "pipeline_model_parallel_size": 2}
+    all_rules.refuse_model(RequestedJob(model_config.arguments(config, **known)))
+    args = model_config.arguments(config, **known, pipeline_order="rule")
+    with pytest.raises(
+        ValueError, match=r'^order="rule" does not support moe_enable_routing_replay: routing is'
+    ):
         all_rules.refuse_model(RequestedJob(args))
 
 

@@ -34,12 +34,19 @@ COUNTS = (8, 3, 5)
 
 LAYERS, HIDDEN, WORDS, LENGTH = 8, 16, 32, 8
 
+RATE = 1e-2
+"""The learning rate."""
+
 
 @dataclass
 class Record:
-    """What a run leaves: the losses of each step, and by global names the last gradients and the weights."""
+    """What a run leaves: the losses of each step, and by global names gradients and weights.
+
+    The gradients are those of each of the ``steps``, and those of the last one.
+    """
 
     losses: list[list[float]] = field(default_factory=list)
+    steps: list[dict[str, torch.Tensor]] = field(default_factory=list)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -188,11 +195,12 @@ def train(
     counts: tuple[int, ...],
     lengths: tuple[int, ...] = (LENGTH,),
     seed: int = 7,
+    rate: float = RATE,
     **about: Any,
 ) -> Record:
     """Train by one step for each of ``counts``, which are numbers of microbatches."""
     record, iterators = Record(), [batches(lengths, seed) for _ in model]
-    optimizer = torch.optim.Adam([one for chunk in model for one in chunk.parameters()], lr=1e-2)
+    optimizer = torch.optim.Adam([one for chunk in model for one in chunk.parameters()], lr=rate)
     for count in counts:
         for chunk in model:
             chunk.zero_grad_buffer()
@@ -202,6 +210,7 @@ def train(
         for name, parameter in global_parameters(model):
             parameter.grad = parameter.main_grad
             record.gradients[name] = parameter.main_grad.clone()
+        record.steps.append(dict(record.gradients))
         optimizer.step()
         optimizer.zero_grad()
     record.weights = {name: one.detach().clone() for name, one in global_parameters(model)}

@@ -4,14 +4,6 @@ from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules.cuda_graphs import has_graphs
 from megatron_pp_ext.job.rules.rule import Rule, Rules
 
-PACKED = "--sft", "--dataloader-inter-document-masking"
-"""The flags by which microbatches have documents of unlike length; some releases lack some of them."""
-
-
-def has_packed(job: RequestedJob) -> bool:
-    """Whether the job's microbatches have documents of unlike length, among which attention does not go."""
-    return any(map(job.is_set, PACKED))
-
 
 def is_ordered(job: RequestedJob) -> bool:
     """Whether microbatches are ordered by their lengths."""
@@ -48,6 +40,7 @@ RULES = (
             ),
             Rule("--cuda-graph-impl {cuda_graph_impl}: a graph holds the order of one step", has_graphs),
             Rule("--rehearse-pipeline: a rehearsal runs microbatches of one length"),
+            Rule("--moe-enable-routing-replay: routing is replayed in the order of its record"),
         ),
     ),
     Rules(

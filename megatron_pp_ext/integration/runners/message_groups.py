@@ -54,7 +54,7 @@ def shapes_of(inputs: StepInputs, sizes: Iterable[tuple[int, int]]) -> tuple[Sha
     """
     config, groups = copy(inputs.config), inputs.groups
     config.variable_seq_lengths = False
-    shared = groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
+    shared = _sharing(inputs)
     ((_, _, *others),) = stock_schedules.get_tensor_shapes(
         seq_length=shared,
         micro_batch_size=1,
@@ -67,6 +67,18 @@ def shapes_of(inputs: StepInputs, sizes: Iterable[tuple[int, int]]) -> tuple[Sha
     if any(tokens % shared for _, tokens in sizes):
         return ()
     return tuple((tokens // shared, rows, *others) for rows, tokens in sizes)
+
+
+def sizes_of(inputs: StepInputs, shapes: Iterable[Shape]) -> list[tuple[int, int]]:
+    """Return how many sequences units have whose messages have ``shapes``, and of how many tokens each."""
+    shared = _sharing(inputs)
+    return [(rows, tokens * shared) for tokens, rows, *_ in shapes]
+
+
+def _sharing(inputs: StepInputs) -> int:
+    """Return how many ranks share each sequence of a message."""
+    groups = inputs.groups
+    return int(groups.cp.size() * (groups.tp.size() if inputs.config.sequence_parallel else 1))
 
 
 def group_options(settings: Settings) -> GroupOptions:

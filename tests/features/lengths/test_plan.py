@@ -180,3 +180,16 @@ def test_a_rule_is_never_worse_than_light_heavy_light_nor_a_search_than_any_know
         assert plans["by rule"].seconds <= plans["light-heavy-light"].seconds * (1 + 1e-9)
         shortest = min(plan.seconds for plan in plans.values())
         assert plans["searched"].seconds == pytest.approx(shortest)
+
+
+def test_ranks_that_time_a_step_by_other_costs_have_another_digest():
+    """Where receives are posted follows from the times: such ranks would launch in two orders."""
+    schedule = catalog.build("zb-h1", 3, 5)
+    planner = Planner(schedule, moves_weights=False)
+    costs = costs_of(schedule.placement).of(step(5))
+    heavier = costs_of(schedule.placement).of(step(5, seed=1))
+    order = planner.in_order(costs, range(5))
+    one, other = (planner.timed(order, each).schedule for each in (costs, heavier))
+    assert one.orders == other.orders and not one.units
+    assert one.digest != other.digest
+    assert one.digest == planner.timed(order, costs).schedule.digest

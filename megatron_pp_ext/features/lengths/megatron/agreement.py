@@ -22,6 +22,10 @@ _EXPERTS = "ep", "expt_tp"
 """Megatron's names of the groups whose ranks have the same data, and of those that share experts."""
 
 
+class UnknownLengths(ValueError):
+    """The lengths of a microbatch cannot be told from what the data iterator has yielded."""
+
+
 class Agreed(NamedTuple):
     """What all ranks plan by: the lengths of this pipeline's own data, and those to plan by.
 
@@ -61,16 +65,17 @@ def agree(
 ) -> Agreed:
     """Return what all ranks that meet in the step plan by; collective over their groups.
 
-    ``read`` reads this rank's data ahead and returns the lengths, None where the rank is given no data.  What
-    it raises as RuntimeError ends the step, a ValueError says why lengths are not known.  The ranks of a
-    pipeline have the same data, and ranks without data take the lengths of others.  Pipelines that share
-    experts have data of their own: they plan by the heaviest microbatch in each place.  ``sizes`` returns
-    those of what is read, and ``are_trusted`` is whether this rank trusts them.
+    ``read`` reads this rank's data ahead and returns the lengths, None where the rank is given no data.  It
+    raises UnknownLengths where these cannot be told.  The ranks of a pipeline have the same data, and ranks
+    without data take the lengths of others.  Pipelines that share experts have data of their own: they plan
+    by the heaviest microbatch in each place.  ``sizes`` returns those of what is read, and ``are_trusted`` is
+    whether this rank trusts them.
 
     RuntimeError, the same on all ranks that meet, where one of them cannot read its data, where the ranks of
-    a pipeline read different lengths, and where none has data.
+    a pipeline read different lengths, and where none has data.  The rank whose data raised something else
+    raises that, as it would without an order.
     """
-    report = _report(read, sizes, _Report(inputs.group.rank(), are_trusted))
+    report, error = _report(read, sizes, _Report(inputs.group.rank(), are_trusted))
     for name in _PIPELINE:
         report = _of_pipeline(_gathered(report, getattr(inputs.groups, name, None)))
     if not _knows(report):
@@ -85,6 +90,8 @@ def agree(
     if any(_size(getattr(inputs.groups, name, None)) > 1 for name in _EXPERTS):
         for name in (*_EXPERTS, *_PIPELINE):
             planned = _of_several(_gathered(planned, getattr(inputs.groups, name, None)), work)
+    if error is not None:
+        raise error
     if planned.problem:
         raise RuntimeError(planned.problem)
     if planned.unknown:
@@ -118,14 +125,20 @@ def _of_experts[T](found: set[T], inputs: StepInputs) -> set[T]:
 
 def _report(
     read: Callable[[], Documents | None], sizes: Callable[[], Sizes], without_data: _Report
-) -> _Report:
+) -> tuple[_Report, Exception | None]:
+    """Return what a rank knows of its data, and what that has raised itself."""
     try:
         documents = read()
+    except UnknownLengths as error:
+        return without_data._replace(unknown=str(error)), None
     except RuntimeError as error:
-        return without_data._replace(problem=str(error))
-    except ValueError as error:
-        return without_data._replace(unknown=str(error))
-    return without_data if documents is None else without_data._replace(documents=documents, sizes=sizes())
+        return without_data._replace(problem=str(error)), error
+    except Exception as error:  # whatever a loader raises, the other ranks must not wait
+        line = f"the data of pipeline rank {without_data.rank} raised {type(error).__name__}: {error}"
+        return without_data._replace(problem=line), error
+    if documents is None:
+        return without_data, None
+    return without_data._replace(documents=documents, sizes=sizes()), None
 
 
 def _knows(report: _Report) -> bool:

@@ -27,7 +27,7 @@ def announcing(pipeline: Pipeline) -> StepPart:
     An order that somebody has asked to be the data's takes no shape for granted.
     """
     ordering = pipeline.request.option(Ordering)
-    is_given = ordering is not None and ordering.how == "given" and not ordering.is_default
+    is_given = ordering is not None and ordering.how == "given"
     return AnnouncedShapes(may_repeat=not is_given and pipeline.placement.chunks > 1).step
 
 

@@ -62,9 +62,9 @@ class KnownShapes:
                 "shapes: in the first steps all shapes followed from the batches"
             ) from error
         if shapes and self._follow is None and inputs.announced is not None:
-            self.learn(inputs.announced, shapes)
+            self._learn(inputs.announced, shapes)
 
-    def learn(self, announced: Mapping[int, set[Shape]], shapes: Sequence[Shape]) -> None:
+    def _learn(self, announced: Mapping[int, set[Shape]], shapes: Sequence[Shape]) -> None:
         """Compare what a step has announced; equal shapes tell nothing of how others would be padded."""
         if announced != {number: {shape} for number, shape in enumerate(shapes)}:
             self._follow = False
@@ -75,11 +75,11 @@ class KnownShapes:
 def sizes_of(data: Sequence[Sequence[Any] | None]) -> Sizes:
     """Return the sizes of the microbatches of a step, from the ``data`` of each chunk that reads some."""
     own = next((batches for batches in data if batches is not None), ())
-    sizes = [size_of(batch) for batch in own]
+    sizes = [_size_of(batch) for batch in own]
     return tuple(size for size in sizes if size is not None) if None not in sizes else ()
 
 
-def size_of(batch: Any) -> tuple[int, int] | None:
+def _size_of(batch: Any) -> tuple[int, int] | None:
     """Return how many sequences a batch has, and of how many tokens each; None where it has no such rows."""
     for name in _ROWS if isinstance(batch, Mapping) else ():
         found = batch.get(name)

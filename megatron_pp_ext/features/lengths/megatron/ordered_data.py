@@ -5,83 +5,83 @@ are handed over in the order of the data.  The schedule has its order of F and I
 step, and ranks launch by the times of its microbatches.  Evaluations are left alone.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
-from megatron_pp_ext.features.lengths.megatron.agreement import Agreed, Documents, agree
+from megatron_pp_ext.features.lengths.megatron.agreement import Agreed, agree
 from megatron_pp_ext.features.lengths.megatron.known_shapes import KnownShapes
+from megatron_pp_ext.features.lengths.megatron.read_ahead import (
+    Batches,
+    one_item_each,
+    planned,
+    read_documents,
+    require_read,
+)
 from megatron_pp_ext.features.lengths.megatron.run_costs import RunCosts
 from megatron_pp_ext.features.lengths.microbatches import Microbatches
 from megatron_pp_ext.features.lengths.ordering import Ordering
 from megatron_pp_ext.features.lengths.plan import BUDGET, Plan, Planner
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.runners.flushed import require_same_schedule
-from megatron_pp_ext.integration.runners.model_stage import StepInputs
 from megatron_pp_ext.integration.runners.step_parts import Step
-from megatron_pp_ext.runtime.first_rank import print_rank_0
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.schedule.announcements import Announced
 from megatron_pp_ext.schedule.unit_costs import UnitCosts
 from megatron_pp_ext.schedule.without_collection import without_collection
+
+REPLAYS = "moe_enable_routing_replay", "enable_routing_replay"
+"""The names in a config, Megatron's and verl's, for routing that is replayed in the order of its record."""
 
 SEARCHING = 0.75
 """The part of the time for a plan in which an order is searched for; costs and W take the rest."""
 
 
 class Ordered:
-    """Orders the steps of ``pipeline``, of whose chunks those that ``are_read`` read data; None for all.
+    """Orders the steps of ``pipeline``."""
 
-    ``shapes`` are what earlier steps have shown.
-    """
-
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        ordering: Ordering,
-        are_read: Sequence[bool] | None = None,
-        shapes: KnownShapes | None = None,
-    ) -> None:
-        self.ordering, self.costs, self._are_read = ordering, RunCosts(pipeline, ordering), are_read
+    def __init__(self, pipeline: Pipeline, ordering: Ordering) -> None:
+        self.ordering, self.costs = ordering, RunCosts(pipeline, ordering)
         self._may_move = pipeline.request.from_file is None
         self._planners: dict[int, Planner] = {}
-        self._shapes = shapes or KnownShapes()
+        self._shapes = KnownShapes()
 
     @contextmanager
     def step(self, step: Step) -> Iterator[None]:
-        """Let the step run in the planned order; evaluations are left alone."""
+        """Let the step run in the planned order; evaluations are left alone.
+
+        RuntimeError, in one line, for a loop that does not read its data as an order needs it.
+        """
         inputs = step.inputs
         if inputs.forward_only:
             yield
             return
+        _require_no_replay(inputs.config)
         step.may_move_weights = self.moves_weights(step)
         self.costs.learn(step)
-        data: list[list[Any] | None] = []
+        data: list[Batches] = []
         agreed = agree(
-            lambda: read_documents(inputs, data, self.ordering, self._are_read),
+            lambda: read_documents(inputs, data, self.ordering),
             inputs,
             self.costs.work,
             lambda: self._shapes.known_sizes(inputs, data),
             self._shapes.are_trusted,
         )
         if agreed.unknown:
-            self._leave_as_given(agreed.unknown)
-        found = self._planned(step, agreed) if agreed.planned else None
-        order = range(inputs.microbatches) if found is None else found.order
-        if agreed.own:
-            self.costs.note(inputs.training_steps, Microbatches(agreed.own).ordered(order))
-        inputs.iterators = [
-            iterator if batches is None else iter([batches[number] for number in order])
-            for iterator, batches in zip(inputs.iterators, data, strict=True)
-        ]
+            raise RuntimeError(agreed.unknown)
+        plan = self._planned(step, agreed)
+        order = plan.order
+        self.costs.note(inputs.training_steps, Microbatches(agreed.own).ordered(order))
+        inputs.iterators = planned(inputs.iterators, data, order)
+        inputs.forward_step_func = one_item_each(inputs.forward_step_func)
         announced = inputs.announces if self._shapes.are_announced(inputs, agreed) else Announced.NOTHING
-        if found is not None and found.schedule is not step.schedule:
+        if plan.schedule is not step.schedule:
             with without_collection():
-                step.plan = plan_rank(found.schedule, step.plan.rank, announced=announced)
-            require_same_schedule(found.schedule, inputs.groups)
+                step.plan = plan_rank(plan.schedule, step.plan.rank, announced=announced)
+            require_same_schedule(plan.schedule, inputs.groups)
         with self._shapes.step(inputs, agreed, order):
             yield
+        require_read(inputs.iterators, step.plan.rank == step.placement.rank_of(0))
         if inputs.losses:
             by_number = dict(zip(order, inputs.losses, strict=True))
             inputs.losses[:] = [by_number[number] for number in range(len(order))]
@@ -108,47 +108,12 @@ class Ordered:
         is_free = self._may_move and schedule.splits_backward and not (schedule.paired or schedule.copies)
         return is_free and not step.inputs.config.fine_grained_activation_offloading
 
-    def _leave_as_given(self, why: str) -> None:
-        if not self.ordering.is_default:
-            raise RuntimeError(why)
-        _print_once(f"megatron_pp_ext: microbatches stay in the order of the data: {why}")
 
-
-def read_documents(
-    inputs: StepInputs,
-    data: list[list[Any] | None],
-    ordering: Ordering,
-    are_read: Sequence[bool] | None = None,
-) -> Documents | None:
-    """Read the step's microbatches into ``data``, by chunks; return the lengths of their documents.
-
-    Of the chunks, those that ``are_read`` are read, None for all.
-    """
-    for iterator, is_read in zip(inputs.iterators, are_read or [True] * len(inputs.iterators), strict=True):
-        data.append(_read(iterator, inputs.microbatches) if is_read else None)
-    own = next((batches for batches in data if batches is not None), None)
-    if own is None:
-        return None
-    return tuple(tuple(map(int, ordering.lengths_of(batch))) for batch in own)
-
-
-def _read(iterator: Any, count: int) -> list[Any] | None:
-    """Return the next ``count`` microbatches, or None on a rank that is given no data.
-
-    RuntimeError where the data ends before.  Megatron's iterators have no more than ``__next__``.
-    """
-    if iterator is None:
-        return None
-    batches: list[Any] = []
-    for _ in range(count):
-        try:
-            batches.append(next(iterator))
-        except StopIteration:
+def _require_no_replay(config: Any) -> None:
+    """Raise RuntimeError for a config whose routing is replayed; verl's is no flag of Megatron's."""
+    for name in REPLAYS:
+        if getattr(config, name, False):
             raise RuntimeError(
-                f"the data iterator ended after {len(batches)} of the {count} microbatches of this step; "
-                "give it more data, or fewer microbatches to the step"
-            ) from None
-    return batches
-
-
-_print_once = cache(print_rank_0)
+                f"{name} in the model's config: routing is replayed in the order of its record; unset it, or "
+                "leave the order out"
+            )

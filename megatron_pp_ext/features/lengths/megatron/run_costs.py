@@ -103,7 +103,7 @@ class RunCosts:
                 )
             except ValueError as error:  # any model may train, also one that the estimate does not know
                 print_rank_0(
-                    f"megatron_pp_ext: {error}; microbatches are ordered as in a model of 7 billion "
+                    f"megatron_pp_ext: {error}; microbatches count as in a model of 7 billion "
                     f"parameters, where attention to {EQUAL_AT:,} tokens takes as long as all else"
                 )
         return LengthCosts.with_attention(Costs.per_rank(placement.ranks, placement.chunks), 1)

@@ -4,12 +4,10 @@ What the compiler finds keeps the limit for equal microbatches.  Where these dif
 them that keeps it too, and, where there is none, another order of actions (``lengths.within``).
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_pp_ext.compiler.limits import without_messages
 from megatron_pp_ext.compiler.request import Request
-from megatron_pp_ext.features.lengths.megatron.known_shapes import KnownShapes
 from megatron_pp_ext.features.lengths.megatron.ordered_data import SEARCHING, Ordered
 from megatron_pp_ext.features.lengths.ordering import Ordering
 from megatron_pp_ext.features.lengths.plan import BUDGET, Plan
@@ -23,14 +21,8 @@ from megatron_pp_ext.schedule.unit_costs import UnitCosts
 class WithinLimit(Ordered):
     """Plans each step within the limit of a compiled schedule."""
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        ordering: Ordering,
-        are_read: Sequence[bool] | None = None,
-        shapes: KnownShapes | None = None,
-    ) -> None:
-        super().__init__(pipeline, ordering, are_read, shapes)
+    def __init__(self, pipeline: Pipeline, ordering: Ordering) -> None:
+        super().__init__(pipeline, ordering)
         self._request = pipeline.request
         self._measures = catalog.abilities(pipeline.request.schedule).measures_memory
 

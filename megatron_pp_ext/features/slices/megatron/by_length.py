@@ -15,7 +15,7 @@ from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import evaluation
 from megatron_pp_ext.features.lengths.length_costs import OVERHEAD
 from megatron_pp_ext.features.lengths.megatron.agreement import Agreed, Documents, agree, of_all
-from megatron_pp_ext.features.lengths.megatron.ordered_data import read_documents
+from megatron_pp_ext.features.lengths.megatron.read_ahead import read_documents
 from megatron_pp_ext.features.lengths.megatron.run_costs import RunCosts
 from megatron_pp_ext.features.lengths.microbatches import Microbatches
 from megatron_pp_ext.features.lengths.ordering import Ordering

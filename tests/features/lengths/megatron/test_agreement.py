@@ -12,7 +12,7 @@ from tests.support.ranks import run_ranks
 import torch.distributed as dist
 
 from megatron_pp_ext.features.lengths.length_costs import LengthCosts
-from megatron_pp_ext.features.lengths.megatron.agreement import Agreed, agree, of_all
+from megatron_pp_ext.features.lengths.megatron.agreement import Agreed, UnknownLengths, agree, of_all
 from megatron_pp_ext.schedule.costs import Costs
 
 WORK = LengthCosts.with_attention(Costs.per_rank(2), 1).work
@@ -42,6 +42,8 @@ def asked(
         return (found, of_all(found.own, inputs)) if tells_all else found
     except RuntimeError as error:
         return str(error)
+    except KeyError as error:
+        return error
 
 
 def agreed(*reads: Any, **about: Any) -> list[Any]:
@@ -72,8 +74,14 @@ def test_all_ranks_end_in_the_same_line(reads, words):
     assert one == other
 
 
+def test_what_a_loader_raises_comes_through_and_ends_the_other_ranks():
+    one, other = agreed(lambda: fails(KeyError("shard 3")), gives((3,)))
+    assert isinstance(one, KeyError) and one.args == ("shard 3",)
+    assert other == "the data of pipeline rank 0 raised KeyError: 'shard 3'"
+
+
 def test_lengths_that_cannot_be_told_are_told_to_all():
-    assert agreed(gives((3,)), lambda: fails(ValueError("no idea"))) == [Agreed(unknown="no idea")] * 2
+    assert agreed(gives((3,)), lambda: fails(UnknownLengths("no idea"))) == [Agreed(unknown="no idea")] * 2
 
 
 def test_pipelines_that_share_experts_plan_alike():

@@ -12,7 +12,7 @@ from tests.support.flags import PP4, read
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.features.guided.options import ProfileSteps
 from megatron_pp_ext.features.lengths.length_costs import EQUAL_AT, LengthCosts
-from megatron_pp_ext.features.lengths.megatron import ordered_data, run_costs
+from megatron_pp_ext.features.lengths.megatron import run_costs
 from megatron_pp_ext.features.lengths.megatron.run_costs import RunCosts
 from megatron_pp_ext.features.lengths.microbatches import Microbatches
 from megatron_pp_ext.features.lengths.ordering import Ordering
@@ -29,40 +29,32 @@ def ordering(monkeypatch: pytest.MonkeyPatch, flags: str) -> Ordering | None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "how", "is_default"),
+    ("flags", "how"),
     [
-        ("--pipeline-schedule 1f1b", None, False),
-        ("--pipeline-schedule 1f1b --pipeline-order search", "search", False),
-        ("--pipeline-schedule 1f1b --sft", "rule", True),
-        ("--pipeline-schedule v-half --dataloader-inter-document-masking", "rule", True),
-        ("--pipeline-schedule 1f1b --sft --pipeline-order given", "given", False),
-        ("--pipeline-schedule flex --pipeline-memory-limit 0.9 --sft", "rule", True),
-        (
-            "--pipeline-schedule flex --pipeline-memory-limit 0.9 --pipeline-vocabulary shared --sft",
-            "given",
-            True,
-        ),
-        ("--pipeline-schedule pipedream-2bw --pipeline-allow-waits --sft", "given", True),
-        ("--pipeline-trace trace.json --sft", None, False),
+        ("--pipeline-schedule 1f1b", None),
+        ("--pipeline-schedule 1f1b --pipeline-order search", "search"),
+        ("--pipeline-schedule 1f1b --pipeline-order rule --sft", "rule"),
+        ("--pipeline-schedule 1f1b --sft", None),
+        ("--pipeline-schedule v-half --dataloader-inter-document-masking", None),
+        ("--pipeline-schedule 1f1b --sft --pipeline-order given", "given"),
+        ("--pipeline-schedule flex --pipeline-memory-limit 0.9 --sft", None),
+        ("--pipeline-trace trace.json --sft", None),
     ],
 )
-def test_packed_sequences_are_ordered_by_the_rule_unless_something_else_is_asked(
-    monkeypatch, tmp_path, flags, how, is_default
-):
+def test_the_order_of_the_data_stays_unless_another_one_is_asked_for(monkeypatch, tmp_path, flags, how):
+    """Packed sequences have it too."""
     monkeypatch.chdir(tmp_path)
     found = ordering(monkeypatch, flags)
     if how is None:
         assert found is None
         return
-    assert (found.how, found.is_default) == (how, is_default)
+    assert found.how == how
     words = {
         "given": "microbatches in the order of the data",
         "rule": "microbatches of unlike length ordered by the rule of the schedule, costs of the model's",
         "search": "microbatches of unlike length ordered as a search finds, costs of the model's layers",
     }
     assert found.about.startswith(words[how])
-    assert ("--pipeline-order given leaves them" in found.about) is (is_default and how == "rule")
-    assert bool(found.why_given) is (is_default and how == "given")
 
 
 @pytest.mark.parametrize(
@@ -147,17 +139,3 @@ def test_measured_steps_take_the_place_of_what_was_estimated(monkeypatch):
             assert stage.forward == pytest.approx(expected.forward)
             assert stage.input_gradient == pytest.approx(expected.input_gradient)
     assert "by what 6 measured ones took: attention to 50 tokens" in said[0]
-
-
-def test_data_whose_lengths_cannot_be_told_is_an_error_only_where_an_order_was_asked_for(monkeypatch):
-    said: list[str] = []
-    monkeypatch.setattr(ordered_data, "_print_once", said.append)
-    for is_default in (True, False):
-        asked = Ordering("rule", is_default=is_default)
-        steps = ordered_data.Ordered(Pipeline(named("1f1b", 2, 3).with_option(asked)), asked)
-        if is_default:
-            steps._leave_as_given("no lengths")
-        else:
-            with pytest.raises(RuntimeError, match="no lengths"):
-                steps._leave_as_given("no lengths")
-    assert said == ["megatron_pp_ext: microbatches stay in the order of the data: no lengths"]

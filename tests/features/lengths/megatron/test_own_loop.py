@@ -11,7 +11,7 @@ from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.features.lengths.length_costs import LengthCosts
 from megatron_pp_ext.features.lengths.microbatches import Microbatches
-from megatron_pp_ext.features.lengths.ordering import lengths_of_batch, with_lengths, with_order
+from megatron_pp_ext.features.lengths.ordering import lengths_of_batch
 from megatron_pp_ext.features.lengths.plan import Plan, Planner
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import Costs
@@ -24,7 +24,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 import megatron_pp_ext
-from megatron_pp_ext.features.lengths.megatron import ordered_data
+from megatron_pp_ext.features.lengths.megatron.run_costs import RunCosts
 from tests.support import own_loop
 
 COUNTS = (8, 5)
@@ -76,17 +76,17 @@ def count_moved() -> list[bool]:
     return moved
 
 
-def count_agreements() -> list[str]:
-    """Return what will have an entry for each step that is planned by lengths."""
-    agreed: list[str] = []
-    agree = ordered_data.agree
+def noted_costs() -> list[tuple[int, tuple[tuple[int, ...], ...]]]:
+    """Return what will have the documents of each ordered step, as they are noted for measured costs."""
+    noted: list[Any] = []
+    note = RunCosts.note
 
-    def watched(*given: Any) -> Any:
-        agreed.append("planned")
-        return agree(*given)
+    def watched(costs: RunCosts, step: int, microbatches: Microbatches) -> None:
+        noted.append((step, microbatches.documents))
+        note(costs, step, microbatches)
 
-    ordered_data.agree = watched
-    return agreed
+    RunCosts.note = watched
+    return noted
 
 
 def _without_weights(order: Any) -> list[Any]:
@@ -112,7 +112,7 @@ def plans_within_limits() -> list[tuple[Plan, UnitCosts, tuple[float, ...], bool
 
 def on_rank(rank: int) -> dict[Any, Any]:
     own_loop.start()
-    found: dict[Any, Any] = {"moved": count_moved()}
+    found: dict[Any, Any] = {"moved": count_moved(), "noted": noted_costs()}
     for name, chunks in SCHEDULES.items():
         orders = planned_orders(name)
         found["orders", name] = orders
@@ -135,13 +135,6 @@ def on_rank(rank: int) -> dict[Any, Any]:
     found["auto"] = planned[kept:]
     found["orders", "auto"] = [tuple(range(COUNTS[0])), *(plan.order for plan, *_ in found["auto"])]
     found["stock", "auto"] = trained(1, found["orders", "auto"])
-    first, *others = found["orders", "zb-h1"]
-    found["stock", "default"] = trained(1, [tuple(range(len(first))), *others])
-    found["agreed"] = count_agreements()
-    with megatron_pp_ext.installed("zb-h1", ranks=2, microbatches=8):
-        found["ours", "default"] = trained(1)
-        found["agreed"].append("equal")
-        own_loop.train(own_loop.build(1), COUNTS)
     with megatron_pp_ext.installed("1f1b", ranks=2, microbatches=8, order="rule"):
         model = own_loop.build(1)
         iterators = [own_loop.batches() for _ in model]
@@ -180,20 +173,18 @@ def test_a_planned_order_equals_stock_on_data_in_that_order(found, name):
     own_loop.assert_same(ours, stock)
 
 
-def test_without_an_order_the_first_step_is_as_given_and_others_are_ordered_where_lengths_differ(found):
-    ours, stock = ([rank[kind, "default"] for rank in found] for kind in ("ours", "stock"))
-    order = found[0]["orders", "zb-h1"][1]
-    (first, second), (expected, in_order) = ours[-1].losses, stock[-1].losses
-    assert first == expected
-    assert [second[number] for number in order] == in_order
-    for record, other in zip(ours, stock, strict=True):
-        record.losses = other.losses
-    own_loop.assert_same(ours, stock)
-
-
-def test_equal_microbatches_of_one_shape_are_never_planned(found):
-    """Neither lengths are gathered then, nor is data read ahead."""
-    assert [rank["agreed"] for rank in found] == [["planned", "equal"]] * 2
+def test_costs_are_noted_in_the_order_in_which_microbatches_ran(found):
+    """What a measured step has recorded is that of microbatch k of the schedule."""
+    names = [*SCHEDULES]
+    orders = [order for name in names for order in found[0]["orders", name]]
+    lengths = [LENGTHS[number % len(LENGTHS)] for number in range(sum(COUNTS))]
+    steps = [lengths[: COUNTS[0]], lengths[COUNTS[0] :]] * len(names)
+    expected = [
+        (number % 2, tuple((step[k],) for k in order))
+        for number, (step, order) in enumerate(zip(steps, orders, strict=True))
+    ]
+    for rank in found:
+        assert rank["noted"][: len(expected)] == expected
 
 
 def test_flex_keeps_its_limit_in_tokens(found):
@@ -238,13 +229,6 @@ def test_evaluations_are_left_alone(found):
     assert found[-1]["evaluated"] == found[-1]["by stock"] != []
 
 
-def test_data_that_ends_within_a_step_is_named():
-    with pytest.raises(RuntimeError, match="ended after 2 of the 3 microbatches"):
-        ordered_data._read(iter([1, 2]), 3)
-    assert ordered_data._read(iter([1, 2, 3]), 2) == [1, 2]
-    assert ordered_data._read(None, 2) is None
-
-
 def other_lengths(rank: int) -> None:
     """Train where each rank reads data of its own."""
     own_loop.start()
@@ -256,25 +240,3 @@ def other_lengths(rank: int) -> None:
 def test_ranks_that_read_other_lengths_end_in_one_line():
     with pytest.raises(RankError, match="pipeline ranks 0 and 1 read microbatches of different lengths"):
         run_ranks(other_lengths, 2, timeout=120)
-
-
-def test_lengths_are_read_from_megatrons_batches():
-    assert lengths_of_batch({"cu_seqlens": torch.tensor([[0, 5, 8, 8, 8]])}) == [5, 3]
-    assert lengths_of_batch({"tokens": torch.zeros(2, 7)}) == [7, 7]
-    assert lengths_of_batch({"cu_seqlens": None, "input_ids": torch.zeros(1, 4)}) == [4]
-    for batch in ({"text": 1}, [1]):
-        with pytest.raises(ValueError, match="the lengths of documents are not known"):
-            lengths_of_batch(batch)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "order", "lengths", "words"),
-    [
-        ("1f1b", "best", None, "order is 'best'; give"),
-    ],
-)
-def test_orders_that_cannot_be(schedule, order, lengths, words):
-    limit = 0.5 if schedule == "flex" else None
-    request = named(schedule, 2, 4, limit=limit)
-    with pytest.raises(ValueError, match=words):
-        with_order(request, order) if lengths is None else with_lengths(request, lengths)
