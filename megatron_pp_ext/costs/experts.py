@@ -64,11 +64,9 @@ def _routed(costs: LayerCosts, here: int) -> Part:
     """Return the ``here`` experts of a rank, with the way of tokens to them and back."""
     model, parallel = costs.job.model, costs.job.parallel
     chosen, inner, width = model.routed_copies, model.expert_width, model.expert_input
-    one = (
-        costs.products.column(model.gates * inner, chosen, here, read=width)
-        + activation(costs, inner, chosen, is_expert=True)
-        + costs.products.row(inner, chosen, here, made=width)
-    )
+    into = costs.products.column(model.gates * inner, chosen, here, read=width)
+    out = costs.products.row(inner, chosen, here, made=width)
+    one = into + activation(costs, inner, chosen, is_expert=True) + out
     if costs.job.precision.fuses_experts:
         one = one.undivided
     one = costs.kernels.launched(one, _launches(costs, here), has_routed=True)
@@ -84,6 +82,7 @@ def _routed(costs: LayerCosts, here: int) -> Part:
         ordered = (ordered + came) / 2 if ordered else 0.0
     else:
         ordered += (sent + once) / 2
+    lent, hidden = _lent(costs, one, exchange, [into, out])
     moving = 2 * exchange + costs.kernels.stream(4 * ordered)
     adds_biases = model.add_bias_linear and not costs.job.precision.fuses_experts
     biased = chosen * costs.sizes.routed(width) if adds_biases else 0.0
@@ -101,7 +100,22 @@ def _routed(costs: LayerCosts, here: int) -> Part:
         fp8_parameters=one.fp8_parameters * here,
         matrices=one.matrices and Matrices(0.0, 0.0, here * one.matrices.operations, one.matrices.largest),
         exchanged_seconds=exchange,
+        lent_seconds=lent,
+        hidden_beside=hidden,
     )
+
+
+def _lent(costs: LayerCosts, experts: Part, exchange: float, products: list[Part]) -> tuple[float, float]:
+    """Return the seconds that W lends of ``experts``, and those that their ``products`` hide of exchanges.
+
+    Each hides one of Megatron's all-to-all dispatcher; products of single experts are too short.
+    """
+    is_grouped = costs.job.precision.moe_grouped_gemm
+    is_exchanged = costs.job.parallel.moe_token_dispatcher_type == "alltoall" and exchange > 0
+    if not (is_grouped and is_exchanged and experts.weight_gradient_seconds):
+        return 0.0, 0.0
+    hidden = sum(min(exchange, product.weight_gradient_seconds) for product in products)
+    return experts.weight_gradient_seconds, hidden
 
 
 def _launches(costs: LayerCosts, here: int) -> int:

@@ -11,6 +11,7 @@ from megatron_pp_ext.integration.core import (
     chunk_pipelines,
     data_parallel,
     embedding_copies,
+    expert_exchange,
     late_checks,
     local_linear,
     offload_order,
@@ -29,7 +30,15 @@ CORE = (
     *seams_of(replicated_ranks, embedding_copies, placed_models, placed_functions),
     # The step: which actions run in which order, with the backward in two halves, and what features add.
     *seams_of(
-        choose, late_checks, local_linear, data_parallel, chunk_pipelines, offload_order, cuda_graphs, *HOOKED
+        choose,
+        late_checks,
+        local_linear,
+        expert_exchange,
+        data_parallel,
+        chunk_pipelines,
+        offload_order,
+        cuda_graphs,
+        *HOOKED,
     ),
     # Updates of each stage by itself, and checkpoints of a rank that has both ends of a model.
     *seams_of(stage_optimizer, checkpoint_copies, placed_optimizer_state),

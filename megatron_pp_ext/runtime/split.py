@@ -14,6 +14,7 @@ cutting it would keep activations alive for nothing.
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum, auto
 from itertools import islice
 from typing import NamedTuple
 
@@ -26,16 +27,26 @@ WeightWork = Callable[[], None]
 """Computes one weight's gradient and adds it where it belongs."""
 
 
-class _Product(NamedTuple):
-    """Deferred ``work``, which gathers ``parts`` again.
+class Layer(Enum):
+    """What a layer does with the gradient of its input in I, before it leaves its weight's for W."""
 
-    ``sends`` is true where the layer's I had a message under way when it left the work, and ``is_free`` where
-    the work may run before other weights' work that was left earlier.
+    SENDS = auto()
+    """It is on its way to other tensor-parallel ranks, as that of a column-parallel layer."""
+    SENDS_NOTHING = auto()
+    """It is complete, as that of a row-parallel layer."""
+    IS_EXPERT = auto()
+    """It is complete, and its tokens go back to the ranks that they came from."""
+
+
+class _Product(NamedTuple):
+    """Deferred ``work`` of a ``layer``, which gathers ``parts`` again.
+
+    ``is_free`` is true where the work may run before other weights' work that was left earlier.
     """
 
     work: WeightWork
     parts: Sequence[OwnPart]
-    sends: bool
+    layer: Layer
     is_free: bool
 
 
@@ -100,9 +111,10 @@ class WeightGradientStore:
     def beside(self, slot: Owner) -> Iterator[None]:
         """Run work of ``slot`` while messages of the backward that collects inside are under way.
 
-        Each message hides one piece of work: first that of layers which sent no message themselves, such as
-        row-parallel ones, whose products are smaller.  ``slot`` may be the one that collects; otherwise its
-        own backward has ended.  What is left runs in its W as ever.
+        Each message of tensor parallelism hides one piece of work: first that of layers which sent none
+        themselves, such as row-parallel ones, whose products are smaller.  Each exchange of tokens hides that
+        of one expert layer.  ``slot`` may be the one that collects; otherwise its own backward has ended.
+        What is left runs in its W as ever.
         """
         self._beside = slot
         try:
@@ -120,14 +132,13 @@ class WeightGradientStore:
         work: WeightWork,
         *tensors: torch.Tensor,
         parts: Sequence[OwnPart] = (),
-        sends: bool = False,
+        layer: Layer = Layer.SENDS_NOTHING,
         is_free: bool = True,
     ) -> None:
         """Leave ``work``, which holds on to ``tensors``, for the W of the slot that is collecting.
 
-        It gathers ``parts`` again.  The layer ``sends`` a message now if its input's gradient is on its way
-        to other tensor-parallel ranks.  Work on a weight with a second use, whose gradient comes in I, is not
-        ``is_free``: it runs in W alone, after all that I adds to the same sum.
+        It gathers ``parts`` again, and is that of a ``layer``.  Work on a weight with a second use, whose
+        gradient comes in I, is not ``is_free``: it runs in W alone, after all that I adds to the same sum.
 
         It will run under the autocast of this moment, which the layer's backward has restored.  Where no slot
         is collecting, run it now.
@@ -136,50 +147,64 @@ class WeightGradientStore:
             work()
             return
         work = _under_present_autocast(work)
-        self._work[self._slot].append(_Product(work, parts, sends, is_free))
+        self._work[self._slot].append(_Product(work, parts, layer, is_free))
         if self.meter is not None:
             for tensor in tensors:
                 self.meter.hold(self._slot, tensor, holder=work)
-        if sends:
+        if layer is Layer.SENDS:
             self._has_sent = True
-            self._run_beside()
+            self._run_beside(self._beside_message())
         else:
             self._start_beside()
 
+    @property
+    def hides_exchanges(self) -> bool:
+        """Whether an exchange of tokens that is launched now would have work to hide it; see ``hide``."""
+        return self._slot is not None and self._beside_exchange() is not None
+
+    def hide_exchange(self) -> None:
+        """Run work of an expert layer while an exchange of tokens is under way; the caller waits for that."""
+        self._run_beside(self._beside_exchange())
+
     def _start_beside(self) -> None:
         """Launch the gathers of what the next message hides; one launched after the message would wait."""
-        if self._beside != self._slot and (product := self._next_beside()) is not None:
+        if self._beside != self._slot and (product := self._beside_message()) is not None:
             _start(product)
 
-    def _run_beside(self) -> None:
-        product = self._next_beside()
-        if product is not None and self._beside is not None:
-            # Not by equality, which compares tensors.
-            work = self._work[self._beside]
-            del work[next(place for place, other in enumerate(work) if other is product)]
-            _run(deque([product]))
+    def _run_beside(self, product: _Product | None) -> None:
+        if product is None or self._beside is None:
+            return
+        # Not by equality, which compares tensors.
+        work = self._work[self._beside]
+        del work[next(place for place, other in enumerate(work) if other is product)]
+        _run(deque([product]))
 
-    def _next_beside(self) -> _Product | None:
+    def _lent(self, layer: Layer) -> _Product | None:
+        """Return the first work that may run now, of layers of this kind."""
         if self._beside is None:
             return None
-        work = [product for product in self._work.get(self._beside, ()) if product.is_free]
-        silent = (product for product in work if not product.sends)
-        if self._beside == self._slot:
-            # Its layers' own messages are what is to be hidden: they are under way once, and not again.
-            return next(silent, None)
-        return next(silent, work[0] if work else None)
+        work = self._work.get(self._beside, ())
+        return next((product for product in work if product.is_free and product.layer is layer), None)
+
+    def _beside_message(self) -> _Product | None:
+        """Return the work that a message of tensor parallelism hides.
+
+        None of a layer of this very slot that sends, whose own message is what is to be hidden.
+        """
+        silent = self._lent(Layer.SENDS_NOTHING)
+        return silent if silent is not None or self._beside == self._slot else self._lent(Layer.SENDS)
+
+    def _beside_exchange(self) -> _Product | None:
+        return self._lent(Layer.IS_EXPERT)
 
     def _run_what_stays_whole(self) -> None:
         """Run the work of this very slot whose operands stayed whole, and which no message has hidden.
 
-        A layer's operands are whole for nothing where no layer sends a message.
+        Operands are whole for nothing where no layer sends a message.
         """
-        if self._slot is None or self._beside != self._slot or not self._has_sent:
-            return
-        work = self._work[self._slot]
-        whole = deque(product for product in work if product.is_free and not product.sends)
-        self._work[self._slot] = deque(product for product in work if not product.is_free or product.sends)
-        _run(whole)
+        if self._slot is not None and self._beside == self._slot and self._has_sent:
+            while (product := self._lent(Layer.SENDS_NOTHING)) is not None:
+                self._run_beside(product)
 
     def run(self, slot: Owner) -> None:
         """Run the work that ``slot`` left, in its order, and release its tensors one by one.

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_pp_ext.runtime.split import WeightGradientStore
 from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.timing import lenders_of
 from tests.support import training
 from tests.support.comparison import assert_same_bits, run, stock
@@ -27,6 +28,7 @@ CASES = {
     "fp16": f"{PARALLEL} --fp16 --initial-loss-scale 256",
     "bf16": f"{PARALLEL} --bf16",
     "experts": f"{PARALLEL} {EXPERTS}",
+    "exchanged tokens": f"--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 {EXPERTS}",
 }
 ALWAYS = {
     "sequence parallel": "v-half",
@@ -56,16 +58,39 @@ def _count_early(chunks):
     stock_run = WeightGradientStore._run_beside
     WeightGradientStore.early = 0
 
-    def counted(store):
-        waiting = store._next_beside()
-        WeightGradientStore.early += waiting is not None
-        stock_run(store)
+    def counted(store, product):
+        WeightGradientStore.early += product is not None
+        stock_run(store, product)
 
     WeightGradientStore._run_beside = counted
 
 
 def _early(chunks):
     return WeightGradientStore.early
+
+
+def _count_exchanges(chunks):
+    """Count the products that run while tokens travel."""
+    training.initialize_by_layer(chunks)
+    hide = WeightGradientStore.hide_exchange
+    WeightGradientStore.early = 0
+
+    def counted(store):
+        WeightGradientStore.early += store.hides_exchanges
+        hide(store)
+
+    WeightGradientStore.hide_exchange = counted
+
+
+def test_products_of_experts_run_while_tokens_travel():
+    """They do so twice a layer; an I whose own W lends has no product before it reaches the first experts."""
+    flags = f"{CASES['exchanged tokens']} --train-iters 1 --pipeline-schedule zb-h1".split()
+    runs = training.train(4, flags, initialize=_count_exchanges, grab=_early)
+    planned = catalog.build("zb-h1", 2, 4)
+    for run_of, pipeline_rank in zip(runs, (0, 0, 1, 1), strict=True):
+        lending = lenders_of(planned, pipeline_rank).items()
+        own = sum(weight == input._replace(kind=Kind.W) for input, weight in lending)
+        assert run_of.grabbed == 2 * 4 * len(lending) - own > 0
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "v-half"])

@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import gelu
 
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
-from megatron_pp_ext.runtime.split import STORE, WeightGradientStore
+from megatron_pp_ext.runtime.split import STORE, Layer, WeightGradientStore
 
 ROWS, WIDTH, OUT = 3, 4, 5
 SLOT = Owner(0, 0)
@@ -180,7 +180,9 @@ def leave(events: list[str], *layers: str) -> None:
             events.append(f"product {layer}")
 
         events.append(f"put {layer}")
-        STORE.defer(work, parts=[part], sends=layer[0].isupper(), is_free="tied" not in layer.lower())
+        kind = Layer.SENDS if layer[0].isupper() else Layer.SENDS_NOTHING
+        kind = Layer.IS_EXPERT if "expert" in layer else kind
+        STORE.defer(work, parts=[part], layer=kind, is_free="tied" not in layer.lower())
 
 
 def test_gathers_are_launched_before_the_two_products_before_theirs():
@@ -232,6 +234,23 @@ def test_messages_hide_products_of_the_same_microbatch():
     events.clear()
     STORE.run(SLOT)
     assert [one for one in events if "product" in one] == ["product tied", "product Fc1", "product Qkv"]
+
+
+def test_exchanges_of_tokens_hide_products_of_experts():
+    earlier, later, events = Owner(0, 0), Owner(0, 1), []
+    assert not STORE.hides_exchanges
+    with STORE.collecting(earlier):
+        leave(events, "expert fc2", "proj", "expert fc1")
+    with STORE.beside(earlier), STORE.collecting(later):
+        events.clear()
+        for left in (2, 1, 0):
+            assert STORE.hides_exchanges == (left > 0)
+            STORE.hide_exchange()
+    assert [one for one in events if "product" in one] == ["product expert fc2", "product expert fc1"]
+    events.clear()
+    STORE.run(earlier)
+    STORE.run(later)
+    assert [one for one in events if "product" in one] == ["product proj"]
 
 
 def test_an_abandoned_step_leaves_nothing():

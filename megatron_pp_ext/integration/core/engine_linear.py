@@ -26,7 +26,7 @@ from megatron_pp_ext.integration.core.engine_operands import own_operand, whole
 from megatron_pp_ext.integration.core.parameter_marks import has_second_use
 from megatron_pp_ext.integration.patching import substitute
 from megatron_pp_ext.runtime.own_part import OwnPart
-from megatron_pp_ext.runtime.split import STORE, has_hooks
+from megatron_pp_ext.runtime.split import STORE, Layer, has_hooks
 from megatron_pp_ext.runtime.storages import plain_tensors
 
 
@@ -98,9 +98,9 @@ class DeferringStore:
             for buffer in self._buffers(operands):
                 buffer.zero_()
         input, gradient, *buffers = operands
-        sends = _sends(self._module)
+        layer = _layer(self._module)
         waiting = [_read_by_w(input), _read_by_w(gradient)]
-        if sends or not STORE.runs_soon:
+        if layer is Layer.SENDS or not STORE.runs_soon:
             waiting = self._own_parts(waiting)
 
         def gradients() -> Gradients:
@@ -112,8 +112,8 @@ class DeferringStore:
         parts = [part for operand in waiting for part in getattr(operand, "parts", ())]
         # Fused, the buffers are the gradients themselves, which are no activations.
         held = plain_tensors([*waiting, *([] if self._is_fused else buffers)])
-        is_free = not self._is_grouped and not any(map(has_second_use, self._weights))
-        STORE.defer(work, *held, *(part.part for part in parts), parts=parts, sends=sends, is_free=is_free)
+        is_free = not any(map(has_second_use, self._weights))
+        STORE.defer(work, *held, *(part.part for part in parts), parts=parts, layer=layer, is_free=is_free)
 
     def _own_parts(self, pair: list[Any]) -> list[Any]:
         """Return ``pair``, input and gradient, with this rank's own part of what the module has gathered."""
@@ -178,13 +178,16 @@ def gather_in_w(stock: Callable[..., Any]) -> Callable[..., Any]:
     return gather
 
 
-def _sends(module: Any) -> bool:
-    """Return whether the gradient of the input of ``module`` is on its way to other ranks when it stores W.
+def _layer(module: Any) -> Layer:
+    """Return what ``module`` does with the gradient of its input before it stores its weight's.
 
-    Not where the product that makes it scatters it itself (userbuffers).
+    A product that scatters the result itself (userbuffers) leaves no message under way.
     """
+    if hasattr(module, "num_gemms"):
+        return Layer.IS_EXPERT
     is_column = getattr(module, "parallel_mode", None) == "column" and module.tp_size > 1
-    return is_column and not getattr(module, "ub_overlap_rs_dgrad", False)
+    is_sent = is_column and not getattr(module, "ub_overlap_rs_dgrad", False)
+    return Layer.SENDS if is_sent else Layer.SENDS_NOTHING
 
 
 def _is_trained(parameter: torch.nn.Parameter) -> bool:
