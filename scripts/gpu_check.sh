@@ -3,7 +3,7 @@
 #
 #   scripts/gpu_check.sh [--out FOLDER] [--dry] [PART[:ROW,...] ...]
 #
-# The parts are doctor, tests, split, gaps, away, away-one-queue, rates, parity, rehearse, offload, fp8, graphs,
+# The parts are doctor, tests, split, beside, gaps, away, away-one-queue, rates, parity, rehearse, offload, fp8, graphs,
 # cp, ep and ddp; all run without any. FOLDER, which is benchmarks/results/gpu by default, gets a table for each part and one
 # archive of all logs. SIGTERM ends what is being measured, and what was measured stays.
 #

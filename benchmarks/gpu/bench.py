@@ -69,6 +69,12 @@ class Bench:
         found: dict[str, Any] = json.loads(output.splitlines()[-1])
         return found
 
+    def ranks(self, name: str, ranks: int, module: str, *words: str) -> dict[str, Any]:
+        """Run a module on ``ranks`` ranks; return and errors as ``module``."""
+        started = [*command.torchrun(ranks), "-m", module, *words, *["--dry"] * self.dry]
+        found: dict[str, Any] = json.loads(self.run(name, started, UNCOMPILED).splitlines()[-1])
+        return found
+
     def works(self, what: str) -> bool:
         """Return whether ``what`` works here: "compile", which takes a compiler of C, or "attention"."""
         try:

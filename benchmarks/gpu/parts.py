@@ -88,6 +88,15 @@ def _layers(what: str, names: tuple[str, ...], bench: Bench, rows: Rows, title: 
         rows.measure(title.format(name), measure)
 
 
+def beside(bench: Bench, rows: Rows) -> None:
+    """Add what a layer's actions take on one rank, and on two that share the device."""
+    with shared_device(bench):
+        for ranks in (1, 2):
+            module = "benchmarks.gpu.beside", "--backend", bench.backend
+            measure = partial(bench.ranks, f"beside-{ranks}", ranks, *module)
+            rows.measure(f"TP {ranks}", measure)
+
+
 def rates(bench: Bench, rows: Rows) -> None:
     """Add what ``mpp calibrate`` measures beside the planner's figures, and what work takes beside copies."""
     file = bench.logs / "system.json"
@@ -156,6 +165,7 @@ PARTS = {
     "doctor": Part("What the machine has", 90, doctor),
     "tests": Part("Tests marked gpu", 240, tests),
     "split": Part("A cut backward", 90, partial(_layers, "split", KINDS), KINDS),
+    "beside": Part("A layer's actions, and an I beside which products of a W run", 120, beside),
     "gaps": Part(
         "Gaps between kernels, rank 1 of 4 with made-up neighbours",
         90,
