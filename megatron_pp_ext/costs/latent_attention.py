@@ -45,8 +45,8 @@ def compression(costs: LayerCosts) -> Part:
     else:
         made = sum((products.alone(sizes.hidden, width, is_biased=False) for width in widths), Part())
     # Two products read the hidden state, one of them perhaps to make queries; it waits for W once, unless the
-    # one is after a norm of its own or keeps it gathered.
-    is_read_twice = not (is_joined or own.norms_hidden or (products.waits_gathered and not queries))
+    # one is after a norm of its own, or gathers it and keeps its part of that.
+    is_read_twice = not (is_joined or own.norms_hidden or (products.keeps_copies and not queries))
     normed = (queries or sizes.hidden) + own.kv_lora_rank if own.qk_layernorm else 0
     seconds = costs.kernels.copy(2 * sizes.spread(normed))
     return made + Part(

@@ -76,6 +76,8 @@ class ProductCosts:
         self.shapes: set[tuple[float, float]] = set()
         """The shapes of a rank's weights that layers' products were made with, each one once."""
         self.waits_gathered = self._is_cut and _keeps_gathered(job, sizes)
+        self.keeps_copies = self._is_cut and not self._is_local
+        """Whether the part of what a layer without a norm gathers is a copy of what it gathers from."""
         self.largest_gathered = 0.0
 
     def column(

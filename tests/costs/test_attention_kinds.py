@@ -222,9 +222,9 @@ def test_what_context_parallel_ranks_send(kind: str, ring: int, exchanged: int) 
 
 @pytest.mark.parametrize("has_lora", [True, False])
 def test_latent_attention_keeps_a_part_of_what_it_gathers(has_lora: bool) -> None:
-    """The hidden state that makes queries is the one that is compressed: it waits once."""
+    """The hidden state that makes queries is the one that is compressed; a part of it gathered is a copy."""
     kind = LATENT if has_lora else LATENT.replace("--q-lora-rank 96", "")
-    queries = (96 / 2 + 96 / 2 if has_lora else 0) + 4 * 96 / 2
+    queries = (96 / 2 + 96 / 2 if has_lora else 256 / 2) + 4 * 96 / 2
     compressed, expanded = 256 / 2 + 96 / 2, 64 / 2 + 4 * (64 + 48) / 2
     results = 4 * 48 / 2 + 256 / 2
     found = attention(f"{kind} {SPREAD}").after_input_gradient

@@ -121,9 +121,10 @@ class DeferringStore:
         gathered = _GATHERED.get(getattr(module, "parallel_mode", None))
         if gathered is None or not getattr(module, "sequence_parallel", False):
             return pair
-        if module.parallel_mode == "column" and len(pair[0]) != len(pair[1]):
+        if module.parallel_mode == "column" and _is_part(*pair):
             # I has gathered nothing; see ``gather_in_w``.
-            whole_shape = torch.Size([len(pair[1]), *pair[0].shape[1:]])
+            rows, *others = pair[0].shape
+            whole_shape = torch.Size([rows * module.tp_size, *others])
             return [OwnPart(pair[0], module.tp_group, whole_shape), pair[1]]
         own = own_operand(pair[gathered], module.tp_group)
         return [own if place == gathered else operand for place, operand in enumerate(pair)]
@@ -176,6 +177,13 @@ def gather_in_w(stock: Callable[..., Any]) -> Callable[..., Any]:
         return stock(inp, process_group, async_op, *others, **more)
 
     return gather
+
+
+def _is_part(input: Any, gradient: Any) -> bool:
+    """Return whether ``input`` has fewer tokens than ``gradient``; either may have them in two dimensions."""
+    if not type(input) is type(gradient) is torch.Tensor:
+        return False
+    return input.shape[:-1].numel() < gradient.shape[:-1].numel()
 
 
 def _layer(module: Any) -> Layer:
