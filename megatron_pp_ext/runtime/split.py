@@ -97,6 +97,11 @@ class WeightGradientStore:
         """
         _run(self._work.pop(slot))
 
+    def abandon(self) -> None:
+        """Drop all work of a step that failed, with the tensors that it holds."""
+        self._work.clear()
+        self._slot, self._runs_in_parts = None, False
+
     def __len__(self) -> int:
         """Return the number of slots that still have work; it is 0 at the end of a step."""
         return len(self._work)
