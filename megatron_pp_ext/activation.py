@@ -29,6 +29,13 @@ def _limit(text: str) -> float | str:
         return text
 
 
+def _switch(text: str) -> bool:
+    """Return whether a variable is 1 and not 0; ValueError for another text."""
+    if text not in ("0", "1"):
+        raise ValueError(f"neither 0 nor 1: {text}")
+    return text == "1"
+
+
 VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     SCHEDULE: ("schedule", str),
     "MEGATRON_PP_RANKS": ("ranks", int),
@@ -41,6 +48,7 @@ VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "MEGATRON_PP_LOSS_RANK": ("loss_rank", str),
     "MEGATRON_PP_TRACE": ("trace", Path),
     "MEGATRON_PP_TIMEOUT": ("timeout", float),
+    "MEGATRON_PP_UNPROVED": ("unproved", _switch),
 }
 """The argument of ``megatron_pp_ext.install`` that each variable gives, and what reads it."""
 
@@ -72,7 +80,8 @@ def arguments(environment: Mapping[str, str]) -> dict[str, Any]:
         try:
             read[argument] = reader(value)
         except ValueError:
-            raise ValueError(f"{name}={value} is no number; set it to one, or unset it") from None
+            kind, fix = ("neither 1 nor 0", "1") if reader is _switch else ("no number", "one")
+            raise ValueError(f"{name}={value} is {kind}; set it to {fix}, or unset it") from None
     return read
 
 
@@ -128,4 +137,5 @@ def _install() -> None:
         asked = arguments(os.environ)
         from megatron_pp_ext.integration import by_call
 
-        by_call.install(**asked)
+        variables = {argument: name for name, (argument, _) in VARIABLES.items()}
+        by_call.install_by_variables(variables, **asked)

@@ -6,6 +6,7 @@ others wait to be ended by what started them, and print only if that does not ha
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -20,6 +21,15 @@ PREFIX = "megatron_pp_ext: "
 STATUS = 2
 """The exit status of a rank that was refused."""
 
+LOST = 1
+"""The exit status of a rank that lost another one."""
+
+_LOST = re.compile(
+    r"Connection (closed|reset|refused)|Connection was likely closed|Broken pipe|remote process exit"
+    r"|(Read|Write) error|Timed out waiting"
+)
+"""What gloo and NCCL report where another rank of a group has ended."""
+
 PATIENCE = 15.0
 """The seconds that the first rank of another machine waits before it speaks; its others wait twice that."""
 
@@ -30,7 +40,8 @@ def in_one_line() -> Iterator[None]:
 
     Such an error is a SystemExit whose text starts with ``PREFIX``, or a ValueError that this package raises.
     An ImportError that states what to install, as Megatron raises for a model's package, ends it likewise.
-    Everything else passes, and keeps its traceback.
+    So does, with status 1, the end of another rank that this one was communicating with: the reason is in the
+    output of that rank.  Everything else passes, and keeps its traceback.
     """
     try:
         yield
@@ -48,9 +59,32 @@ def in_one_line() -> Iterator[None]:
         if "not installed" not in said:
             raise
         problem = f"{PREFIX}{said}"
+    except RuntimeError as error:
+        if not _LOST.search(str(error)):
+            raise
+        print(f"{PREFIX}{_about_lost(error)}", file=sys.stderr, flush=True)
+        raise SystemExit(LOST) from None
     else:
         return
     _end(" ".join(problem.split()))
+
+
+def _about_lost(error: RuntimeError) -> str:
+    """Return a line about the loss of another rank: our own, or what Megatron was doing when it came."""
+    line, at, trace = " ".join(str(error).split()), "", error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        module = str(trace.tb_frame.f_globals.get("__name__", ""))
+        if module.startswith("megatron") and module != __name__:
+            at = f"{module}.{code.co_qualname}"
+        trace = trace.tb_next
+    if " has ended, or does not answer, while " in line:
+        return line
+    rank = os.environ.get("RANK", "0")
+    return (
+        f"another rank has ended, or does not answer, while rank {rank} was in {at or 'its training script'} "
+        f"({line[:160]}); see what the other ranks printed, and go on from a checkpoint"
+    )
 
 
 def _is_ours(error: ValueError) -> bool:

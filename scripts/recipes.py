@@ -47,11 +47,11 @@ differ in batch and sequence alone are one row.
   `--pipeline-model-parallel-layout auto` finds a better one. {replaced} start.
 
 A refusal names the flag; [the page on refusals](refused.md) has the reasons. Accepted means that no rule
-rules it out and that the layers fill the stages; `--pipeline-unproved` permits
-[CUDA graphs](gpu.md#cuda-graphs). HybridEP and DeepEP work within a layer's forward and backward, which a
-schedule runs as Megatron does, so none of their flags is refused. Megatron-FSDP reduces gradients by hooks of
-its own, and Megatron offloads whole layers to the CPU without pipelines alone: both are refused. No GPU has
-trained these models here.
+rules it out and that the layers fill the stages; `--pipeline-unproved`, or `unproved=True` of `install`,
+permits [CUDA graphs](gpu.md#cuda-graphs). HybridEP and DeepEP work within a layer's forward and backward,
+which a schedule runs as Megatron does, so none of their flags is refused. Megatron-FSDP reduces gradients by
+hooks of its own, and Megatron offloads whole layers to the CPU without pipelines alone: both are refused. No
+GPU has trained these models here.
 """
 
 

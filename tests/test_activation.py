@@ -74,6 +74,11 @@ def test_deactivated_it_is_as_before(tmp_path: Path) -> None:
         ),
         ({"MEGATRON_PP_RANKS": "four"}, "MEGATRON_PP_RANKS=four is no number; set it to one, or unset it"),
         (
+            {"MEGATRON_PP_UNPROVED": "yes"},
+            "MEGATRON_PP_UNPROVED=yes is neither 1 nor 0; set it to 1, or",
+        ),
+        ({"MEGATRON_PP_LOSS_RANK": "2"}, "MEGATRON_PP_LOSS_RANK is '2'; give 'first' or 'last', or leave it"),
+        (
             {"MEGATRON_PP_RANK": "4"},
             "MEGATRON_PP_RANK is unknown; unset it, or correct its name: did you mean 'MEGATRON_PP_RANKS'?",
         ),
@@ -140,6 +145,7 @@ def test_all_arguments_are_read() -> None:
         "MEGATRON_PP_VOCABULARY": "shared",
         "MEGATRON_PP_TRACE": "trace.json",
         "MEGATRON_PP_TIMEOUT": "10",
+        "MEGATRON_PP_UNPROVED": "1",
         "MEGATRON_PP_EXT_CACHE": "/somewhere",
     }
     assert activation.arguments(given) == {
@@ -152,6 +158,7 @@ def test_all_arguments_are_read() -> None:
         "vocabulary": "shared",
         "trace": Path("trace.json"),
         "timeout": 10.0,
+        "unproved": True,
     }
     given = ASKED | {"MEGATRON_PP_MEMORY_LIMIT": "0.9-0.8-0.8-0.7"}
     assert activation.arguments(given)["memory_limit"] == "0.9-0.8-0.8-0.7", "one for each rank"

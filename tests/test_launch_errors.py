@@ -1,8 +1,10 @@
 """An error of ours ends a job with one line of one rank."""
 
 import json
+import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -111,3 +113,67 @@ def test_torchrun_shows_the_line_of_one_rank(tmp_path: Path) -> None:
     assert lines[0] == "megatron_pp_ext: no schedule is called 'x'"
     # And once more at the end of torchrun's own report, which has the cause last.
     assert [line.split() for line in lines[1:]] == [["traceback", ":", *lines[0].split()]]
+
+
+LOST_PEER = """
+import os, sys, torch, torch.distributed as dist
+from megatron_pp_ext import launch_errors
+from megatron_pp_ext.runtime.channels import Channels, direction_groups
+from megatron_pp_ext.schedule.messages import Message
+
+def main():
+    dist.init_process_group("gloo")
+    channels = Channels([0, 1], *direction_groups([0, 1]), (4,), torch.float32, torch.device("cpu"))
+    message = Message(1, 0, 3)
+    if dist.get_rank() == 1:
+        dist.barrier()
+        os.kill(os.getpid(), 9)
+    if {is_message}:
+        channels.post(1, message)
+        dist.barrier()
+        channels.receive(1, message)
+    else:
+        dist.barrier()
+        dist.all_reduce(torch.ones(1))
+
+with launch_errors.in_one_line():
+    main()
+"""
+
+
+@pytest.mark.parametrize("is_message", [True, False])
+def test_a_rank_that_is_killed_costs_each_of_the_others_one_line(is_message: bool) -> None:
+    """The survivor names the rank and what it was waiting for, as far as that is known."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    about = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    command = [sys.executable, "-c", LOST_PEER.format(is_message=is_message)]
+    ranks = [
+        subprocess.Popen(
+            command, env={**os.environ, **about, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True
+        )
+        for rank in (0, 1)
+    ]
+    printed = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [launch_errors.LOST, -signal.SIGKILL]
+    lines = [line for line in printed[0].splitlines() if not line.startswith("[W")]
+    assert len(lines) == 1, printed[0]
+    name, activity = (
+        ("rank 1", "waiting for the gradient of microbatch 3 from stage 1")
+        if is_message
+        else ("another rank", "in its training script")
+    )
+    assert lines[0].startswith(
+        f"megatron_pp_ext: {name} has ended, or does not answer, while rank 0 was {activity} ("
+    )
+
+
+def test_other_errors_while_training_keep_their_traceback() -> None:
+    with pytest.raises(RuntimeError, match="out of memory"), launch_errors.in_one_line():
+        raise RuntimeError("CUDA out of memory")

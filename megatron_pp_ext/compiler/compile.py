@@ -23,7 +23,7 @@ from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement, Shape, linear, loop, v, wave
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 
-VERSION = 11
+VERSION = 12
 """Raised with every change that lets the same inputs give another schedule, so that no cached one is used."""
 
 TRIALS = 1000

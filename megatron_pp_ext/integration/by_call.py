@@ -5,7 +5,7 @@ are built while it is: their chunks are placed by it, and their steps run by it 
 """
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 from megatron_pp_ext.features.lengths.ordering import LengthsOf
 from megatron_pp_ext.integration import patching, requested
 from megatron_pp_ext.integration.call_request import Call, GivenCosts, InForce, asked
+from megatron_pp_ext.job.call_words import in_words_of_call, use_variables
 from megatron_pp_ext.schedule.placement import LAST
 
 _installed: tuple[Call, requested.Pipeline, InForce] | None = None
@@ -39,6 +40,7 @@ def install(
     loss_rank: str = LAST,
     order: str | None = None,
     lengths: LengthsOf | None = None,
+    unproved: bool = False,
 ) -> InForce:
     """Run the models of megatron.core that are built from now on by ``schedule``, and return what will run.
 
@@ -65,6 +67,8 @@ def install(
     "rule" would bring.  ``lengths`` is a function from what the data iterator yields to the lengths of its
     documents in tokens, where the data does not tell them as Megatron's does.
 
+    ``unproved`` permits what is built and was never run on a GPU: CUDA graphs under a schedule (docs/gpu.md).
+
     The same call again, with the same contents of its files, does nothing.  Another one replaces the
     schedule, unless a model was built for it.
 
@@ -86,6 +90,7 @@ def install(
         loss_rank=loss_rank,
         order=order,
         lengths=lengths,
+        unproved=unproved,
     )
     if _installed is not None and call == _installed[0]:
         return _installed[2]
@@ -96,6 +101,13 @@ def install(
     requested.activate(pipeline)
     _installed = call, pipeline, found
     return found
+
+
+def install_by_variables(variables: Mapping[str, str], **arguments: Any) -> None:
+    """Call ``install`` for the environment: errors name its ``variables``, which are by argument."""
+    use_variables(variables)
+    with in_words_of_call():
+        install(**arguments)
 
 
 @contextmanager

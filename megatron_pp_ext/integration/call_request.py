@@ -58,6 +58,8 @@ class Call:
     costs: Costs | None
     trace: Path | None
     timeout: timedelta | None
+    is_unproved: bool = False
+    """Whether it permits what was never run on a GPU."""
 
     @in_words_of_call()
     def pipeline(self) -> tuple[requested.Pipeline, InForce]:
@@ -75,7 +77,13 @@ class Call:
             ) from error
         settings = Settings() if self.timeout is None else Settings(timeout=self.timeout)
         pipeline = requested.Pipeline(
-            request, source, settings, trace=self.trace, is_per_model=True, costs=self.costs
+            request,
+            source,
+            settings,
+            trace=self.trace,
+            is_per_model=True,
+            costs=self.costs,
+            is_unproved=self.is_unproved,
         )
         line = f"megatron_pp_ext: {summary(pipeline, costs_of)}"
         costs = costs_of(request.finest.stages, pipeline.placement.splits_head)
@@ -96,6 +104,7 @@ def asked(
     trace: str | Path | None = None,
     timeout: float | timedelta | None = None,
     loss_rank: str = LAST,
+    unproved: bool = False,
     **of_features: Any,
 ) -> Call:
     """Return what the arguments of ``install`` ask for; ValueError, in one line, for what cannot be read.
@@ -108,6 +117,8 @@ def asked(
             raise ValueError(f"trace is {trace!r}; give the path of a file")
         file = Path(trace)
         require_writable("trace", file)
+    if not isinstance(unproved, bool):
+        raise ValueError(f"unproved is {unproved!r}; give True or False, or leave it out")
     given = None if costs is None else call.read_costs(costs)
     if given is None and isinstance(memory_limit, (int, float)) and memory_limit > LARGEST_FRACTION:
         raise ValueError(
@@ -117,7 +128,7 @@ def asked(
     stages = None if given is None else len(given.stages)
     sizes = ranks, microbatches, chunks
     request = call.requested(schedule, *sizes, memory_limit, stages, loss_rank, **of_features)
-    return Call(request, given, file, None if timeout is None else _patience(timeout))
+    return Call(request, given, file, None if timeout is None else _patience(timeout), unproved)
 
 
 def _least_fraction(request: Request, costs: Costs) -> float:

@@ -42,6 +42,8 @@ class Pipeline:
     else it is that of the one model of the process."""
     costs: Costs | None = None
     """The costs that a call gave; None where a model tells them, or flags did."""
+    is_unproved: bool = False
+    """Whether a call permits what was never run on a GPU."""
     layout: str = ""
     """Words about a layout that this package chose; empty where the user gave it, or none."""
     summary: str = ""

@@ -47,6 +47,11 @@ def arguments(*configs: Any, **known: Any) -> Namespace:
     return flag_table.parse([], {**found, **known})
 
 
+def setting_of(argument: str) -> str:
+    """Return the name in a model's config of what flags have as ``argument``."""
+    return next((setting for setting, name in _RENAMED.items() if name == argument), argument)
+
+
 def _activation(config: Any) -> dict[str, bool]:
     """Return the arguments of the activation function, which a config has as a function and two settings."""
     function = getattr(config, "activation_func", None)

@@ -7,7 +7,8 @@ _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|OutOfMemoryErr
 _REASON = re.compile(r"megatron_pp_ext: |[\w.]*(Error|Exception)(: |$)|[^:]*: error: |what\(\): ")
 # What a rank reports because another one has ended.
 _CONSEQUENCE = re.compile(
-    r"Connection (closed|reset) by peer|Connection was likely closed|Broken pipe|remote process exit"
+    r"has ended, or does not answer, while "
+    r"|Connection (closed|reset) by peer|Connection was likely closed|Broken pipe|remote process exit"
     r"|^srun: error: .*[Ee]xited with exit code"
 )
 # By Python, by its logging, and by what torch logs from C++ and from torchrun.

@@ -80,13 +80,15 @@ def _replaced(given: GivenModel, kept: Mapping[str, object], mine: Sequence[str]
     changed = [
         f"{flag(name)} {now[name]} ({value})"
         for name, value in given.values.items()
-        if name not in kept and value is not None and now.get(name, str(value)) not in ("", str(value))
+        if name not in {*kept, *given.assumed}
+        and value is not None
+        and now.get(name, str(value)) not in ("", str(value))
     ]
     return [f"In the place of what {given.name} has (in brackets): {', '.join(changed)}"] if changed else []
 
 
 def _longer_positions(given: GivenModel, kept: Mapping[str, object], mine: Sequence[str]) -> dict[str, int]:
-    """Return more positions where ``mine`` asks for sequences that are longer than the model's.
+    """Return positions for the sequences of ``mine`` where the model has fewer, or leaves them open.
 
     Rotary positions have no weights, and Megatron takes their number as a bound.  ValueError for sequences
     that are longer than those that Megatron trains as the model would.
@@ -100,10 +102,10 @@ def _longer_positions(given: GivenModel, kept: Mapping[str, object], mine: Seque
             f"--seq-length {length} is longer than the chunks of {given.longest} tokens in which "
             f"{given.name} attends, and Megatron's attention has no chunks: lower it"
         )
-    positions = kept.get("max_position_embeddings")
+    positions = kept.get("max_position_embeddings", length)
     is_rotary = kept.get("position_embedding_type") == "rope"
     is_longer = is_rotary and isinstance(positions, int) and positions < length
-    return {"max_position_embeddings": length} if is_longer else {}
+    return {"max_position_embeddings": length} if is_longer or positions is None else {}
 
 
 def _joined(flags: Sequence[str], sizes: Mapping[str, int | None]) -> list[str]:

@@ -39,7 +39,9 @@ def named(name: str) -> Named:
     found = config_json.read(content["config"])
     values = {**found.values, "seq_length": content["seq_length"]}
     about = (content["title"], content["source"], content["parameters"])
-    return Named(name, *about, replace(found, name=name, values=values))
+    return Named(
+        name, *about, replace(found, name=name, values=values, assumed=found.assumed - {"seq_length"})
+    )
 
 
 def read(given: str) -> GivenModel:
@@ -49,7 +51,7 @@ def read(given: str) -> GivenModel:
     ValueError, naming the file or the name, for anything else and for models that are not supported.
     """
     path = Path(given)
-    path = path / "config.json" if path.is_dir() else path
+    path = _file_of_folder(path) if path.is_dir() else path
     spelled = given.strip().lower().replace("_", "-")
     if spelled in names() and not path.is_file():
         return named(spelled).described
@@ -62,6 +64,7 @@ def read(given: str) -> GivenModel:
         content = read_json(path, "write an object of Megatron's names")
         if not isinstance(content, dict):
             raise ValueError("is no object: write one of Megatron's names, such as num_layers")
+        config_json.refuse_other_files(content)
         if config_json.is_config(content):
             return replace(config_json.read(content), name=given)
         for name, value in content.items():
@@ -71,3 +74,9 @@ def read(given: str) -> GivenModel:
                         require_printable(text)
     model_description.require_known(content, str(path))
     return GivenModel(given, content)
+
+
+def _file_of_folder(folder: Path) -> Path:
+    """Return the file that describes the model of ``folder``, or that of its adapter where it is alone."""
+    file, adapter = folder / "config.json", folder / "adapter_config.json"
+    return adapter if adapter.is_file() and not file.is_file() else file

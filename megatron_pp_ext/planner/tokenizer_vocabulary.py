@@ -21,9 +21,14 @@ def size(asked: RequestedJob) -> int:
 
     ValueError where no such folder is here, and where its files do not say it.
     """
-    folder = Path(asked.flags.tokenizer_model or "")
+    if not asked.flags.tokenizer_model:
+        raise ValueError(
+            f"--tokenizer-type {asked.flags.tokenizer_type} needs --tokenizer-model, the folder whose "
+            "vocabulary would be counted: give it, or --vocab-size"
+        )
+    folder = Path(asked.flags.tokenizer_model)
     flag = f"--tokenizer-model {asked.flags.tokenizer_model}"
-    if not asked.flags.tokenizer_model or not folder.is_dir():
+    if not folder.is_dir():
         raise ValueError(
             f"{flag} is no folder here, and would be downloaded for the size of its vocabulary: {_FIX}"
         )

@@ -43,6 +43,10 @@ class OtherShape(ValueError):
     """A stage has made a message of another shape than both ends have agreed on."""
 
 
+class PeerLost(RuntimeError):
+    """A rank that this one exchanges messages with has ended, or has not answered in time."""
+
+
 class _Posted(NamedTuple):
     peer: int
     tensor: torch.Tensor
@@ -66,6 +70,7 @@ class _Sent(NamedTuple):
 
     works: Sequence[dist.Work | _HandedOver]
     tensors: Sequence[torch.Tensor]
+    peer: int | None = None
 
 
 class Channels:
@@ -94,7 +99,7 @@ class Channels:
         has_one_shape: bool = False,
     ) -> None:
         self.is_closed = False
-        here = ranks.index(dist.get_rank())
+        here, self._ranks = ranks.index(dist.get_rank()), ranks
         # The groups' own methods are called below: torch's isend and irecv look the peer up every time.
         self._peers = [dist.get_group_rank(down, rank) for rank in ranks]
         self._to = [down if here < peer else up for peer in range(len(ranks))]
@@ -121,7 +126,10 @@ class Channels:
         shape = self._shape_of(message, repeats)
         if not shape:
             announced, work = self._receive(peer, (DIMENSIONS,), torch.long)
-            work.wait()
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._lost(peer, f"waiting for the shape of {_described(message)}", error) from error
             shape = tuple(announced.tolist())
             self._keep(message, shape)
         self._posted[message] = _Posted(peer, *self._receive(peer, shape, self._dtype))
@@ -134,7 +142,10 @@ class Channels:
         posted = self._posted.pop(message, None)
         if posted is None or posted.peer != peer:
             raise ValueError(f"no receive of {message} from rank {peer} is posted; post it first")
-        posted.work.wait()
+        try:
+            posted.work.wait()
+        except RuntimeError as error:
+            raise self._lost(peer, f"waiting for {_described(message)}", error) from error
         return posted.tensor.to(self._device) if self._through_host else posted.tensor
 
     def send(self, peer: int, message: Message, tensor: torch.Tensor, repeats: bool = False) -> None:
@@ -149,7 +160,8 @@ class Channels:
             payload = payload.to(self._wire)
         if not agreed:
             self._keep(message, tuple(payload.shape))
-            self._send(peer, torch.tensor(payload.shape, dtype=torch.long, device=self._wire), payload)
+            shape = torch.tensor(payload.shape, dtype=torch.long, device=self._wire)
+            self._send(peer, shape, payload)
         elif payload.shape != agreed:
             raise _other_shape(payload.shape, agreed)
         else:
@@ -195,14 +207,28 @@ class Channels:
 
     def _finish_oldest(self) -> None:
         # A finished send is waited for too: only then does torch release the tensor and raise an error.
-        for work in self._sending.popleft().works:
-            work.wait()
+        sent = self._sending.popleft()
+        try:
+            for work in sent.works:
+                work.wait()
+        except RuntimeError as error:
+            raise self._lost(sent.peer, "sending it a message", error) from error
+
+    def _lost(self, peer: int | None, activity: str, error: RuntimeError) -> PeerLost:
+        """Return the error of this rank, which ``error`` of the connection to ``peer`` has interrupted."""
+        name = "a rank of the pipeline" if peer is None else f"rank {self._ranks[peer]}"
+        here = f"rank {dist.get_rank()}" if dist.is_initialized() else "this one"
+        cause = " ".join(str(error).split())
+        return PeerLost(
+            f"{name} has ended, or does not answer, while {here} was {activity} "
+            f"({cause[:160]}); see what that rank printed, and go on from a checkpoint"
+        )
 
     def _send(self, peer: int, *tensors: torch.Tensor) -> None:
         """Start sending ``tensors``, which are one message."""
         sends = [partial(self._to[peer].send, [tensor], self._peers[peer], 0) for tensor in tensors]
         works = [_HandedOver(self._sender.submit(send)) if self._sender else send() for send in sends]
-        self._sending.append(_Sent(works, tensors))
+        self._sending.append(_Sent(works, tensors, peer))
 
     def _receive(self, peer: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, dist.Work]:
         tensor = torch.empty(shape, dtype=dtype, device=self._wire)
@@ -215,6 +241,12 @@ def _other_shape(shape: Sequence[int], agreed: Shape) -> OtherShape:
         f"a stage produced a message of shape {tuple(shape)} where {agreed} was agreed; "
         "make all stages and microbatches hand on tensors of one shape"
     )
+
+
+def _described(message: Message) -> str:
+    sender, receiver, microbatch = message
+    kind = "activation" if sender < receiver else "gradient"
+    return f"the {kind} of microbatch {microbatch} from stage {sender}"
 
 
 def _gradient_of(message: Message) -> Message:

@@ -6,7 +6,6 @@ is one message of a length that both know.  A tree of another form is announced 
 message; its form and its numbers follow in a second one.
 """
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -14,22 +13,19 @@ import torch
 import torch.distributed as dist
 
 from megatron_pp_ext.runtime.groups import wire_of
-from megatron_pp_ext.runtime.packing import Place, Placed, check_copy, obstacle, pack, unpack
+from megatron_pp_ext.runtime.packing import Place, Placed, pack, unpack
 
-
-@dataclass(frozen=True, slots=True)
-class _Refused:
-    """Travels in place of a tree that cannot."""
-
-    problem: str
+_PROBLEM = ""
+"""The name under which the problem of a tree travels that cannot; no part of a tree has it."""
 
 
 class ObjectSend:
     """One end of a connection that takes trees from global rank ``sender`` to ``receiver`` of ``group``.
 
-    A tree may hold whatever pickle can copy, tensors of all kinds among it.  They arrive on ``device``,
-    apart from those in the host's memory, without their graph.  A defaultdict whose factory pickle cannot
-    copy arrives without the factory.  The receiver's host waits for each tree.
+    A tree may hold what ``packing`` can describe: tensors of all of torch's kinds, numbers, texts, arrays
+    and Python's containers of these.  Tensors arrive on ``device``, apart from those in the host's memory,
+    without their graph, and a defaultdict without a factory of another type than these.  The receiver's host
+    waits for each tree.
     """
 
     def __init__(self, sender: int, receiver: int, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -42,16 +38,13 @@ class ObjectSend:
         """Send a tree of ``parts`` by name; ValueError, here and from ``receive``, for what cannot travel."""
         try:
             form, placed = pack(parts)
-            if form != self._form:
-                check_copy(form, placed)
-        except Exception as error:  # whatever the objects' own methods raise
-            why = next(filter(None, (obstacle(name, part) for name, part in parts.items())), str(error))
+        except ValueError as error:
             problem = (
-                f"{why}, and has to go from rank {self.sender}, which computes it, to rank "
-                f"{self.receiver}, where Megatron looks for it; let the loss function return tensors and "
-                "what pickle can copy"
+                f"{error}, and has to go from rank {self.sender}, which computes it, to rank "
+                f"{self.receiver}, where Megatron looks for it; let the loss function return tensors, "
+                "numbers, texts, and lists, tuples or dicts of these"
             )
-            self._send_packed(*pack(_Refused(problem)))
+            self._send_packed(*pack({_PROBLEM: problem}))
             raise ValueError(problem) from None
         self._send_packed(form, placed)
 
@@ -76,8 +69,8 @@ class ObjectSend:
             return own.view(place.dtype).reshape(place.shape)
 
         parts = unpack(self._form, tensor_at)
-        if isinstance(parts, _Refused):
-            raise ValueError(parts.problem)
+        if _PROBLEM in parts:
+            raise ValueError(parts[_PROBLEM])
         return dict(parts)
 
     def _send_packed(self, form: bytes, placed: list[Placed]) -> None:

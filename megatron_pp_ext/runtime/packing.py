@@ -1,18 +1,18 @@
 """Takes a tree of values apart into a form, which is bytes, and its plain tensors; and puts it together.
 
-The form is a pickle in which each plain tensor has only a place.  Tensors of other kinds (jagged, sparse,
-quantized, of a subclass) are what torch pickles: plain tensors or storages, and how they belong together.
+The form is JSON, which names kinds of values from the tables below and nothing else: reading it runs no code,
+whoever has written it.  Each plain tensor has only a place in it.  Tensors of other kinds (jagged, sparse,
+quantized) are plain tensors, and how they belong together.
 """
 
-import io
-import pickle
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -29,86 +29,224 @@ class Place:
 
 Placed = tuple[Place, torch.Tensor]
 
+_SEQUENCES: dict[type, str] = {
+    kind: kind.__name__ for kind in (list, tuple, set, frozenset, deque, torch.Size)
+}
+_MAPPINGS: dict[type, str] = {kind: kind.__name__ for kind in (dict, OrderedDict, defaultdict)}
+_FACTORIES: dict[Any, str] = {kind: kind.__name__ for kind in (int, float, str, list, tuple, set, dict)}
+_DTYPES = {one: str(one) for one in vars(torch).values() if isinstance(one, torch.dtype)}
+_LAYOUTS = {one: str(one) for one in vars(torch).values() if isinstance(one, torch.layout)}
+_NUMBERS = "biufc"
+"""NumPy's letters of kinds of numbers."""
 
-def pack(tree: Any) -> tuple[bytes, list[Placed]]:
-    """Return the form of ``tree`` and its plain tensors in the order of their places.
+_QUANTIZED = (torch.qint8, torch.quint8, torch.qint32)
 
-    Raises whatever the objects' own methods raise where pickle cannot copy them.
+
+def pack(tree: Any, name: str = "") -> tuple[bytes, list[Placed]]:
+    """Return the form of ``tree``, called ``name``, and its plain tensors in the order of their places.
+
+    ValueError, which names it, for the first part of a kind that forms do not have.
     """
-    written = io.BytesIO()
-    packer = _Packer(written)
-    packer.dump(tree)
-    return written.getvalue(), list(packer.placed.values())
+    packer = _Packer()
+    described = packer.described(tree, name)
+    return json.dumps(described, separators=(",", ":")).encode(), list(packer.placed.values())
 
 
 def unpack(form: bytes, tensor_at: Callable[[Place], torch.Tensor]) -> Any:
-    """Return the tree of ``form``, whose plain tensors are what ``tensor_at`` returns."""
-    unpickler = pickle.Unpickler(io.BytesIO(form))
+    """Return the tree of ``form``, whose plain tensors are what ``tensor_at`` returns.
+
+    ValueError for bytes that are no form.
+    """
     # A tensor that the tree has twice stays one: jagged tensors that share their offsets can be added.
-    unpickler.persistent_load = cache(tensor_at)  # type: ignore[method-assign]
-    return unpickler.load()
-
-
-def check_copy(form: bytes, placed: list[Placed]) -> None:
-    """Raise what unpacking would raise elsewhere: not all that pickle writes can be read."""
-    unpack(form, dict(placed).__getitem__)
-
-
-def obstacle(name: str, value: Any, around: tuple[Any, ...] = ()) -> str:
-    """Return the first part of ``value``, called ``name``, that cannot be packed, and why; "" if all can."""
+    unpacker = _Unpacker(cache(tensor_at))
     try:
-        check_copy(*pack(value))
-    except Exception as error:  # whatever the objects' own methods raise
-        around = (*around, value)
-        parts = (
-            (f"{name}{at}", part) for at, part in _parts(value) if not any(part is one for one in around)
-        )
-        inner = (obstacle(path, part, around) for path, part in parts)
+        return unpacker.value(json.loads(form))
+    except (KeyError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())
-        return next(filter(None, inner), f"{name} cannot be copied ({why})")
-    return ""
+        raise ValueError(f"these bytes are no form of a tree ({why})") from None
 
 
-class _Packer(pickle.Pickler):
-    def __init__(self, written: io.BytesIO) -> None:
-        super().__init__(written, pickle.HIGHEST_PROTOCOL)
+class _Packer:
+    """Describes the values of one tree, and places its plain tensors."""
+
+    def __init__(self) -> None:
         self.placed: dict[int, Placed] = {}
         self._end = 0
+        self._around: list[Any] = []
 
-    def persistent_id(self, value: Any) -> Place | None:
-        if type(value) is not torch.Tensor or not _is_plain(value):
-            return None
+    def described(self, value: Any, name: str) -> Any:
+        """Return ``value``, called ``name``, as JSON: itself, or a list that begins with its kind."""
+        kind = type(value)
+        if value is None or kind in (bool, int, float, str):
+            return value
+        if any(value is one for one in self._around):
+            raise ValueError(f"{name} cannot be copied (it contains itself)")
+        self._around.append(value)
+        try:
+            if isinstance(value, torch.Tensor):
+                described = self._tensor(value, name)
+            elif kind in _SEQUENCES:
+                parts = (self.described(part, f"{name}[{at}]") for at, part in enumerate(value))
+                described = [_SEQUENCES[kind], *parts]
+            elif kind in _MAPPINGS:
+                factory = _FACTORIES.get(getattr(value, "default_factory", None), "")
+                described = [_MAPPINGS[kind], factory, *self._items(value, name)]
+            else:
+                described = self._other(value, name)
+        finally:
+            self._around.pop()
+        return described
+
+    def _items(self, value: Mapping[Any, Any], name: str) -> list[Any]:
+        found = []
+        for key, part in value.items():
+            path = f"{name}[{key!r}]" if name else str(key)
+            found.append([self.described(key, f"the key of {path}"), self.described(part, path)])
+        return found
+
+    def _other(self, value: Any, name: str) -> list[Any]:
+        match value:
+            case bytes():
+                return ["bytes", value.hex()]
+            case complex():
+                return ["complex", value.real, value.imag]
+            case torch.dtype():
+                return ["dtype", _DTYPES[value]]
+            case np.ndarray() if value.dtype.kind in _NUMBERS:
+                return ["array", self._plain(torch.from_numpy(np.array(value, order="C")))]
+            case np.generic() if value.dtype.kind in _NUMBERS:
+                return ["number", value.dtype.str, self.described(value.item(), name)]
+        raise ValueError(f"{name} cannot be copied (it is of type {type(value).__qualname__})")
+
+    def _tensor(self, value: torch.Tensor, name: str) -> list[Any]:
+        if isinstance(value, torch.nn.Parameter):
+            return ["parameter", self._tensor(value.detach(), name), value.requires_grad]
+        attributes = vars(value) if type(value) is torch.Tensor else {}
+        if attributes:
+            of_names = [[one, self.described(part, f"{name}.{one}")] for one, part in attributes.items()]
+            return ["attributes", self._of_kind(value.detach(), name), *of_names]
+        # Kept by the tensor itself, which a tree may have twice, and not by what is made of it here.
+        return self._plain(value) if _is_plain(value) else self._of_kind(value.detach(), name)
+
+    def _of_kind(self, value: Any, name: str) -> list[Any]:
+        """Describe a tensor without a graph, by the plain tensors that it is made of."""
+        plain = self._plain
+        if _is_plain(value):
+            return plain(value)
+        if value.is_nested and value.layout is torch.jagged:
+            lengths = value.lengths()
+            known = None if lengths is None else plain(lengths)
+            return ["jagged", plain(value.values()), plain(value.offsets()), known, value._ragged_idx]
+        if value.is_nested:
+            return ["nested", *(plain(one) for one in value.unbind())]
+        if value.is_quantized and value.dtype in _QUANTIZED:
+            if value.qscheme() is torch.per_tensor_affine:
+                return ["quantized", plain(value.int_repr()), value.q_scale(), value.q_zero_point()]
+            scales, zeros = value.q_per_channel_scales(), value.q_per_channel_zero_points()
+            axis = value.q_per_channel_axis()
+            return ["by channel", plain(value.int_repr()), plain(scales), plain(zeros), axis]
+        if type(value) is torch.Tensor and value.is_meta:
+            return ["meta", _DTYPES[value.dtype], list(value.shape)]
+        if value.layout is torch.sparse_coo:
+            indices, values = plain(value._indices()), plain(value._values())
+            return ["sparse", indices, values, list(value.shape), value.is_coalesced()]
+        if value.layout in (torch.sparse_csr, torch.sparse_bsr):
+            places = value.crow_indices(), value.col_indices()
+        elif value.layout in (torch.sparse_csc, torch.sparse_bsc):
+            places = value.ccol_indices(), value.row_indices()
+        else:
+            raise ValueError(f"{name} cannot be copied (it is of type {type(value).__qualname__})")
+        parts = [plain(one) for one in (*places, value.values())]
+        return ["compressed", *parts, list(value.shape), _LAYOUTS[value.layout]]
+
+    def _plain(self, value: torch.Tensor) -> list[Any]:
         if id(value) not in self.placed:
             start, self._end = self._end, self._end + value.numel() * value.element_size()
             on_host = value.device.type == "cpu"
             self.placed[id(value)] = Place(value.dtype, value.shape, start, self._end, on_host), value
-        return self.placed[id(value)][0]
+        place, _ = self.placed[id(value)]
+        return ["tensor", _DTYPES[place.dtype], list(place.shape), place.start, place.end, place.on_host]
 
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, torch.UntypedStorage):
-            numbers = torch.empty(0, dtype=torch.uint8, device=value.device)
-            return torch.Tensor.untyped_storage, (numbers.set_(value),)
-        if isinstance(value, torch.TypedStorage):
-            return _typed, (value._untyped_storage, value.dtype)
-        if type(value) is defaultdict and obstacle("", value.default_factory):
-            return defaultdict, (), None, None, iter(value.items())
-        return NotImplemented
+
+class _Unpacker:
+    """Makes the values of one form."""
+
+    def __init__(self, tensor_at: Callable[[Place], torch.Tensor]) -> None:
+        self._tensor_at = tensor_at
+
+    def value(self, described: Any) -> Any:
+        """Return the value that ``described`` is; see ``_Packer.described``."""
+        if not isinstance(described, list):
+            return described
+        kind, *about = described
+        if kind in _SEQUENCES_OF:
+            return _SEQUENCES_OF[kind](map(self.value, about))
+        if kind in _MAPPINGS_OF:
+            factory, *items = about
+            pairs = ((self.value(key), self.value(part)) for key, part in items)
+            if kind == "defaultdict":
+                return defaultdict(_FACTORIES_OF.get(factory), pairs)
+            return _MAPPINGS_OF[kind](pairs)
+        match kind:
+            case "bytes":
+                return bytes.fromhex(*about)
+            case "complex":
+                return complex(*about)
+            case "dtype":
+                return _DTYPES_OF[about[0]]
+            case "array":
+                return self.value(about[0]).cpu().numpy()
+            case "number":
+                dtype = np.dtype(about[0])
+                if dtype.kind in _NUMBERS:
+                    return dtype.type(self.value(about[1]))
+            case "attributes":
+                tensor = self.value(about[0])
+                for name, part in about[1:]:
+                    setattr(tensor, name, self.value(part))
+                return tensor
+        return self._tensor(kind, *about)
+
+    def _tensor(self, kind: str, *about: Any) -> torch.Tensor:
+        if kind == "tensor":
+            dtype, shape, start, end, on_host = about
+            return self._tensor_at(Place(_DTYPES_OF[dtype], torch.Size(shape), start, end, on_host))
+        if kind == "meta":
+            dtype, shape = about
+            return torch.empty(shape, dtype=_DTYPES_OF[dtype], device="meta")
+        # Of what it is made of, plain tensors are lists with a name, and shapes are lists of numbers.
+        parts = [self.value(one) if isinstance(one, list) and one[:1] == ["tensor"] else one for one in about]
+        match kind:
+            case "parameter":
+                return torch.nn.Parameter(self.value(about[0]), requires_grad=bool(about[1]))
+            case "jagged":
+                values, offsets, lengths, dimension = parts
+                return torch.nested.nested_tensor_from_jagged(values, offsets, lengths, dimension)
+            case "nested":
+                return torch.nested.as_nested_tensor(parts, layout=torch.strided)
+            case "quantized":
+                return torch._make_per_tensor_quantized_tensor(*parts)
+            case "by channel":
+                return torch._make_per_channel_quantized_tensor(*parts)
+            case "sparse":
+                indices, values, shape, is_coalesced = parts
+                return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=is_coalesced)
+            case "compressed":
+                first, second, values, shape, layout = parts
+                return torch.sparse_compressed_tensor(
+                    first, second, values, shape, layout=_LAYOUTS_OF[layout]
+                )
+        raise ValueError(f"these bytes are no form of a tree (a value of kind {kind!r})")
+
+
+_SEQUENCES_OF = {name: kind for kind, name in _SEQUENCES.items()}
+_MAPPINGS_OF = {name: kind for kind, name in _MAPPINGS.items()}
+_FACTORIES_OF = {name: kind for kind, name in _FACTORIES.items()}
+_DTYPES_OF = {name: dtype for dtype, name in _DTYPES.items()}
+_LAYOUTS_OF = {name: layout for layout, name in _LAYOUTS.items()}
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` is its numbers in memory, and nothing else."""
     is_special = tensor.is_nested or tensor.is_quantized or tensor.is_meta or tensor.layout != torch.strided
-    return not is_special and not vars(tensor)
-
-
-def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
-    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
-
-
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        yield from ((f"[{key!r}]", part) for key, part in value.items())
-    elif isinstance(value, (list, tuple)):
-        yield from ((f"[{at}]", part) for at, part in enumerate(value))
-    elif not isinstance(value, (type, ModuleType)):
-        yield from ((f".{name}", part) for name, part in getattr(value, "__dict__", {}).items())
+    return type(tensor) is torch.Tensor and not is_special and not vars(tensor)

@@ -214,12 +214,13 @@ class WeightGradientStore:
         _run(self._work.pop(slot))
 
     def abandon(self) -> None:
-        """Drop all work, as after a step that failed.
+        """Drop all work of a step that failed, with the tensors that it holds.
 
         Gathers under way are not waited for, since other ranks may never launch theirs; the process group
         keeps their memory.
         """
         self._work.clear()
+        self._slot, self._beside, self._runs_in_parts = None, None, False
 
     def __len__(self) -> int:
         """Return the number of slots that still have work; it is 0 at the end of a step."""

@@ -39,7 +39,9 @@ class Loop:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.__doc__ = function.__doc__
         self._function = function
-        self._compiled: Callable[..., Any] | None = None
+        self._compiled: Any = None
+        self._kept_in: Path | None = None
+        """The folder of the code, if this process may read and write it."""
 
     def __call__(self, *arguments: Any) -> Any:
         """Run the function, as Python if its first argument is a list or has lists."""
@@ -49,13 +51,14 @@ class Loop:
         if self._compiled is None:
             if not _has_code(self._function):
                 logging.getLogger(self._function.__module__).info(FIRST_TIME)
-            self._compiled = _kept(self._function)
+            self._compiled, self._kept_in = _kept(self._function)
         try:
             return self._compiled(*arguments)
-        except Exception:
-            # Damaged files and full disks have errors of many kinds, all of which come before the loop runs.
-            shutil.rmtree(_folder(_source(self._function)), ignore_errors=True)
-            self._compiled = _numba().njit(self._function)
+        except Exception as error:
+            if self._kept_in is None or not _is_of_files(error, self._compiled, arguments):
+                raise
+            shutil.rmtree(self._kept_in, ignore_errors=True)
+            self._compiled, self._kept_in = _numba().njit(self._function), None
             return self._compiled(*arguments)
 
 
@@ -69,18 +72,28 @@ def _numba() -> Any:
     return numba
 
 
-def _kept(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` with its code kept on disk, or where that cannot be, in memory alone."""
+def _is_of_files(error: Exception, compiled: Any, arguments: tuple[Any, ...]) -> bool:
+    """Whether ``error`` is one of reading or writing code, and not the loop's own or its compiler's.
+
+    Damaged files have errors of many kinds, but no code comes of them; the loop runs only once there is some.
+    """
+    if isinstance(error, _numba().core.errors.NumbaError):
+        return False
+    return isinstance(error, OSError) or tuple(map(_numba().typeof, arguments)) not in compiled.overloads
+
+
+def _kept(function: Callable[..., Any]) -> tuple[Callable[..., Any], Path | None]:
+    """Return ``function`` with its code kept on disk, and where; in memory alone where that cannot be."""
     njit, config = _numba().njit, _numba().config
     folder, before = _folder(_source(function)), config.CACHE_DIR
     try:
         make_private(folder)
         TemporaryFile(dir=folder).close()
     except OSError:  # numba would look for another folder, in which code of older sources or of others may be
-        return cast(Callable[..., Any], njit(function))
+        return cast(Callable[..., Any], njit(function)), None
     config.CACHE_DIR = str(folder)
     try:
-        return cast(Callable[..., Any], njit(cache=True)(function))
+        return cast(Callable[..., Any], njit(cache=True)(function)), folder
     finally:
         config.CACHE_DIR = before
 

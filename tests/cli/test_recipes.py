@@ -191,6 +191,14 @@ def test_a_tokenizer_that_is_not_here_is_not_asked_for(model, command, mpp, offl
     ) in said(result)
 
 
+def test_a_tokenizer_without_its_folder_is_named_by_its_type(mpp, offline):
+    result = mpp("estimate", "--", *TOKENIZER.split())
+    assert (
+        "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model, the folder whose vocabulary would be "
+        "counted: give it, or --vocab-size"
+    ) in said(result)
+
+
 WORDS = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"content": "b"}, {"content": "<s>"}]}
 PIECES = {"model": {"vocab": [["a", -1.0], ["b", -2.0], ["c", -3.0]]}}
 

@@ -136,7 +136,8 @@ def test_no_moves_are_spent_on_orders_without_a_chance(monkeypatch):
     assert poor > 1.05 * min(close) > max(close)
     assert sorted(length for length, _ in annealed[:2]) == sorted(close)
     assert poor not in [length for length, _ in annealed]
-    assert sum(moves for _, moves in annealed) == pytest.approx(8 * portfolio._MOVES, rel=0.01)
+    turns = sum(eighths / 8 for _, eighths in (*portfolio._TURNS, *portfolio._AGAIN))
+    assert sum(moves for _, moves in annealed) == pytest.approx(8 * portfolio._MOVES * turns, rel=0.01)
 
 
 @settings(max_examples=60, deadline=None)

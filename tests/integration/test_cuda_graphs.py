@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -19,8 +20,10 @@ from megatron.core.transformer import cuda_graphs as megatrons
 from megatron_pp_ext.compiler import source
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.integration import requested
+from megatron_pp_ext.integration.core import chunk_pipelines
 from megatron_pp_ext.integration.runners import choose, cuda_graphs
 from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner
+from megatron_pp_ext.integration.runners.transport import ProcessGroups
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
@@ -92,13 +95,40 @@ def test_capture_follows_the_running_schedule(running: requested.Pipeline) -> No
 def test_graphs_share_no_outputs_where_the_backward_is_split(running: requested.Pipeline) -> None:
     options = {"_order": [], "_reuse_graph_input_output_buffers": True}
     hooked = cuda_graphs.keep_what_a_later_half_reads(lambda helper: ([], dict(options)))
-    assert hooked(None) == ([], {"_order": []})
+    assert hooked(SimpleNamespace(model=())) == ([], {"_order": []})
 
 
 def test_a_step_that_has_not_run_has_no_order(running: requested.Pipeline) -> None:
     choose.runner(running).steps._plans.clear()
     with pytest.raises(RuntimeError, match="raise --cuda-graph-warmup-steps to 1 or more"):
         megatrons.convert_schedule_table_to_order(1, 1, [])
+
+
+@pytest.fixture
+def by_call(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.nn.Module]]:
+    """The chunk of a model that was built for ZB-H1 by a call, which is no longer in force."""
+    request = named("zb-h1", 2, 4)
+    pipeline = requested.Pipeline(request, source.Source(request, Costs.unit), is_per_model=True)
+    model = torch.nn.Linear(1, 1)
+    monkeypatch.setattr(chunk_pipelines, "_chunks", WeakKeyDictionary({model: pipeline}))
+    monkeypatch.setattr(choose, "_runners", WeakKeyDictionary())
+    yield [model]
+
+
+def test_capture_follows_the_schedule_of_the_model_that_is_captured(by_call: list[torch.nn.Module]) -> None:
+    def capture(helper: Any) -> Any:
+        return megatrons.convert_schedule_table_to_order(3, 1, [(one, 0) for one in range(4)]), {}
+
+    hooked = cuda_graphs.keep_what_a_later_half_reads(capture)
+    helper = SimpleNamespace(model=by_call)
+    with pytest.raises(RuntimeError, match="set cuda_graph_warmup_steps to 1 or more"):
+        hooked(helper)
+    pipeline = chunk_pipelines.of_model(by_call)
+    choose._runners[by_call[0]] = choose.put_together(pipeline, ProcessGroups(pipeline.settings))
+    steps: Any = choose._runners[by_call[0]].steps
+    steps._plans[4, False, None] = plan_rank(catalog.build("zb-h1", 2, 4), 0)
+    assert hooked(helper) == ([1, 1, -1, 1, -1, 1, -1, -1], {})
+    assert hooked(SimpleNamespace(model=[torch.nn.Linear(1, 1)])) == ([1, 1, 1, 1, -1, -1, -1, -1], {})
 
 
 class Sent:
@@ -127,9 +157,13 @@ class Runner(PipelineRunner):
         return []
 
 
-def test_losses_are_sent_after_each_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_by_call", [False, True])
+def test_losses_are_sent_after_each_replay(
+    monkeypatch: pytest.MonkeyPatch, by_call: list[torch.nn.Module], is_by_call: bool
+) -> None:
     log: list[str] = []
     runner = Runner(log)
+    choose._runners[by_call[0]] = runner
 
     class Graph:
         """Counts as the captured step would."""
@@ -157,8 +191,9 @@ def test_losses_are_sent_after_each_replay(monkeypatch: pytest.MonkeyPatch) -> N
     for name in ("curr_iteration", "cuda_graph", "result"):
         fresh = {"training": 0 if name == "curr_iteration" else None}
         monkeypatch.setattr(FullCudaGraphWrapper, name, {**fresh, "validation": fresh["training"]})
-    wrapper = FullCudaGraphWrapper(runner, cuda_graph_warmup_steps=1)
-    given = {"data_iterator": None, "model": [None], "num_microbatches": 1, "seq_length": 1}
+    step = choose.StepsByModel(len) if is_by_call else runner
+    wrapper = FullCudaGraphWrapper(step, cuda_graph_warmup_steps=1)
+    given = {"data_iterator": None, "model": by_call, "num_microbatches": 1, "seq_length": 1}
     losses = [wrapper(**given, forward_only=False) for _ in range(3)]
     assert losses == [[1.0], [2.0], [3.0]]
     assert log == ["ran", "sent", "begin", "ran", "end", "replayed", "sent", "replayed", "sent"]
@@ -166,4 +201,5 @@ def test_losses_are_sent_after_each_replay(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_other_functions_are_wrapped_as_by_megatron() -> None:
     step = cuda_graphs.send_losses_after_replay(lambda self, **kwargs: "stock")
-    assert step(SimpleNamespace(forward_backward_func=len), forward_only=True) == "stock"
+    wrapper = SimpleNamespace(forward_backward_func=len)
+    assert step(wrapper, model=[], forward_only=True) == "stock"

@@ -145,6 +145,15 @@ def test_what_cannot_train_is_refused_on_all_ranks(found, what, line) -> None:
         assert "\n" not in rank["refused"][what]
 
 
+def test_graphs_that_were_never_run_on_a_gpu_are_permitted_by_an_argument(found) -> None:
+    for rank in found:
+        assert rank["refused"]["graphs", False] == (
+            "1f1b does not support cuda_graph_impl transformer_engine: graphs of its order were never run on "
+            "a GPU; try scripts/gpu_check.sh graphs and add unproved=True, or leave it out"
+        )
+        assert rank["refused"]["graphs", True] == ""
+
+
 def test_a_refused_step_changes_nothing(found) -> None:
     """A config that was handed over is refused where nothing is installed."""
     assert [rank["refused"]["still trains"] for rank in found] == ["", ""]

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules as stock_schedules
 from megatron.core.process_groups_config import MultiModuleProcessGroupCollection
+from megatron.core.timers import Timers
 
 from megatron_pp_ext.compiler import source
 from megatron_pp_ext.compiler.make import Made
@@ -237,6 +238,20 @@ def test_the_timer_waits_for_all_ranks(step) -> None:
     for waits in (True, False):
         step(Noting(), timers=lambda name, log_level=None: timer, barrier_with_L1_time=waits)
     assert started == [True, False]
+
+
+def test_no_timer_runs_on_after_a_step_that_failed(step) -> None:
+    """Megatron's timers cannot be started twice; stock's forward_step leaves its own running."""
+    timers = Timers(log_level=2, log_option="max")
+
+    def fail(inputs) -> None:
+        inputs.config.timers("forward-compute", log_level=2).start()
+        raise ArithmeticError
+
+    for _ in range(2):
+        with pytest.raises(ArithmeticError):
+            step(Noting(fail), timers=timers, barrier_with_L1_time=False)
+    step(Noting(), timers=timers, barrier_with_L1_time=False)
 
 
 def test_a_step_knows_its_context_parallel_size(step) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import megatron_pp_ext
+from megatron_pp_ext import activation
 from megatron_pp_ext.integration import call_request
 from megatron_pp_ext.job import call, call_words, model_config
 from megatron_pp_ext.job.requested_job import RequestedJob
@@ -71,6 +72,7 @@ from megatron_pp_ext.schedule.placement import FIRST, LAST, loop, v
         ({"trace": 5}, "trace is 5; give the path of a file"),
         ({"timeout": 0}, "timeout is 0, but must be above 0; give minutes, such as 10"),
         ({"timeout": timedelta(0)}, "but must be above 0; give minutes, such as 10"),
+        ({"unproved": "yes"}, "unproved is 'yes'; give True or False, or leave it out"),
     ],
     ids=lambda value: (
         "-".join(f"{name}={one}" for name, one in value.items()) if isinstance(value, dict) else ""
@@ -96,6 +98,11 @@ def test_what_cannot_be_is_refused_in_one_line(about, line) -> None:
         ("--pipeline-loss-rank first has no meaning", 'loss_rank="first" has no meaning'),
         ("--pipeline-order rule does not support it", 'order="rule" does not support it'),
         ("lower --pipeline-offload-host-bytes", "lower --pipeline-offload-host-bytes"),
+        ("add --pipeline-unproved, or leave it out", "add unproved=True, or leave it out"),
+        ("--overlap-p2p-communication-warmup-flush: why", "overlap_p2p_comm_warmup_flush: why"),
+        ("--no-overlap-p2p-communication: why", "overlap_p2p_comm=False: why"),
+        ("--num-experts 8 and --swiglu", "num_moe_experts 8 and gated_linear_unit"),
+        ("--pipeline-schedule and --none-of-megatrons", "--pipeline-schedule and --none-of-megatrons"),
     ],
 )
 def test_errors_name_the_arguments_of_a_call(kind: type[BaseException], line: str, words: str) -> None:
@@ -103,6 +110,31 @@ def test_errors_name_the_arguments_of_a_call(kind: type[BaseException], line: st
     with pytest.raises(kind) as error, call_words.in_words_of_call():
         raise kind(line)
     assert str(error.value) == getattr(error.value, "code", words) == words
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (
+            "--pipeline-vocabulary shared needs labels; add --pipeline-unproved",
+            "MEGATRON_PP_VOCABULARY=shared needs labels; add MEGATRON_PP_UNPROVED=1",
+        ),
+        ("raise --pipeline-memory-limit", "raise MEGATRON_PP_MEMORY_LIMIT"),
+        (
+            "memory_limit is 2, for 3 ranks; give ranks=3, or leave memory_limit out",
+            "MEGATRON_PP_MEMORY_LIMIT is 2, for 3 ranks; give MEGATRON_PP_RANKS=3, or leave "
+            "MEGATRON_PP_MEMORY_LIMIT out",
+        ),
+        ("give slice_tokens, --moe-paged-stash", "give slice_tokens, moe_paged_stash"),
+    ],
+)
+def test_errors_name_the_variables_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, line: str, words: str
+) -> None:
+    """Where it made the call; what has no variable keeps its name."""
+    monkeypatch.setattr(call_words, "_variables", {})
+    call_words.use_variables({argument: name for name, (argument, _) in activation.VARIABLES.items()})
+    assert call_words.by_call(line) == words
 
 
 def test_what_a_compiler_says_names_the_arguments_of_a_call() -> None:

@@ -102,3 +102,12 @@ def test_what_follows_from_the_end_of_another_rank_is_said_where_nothing_else_is
 def test_a_warning_is_never_the_reason(last: str) -> None:
     assert reason(f"no space left on the disk\n{last}") == "no space left on the disk"
     assert reason(last) == "it printed nothing"
+
+
+def test_a_rank_that_lost_another_one_is_not_the_reason() -> None:
+    lost = (
+        "megatron_pp_ext: rank 1 has ended, or does not answer, while rank 0 was waiting for the gradient of "
+        "microbatch 3 from stage 1 (it is gone); see what that rank printed, and go on from a checkpoint"
+    )
+    assert reason(f"[rank1]: ValueError: a sample is damaged\n{lost}\n") == "ValueError: a sample is damaged"
+    assert reason(f"{lost}\n") == lost

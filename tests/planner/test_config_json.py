@@ -222,6 +222,33 @@ def test_of_several_kinds_of_input_the_language_model_is_described(nested: str) 
     assert described.notes == [f"the language model alone is described ({nested}), without its encoders"]
 
 
+@pytest.mark.parametrize(
+    "architecture",
+    ["LlamaForCausalLM", "LlamaForConditionalGeneration", "GPT2LMHeadModel", "InternVLChatModel", "MiniCPMV"],
+)
+def test_a_class_with_a_head_of_the_vocabulary_is_that_of_a_language_model(architecture: str) -> None:
+    config = {**LLAMA, "architectures": [architecture]}
+    assert dict(config_json.read(config).values) == dict(config_json.read(LLAMA).values)
+
+
+@pytest.mark.parametrize("has_types", [False, True])
+def test_of_a_model_that_speaks_the_thinker_is_described(has_types: bool) -> None:
+    """Its parts may have no model_type of their own."""
+    text, thinker = without(QWEN3_MOE, "model_type"), {"model_type": "qwen3_omni_moe_thinker"}
+    if has_types:
+        text["model_type"] = "qwen3_omni_moe_text"
+    described = config_json.read(
+        {
+            "model_type": "qwen3_omni_moe",
+            "thinker_config": {**(thinker if has_types else {}), "audio_config": {}, "text_config": text},
+            "talker_config": {"text_config": {**LLAMA, "num_hidden_layers": 2}},
+            "code2wav_config": {},
+        }
+    )
+    assert dict(described.values) == dict(config_json.read(QWEN3_MOE).values)
+    assert described.notes[0].endswith("(thinker_config), without its encoders and its talker")
+
+
 def test_tied_embeddings_may_be_said_beside_the_language_model() -> None:
     outer = {"model_type": "some_vlm", "text_config": LLAMA, "tie_word_embeddings": True}
     assert not config_json.read(outer).values["untie_embeddings_and_output_weights"]
@@ -321,6 +348,31 @@ REFUSED: list[tuple[Config, str]] = [
     ({**QWEN3_MOE, "shared_expert_intermediate_size": 8}, "_size is 8, but must be 0"),
     ({**QWEN35_27B, "output_gate_type": "tanh"}, 'output_gate_type is "tanh", but only "sigmoid"'),
     ({**GLM_5, "index_topk_pattern": "FX" * 39}, 'index_topk_pattern is "FXFX'),
+    # outputs other than the vocabulary
+    (
+        {**LLAMA, "architectures": ["LlamaForSequenceClassification"], "num_labels": 1},
+        'architectures has "LlamaForSequenceClassification", with a head of 1 label, and Megatron\'s GPT',
+    ),
+    ({**LLAMA, "architectures": ["LlamaForTokenClassification"]}, "with a head of 2 labels, and"),
+    (
+        {
+            **LLAMA,
+            "architectures": ["MyForSequenceClassification"],
+            "id2label": {"0": "a", "1": "b", "2": "c"},
+        },
+        "with a head of 3 labels, and",
+    ),
+    ({**LLAMA, "architectures": ["LlamaForQuestionAnswering"]}, "with no head of the vocabulary, and"),
+    ({**LLAMA, "architectures": ["LlamaForProcessRewardModel"]}, "with no head of the vocabulary, and"),
+    ({**LLAMA, "architectures": ["LlamaModel"]}, "with no head of the vocabulary, and"),
+    (
+        {
+            "model_type": "vlm",
+            "architectures": ["VlmForSequenceClassification"],
+            "text_config": {**LLAMA, "architectures": None},
+        },
+        'architectures has "VlmForSequenceClassification"',
+    ),
     # keys that nothing knows for the type
     ({**LLAMA, "n_shared_experts": 1}, "n_shared_experts is 1, but no such key is known for this model_type"),
     ({**LLAMA, "layer_types": ["full_attention"] * 32}, "layer_types is "),

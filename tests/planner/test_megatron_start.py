@@ -78,6 +78,34 @@ def test_a_layout_is_that_of_the_model(layout: str, fault: str) -> None:
     assert re.search(fault, refusal(f"{DENSE} --pipeline-model-parallel-layout {layout}"))
 
 
+DELTA_NETS = (
+    "--transformer-impl transformer_engine --experimental-attention-variant gated_delta_net "
+    "--linear-attention-freq 4"
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--cp-comm-type a2a+p2p", "give their sizes as --hierarchical-context-parallel-sizes"),
+        ("--cp-comm-type p2p a2a+p2p", "give their sizes as --hierarchical-context-parallel-sizes"),
+        ("--cp-comm-type a2a+p2p --context-parallel-size 2 --hierarchical-context-parallel-sizes 2 1", ""),
+        (f"{DELTA_NETS} --linear-num-value-heads 24", "24 is no multiple of --linear-num-key-heads 16"),
+        (f"{DELTA_NETS} --linear-num-value-heads 48", ""),
+        ("--linear-num-value-heads 24", ""),
+        (
+            f"{DELTA_NETS} --linear-num-key-heads 2 --context-parallel-size 2",
+            "--linear-num-key-heads 2 is no multiple of --tensor-model-parallel-size 2 x "
+            "--context-parallel-size 2",
+        ),
+    ],
+)
+def test_what_megatron_asserts_of_its_arguments(flags: str, line: str) -> None:
+    """By validate_args and TransformerConfig of 0.17 to 0.19."""
+    found = refusal(f"{DENSE} {flags}")
+    assert line in found if line else not found
+
+
 @pytest.mark.parametrize(
     "flags",
     [

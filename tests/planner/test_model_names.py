@@ -127,6 +127,57 @@ def test_an_error_names_the_file(tmp_path):
         model_names.read(str(file))
 
 
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_an_adapter_is_none_of_a_model(tmp_path, is_folder):
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps({"peft_type": "LORA", "r": 8, "base_model_name_or_path": "meta/a-model"}))
+    with pytest.raises(ValueError) as error:
+        model_names.read(str(tmp_path if is_folder else file))
+    assert str(error.value) == (
+        f'{file}: is the file of an adapter ("LORA"), not of a model: give the config.json of its base '
+        "model, meta/a-model"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "subject"),
+    [
+        ({"weight_map": {}, "metadata": {}}, "of a checkpoint's weights"),
+        ({"tokenizer_class": "X"}, "of a tokenizer"),
+        ({"do_sample": True, "transformers_version": "5"}, "of the generation of text"),
+        ({"peft_type": "IA3"}, 'of an adapter ("IA3")'),
+    ],
+)
+def test_other_files_of_a_folder_are_named(tmp_path, content, subject):
+    file = tmp_path / "other.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"not of a model: give the config\.json of the model$") as error:
+        model_names.read(str(file))
+    assert f"is the file {subject}, " in str(error.value)
+
+
+def test_positions_that_a_file_leaves_open_are_those_of_the_sequences(tmp_path):
+    file = tmp_path / "config.json"
+    open_ended = {name: value for name, value in LLAMA.items() if name != "max_position_embeddings"}
+    file.write_text(json.dumps(open_ended))
+    with pytest.raises(ValueError, match="has no --seq-length: give it"):
+        described.read([], str(file))
+    found = described.read([], str(file), {"seq_length": 4096})
+    file.write_text(json.dumps({**LLAMA, "max_position_embeddings": 4096}))
+    assert found.asked.job == described.read([], str(file)).asked.job
+    assert "--max-position-embeddings 4096" in " ".join(found.words)
+
+
+def test_what_a_file_lacks_is_not_said_to_be_replaced(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA))
+    flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--num-layers", "2"]
+    (note,) = described.read(flags, str(file), {"seq_length": 4096}).notes
+    assert note.endswith("(in brackets): --num-layers 2 (4)")
+    (note,) = described.read([], "llama3-8b", {"seq_length": 4096}).notes
+    assert note.endswith("(in brackets): --seq-length 4096 (8192)")
+
+
 def test_sequences_are_no_longer_than_the_chunks_in_which_a_model_attends():
     assert described.read([], "llama-4-scout").asked.argument("seq_length") == 8192
     with pytest.raises(ValueError, match="--seq-length 8193 is longer than the chunks of 8192 tokens"):

@@ -67,7 +67,7 @@ def test_what_cannot_travel_ends_both_ends_with_its_name() -> None:
     assert ended[1] == got[1]
     assert ended[1].startswith("tree[1]['note'][1] cannot be copied (")
     assert "has to go from rank 0, which computes it, to rank 1" in ended[1]
-    assert "let the loss function return tensors and what pickle can copy" in ended[1]
+    assert "let the loss function return tensors, numbers, texts, and lists, tuples or dicts" in ended[1]
     torch.testing.assert_close([got[0], *got[2:]], [trees[0], *trees[2:]], rtol=0, atol=0)
 
 

@@ -135,6 +135,22 @@ def test_a_failure_leaves_no_slot_that_runs_in_parts() -> None:
     assert not STORE.is_collecting
 
 
+def test_what_a_failed_step_has_left_is_dropped_with_its_tensors(meter: ActivationMeter) -> None:
+    store = WeightGradientStore()
+    store.meter = meter
+    for slot in (SLOT, Owner(SLOT.stage, SLOT.microbatch + 1)):
+        with store.collecting(slot):
+            store.defer(lambda: pytest.fail("it belongs to a step that failed"), torch.ones(8))
+    assert meter.live_bytes
+    store.abandon()
+    assert (len(store), meter.live_bytes) == (0, 0)
+    done: list[int] = []
+    with store.collecting(SLOT):
+        store.defer(lambda: done.append(1))
+    store.run(SLOT)
+    assert done == [1]
+
+
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.bfloat16), ("cuda", torch.float16)])
 def test_a_weight_half_runs_under_the_autocast_of_its_backward(device, dtype, monkeypatch):
     """And leaves none behind: a whole backward restores that of its forward for both products."""

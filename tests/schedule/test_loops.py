@@ -74,12 +74,38 @@ def test_code_is_not_read_where_others_may_write_it(opened, folder):
     loop = Loop(sum_below)
     assert loop(5) == 10
     assert loop._compiled.stats.cache_path is None
+    with pytest.raises(ZeroDivisionError):
+        Loop(ratio)(0)
     folder.parent.chmod(0o700)
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.nb*")} == kept, (
+        "it is not ours to remove"
+    )
 
 
-def test_an_error_of_the_loop_itself_is_not_hidden(folder):
+def ratio(end: int) -> float:
+    return 1 / end
+
+
+def test_an_error_of_the_loop_itself_is_not_hidden_and_costs_no_code(folder):
+    assert Loop(sum_below)(5) == 10
+    kept = {path: path.stat().st_mtime_ns for path in folder.rglob("*.nb*")}
     with pytest.raises(Exception, match="unicode"):
         Loop(sum_below)("five")
+    loop = Loop(ratio)
+    assert loop(4) == 0.25
+    with pytest.raises(ZeroDivisionError):
+        loop(0)
+    with pytest.raises(ZeroDivisionError):
+        Loop(ratio)(0)
+    assert kept.items() <= {path: path.stat().st_mtime_ns for path in folder.rglob("*.nb*")}.items()
+
+
+def test_a_disk_without_space_is_no_error(folder, monkeypatch):
+    def full(*unused):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(numba.core.caching.IndexDataCacheFile, "save", full)
+    assert Loop(sum_below)(5) == 10
 
 
 def test_other_sources_and_other_processors_have_other_code(monkeypatch, tmp_path):

@@ -225,7 +225,7 @@ def _offsets(model: list[Any]) -> list[int]:
     return told
 
 
-def _refused() -> dict[str, str]:
+def _refused() -> dict[Any, str]:
     """Return the lines that refuse models which were not built for the schedule that they are to run by."""
     gc.collect()
     megatron_pp_ext.uninstall()
@@ -240,6 +240,9 @@ def _refused() -> dict[str, str]:
     gc.collect()
     megatron_pp_ext.uninstall()
     found["one config"] = _one_config_for_two_models()
+    for unproved in (False, True):
+        with megatron_pp_ext.installed("1f1b", ranks=2, microbatches=8, unproved=unproved):
+            found["graphs", unproved] = _step(own_loop.build(1, cuda_graph_impl="transformer_engine"))
     return found
 
 

@@ -125,6 +125,12 @@ def is_deferred(weight: torch.nn.Parameter) -> bool:
     return bool(getattr(weight, "deferred", 0))
 
 
+def forget_deferred(weight: Any) -> None:
+    """Forget work on ``weight`` that no W will run, since its step has failed."""
+    weight.__dict__.pop("deferred", None)
+    weight.__dict__.pop("sum_of_uses", None)
+
+
 class LastActions(NamedTuple):
     """The last two actions of a stage that add to its gradients.
 
@@ -206,15 +212,28 @@ class DataParallel:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Surround all actions of a step, in which no chunk counts; the first two gather their weights."""
+        self._end_reductions()
         for chunk in range(min(2, len(self._model))):
             self._start_gather(chunk)
         try:
             for chunk in range(len(self._model)):
                 self._stop_counting(chunk)
             yield
+        except BaseException:
+            for weight in (weight for chunk in self._model for weight in chunk.parameters()):
+                forget_deferred(weight)
+            raise
         finally:
             for uncounted in self._uncounted:
                 uncounted.close()
+
+    def _end_reductions(self) -> None:
+        """Wait for reductions that a step has launched which failed before it could finish them."""
+        kinds = "bucket_groups", "expert_parallel_bucket_groups"
+        for group in (group for chunk in self._model for kind in kinds for group in getattr(chunk, kind, ())):
+            if (handle := group.grad_reduce_handle) is not None:
+                handle.wait()
+                group.grad_reduce_handle = None
 
     def first_forward(self, chunk: int) -> None:
         """Start gathering the weights of the chunk after ``chunk``, whose first forward comes next."""

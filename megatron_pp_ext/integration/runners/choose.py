@@ -35,7 +35,7 @@ def choose_runner(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Calla
     """Return this package's runner, or stock's function where no schedule is requested."""
     pipeline = requested.pipeline()
     if pipeline is None or pipeline.is_per_model:
-        return by_model(functools.partial(stock, *args, **kwargs))
+        return StepsByModel(functools.partial(stock, *args, **kwargs))
     announce(pipeline)
     if pipeline.source is None:
         return measured(stock(*args, **kwargs))
@@ -55,23 +55,62 @@ def _arrived(name: str) -> chunk_pipelines.Mark:
 chunk_pipelines.arrive_by(_arrived)
 
 
-def by_model(stock: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-    """Return a forward-backward function that runs each model by the pipeline that it was built for.
+class StepsByModel:
+    """A forward-backward function that runs each model by the pipeline that it was built for.
 
     ``stock`` returns Megatron's own.  Models of different pipelines may take turns.
     """
 
-    def step(*, model: Any, **kwargs: Any) -> Any:
+    def __init__(self, stock: Callable[[], Callable[..., Any]]) -> None:
+        self._stock = stock
+
+    def __call__(self, *, model: Any, **kwargs: Any) -> Any:
         chunks = model if isinstance(model, list) else [model]
         pipeline = chunk_pipelines.of_model(chunks)
         if pipeline is None:
-            return stock()(model=model, **kwargs)
+            return self._stock()(model=model, **kwargs)
         with requested.using(pipeline), in_words_of_call():
-            if chunks[0] not in _runners:
-                _runners[chunks[0]] = _first_runner(pipeline, chunks, **kwargs)
-            return _runners[chunks[0]](model=model, **kwargs)
+            return _runner_by_model(pipeline, chunks, **kwargs)(model=model, **kwargs)
 
-    return step
+
+def runner_of(step: Callable[..., Any], model: Any, **kwargs: Any) -> PipelineRunner | None:
+    """Return what runs ``model`` where ``step`` is called with these arguments; None for Megatron's own."""
+    if not isinstance(step, StepsByModel):
+        return step if isinstance(step, PipelineRunner) else None
+    chunks = model if isinstance(model, list) else [model]
+    pipeline = chunk_pipelines.of_model(chunks)
+    if pipeline is None:
+        return None
+    with requested.using(pipeline), in_words_of_call():
+        return _runner_by_model(pipeline, chunks, **kwargs)
+
+
+def has_run(model: Sequence[torch.nn.Module]) -> PipelineRunner | None:
+    """Return the runner of the steps so far of the chunks ``model``; None under Megatron's own schedule.
+
+    RuntimeError where no step has run.
+    """
+    pipeline = requested.pipeline()
+    if pipeline is None or pipeline.is_per_model:
+        pipeline = chunk_pipelines.of_model(model)
+    if pipeline is None or pipeline.source is None:
+        return None
+    if not pipeline.is_per_model:
+        return runner(pipeline)
+    if not model or model[0] not in _runners:
+        raise RuntimeError(
+            "graphs hold the order of one training step, and none has run: set cuda_graph_warmup_steps to 1 "
+            "or more, and capture them after these steps"
+        )
+    return _runners[model[0]]
+
+
+def _runner_by_model(
+    pipeline: requested.Pipeline, model: Sequence[torch.nn.Module], **kwargs: Any
+) -> PipelineRunner:
+    if model[0] not in _runners:
+        _runners[model[0]] = _first_runner(pipeline, model, **kwargs)
+    return _runners[model[0]]
 
 
 def _first_runner(

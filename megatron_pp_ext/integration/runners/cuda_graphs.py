@@ -16,20 +16,22 @@ tries it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from itertools import zip_longest
 from typing import Any
 
-from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.runners import choose
 from megatron_pp_ext.integration.runners.flushed import FlushedSteps
-from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner
 from megatron_pp_ext.runtime.plan import RankPlan
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.placement import Placement
 
 _BACKWARD = (Kind.I, Kind.B)
 _GRAPHS = "megatron.core.transformer.cuda_graphs"
+_captured: ContextVar[Sequence[Any]] = ContextVar("captured", default=())
+"""The chunks of the model whose layers are being captured."""
+
 _WHY = "--cuda-graph-impl transformer_engine: graphs in the order of the schedule"
 
 
@@ -40,8 +42,8 @@ _WHY = "--cuda-graph-impl transformer_engine: graphs in the order of the schedul
 )
 def send_losses_after_replay(stock: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Capture or replay a step without the messages of its losses, and send these."""
-    runner = self.forward_backward_func
-    if not isinstance(runner, PipelineRunner):
+    runner = choose.runner_of(self.forward_backward_func, **kwargs)
+    if runner is None:
         return stock(self, *args, **kwargs)
     runner.delivers_losses = False
     stock(self, *args, **kwargs)
@@ -77,9 +79,16 @@ def order_of_plan_in_pairs(
 
 @hook(f"{_GRAPHS}:TECudaGraphHelper._get_cuda_graph_input_data", "self", _WHY)
 def keep_what_a_later_half_reads(stock: Callable[[Any], Any], self: Any) -> Any:
-    """Let graphs share no outputs where a W reads them after their backward."""
-    samples, options = stock(self)
-    found = _running()
+    """Let graphs share no outputs where a W reads them after their backward.
+
+    Within it Megatron asks for the order of the chunks, and not by the model that has them.
+    """
+    token = _captured.set(self.model)
+    try:
+        samples, options = stock(self)
+        found = _running()
+    finally:
+        _captured.reset(token)
     if found is not None and any(action.kind is Kind.W for action in found[0].actions):
         options.pop("_reuse_graph_input_output_buffers", None)
     return samples, options
@@ -124,9 +133,8 @@ def _chunks(plan: RankPlan, placement: Placement) -> dict[int, int]:
 
 def _running() -> tuple[RankPlan, Placement] | None:
     """Return the plan of this rank's training steps; None where Megatron's own schedule runs."""
-    pipeline = requested.pipeline()
-    if pipeline is None or pipeline.source is None:
+    runner = choose.has_run(_captured.get())
+    if runner is None:
         return None
-    steps = choose.runner(pipeline).steps
-    assert isinstance(steps, FlushedSteps)
-    return steps.training_plan(), pipeline.placement
+    assert isinstance(runner.steps, FlushedSteps)
+    return runner.steps.training_plan(), runner.steps.placement

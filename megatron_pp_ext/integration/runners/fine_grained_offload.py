@@ -32,10 +32,14 @@ class FineGrainedOffload:
             first = next(iter(self._managers.values()), None)
             self._managers[kind] = ProgramOffloadManager(None if inputs.forward_only else plan.actions, first)
         manager = self._managers[kind]
-        with serving(manager):
-            yield
-            if not inputs.forward_only:
-                manager.reset(**_groups(manager, inputs))
+        try:
+            with serving(manager):
+                yield
+                if not inputs.forward_only:
+                    manager.reset(**_groups(manager, inputs))
+        except BaseException:
+            del self._managers[kind]  # which is in the middle of its step
+            raise
 
 
 def _groups(manager: ProgramOffloadManager, inputs: StepInputs) -> dict[str, Any]:

@@ -24,7 +24,7 @@ class FlushedSteps:
     """Takes a schedule for each number of microbatches, keeps it, and executes all its actions in a step."""
 
     def __init__(self, pipeline: Pipeline, source: Source, transport: Transport) -> None:
-        self._placement, self._source, self._transport = pipeline.placement, source, transport
+        self.placement, self._source, self._transport = pipeline.placement, source, transport
         self._options = pipeline.request.options
         self._parts = step_parts(pipeline)
         self._offload = FineGrainedOffload()
@@ -35,7 +35,7 @@ class FlushedSteps:
         plan, kind = self.plan(inputs), self._kind(inputs)
         step = Step(
             inputs,
-            self._placement,
+            self.placement,
             self._schedules[kind],
             plan,
             self._transport,
@@ -45,7 +45,7 @@ class FlushedSteps:
         with ExitStack() as stack:
             for part in self._parts:
                 stack.enter_context(part(step))
-            stages = model_stages(inputs, self._placement, step.plan, step.make_stage)
+            stages = model_stages(inputs, self.placement, step.plan, step.make_stage)
             self._reduce_as_replicas(step)
             channels = self._transport.channels(inputs)
             with self._offload.step(kind, step.plan, inputs):
@@ -59,7 +59,7 @@ class FlushedSteps:
         kind = self._kind(inputs)
         if kind not in self._plans:
             if inputs.forward_only:
-                request = evaluation(self._placement, inputs.microbatches, self._options)
+                request = evaluation(self.placement, inputs.microbatches, self._options)
                 schedule = make(request).schedule
             else:
                 schedule = self._source.schedule(inputs)
@@ -92,7 +92,7 @@ class FlushedSteps:
             ordinary = step.schedule
         if ordinary is not None:
             inputs.data_parallel.reduce_as(
-                ordinary.orders[plan.rank], plan.actions, self._placement, step.may_move_weights
+                ordinary.orders[plan.rank], plan.actions, self.placement, step.may_move_weights
             )
 
     def _kind(self, inputs: StepInputs) -> tuple[int, bool, Hashable]:

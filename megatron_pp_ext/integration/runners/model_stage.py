@@ -240,5 +240,13 @@ def timed(config: Any, name: str, level: int, barrier: bool = False) -> Iterator
         yield
         return
     config.timers(name, log_level=level).start(barrier=barrier)
-    yield
-    config.timers(name).stop()
+    try:
+        yield
+    finally:
+        config.timers(name).stop()
+
+
+def stop_timers(config: Any) -> None:
+    """Stop the timers that stock's ``forward_step`` and ``backward_step`` leave running where they fail."""
+    for name in ("forward-compute", "backward-compute") if config.timers is not None else ():
+        config.timers(name, log_level=2).reset()

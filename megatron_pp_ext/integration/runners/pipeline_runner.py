@@ -19,7 +19,7 @@ from megatron_pp_ext.integration.core import engine_linear, late_checks, local_l
 from megatron_pp_ext.integration.core.data_parallel import DataParallel
 from megatron_pp_ext.integration.core.frozen_copies import require_alike
 from megatron_pp_ext.integration.runners import paged_stash
-from megatron_pp_ext.integration.runners.model_stage import StepInputs, timed
+from megatron_pp_ext.integration.runners.model_stage import StepInputs, stop_timers, timed
 from megatron_pp_ext.job.rules.all_rules import refuse_config
 from megatron_pp_ext.runtime.first_rank import print_rank_0
 from megatron_pp_ext.runtime.rank import Recorder, Unrecorded
@@ -164,12 +164,13 @@ class PipelineRunner:
         paged_stash.begin_step(config, forward_only)
         clock = timed(config, "forward-backward", level=1, barrier=config.barrier_with_L1_time)
         with clock, self._recording.step(inputs) as recorder, late_checks.put_off():
-            try:
-                with data_parallel.step(), self._recording.actions(inputs, recorder):
+            with data_parallel.step(), self._recording.actions(inputs, recorder):
+                try:
                     self.steps.run(inputs, recorder or Unrecorded())
-            except BaseException:
-                STORE.abandon()
-                raise
+                except BaseException:
+                    STORE.abandon()
+                    stop_timers(config)
+                    raise
             if len(STORE):
                 raise RuntimeError(f"{len(STORE)} weight gradients were left at the end of the step")
             if config.finalize_model_grads_func is not None and not forward_only:

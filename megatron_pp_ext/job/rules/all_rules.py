@@ -1,6 +1,5 @@
 """The questions to the table of what cannot be combined."""
 
-import re
 from typing import Any
 
 from megatron_pp_ext.job.call_words import by_call
@@ -9,8 +8,6 @@ from megatron_pp_ext.job.rules import config as of_config
 from megatron_pp_ext.job.rules import schedules, start, stock, table, unknown_costs
 from megatron_pp_ext.job.rules.rule import Refused
 from megatron_pp_ext.job.rules.rule import refuse as refuse_by
-
-_FLAG = re.compile(r"--([a-z0-9-]+)")
 
 
 def refuse(job: RequestedJob) -> None:
@@ -39,8 +36,7 @@ def refuse_model(job: RequestedJob) -> None:
     try:
         refuse_by(job, about_models)
     except Refused as error:
-        line = _FLAG.sub(lambda found: found[1].replace("-", "_"), by_call(str(error)))
-        raise Refused(line.replace("pipeline_schedule ", ""), error.rule) from None
+        raise Refused(by_call(str(error)).replace("--pipeline-schedule ", ""), error.rule) from None
 
 
 def refuse_config(config: Any) -> None:

@@ -20,6 +20,11 @@ def has_uneven_no_rope(job: RequestedJob) -> bool:
     return isinstance(every, int) and every > 0 and job.model.layers % every > 0
 
 
+def has_delta_nets(job: RequestedJob) -> bool:
+    """Whether the attention of some layers is a gated delta net."""
+    return job.attention.experimental_attention_variant == "gated_delta_net"
+
+
 ROWS = (
     # The size of the model.
     Rule(
@@ -81,6 +86,23 @@ ROWS = (
     Rule(
         "--rotary-interleaved: has no meaning for --multi-latent-attention; leave one of the two out",
         lambda job: job.flags.rotary_interleaved and job.attention.multi_latent_attention,
+    ),
+    Rule(
+        "--linear-num-value-heads {linear_num_value_heads}: is no multiple of --linear-num-key-heads "
+        "{linear_num_key_heads}; change one of them",
+        lambda job: (
+            has_delta_nets(job) and job.attention.linear_num_value_heads % job.attention.linear_num_key_heads
+        ),
+    ),
+    # What divides its heads of keys divides those of values, which are a multiple of them.
+    Rule(
+        "--linear-num-key-heads {linear_num_key_heads}: is no multiple of --tensor-model-parallel-size "
+        "{tensor_model_parallel_size} x --context-parallel-size {context_parallel_size}; lower one of these",
+        lambda job: (
+            has_delta_nets(job)
+            and job.attention.linear_num_key_heads
+            % (job.parallel.tensor_model_parallel_size * job.parallel.context_parallel_size)
+        ),
     ),
     Rule(
         "--attention-backend local: is for --spec local; leave it out",

@@ -236,6 +236,13 @@ ROWS = (
         "{context_parallel_size}; give sizes whose product is that",
         has_other_hierarchy,
     ),
+    Rule(
+        "--cp-comm-type a2a+p2p: exchanges on two levels of ranks; give their sizes as "
+        "--hierarchical-context-parallel-sizes, or choose another type",
+        lambda job: (
+            job.is_set("--cp-comm-type", "a2a+p2p") and not job.flags.hierarchical_context_parallel_sizes
+        ),
+    ),
     # The optimizer.
     Rule(
         "--optimizer-cpu-offload: is for --use-precision-aware-optimizer; add it",

@@ -163,7 +163,6 @@ def windows(keys: Keys) -> Arguments:
 def rotary(keys: Keys) -> Arguments:
     """Return rotary positions, and how they are scaled (YaRN: Peng et al., arXiv 2309.00071)."""
     given, how = _scaling(keys)
-    length = keys.size("max_position_embeddings")
     found = {**_base(keys, given), "position_embedding_type": "rope"}
     if how == "llama3":
         found |= {"use_rope_scaling": True, "rope_scaling_factor": given.number("factor", 8.0)}
@@ -173,7 +172,9 @@ def rotary(keys: Keys) -> Arguments:
         found |= {
             "position_embedding_type": "yarn",
             "rotary_scaling_factor": given.number("factor", 1.0),
-            "yarn_original_max_position_embeddings": given.size("original_max_position_embeddings", length),
+            "yarn_original_max_position_embeddings": given.size(
+                "original_max_position_embeddings", keys.positions
+            ),
             "yarn_beta_fast": given.number("beta_fast", 32.0),
             "yarn_beta_slow": given.number("beta_slow", 1.0),
             "yarn_correction_range_round_to_int": given.truth("truncate", True),

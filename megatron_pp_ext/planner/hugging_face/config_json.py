@@ -25,8 +25,29 @@ _NAMES = {
 _NESTED = "text_config", "llm_config", "language_config", "thinker_config"
 """Where a model of several kinds of input describes its language model."""
 
+_OF_MODEL = {"model_type", "num_hidden_layers", *_NESTED}
+"""Keys of which such a description has some."""
+
 _OF_ALL = "tie_word_embeddings", "pad_token_id", "quantization_config"
 """Keys of a language model that may stand beside it."""
+
+_OTHER_FILES = {
+    "peft_type": "of an adapter",
+    "weight_map": "of a checkpoint's weights",
+    "tokenizer_class": "of a tokenizer",
+    "image_processor_type": "of a processor of images",
+    "do_sample": "of the generation of text",
+    "_diffusers_version": "of a diffusion model",
+}
+"""What other files of Hugging Face describe, by a key that each of them has."""
+
+_BASE = "base_model_name_or_path"
+
+_HEADLESS = re.compile(
+    r"For(?:\w*Classification|\w*Reward\w*|QuestionAnswering|MultipleChoice|\w*Retrieval|\w*Embedding\w*)$"
+    r"|RewardModel$|(?:BidirectionalModel|EmbedModel|EncoderModel)$|^(?!.*(?:LMHead|Chat|VL))\w*Model$"
+)
+"""Matches classes whose output is no token: rewards, classes, spans of a text, hidden states."""
 
 _INPUTS = "vision_config", "audio_config", "vision_feature_layer", "spatial_merge_size"
 """Keys of the encoders of other inputs, where they stand among those of the language model."""
@@ -43,6 +64,8 @@ class GivenModel:
     values: Mapping[str, Any]
     notes: list[str] = field(default_factory=list)
     longest: int | None = None
+    assumed: frozenset[str] = frozenset()
+    """The names of values that are not the model's, and stand in for what a job has to have."""
 
 
 def is_config(content: Mapping[str, Any]) -> bool:
@@ -57,19 +80,54 @@ def read(config: Mapping[str, Any]) -> GivenModel:
     """
     language, notes = _language_model(config)
     values, keys = TYPES[_known(language.get("model_type"), config.get("model_type"))].read(language)
-    length = min(values["max_position_embeddings"], LONGEST_DEFAULT, keys.longest or LONGEST_DEFAULT)
-    values |= {"seq_length": length, "tokenizer_type": "NullTokenizer", "bf16": True}
-    return GivenModel(str(config.get("model_type")), values, notes + keys.notes, keys.longest)
+    _require_language_head(language.get("architectures") or config.get("architectures"), language)
+    positions = values["max_position_embeddings"]
+    assumed = {
+        "seq_length": positions and min(positions, LONGEST_DEFAULT, keys.longest or LONGEST_DEFAULT),
+        "tokenizer_type": "NullTokenizer",
+        "bf16": True,
+    }
+    name, notes = str(config.get("model_type")), notes + keys.notes
+    return GivenModel(name, values | assumed, notes, keys.longest, frozenset(assumed))
+
+
+def refuse_other_files(content: Mapping[str, Any]) -> None:
+    """Raise ValueError for the ``content`` of a file of Hugging Face that describes no model."""
+    subject = next((subject for key, subject in _OTHER_FILES.items() if key in content), None)
+    if subject is None or "model_type" in content or "architectures" in content:
+        return
+    base = content.get(_BASE)
+    about = f" ({short(content['peft_type'])})" if "peft_type" in content else ""
+    model = f"its base model, {base}" if isinstance(base, str) and base else "the model"
+    raise ValueError(f"is the file {subject}{about}, not of a model: give the config.json of {model}")
+
+
+def _require_language_head(architectures: object, language: Mapping[str, Any]) -> None:
+    """Raise ValueError for a model whose output is not the vocabulary, as a reward model's."""
+    for name in architectures if isinstance(architectures, list) else [architectures]:
+        if not isinstance(name, str) or not _HEADLESS.search(name):
+            continue
+        names, count = language.get("id2label"), language.get("num_labels")
+        labels = count if count is not None else len(names) if isinstance(names, Mapping) else 2
+        plural = "" if labels == 1 else "s"
+        head = (
+            f"a head of {labels} label{plural}" if "Classification" in name else "no head of the vocabulary"
+        )
+        raise ValueError(
+            f"architectures has {short(name)}, with {head}, and Megatron's GPT has one of the vocabulary: "
+            "take architectures out of a copy of the file to count it as a language model"
+        )
 
 
 def _language_model(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
     """Return the part of ``config`` that describes the language model, and a note where there is more."""
     for name in _NESTED:
         inner = config.get(name)
-        if isinstance(inner, Mapping) and "model_type" in inner:
-            outer = {key: config[key] for key in _OF_ALL if key in config}
+        if isinstance(inner, Mapping) and not _OF_MODEL.isdisjoint(inner):
+            outer = {key: config[key] for key in (*_OF_ALL, "model_type") if key in config}
             found, _ = _language_model({**outer, **inner})
-            return found, [f"the language model alone is described ({name}), without its encoders"]
+            rest = "its encoders and its talker" if name == "thinker_config" else "its encoders"
+            return found, [f"the language model alone is described ({name}), without {rest}"]
     if any(name in config for name in _INPUTS):
         kept = {name: value for name, value in config.items() if name not in _INPUTS}
         return kept, ["the language model alone is described, without its encoders"]

@@ -139,6 +139,12 @@ class Keys:
         """The number of layers."""
         return self.size("num_hidden_layers")
 
+    @property
+    def positions(self) -> int | None:
+        """The most tokens of a sequence; None where a file leaves them open, since they have no weights."""
+        name = "max_position_embeddings"
+        return None if self.get(name) is None else self.size(name)
+
 
 def _wrong(name: str, value: Any, rule: str) -> ValueError:
     return ValueError(f"{name} is {short(value)}, but must be {rule}: correct it")

@@ -11,12 +11,11 @@ def body(keys: Keys) -> Arguments:
 
 
 def _ends(keys: Keys) -> Arguments:
-    length = keys.size("max_position_embeddings")
     return {
         "hidden_size": keys.size("hidden_size"),
         "vocab_size": keys.size("vocab_size"),
         "untie_embeddings_and_output_weights": not keys.truth("tie_word_embeddings"),
-        "max_position_embeddings": length,
+        "max_position_embeddings": keys.positions,
         "hidden_dropout": 0.0,
     }
 

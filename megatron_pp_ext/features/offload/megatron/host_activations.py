@@ -95,7 +95,12 @@ def offloading(pipeline: Pipeline) -> StepPart:
         offloaded = host.before(step.plan)
         if offloaded is not None:
             step.parts.append(offloaded)
-        yield
+        try:
+            yield
+        except BaseException:
+            if offloaded is not None:
+                offloaded.abandon()
+            raise
         host.after(step.plan)
 
     return during

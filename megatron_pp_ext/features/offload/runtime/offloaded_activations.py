@@ -104,6 +104,7 @@ class OffloadedActivations:
         self.buffers = buffers
         self._engines, self._smallest = engines, smallest
         self._microbatches: dict[Owner, _Microbatch] = {}
+        self._begun: set[Owner] = set()
         self._arriving: list[_Arrival] = []
         self.offloaded_bytes = self.stayed_bytes = self.small_bytes = 0
 
@@ -111,8 +112,12 @@ class OffloadedActivations:
     def saving(self, owner: Owner) -> Iterator[None]:
         """Take note of what the forward of ``owner`` inside saves for its backward.
 
-        The activation meter, whose hooks are not called meanwhile, counts it as ever.
+        The activation meter, whose hooks are not called meanwhile, counts it as ever.  What comes a second
+        time without an end of the step is of a new step, after one that failed.
         """
+        if owner in self._begun:
+            self.abandon()
+        self._begun.add(owner)
         meter, stream = watching(), self._engines.stream()
         found = self._microbatches[owner] = _Microbatch(meter)
 
@@ -172,8 +177,9 @@ class OffloadedActivations:
 
     def reload(self, owner: Owner, timed: Timed | None = None) -> None:
         """Launch the copy back to the device, for which the backward waits; ``timed`` as in ``offload``."""
-        found = self._microbatches.pop(owner)
+        found = self._microbatches[owner]
         if found.sent is None:
+            del self._microbatches[owner]
             return
         transfers: list[Transfer] = []
         needed: list[tuple[_Saved, _Place, torch.Tensor]] = []
@@ -184,6 +190,7 @@ class OffloadedActivations:
                 transfers.append(Transfer(storage.buffer.memory[: storage.size], memory))
                 needed += [(saved, place, memory) for saved, place in alive]
         copy = self._engines.to_device(transfers, [found.sent], timed or nullcontext())
+        del self._microbatches[owner]
         arrival = _Arrival(copy, [transfer.target for transfer in transfers])
         self._arriving = [*(one for one in self._arriving if one.memory), arrival]
         for storage in found.offloaded:
@@ -201,12 +208,30 @@ class OffloadedActivations:
 
         What is computed later waits for copies that no backward has waited for.
         """
+        self._take_arrivals()
+        if self._microbatches:
+            raise RuntimeError(f"activations of {sorted(self._microbatches)} were left on the host")
+
+    def abandon(self) -> None:
+        """End a step that has failed: give back the buffers of what is on the host, or on its way there.
+
+        What is computed later waits for the step's copies, of which some read memory of the device.
+        """
+        for found in self._microbatches.values():
+            if found.sent is not None:
+                found.sent.wait()
+            for storage in found.offloaded:
+                storage.buffer.last_use = found.sent or storage.buffer.last_use
+                self.buffers.give_back(storage.buffer)
+        self._microbatches.clear()
+        self._take_arrivals()
+
+    def _take_arrivals(self) -> None:
+        self._begun.clear()
         for arrival in self._arriving:
             if arrival.memory:
                 arrival.wait()
         self._arriving.clear()
-        if self._microbatches:
-            raise RuntimeError(f"activations of {sorted(self._microbatches)} were left on the host")
 
     def _let_stay(self, size: int) -> None:
         if not self.stayed_bytes:

@@ -21,7 +21,9 @@ def _logged() -> dict[str, torch.Tensor]:
 def averaged(count: float) -> Iterator[None]:
     """Divide what microbatches add by the ``count`` of units that one has: Megatron expects one."""
     before = {name: values.clone() for name, values in _logged().items()}
-    yield
-    for name, values in _logged().items():
-        earlier = before.get(name, torch.zeros_like(values))
-        values.copy_(earlier + (values - earlier) / count)
+    try:
+        yield
+    finally:
+        for name, values in _logged().items():
+            earlier = before.get(name, torch.zeros_like(values))
+            values.copy_(earlier + (values - earlier) / count)

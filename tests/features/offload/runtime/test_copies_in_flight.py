@@ -125,13 +125,60 @@ def test_what_dies_between_forward_and_backward(when, engines, away):
     assert away.buffers.used_bytes == 0
 
 
-def test_what_no_backward_waits_for_is_waited_for_at_the_end_of_the_step(engines, away):
+@pytest.mark.parametrize("owners", [(FIRST,), (FIRST, SECOND)], ids=["one", "two"])
+@pytest.mark.parametrize("is_alive", [False, True])
+def test_what_no_backward_waits_for_is_waited_for_at_the_end_of_the_step(engines, away, owners, is_alive):
+    """All of several copies back, whether or not somebody still holds the graphs that they are for."""
+    outputs = [saved(away, owner) for owner in owners]
+    there_and_back(away, *owners)
+    back = engines.launched[len(owners) :]
+    if not is_alive:
+        del outputs
+    assert all(copy.left for copy in back), "nobody has waited"
+    away.close()
+    assert not any(copy.left for copy in back) and engines.freed == 0
+
+
+def failed_step(away, engines, what):
+    """Begin a step of two microbatches, and leave it where ``what`` of the first one would come next."""
+    outputs = [saved(away, FIRST), saved(away, SECOND)]
+    done = ["offload", "free", "reload", "backward"][: ["offload", "free", "reload", "backward"].index(what)]
+    for act in done:
+        getattr(away, act)(FIRST)
+    return outputs
+
+
+@pytest.mark.parametrize("what", ["offload", "free", "reload", "backward"])
+@pytest.mark.parametrize("is_abandoned", [True, False])
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_a_step_after_one_that_failed_is_as_good_as_the_first(engines, away, what, is_abandoned, is_alive):
+    """Also a shorter one, where the failure was not reported, and while somebody holds what is left."""
+    outputs = failed_step(away, engines, what)
+    if not is_alive:
+        del outputs
+    if is_abandoned:
+        away.abandon()
+        assert away.buffers.used_bytes == 0
     output = saved(away, FIRST)
     there_and_back(away, FIRST)
-    del output
-    assert engines.launched[-1].left, "nobody has waited"
+    assert away.offloaded_bytes, "a copy was made"
+    output.sum().backward()
     away.close()
-    assert not engines.launched[-1].left and engines.freed == 0
+    engines.flush()
+    assert away.buffers.used_bytes == 0 and engines.freed == 0
+    reference = saved(OffloadedActivations(HostBuffers(1 << 20), engines, BYTES), SECOND)
+    assert torch.equal(output, reference)
+
+
+def test_a_copy_to_a_buffer_follows_the_copy_of_a_failed_step(engines, away):
+    outputs = failed_step(away, engines, "reload")
+    first = engines.launched[0]
+    away.abandon()
+    assert not first.left, "what is computed next waits before it uses the memory that was read"
+    again = saved(away, FIRST)
+    away.offload(FIRST)
+    assert first in engines.launched[1].after, "both write to one buffer"
+    del outputs, again
 
 
 def test_memory_on_its_way_is_free_once_a_backward_has_waited(engines, away):
