@@ -7,7 +7,6 @@ from functools import partial
 from megatron_pp_ext.features.lengths.ordering import Ordering
 from megatron_pp_ext.features.slices.megatron.by_length import ByLength
 from megatron_pp_ext.features.slices.megatron.layers import Calls
-from megatron_pp_ext.features.slices.megatron.router_losses import averaged
 from megatron_pp_ext.features.slices.megatron.sliced_stage import SlicedStage
 from megatron_pp_ext.features.slices.options import Slices, are_by_length
 from megatron_pp_ext.integration.requested import Pipeline
@@ -35,8 +34,7 @@ def sliced(pipeline: Pipeline) -> StepPart:
             units = option.units(inputs.microbatches)
             inputs.shape = (inputs.shape[0] // option.count, *inputs.shape[1:])
             step.make_stage = partial(SlicedStage, units=units, calls=calls)
-            with averaged(option.count):
-                yield
+            yield
 
     return during
 
