@@ -143,6 +143,9 @@ CASES: dict[str, dict[str, str]] = {
         "cannot be shared out over --tensor": "--pipeline-schedule v-half --tensor-model-parallel-size 4 "
         "--sequence-parallel --pipeline-slice-tokens 6",
     },
+    f"Without `--pipeline-slice-tokens`|{PP4} --pipeline-schedule 1f1b": {
+        "--pipeline-slice-check: is about slices": "--pipeline-slice-check off"
+    },
     f"With `--pipeline-slice-tokens`|{PP4} {SLICES}": {
         "would do so within a sequence": f"{UNTIED} --pipeline-schedule pipedream",
         "the file orders microbatches": "--pipeline-schedule csv:x.csv",

@@ -42,6 +42,15 @@ RULES = (
         ),
     ),
     Rules(
+        title="Without `--pipeline-slice-tokens`",
+        when=lambda job: job.pipeline.pipeline_slice_tokens is None,
+        rows=(
+            Rule(
+                "--pipeline-slice-check: is about slices; leave it out, or add --pipeline-slice-tokens auto"
+            ),
+        ),
+    ),
+    Rules(
         title="With `--pipeline-slice-tokens`",
         when=_cuts,
         subject="--pipeline-slice-tokens {pipeline_slice_tokens}",

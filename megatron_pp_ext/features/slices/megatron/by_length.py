@@ -23,8 +23,9 @@ from megatron_pp_ext.features.lengths.megatron.run_costs import RunCosts
 from megatron_pp_ext.features.lengths.microbatches import Microbatches
 from megatron_pp_ext.features.lengths.ordering import Ordering
 from megatron_pp_ext.features.slices.megatron.layers import Calls
+from megatron_pp_ext.features.slices.megatron.probe import require_known_operations
 from megatron_pp_ext.features.slices.megatron.sliced_stage import SlicedStage
-from megatron_pp_ext.features.slices.options import FLAG, SMALLEST, Slices
+from megatron_pp_ext.features.slices.options import FLAG, SMALLEST, Slices, Unchecked
 from megatron_pp_ext.features.slices.plan import Planner
 from megatron_pp_ext.features.slices.search import BUDGET
 from megatron_pp_ext.features.slices.shared import cut_alike, in_order_of
@@ -47,7 +48,11 @@ class ByLength:
 
     def __init__(self, pipeline: Pipeline, option: Slices, ordering: Ordering) -> None:
         self._request, self._placement = pipeline.request, pipeline.placement
-        self._tokens, self._ordering = option.tokens, ordering
+        self._tokens, self._is_checked, self._ordering = (
+            option.tokens,
+            pipeline.request.option(Unchecked) is None,
+            ordering,
+        )
         self._costs = RunCosts(pipeline, ordering)
         self._calls: list[Calls] = []
         self._of_family = lru_cache(maxsize=_KEPT)(self._make)
@@ -65,6 +70,7 @@ class ByLength:
             yield
             return
         self._calls[:] = self._calls or map(Calls, inputs.model)
+        require_known_operations(self._calls, inputs, self._tokens or SMALLEST, self._is_checked)
         data: list[list[Any] | None] = []
         agreed = agree(lambda: self._read(inputs, data), inputs, self._costs.work)
         if inputs.forward_only and agreed.unknown:

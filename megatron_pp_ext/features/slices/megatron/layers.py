@@ -52,7 +52,7 @@ class Calls:
         for part in (module, attention):
             self.refused = self.refused or _refused_kind(getattr(part, "attn_mask_type", None))
         self.reads_masks = self.reads_masks or not _is_of_engine(attention)
-        _hook(attention, _with_prefix)
+        _hook(attention, with_prefix)
         if isinstance(attention, DotProductAttention):
             # Its kernel knows as many keys as queries.
             attention.scale_mask_softmax.scaled_masked_softmax_fusion = False
@@ -123,7 +123,7 @@ def _with_part_of_batch(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     here = running()
     if here is None or _call is None or not _call.of.are_of(module):
         return None
-    arguments = _named(module.forward, args, kwargs)
+    arguments = named(module, args, kwargs)
     if _call.arguments is None:
         _call.note(arguments)
     if _call.of.reads_masks:
@@ -131,22 +131,29 @@ def _with_part_of_batch(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     return (), cut(arguments, here)
 
 
-def _named(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return all arguments of a call by name."""
-    signature = inspect.signature(function)
-    bound = signature.bind(*args, **kwargs).arguments
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            bound |= bound.pop(name, {})
-    return bound
+def named(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return all arguments of a call by name.
+
+    Where the module's own ``forward`` takes any, as ``*args``, those of its class's base have the names.
+    """
+    forwards = (vars(kind).get("forward") for kind in type(module).__mro__)
+    for forward in (module.forward, *(one.__get__(module) for one in forwards if one is not None)):
+        names = [
+            name
+            for name, parameter in inspect.signature(forward).parameters.items()
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        ]
+        if len(names) >= len(args):
+            return {**dict(zip(names, args, strict=False)), **kwargs}
+    raise TypeError(f"{type(module).__name__}.forward does not name what it is called with: give it names")
 
 
-def _with_prefix(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+def with_prefix(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     """Let attention see the keys and values of the whole sequence up to the slice's end."""
     here = running()
     if here is None or here.sequence is None:
         return None
-    arguments = _named(module.forward, args, kwargs)
+    arguments = named(module, args, kwargs)
     if why := _refused_kind(arguments.get("attn_mask_type")):
         raise ValueError(why)
     for what in ("key", "value"):
@@ -187,7 +194,7 @@ def _from_start(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     here = running()
     if here is None:
         return None
-    arguments = _named(module.forward, args, kwargs)
+    arguments = named(module, args, kwargs)
     return (), {**arguments, "offset": arguments.get("offset", 0) + here.start}
 
 
