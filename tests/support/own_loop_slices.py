@@ -10,6 +10,7 @@ from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from tests.support.ranks import run_ranks  # isort: skip  (the stand-ins come before Megatron)
 
@@ -17,6 +18,7 @@ import torch
 
 import megatron_pp_ext
 from megatron_pp_ext.features.slices.costs import choice
+from megatron_pp_ext.features.slices.runtime import prefixes
 from tests.support import own_loop
 
 
@@ -36,6 +38,7 @@ def on_rank(rank: int) -> dict[str, Any]:
     found["sliced"] = own_loop.train(model, own_loop.COUNTS)
     found["data"] = _data(model)
     found["wrappers"] = [_evaluated(one) for one in (model, [part.module for part in model], model)]
+    found["keys"] = _keys_in_evaluation(model)
     found["length"] = _error(model, seq_length=4)
     step = own_loop.forward_step
 
@@ -66,6 +69,26 @@ def _trained_by(kind: str, chunks: int) -> own_loop.Record:
         return output, lambda losses: RETURNS[kind](losses.mul_(2.0).mean())
 
     return own_loop.train(own_loop.build(chunks), (3,), forward_step_func=step)
+
+
+def _keys_in_evaluation(model: list[Any]) -> int:
+    """Return the most storages of keys and of values that there are at once in an evaluation."""
+    there: WeakSet[Any] = WeakSet()
+    most = 0
+
+    class Counted(prefixes.Prefix):
+        def __init__(self, *about: Any) -> None:
+            nonlocal most
+            super().__init__(*about)
+            there.add(self)
+            most = max(most, len(there))
+
+    stock, prefixes.Prefix = prefixes.Prefix, Counted
+    try:
+        _evaluated(model)
+    finally:
+        prefixes.Prefix = stock
+    return most
 
 
 def _evaluated(model: list[Any]) -> list[float]:

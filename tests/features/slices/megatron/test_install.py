@@ -39,6 +39,11 @@ def test_a_model_is_evaluated_with_and_without_its_wrapper(found: list[dict]) ->
     assert len(found[-1]["wrappers"][0]) == len(found[-1]["stock wrappers"]) == 3
 
 
+def test_an_evaluation_forgets_the_keys_of_a_sequence_at_its_end(found: list[dict]) -> None:
+    """A rank has one sequence in each of its two chunks, and keys and values of each of their layers."""
+    assert [rank["keys"] for rank in found] == [2 * own_loop.LAYERS // 2] * 2
+
+
 def test_a_forward_step_that_changes_outputs_is_refused(found: list[dict]) -> None:
     assert "a forward step which returns what the model returns" in found[-1]["changed"]
 

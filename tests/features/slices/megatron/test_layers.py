@@ -140,6 +140,14 @@ def test_tensors_are_not_handed_on_uncut(hide: Any) -> None:
         cut({"pixels": hide(torch.ones(1))}, slice_of(0, 1))
 
 
+def test_a_mask_begins_where_the_document_of_a_slice_does() -> None:
+    """The slice has token 2 to 4 of a document that is token 4 to 8 of its microbatch."""
+    mask = torch.arange(LENGTH * LENGTH).reshape(1, 1, LENGTH, LENGTH)
+    one = Slice(Sequence(Owner(0, 0), 4), 2, 4, ((6, 8),), LENGTH)
+    found = cut({"attention_mask": mask}, one)["attention_mask"]
+    assert found.tolist() == [[[[52, 53, 54, 55], [60, 61, 62, 63]]]]
+
+
 def test_what_has_no_tensors_is_handed_on() -> None:
     given = {"a": [1, "b"], "c": {"d": np.float32(0.7)}, "e": AttnMaskType.causal, "f": slice_of}
     assert cut(given, slice_of(0, 1)) == given
