@@ -144,7 +144,7 @@ CASES: dict[str, dict[str, str]] = {
         "--sequence-parallel --pipeline-slice-tokens 6",
     },
     f"Without `--pipeline-slice-tokens`|{PP4} --pipeline-schedule 1f1b": {
-        "--pipeline-slice-check: is about slices": "--pipeline-slice-check off"
+        "--pipeline-slice-check is about slices": "--pipeline-slice-check off"
     },
     f"With `--pipeline-slice-tokens`|{PP4} {SLICES}": {
         "would do so within a sequence": f"{UNTIED} --pipeline-schedule pipedream",

@@ -36,6 +36,8 @@ def on_rank(rank: int) -> dict[str, Any]:
     more = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
     with megatron_pp_ext.installed("1f1b", ranks=2, microbatches=2, slice_tokens=4, order="rule"):
         found["by length"] = stepped(shifting, {**about, **more}, seq_length=1)
+    with megatron_pp_ext.installed("1f1b", ranks=2, microbatches=2, slice_tokens=512, order="rule"):
+        found["more tokens than positions"] = stepped(own_loop.gpt, more, seq_length=1)
     return found
 
 

@@ -62,7 +62,8 @@ def require_known_operations(
         return
     refused, unknown = {call.refused for call in calls} - {""}, set[str]()
     tensor = int(inputs.groups.tp.size()) if inputs.config.sequence_parallel else 1
-    tokens = -(-min(MOST, slice_tokens) // tensor) * tensor
+    positions = min(int(getattr(model, "max_sequence_length", 2 * MOST)) for model in models)
+    tokens = max(1, min(MOST, slice_tokens, positions // 2) // tensor) * tensor
     for chunk, model in enumerate(models if is_requested and not refused else ()):
         try:
             with as_chunk(chunk if len(models) > 1 else None), _aside(model):

@@ -45,3 +45,9 @@ def test_the_check_can_be_left_out(found: list[dict]) -> None:
 def test_steps_that_are_planned_by_length_check_too(found: list[dict]) -> None:
     for rank in found:
         assert "the output of a token depends on other tokens" in rank["by length"][0]
+
+
+def test_the_check_has_no_more_tokens_than_a_model_has_positions(found: list[dict]) -> None:
+    for rank in found:
+        error, printed = rank["more tokens than positions"]
+        assert error == "" and "could not be checked" not in printed
