@@ -81,15 +81,17 @@ def test_half_precision_gradients_are_summed_in_fp32() -> None:
 def test_a_layer_is_called_once_for_each_slice() -> None:
     """One that is called twice, or for some slices, would read keys that are not there."""
     sequence = Sequence(Owner(0, 0), 4)
-    sequence.grown("key", torch.ones(2, 1), 0)
+    for layer in ("first", "second"):
+        sequence.grown(layer, torch.ones(2, 1), 0)
     with pytest.raises(ValueError, match="called twice for a slice"):
-        sequence.grown("key", torch.ones(2, 1), 0)
+        sequence.grown("first", torch.ones(2, 1), 0)
     sequence.end_forward(2)
     with pytest.raises(ValueError, match="for some slices of a sequence alone"):
-        sequence.grown("of another layer", torch.ones(2, 1), 2)
+        sequence.grown("third", torch.ones(2, 1), 2)
+    sequence.grown("first", torch.ones(2, 1), 2)
     with pytest.raises(ValueError, match="for some slices of a sequence alone"):
         sequence.end_forward(4)
-    sequence.grown("key", torch.ones(2, 1), 2)
+    sequence.grown("second", torch.ones(2, 1), 2)
     sequence.end_forward(4)
 
 
