@@ -13,4 +13,4 @@ register(Topic("vocabulary", vocabulary.RULES, is_of_models=True), after="schedu
 register(Topic("pairs", pairs.RULES, is_of_models=True), after="vocabulary")
 register(Topic("offload", offload.RULES), after="without_flush")
 register(Topic("lengths", lengths.RULES, is_of_models=True), after="offload")
-register(Topic("slices", slices.RULES, is_of_models=True), after="lengths")
+register(Topic("slices", slices.RULES, is_of_models=True, is_of_calls=True), after="lengths")

@@ -37,6 +37,7 @@ def install(
     timeout: float | timedelta | None = None,
     offload: float | str | None = None,
     slice_tokens: int | str | None = None,
+    slice_check: str | None = None,
     loss_rank: str = LAST,
     order: str | None = None,
     lengths: LengthsOf | None = None,
@@ -56,7 +57,8 @@ def install(
     take, a timedelta or minutes (10).  ``offload`` lets activations wait on the host: a share of them, or
     "auto" for as many as cost no time, and for as few as keep ``memory_limit`` where there is one.
     ``slice_tokens`` cuts sequences into slices of so many tokens, which go through the pipeline one by one;
-    "auto" chooses the number before the first step.
+    "auto" chooses the number before the first step.  Before that the model is checked for operations along
+    the sequence that slices do not know; ``slice_check="off"`` leaves that out.
     ``loss_rank`` is the pipeline rank with both ends of the model where a schedule has them on one, as a V
     does: "last", where other trainers look for the loss, or "first", as in the papers.
 
@@ -87,6 +89,7 @@ def install(
         timeout=timeout,
         offload=offload,
         slice_tokens=slice_tokens,
+        slice_check=slice_check,
         loss_rank=loss_rank,
         order=order,
         lengths=lengths,

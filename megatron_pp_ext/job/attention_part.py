@@ -87,6 +87,11 @@ def seen(window: object) -> int | None:
     return int(before) + 1 if before.isdigit() else None
 
 
+def sees_later(window: object) -> bool:
+    """Whether a token sees any after itself in ``window``, such as 127,0; a -1 stands for all."""
+    return str(window).strip("()").partition(",")[2].strip() not in ("", "0")
+
+
 def _applies(frequency: _FREQUENCY, number: int) -> bool:
     """Whether ``frequency`` has a 1 for layer ``number``; as a number k it has a 0 for each k-th one."""
     if isinstance(frequency, tuple):

@@ -7,6 +7,7 @@ from typing import Any
 from megatron_pp_ext.compiler.request import Request, named
 from megatron_pp_ext.job import memory_limit, options
 from megatron_pp_ext.job.csv_schedule import require_plain
+from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.formats import costs_file, csv_file
@@ -58,6 +59,7 @@ def requested(
         request = named(schedule, ranks, microbatches, chunks, read)
     for argument, value in given:
         request = argument.read(request, value, limit)
+    all_rules.refuse_call(schedule, {argument.name: value for argument, value in given})
     request.require_few_actions()
     return with_loss_on(request, loss_rank)
 

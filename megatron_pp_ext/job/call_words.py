@@ -45,7 +45,7 @@ def in_words_of_call() -> Iterator[None]:
 def _flags() -> re.Pattern[str]:
     """Return what matches the flags that are arguments of a call, with a value that is a word."""
     of_features = (name.replace("_", "-") for name in options.arguments())
-    names, words = "|".join((*_ARGUMENTS, *of_features)), "shared|auto|first|last|rule|search|given"
+    names, words = "|".join((*_ARGUMENTS, *of_features)), "shared|auto|first|last|rule|search|given|off"
     return re.compile(rf"--pipeline-({names})(?![\w-])(?: ({words})\b)?")
 
 

@@ -19,6 +19,7 @@ class Pipeline:
     pipeline_offload: float | str | None = None
     pipeline_offload_host_bytes: float | None = None
     pipeline_slice_tokens: int | str | None = None
+    pipeline_slice_check: str | None = None
     pipeline_update_interval: int | None = None
     pipeline_replicas: str | None = None
     pipeline_loss_rank: str | None = None

@@ -6,7 +6,7 @@ head.  A pair starts as soon as this holds for both of its actions.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import batched, pairwise
@@ -61,9 +61,9 @@ class ScheduleTimer:
     def times(self, costs: Costs) -> tuple[Column, Column]:
         """The starts and the ends of all steps by their numbers; at 0, which is no step, both are 0."""
         if not costs.are_alike:
-            return self._times_of_each(costs.seconds, costs)
+            return self._times_of_each(map(costs.seconds, self.walk.program.actions), costs)
         if self._lends(costs):
-            return self._times_of_each(costs.seconds, costs, self._lending)
+            return self._times_of_each(self._with_lent(costs, self._lending), costs)
         return self.walk.times(self._durations(costs), _delays(costs))
 
     def _lends(self, costs: Costs) -> bool:
@@ -89,7 +89,8 @@ class ScheduleTimer:
         costs = Costs((_USUAL,) * stages, head=HeadCosts(1, 1) if schedule.placement.splits_head else None)
 
         def makespan(found: list[list[tuple[int, int]]]) -> float:
-            return max(as_list(self._times_of_each(costs.seconds, costs, self._firsts(found))[1]))
+            seconds = self._with_lent(costs, self._firsts(found))
+            return max(as_list(self._times_of_each(seconds, costs)[1]))
 
         none: list[list[tuple[int, int]]] = [[] for _ in schedule.orders]
         return min(none, near, far, key=makespan)
@@ -119,23 +120,32 @@ class ScheduleTimer:
 
         ``costs`` has the times of messages, and how long a pair takes.
         """
-        return max(as_list(self._times_of_each(seconds, costs)[1]))
+        every = map(seconds, self.walk.program.actions)
+        return max(as_list(self._times_of_each(every, costs)[1]))
 
-    def _times_of_each(
-        self,
-        seconds: Callable[[Action], float],
-        costs: Costs,
-        lending: Sequence[tuple[int, int]] = (),
-    ) -> tuple[Column, Column]:
-        """Return what ``times`` does where every action has ``seconds``; ``lending`` is as in ``_firsts``."""
-        actions = self.walk.program.actions
-        alone = list(map(seconds, actions))
+    def _times_of_each(self, seconds: Iterable[float], costs: Costs) -> tuple[Column, Column]:
+        """Return what ``times`` does where each action has its own ``seconds``."""
+        copies = [stage.copy for stage in costs.stages]
+        return self.walk.times_of_each(list(seconds), _delays(costs), costs.of_pair, copies)
+
+    def _with_lent(self, costs: Costs, lending: Sequence[tuple[int, int]]) -> list[float]:
+        """Return the seconds of every action where the I and W of ``lending`` run as in ``_firsts``."""
+        actions, kinds = self.walk.program.actions, self._kinds
+        took = {
+            kind: costs.seconds(action) for kind, action in dict(zip(kinds, actions, strict=True)).items()
+        }
+        seconds = [took[kind] for kind in kinds]
         for input, weight in lending:
             lent = costs.stages[actions[weight].stage].lent
-            alone[input] += lent - min(costs.stages[actions[input].stage].hidden_beside, lent)
-            alone[weight] -= lent
-        copies = [stage.copy for stage in costs.stages]
-        return self.walk.times_of_each(alone, _delays(costs), costs.of_pair, copies)
+            seconds[input] += lent - min(costs.stages[actions[input].stage].hidden_beside, lent)
+            seconds[weight] -= lent
+        return seconds
+
+    @cached_property
+    def _kinds(self) -> list[tuple[int, int]]:
+        """The stage and the kind of each action, by whose numbers equal actions are found faster."""
+        stages, kinds, *_ = self.walk.program.columns
+        return list(zip(as_list(stages), as_list(kinds), strict=True))
 
     def spans(self, costs: Costs) -> tuple[Span, ...]:
         """Every rank's span; starts and ends are those of ``simulate(schedule, costs)`` to the last digit."""

@@ -99,6 +99,9 @@ def test_the_vocabulary_is_shared(found) -> None:
 def test_errors_of_a_step_name_the_argument(found) -> None:
     for rank in found:
         assert rank["collecting"].startswith('vocabulary="shared" cannot collect other data than losses')
+    assert found[0]["doubling"].startswith(
+        'vocabulary="shared" needs a forward step which returns what the model returns'
+    )
 
 
 def test_activations_wait_on_the_host_and_a_trace_is_written(found) -> None:

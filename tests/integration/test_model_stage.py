@@ -8,7 +8,7 @@ import torch
 
 from megatron_pp_ext.features.pairs.megatron.planned_stage import run_pair
 from megatron_pp_ext.integration.runners import model_stage
-from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs
+from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs, step_of_one_call
 from megatron_pp_ext.schedule.actions import Action, Kind
 
 TOKENS = (3, 5, 4)
@@ -114,3 +114,46 @@ def test_megatron_answers_for_the_chunk_of_the_forward_while_a_pair_runs() -> No
     stages = {0: Half("first"), 3: Half("last")}
     output, _ = run_pair(stages, Action(3, Kind.F, 1), None, Action(0, Kind.B, 0), None)
     assert output == "last" and Half.answers is None
+
+
+class Doubling(torch.nn.Module):
+    """Stands in for a model, which doubles what it gets."""
+
+    def forward(self, given):
+        return given * 2
+
+
+STEPS = {
+    "what the model returns": lambda model, given: model(given),
+    "another tensor": lambda model, given: model(given) / 2,
+    "the same tensor, written to": lambda model, given: model(given).div_(2),
+    "the same tensor with other numbers": lambda model, given: _with_data(model(given)),
+    "a second call": lambda model, given: model(model(given)),
+    "no call": lambda model, given: given * 2,
+}
+
+
+def _with_data(output):
+    output.data = output.data / 2
+    return output
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("kind", STEPS)
+def test_a_step_of_one_call_leaves_the_output_as_it_is(kind, mode):
+    """Also where torch counts no writes, and where a number is none."""
+    loss, given = object(), torch.tensor([1.0, torch.nan])
+    with mode():
+
+        def run():
+            return step_of_one_call(lambda data, model: (STEPS[kind](model, given), loss), None, model, "--x")
+
+        model = Doubling()
+        if kind == "what the model returns":
+            output, function = run()
+            assert output[0] == 2 and function is loss
+        else:
+            times = {"a second call": "called it 2 times", "no call": "called it 0 times"}
+            with pytest.raises(ValueError, match=times.get(kind, "^--x needs a forward step which returns")):
+                run()
+        assert not model._forward_hooks

@@ -146,6 +146,9 @@ CASES: dict[str, dict[str, str]] = {
         "cannot be shared out over --tensor": "--pipeline-schedule v-half --tensor-model-parallel-size 4 "
         "--sequence-parallel --pipeline-slice-tokens 6",
     },
+    f"Without `--pipeline-slice-tokens`|{PP4} --pipeline-schedule 1f1b": {
+        "--pipeline-slice-check is about slices": "--pipeline-slice-check off"
+    },
     f"With `--pipeline-slice-tokens`|{PP4} {SLICES}": {
         "would do so within a sequence": f"{UNTIED} --pipeline-schedule pipedream",
         "the file orders microbatches": "--pipeline-schedule csv:x.csv",
@@ -153,6 +156,7 @@ CASES: dict[str, dict[str, str]] = {
     f"With `--pipeline-slice-tokens`|{PP4} {SLICES} --pipeline-schedule v-half": {
         "--context-parallel-size above 1: each": "--context-parallel-size 2",
         "--mtp-num-layers: the prediction at": "--mtp-num-layers 1",
+        "would see later ones": "--window-size 4,2",
         "the state of such attention": "--experimental-attention-variant gated_delta_net "
         "--linear-attention-freq 4 --spec my.layers stack",
         "the state of Mamba": "--hybrid-layer-pattern M*|M*|M*|M*|M*|M*|M*|M* --spec my.layers stack",

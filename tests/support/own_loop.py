@@ -69,9 +69,7 @@ def config_of(chunks: int, **more: Any) -> TransformerConfig:
         pipeline_dtype=torch.float32,
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        **more,
+        **{"hidden_dropout": 0.0, "attention_dropout": 0.0, **more},
     )
 
 

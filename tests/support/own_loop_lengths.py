@@ -19,7 +19,8 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
 import megatron_pp_ext
-from tests.support import own_loop
+from megatron_pp_ext.features.slices.megatron import router_losses
+from tests.support import own_loop, own_loop_experts
 
 COUNTS = (6, 4)
 LENGTHS = (8, 21, 5, 32, 3, 11)
@@ -120,10 +121,69 @@ def packed(chunks: int) -> own_loop.Record:
         own_loop.batches, own_loop.forward_step = BATCHES, FORWARD_STEP
 
 
+def of_experts() -> tuple[own_loop.Record, dict[str, list[float]]]:
+    """Return what experts left whose microbatches have unlike numbers of slices, and their routers' log.
+
+    The router's loss is one whose mean over tokens is that of slices by their tokens.
+    """
+    model = own_loop.build(
+        1,
+        model_class=own_loop_experts.gpt_of_experts,
+        variable_seq_lengths=True,
+        moe_z_loss_coeff=0.1,
+        **{**own_loop_experts.EXPERTS, "expert_model_parallel_size": 1},
+    )
+    logged = {name: values.clone() for name, values in router_losses._logged().items()}
+    record = own_loop.train(model, COUNTS, LENGTHS, seq_length=1)
+    return record, {
+        name: (values - logged.get(name, 0)).tolist() for name, values in router_losses._logged().items()
+    }
+
+
+def pair_step(iterator: Iterator[Any], model: Any) -> Any:
+    """The forward step of packs whose documents are compared with each other."""
+    batch = next(iterator)
+    ends = batch.pop("cu_seqlens")
+    longest = int(ends.diff().max())
+    params = PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
+
+    def loss(losses: torch.Tensor) -> Any:
+        found = losses.float().flatten().square().mean().log()
+        return found, {"loss": found.detach()}
+
+    return model(**batch, packed_seq_params=params), loss
+
+
+def error_of(step: Any, data: Any, **about: Any) -> str:
+    """Return the error of a training step; empty where there is none."""
+    model = own_loop.build(
+        1, model_class=packed_gpt, variable_seq_lengths=True, moe_token_dispatcher_type="alltoall"
+    )
+    try:
+        own_loop.run_step(model, [data()], 4, forward_step_func=step, seq_length=1, **about)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def rows() -> Iterator[dict[str, Any]]:
+    """Yield batches of three rows."""
+    for batch in own_loop.batches():
+        yield {name: value.expand(3, *value.shape[1:]) for name, value in batch.items()}
+
+
 def on_rank(rank: int) -> dict[Any, Any]:
     """Return what this rank found."""
     own_loop.start()
     found: dict[Any, Any] = {"stock": trained(1), "stock packed": packed(1), "stock evaluated": evaluated(1)}
+    found["stock experts"] = of_experts()
+    with megatron_pp_ext.installed(
+        "1f1b", ranks=2, microbatches=COUNTS[0], slice_tokens=TOKENS, order="rule"
+    ):
+        found["experts"] = of_experts()
+        found["rows"] = error_of(own_loop.forward_step, rows)
+        found["pairs"] = error_of(pair_step, packed_batches)
+        found["sums"] = error_of(packed_step, packed_batches)
     for name, about in SCHEDULES.items():
         chunks = 1 if name == "1f1b" else 2
         for kind, train in (("", trained), (" packed", packed)):

@@ -85,7 +85,7 @@ def on_rank(rank: int, folder: str) -> dict[Any, Any]:
     gc.collect()
     megatron_pp_ext.uninstall()
     with megatron_pp_ext.installed("zb-h1", ranks=2, microbatches=8, vocabulary="shared"):
-        found["shared"], found["collecting"] = _shared()
+        found["shared"], found["collecting"], found["doubling"] = _shared(rank)
     found["offloaded"] = _offloaded()
     found["several"] = _several()
     found["refused"] = _refused()
@@ -177,11 +177,24 @@ def _passes(model: list[Any]) -> list[Any]:
     return [[float(one["loss"]) for one in losses], collected]
 
 
-def _shared() -> tuple[own_loop.Record, str]:
-    """Train with a shared vocabulary; return the line that refuses to collect other data than losses, too."""
+def _shared(rank: int) -> tuple[own_loop.Record, str, str]:
+    """Train with a shared vocabulary; return the lines that refuse what needs logits, too.
+
+    That is to collect other data than losses, and a forward step that changes what its model returns.
+    """
     model = own_loop.build(1, tied=True)
     record = own_loop.train(model, own_loop.COUNTS)
-    return record, _step(model, forward_only=True, collect_non_loss_data=True)
+    collecting = _step(model, forward_only=True, collect_non_loss_data=True)
+
+    def doubling(iterator: Any, model: Any) -> Any:
+        output, loss = own_loop.forward_step(iterator, model)
+        return output * 2, loss
+
+    def step() -> None:
+        own_loop.run_step(model, [own_loop.batches()], own_loop.COUNTS[-1], forward_step_func=doubling)
+
+    # The first rank has the first stage, and fails before its first message.
+    return record, collecting, _error(step) if rank == 0 else ""
 
 
 def _offloaded() -> tuple[own_loop.Record, list[int]]:

@@ -5,15 +5,20 @@ All of it runs in a process of its own, in which Megatron is as it comes.
 
 import pickle
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from tests.support.ranks import run_ranks  # isort: skip  (the stand-ins come before Megatron)
 
+import torch
+
 import megatron_pp_ext
 from megatron_pp_ext.features.slices.costs import choice
+from megatron_pp_ext.features.slices.runtime import prefixes
 from tests.support import own_loop
 
 
@@ -24,11 +29,16 @@ def on_rank(rank: int) -> dict[str, Any]:
     model = own_loop.build(1)
     found["stock"] = own_loop.train(model, own_loop.COUNTS)
     found["stock data"] = _data(model)
+    found["stock wrappers"] = _evaluated(model)
+    found["stock returns"] = {kind: _trained_by(kind, 1) for kind in RETURNS}
     found["chosen"], found["line"] = _chosen()
     megatron_pp_ext.install("v-half", ranks=2, microbatches=8, slice_tokens=2)
+    found["returns"] = {kind: _trained_by(kind, 2) for kind in RETURNS}
     model = own_loop.build(2)
     found["sliced"] = own_loop.train(model, own_loop.COUNTS)
     found["data"] = _data(model)
+    found["wrappers"] = [_evaluated(one) for one in (model, [part.module for part in model], model)]
+    found["keys"] = _keys_in_evaluation(model)
     found["length"] = _error(model, seq_length=4)
     step = own_loop.forward_step
 
@@ -39,6 +49,52 @@ def on_rank(rank: int) -> dict[str, Any]:
     if rank == 1:  # it has the first stage, and fails before its first message
         found["changed"] = _error(model, forward_step=changed)
     return found
+
+
+RETURNS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "the loss itself": lambda loss: (loss, {"loss": loss}),
+    "a view of it": lambda loss: (loss, {"loss": loss.view(1)}),
+    "detached": lambda loss: (loss, {"loss": loss.detach()}),
+    "a number": lambda loss: (loss, {"loss": loss.item()}),
+    "a sum and its tokens": lambda loss: (loss, torch.tensor(3), {"loss": loss.detach()}),
+}
+"""What a loss function may return beside the loss, which stock's schedule divides in place."""
+
+
+def _trained_by(kind: str, chunks: int) -> own_loop.Record:
+    """Return what a step left whose loss function writes to the model's output and returns this ``kind``."""
+
+    def step(iterator: Any, model: Any) -> Any:
+        output, _ = own_loop.forward_step(iterator, model)
+        return output, lambda losses: RETURNS[kind](losses.mul_(2.0).mean())
+
+    return own_loop.train(own_loop.build(chunks), (3,), forward_step_func=step)
+
+
+def _keys_in_evaluation(model: list[Any]) -> int:
+    """Return the most storages of keys and of values that there are at once in an evaluation."""
+    there: WeakSet[Any] = WeakSet()
+    most = 0
+
+    class Counted(prefixes.Prefix):
+        def __init__(self, *about: Any) -> None:
+            nonlocal most
+            super().__init__(*about)
+            there.add(self)
+            most = max(most, len(there))
+
+    stock, prefixes.Prefix = prefixes.Prefix, Counted
+    try:
+        _evaluated(model)
+    finally:
+        prefixes.Prefix = stock
+    return most
+
+
+def _evaluated(model: list[Any]) -> list[float]:
+    """Return the losses of an evaluation."""
+    losses = own_loop.run_step(model, [own_loop.batches() for _ in model], 3, forward_only=True)
+    return [float(one["loss"]) for one in losses]
 
 
 def _chosen() -> tuple[Any, str]:

@@ -13,7 +13,7 @@ from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule.names import AUTO
 
-FLAG = "--pipeline-slice-tokens"
+FLAG, OFF = "--pipeline-slice-tokens", "off"
 
 # In lower precision every slice rounds its part of a weight's gradient.
 SUMS = OtherSums(FLAG, "gradients are summed over slices of sequences", fp32=1e-5, lower=1e-1)
@@ -48,6 +48,11 @@ class Slices(Option):
         return equal_slices(microbatches, self.count, self.tokens * self.count)
 
 
+@dataclass(frozen=True, slots=True)
+class Unchecked(Option):
+    """The request to train a model without the check that slices know all that meets along a sequence."""
+
+
 def are_by_length(request: Request) -> bool:
     """Whether units are planned in each step, by the lengths of its sequences."""
     ordering = request.option(Ordering)
@@ -80,6 +85,8 @@ def read(asked: RequestedJob, request: Request) -> Request:
     given = asked.pipeline.pipeline_slice_tokens
     if given is None:
         return request
+    if asked.pipeline.pipeline_slice_check == OFF:
+        request = request.with_option(Unchecked())
     option = slices(given, 0)
     if are_by_length(request.with_option(option)):
         return request.with_option(option)
@@ -108,11 +115,20 @@ def choices(job: Job) -> tuple[Slices | None, ...]:
 
 def _flags(request: Request) -> Mapping[str, Any]:
     found = request.option(Slices)
-    return {"pipeline_slice_tokens": None if found is None else found.tokens or AUTO}
+    return {
+        "pipeline_slice_tokens": None if found is None else found.tokens or AUTO,
+        "pipeline_slice_check": None if request.option(Unchecked) is None else OFF,
+    }
 
 
 def _read_argument(request: Request, given: int | str, limit: float | str | None) -> Request:
     return request.with_option(slices(given, 0, "slice_tokens"))
+
+
+def _read_check(request: Request, given: str, limit: float | str | None) -> Request:
+    if given not in ("on", OFF):
+        raise ValueError(f"slice_check is {given!r}; give 'on' or '{OFF}', or leave it out")
+    return request.with_option(Unchecked()) if given == OFF else request
 
 
 def register() -> None:
@@ -122,4 +138,5 @@ def register() -> None:
     options.register_permitted("pipeline_slice_tokens", lambda asked: asked.pipeline.pipeline_slice_tokens)
     options.register_flags(_flags)
     options.register_argument(options.Argument("slice_tokens", _read_argument))
+    options.register_argument(options.Argument("slice_check", _read_check))
     other_sums.register(SUMS)

@@ -1,6 +1,7 @@
 """What slices of sequences do not support."""
 
 from megatron_pp_ext.features.lengths.rules import is_ordered
+from megatron_pp_ext.job.attention_part import sees_later
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules.cuda_graphs import has_graphs
 from megatron_pp_ext.job.rules.rule import Rule, Rules
@@ -41,6 +42,15 @@ RULES = (
         ),
     ),
     Rules(
+        title="Without `--pipeline-slice-tokens`",
+        when=lambda job: job.pipeline.pipeline_slice_tokens is None,
+        rows=(
+            Rule(
+                "--pipeline-slice-check: is about slices; leave it out, or add --pipeline-slice-tokens auto"
+            ),
+        ),
+    ),
+    Rules(
         title="With `--pipeline-slice-tokens`",
         when=_cuts,
         subject="--pipeline-slice-tokens {pipeline_slice_tokens}",
@@ -63,6 +73,11 @@ RULES = (
             Rule(
                 "--mtp-num-layers: the prediction at a slice's end needs tokens of the next slice, and the "
                 "model divides its loss by the tokens of the call"
+            ),
+            Rule(
+                "--window-size {window_size}: a token would see later ones, whose keys come with the next "
+                "slice; give 0 as its second number",
+                lambda job: sees_later(job.attention.window_size),
             ),
             Rule(
                 "--experimental-attention-variant: the state of such attention is not carried from slice to "

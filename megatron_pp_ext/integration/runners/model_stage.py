@@ -1,5 +1,6 @@
 """A stage made of a Megatron model chunk."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules as stock_schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import unwrap_model
 
 from megatron_pp_ext.integration.core.data_parallel import DataParallel, LastActions, last_actions
 from megatron_pp_ext.integration.core.mirrored_chunks import as_chunk
@@ -23,6 +25,59 @@ from megatron_pp_ext.schedule.placement import Placement
 
 ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any] | None]]
 """A script's forward step: (data iterator, model) -> (output, loss function)."""
+
+
+def step_of_one_call(
+    forward_step: ForwardStep, iterator: Any, model: torch.nn.Module, flag: str
+) -> tuple[torch.Tensor, Callable[..., Any] | None]:
+    """Return what a ``forward_step`` returns that calls its model once, and leaves its output as it is.
+
+    ValueError for any other: with ``flag`` the output is a part of what the forward step means.
+    """
+    outputs = list[tuple[Any, Any, Any]]()
+
+    def note(module: torch.nn.Module, args: Any, output: Any) -> None:
+        outputs.append((module, output, _writes(output)))
+
+    handles = [part.register_forward_hook(note) for part in _wrapped(model)]
+    try:
+        output, loss_function = forward_step(iterator, model)
+    finally:
+        for handle in handles:
+            handle.remove()
+    calls = max(Counter(module for module, *_ in outputs).values(), default=0)
+    if calls != 1:
+        raise ValueError(
+            f"{flag} needs a forward step that calls its model once for a microbatch, and this one called it "
+            f"{calls} times; leave it out"
+        )
+    if not any(output is one and _is_as_written(one, writes) for _, one, writes in outputs):
+        raise ValueError(
+            f"{flag} needs a forward step which returns what the model returns, and this one changes it; do "
+            "so in the loss function, or leave it out"
+        )
+    return output, loss_function
+
+
+def _wrapped(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return ``model``, what it wraps, and so on to the innermost module."""
+    inner, parts = unwrap_model(model), [model]
+    while parts[-1] is not inner:
+        parts.append(parts[-1].get_submodule("module"))
+    return parts
+
+
+def _writes(output: Any) -> Any:
+    """Return what changes with a tensor: a copy where torch does not count writes (inference mode)."""
+    if not isinstance(output, torch.Tensor):
+        return None
+    return output.clone() if output.is_inference() else (output._version, output.data_ptr())
+
+
+def _is_as_written(output: Any, writes: Any) -> bool:
+    if isinstance(writes, torch.Tensor):
+        return torch.allclose(output, writes, rtol=0, atol=0, equal_nan=True)
+    return bool(_writes(output) == writes)
 
 
 @dataclass

@@ -1,8 +1,10 @@
 """The questions to the table of what cannot be combined."""
 
+from argparse import Namespace
+from collections.abc import Mapping
 from typing import Any
 
-from megatron_pp_ext.job.call_words import by_call
+from megatron_pp_ext.job.call_words import by_call, in_words_of_call
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import config as of_config
 from megatron_pp_ext.job.rules import schedules, start, stock, table, unknown_costs
@@ -37,6 +39,14 @@ def refuse_model(job: RequestedJob) -> None:
         refuse_by(job, about_models)
     except Refused as error:
         raise Refused(by_call(str(error)).replace("--pipeline-schedule ", ""), error.rule) from None
+
+
+def refuse_call(schedule: str, arguments: Mapping[str, Any]) -> None:
+    """Raise ValueError, in its words, for ``arguments`` of a call that cannot be combined."""
+    about_calls = [rules for topic in table.topics() if topic.is_of_calls for rules in topic.rules]
+    flags = {f"pipeline_{name}": value for name, value in arguments.items()}
+    with in_words_of_call():
+        refuse_by(RequestedJob(Namespace(pipeline_schedule=schedule, **flags)), about_calls)
 
 
 def refuse_config(config: Any) -> None:

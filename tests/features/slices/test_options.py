@@ -5,7 +5,7 @@ import pytest
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.features.lengths.ordering import Ordering, with_order
 from megatron_pp_ext.features.slices.options import Slices, are_by_length, slices
-from megatron_pp_ext.job import pipeline
+from megatron_pp_ext.job import call, pipeline
 from tests.features.slices.test_estimates import asked
 
 
@@ -39,3 +39,14 @@ def test_a_step_that_is_planned_needs_no_divisor() -> None:
     planned = pipeline.read(given.changed(pipeline_order="search"), 1)
     assert are_by_length(planned)
     assert planned.option(Slices) == Slices(5000)
+
+
+@pytest.mark.parametrize("more", [{"offload": 0.5}, {"offload": "auto"}, {"vocabulary": "shared"}])
+@pytest.mark.parametrize("order", [None, "rule"])
+def test_a_call_that_cannot_be_is_refused_before_there_is_a_model(more: dict, order: str | None) -> None:
+    """In whatever order the arguments are given."""
+    (name,) = more
+    for arguments in ({"slice_tokens": 4, **more}, {**more, "slice_tokens": 4}):
+        with pytest.raises(ValueError, match=f"^slice_tokens 4 does not support {name}: .*; leave one of"):
+            call.requested("v-half", 2, 4, **arguments, order=order)
+    call.requested("v-half", 2, 4, **more, order=order)

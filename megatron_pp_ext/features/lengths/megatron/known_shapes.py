@@ -75,11 +75,11 @@ class KnownShapes:
 def sizes_of(data: Sequence[Sequence[Any] | None]) -> Sizes:
     """Return the sizes of the microbatches of a step, from the ``data`` of each chunk that reads some."""
     own = next((batches for batches in data if batches is not None), ())
-    sizes = [_size_of(batch) for batch in own]
+    sizes = [size_of(batch) for batch in own]
     return tuple(size for size in sizes if size is not None) if None not in sizes else ()
 
 
-def _size_of(batch: Any) -> tuple[int, int] | None:
+def size_of(batch: Any) -> tuple[int, int] | None:
     """Return how many sequences a batch has, and of how many tokens each; None where it has no such rows."""
     for name in _ROWS if isinstance(batch, Mapping) else ():
         found = batch.get(name)

@@ -11,18 +11,21 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
+import torch
+
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import evaluation
 from megatron_pp_ext.features.lengths.length_costs import OVERHEAD
 from megatron_pp_ext.features.lengths.megatron.agreement import Agreed, Documents, agree, of_all
+from megatron_pp_ext.features.lengths.megatron.known_shapes import size_of
 from megatron_pp_ext.features.lengths.megatron.read_ahead import read_documents
 from megatron_pp_ext.features.lengths.megatron.run_costs import RunCosts
 from megatron_pp_ext.features.lengths.microbatches import Microbatches
 from megatron_pp_ext.features.lengths.ordering import Ordering
 from megatron_pp_ext.features.slices.megatron.layers import Calls
-from megatron_pp_ext.features.slices.megatron.router_losses import averaged
+from megatron_pp_ext.features.slices.megatron.probe import require_known_operations
 from megatron_pp_ext.features.slices.megatron.sliced_stage import SlicedStage
-from megatron_pp_ext.features.slices.options import SMALLEST, Slices
+from megatron_pp_ext.features.slices.options import FLAG, SMALLEST, Slices, Unchecked
 from megatron_pp_ext.features.slices.plan import Planner
 from megatron_pp_ext.features.slices.search import BUDGET
 from megatron_pp_ext.features.slices.shared import cut_alike, in_order_of
@@ -45,7 +48,11 @@ class ByLength:
 
     def __init__(self, pipeline: Pipeline, option: Slices, ordering: Ordering) -> None:
         self._request, self._placement = pipeline.request, pipeline.placement
-        self._tokens, self._ordering = option.tokens, ordering
+        self._tokens, self._is_checked, self._ordering = (
+            option.tokens,
+            pipeline.request.option(Unchecked) is None,
+            ordering,
+        )
         self._costs = RunCosts(pipeline, ordering)
         self._calls: list[Calls] = []
         self._of_family = lru_cache(maxsize=_KEPT)(self._make)
@@ -63,8 +70,9 @@ class ByLength:
             yield
             return
         self._calls[:] = self._calls or map(Calls, inputs.model)
+        require_known_operations(self._calls, inputs, self._tokens or SMALLEST, self._is_checked)
         data: list[list[Any] | None] = []
-        agreed = agree(lambda: read_documents(inputs, data, self._ordering), inputs, self._costs.work)
+        agreed = agree(lambda: self._read(inputs, data), inputs, self._costs.work)
         if inputs.forward_only and agreed.unknown:
             inputs.iterators = _iterators(data, range(inputs.microbatches))
             yield
@@ -81,16 +89,40 @@ class ByLength:
         inputs.iterators = _iterators(data, sorted(range(inputs.microbatches), key=firsts.__getitem__))
         inputs.shape = ()
         inputs.shapes = shapes_of(inputs, ((units.rows, unit.tokens) for unit in units.units))
+        changes: list[torch.Tensor] = []
         step.make_stage = partial(
-            SlicedStage, units=units, calls=self._calls, knows_documents=units.rows == 1
+            SlicedStage,
+            units=units,
+            calls=self._calls,
+            knows_documents=units.rows == 1,
+            changes=changes,
         )
-        with averaged(len(units) / inputs.microbatches):
-            yield
+        yield
+        if changes and torch.stack(changes).any():
+            raise RuntimeError(
+                "the gradient that the loss function gives one document of a microbatch changes with the "
+                "outputs of another, and slices that are planned by length compute it from one before the "
+                "other is known; make the loss a sum over documents, give documents that belong together, as "
+                f"a pair of DPO, a row each in a microbatch of equal lengths, or leave out {FLAG}"
+            )
         if inputs.losses:
             lasts = [numbers[-1] for numbers in units.of_microbatch]
             ended = sorted(range(inputs.microbatches), key=lasts.__getitem__)
             by_number = dict(zip(ended, inputs.losses, strict=True))
             inputs.losses[:] = [by_number[number] for number in range(len(ended))]
+
+    def _read(self, inputs: StepInputs, data: list[list[Any] | None]) -> Documents | None:
+        """Read the step's microbatches into ``data``; RuntimeError where one has other rows than its step."""
+        documents = read_documents(inputs, data, self._ordering)
+        for batch in (batch for batches in data if batches is not None for batch in batches):
+            rows, _ = size_of(batch) or (inputs.samples, 0)
+            if rows != inputs.samples:
+                raise RuntimeError(
+                    f"a microbatch has {rows} rows, and slices that are planned by length need as many as "
+                    f"micro_batch_size says, which is {inputs.samples}: give microbatches of so many rows, "
+                    f"or leave out {FLAG}"
+                )
+        return documents
 
     def plan(
         self, agreed: Agreed, pipelines: Sequence[Documents], inputs: StepInputs

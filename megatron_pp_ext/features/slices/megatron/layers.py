@@ -5,7 +5,9 @@ value has slices, those of users included.  They do nothing unless a slice runs 
 """
 
 import inspect
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,71 +18,144 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import unwrap_model
 
-from megatron_pp_ext.features.slices.megatron.batches import cut
+from megatron_pp_ext.features.slices.megatron.batches import cut, require_hidden
 from megatron_pp_ext.features.slices.runtime.prefixes import Slice, running
+
+
+class Calls:
+    """The calls of a ``chunk``'s model, whose layers work on slices from now on.
+
+    Hooks belong to a module: one that has them already, because another runner or another model has it too,
+    or because it is a copy, gets no more.  The model may go while this is held.
+    """
+
+    def __init__(self, chunk: torch.nn.Module) -> None:
+        model = unwrap_model(chunk)
+        self._model = weakref.ref(model)
+        self.reads_masks = False
+        """Whether attention looks at the mask that the batch has; the engine's goes by the kind alone."""
+        self.refused = ""
+        """Why attention cannot work on slices, by its kind; empty where it can."""
+        _hook(model, _with_part_of_batch)
+        for module in model.modules():
+            if isinstance(attention := getattr(module, "core_attention", None), torch.nn.Module):
+                self._add(module, attention)
+            if isinstance(module, RotaryEmbedding):
+                _hook(module, _from_start)
+            if isinstance(module, YarnRotaryEmbedding):
+                stock = module.get_cached_cos_sin
+                if getattr(stock, "func", None) is not _part_of_cached:
+                    module.get_cached_cos_sin = partial(_part_of_cached, stock)
+
+    def _add(self, module: torch.nn.Module, attention: torch.nn.Module) -> None:
+        """Let the ``attention`` of ``module`` see earlier slices."""
+        for part in (module, attention):
+            self.refused = self.refused or _refused_kind(getattr(part, "attn_mask_type", None))
+        self.reads_masks = self.reads_masks or not _is_of_engine(attention)
+        _hook(attention, with_prefix)
+        if isinstance(attention, DotProductAttention):
+            # Its kernel knows as many keys as queries.
+            attention.scale_mask_softmax.scaled_masked_softmax_fusion = False
+
+    def are_of(self, module: torch.nn.Module) -> bool:
+        """Whether ``module`` is the model itself, without what wraps it."""
+        return self._model() is module
+
+
+def _hook(module: torch.nn.Module, function: Callable[..., Any]) -> None:
+    if function not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(function, with_kwargs=True)
 
 
 class Call:
     """The call of a stage's model that a forward step made for a whole microbatch.
 
-    ``arguments`` are those of the innermost module, by name, and ``output`` is what the call returned.
+    ``arguments`` are those of the innermost module, by name, None before the call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, calls: Calls) -> None:
+        self.of = calls
         self.arguments: dict[str, Any] | None = None
-        self.output: Any = None
+        self._writes: dict[str, int] = {}
+
+    def note(self, arguments: dict[str, Any]) -> None:
+        """Keep the ``arguments`` of the call, which is that of the microbatch's first unit."""
+        self.arguments, self._writes = arguments, _writes(arguments)
+
+    def again(self) -> dict[str, Any]:
+        """Return the arguments for another unit; ValueError where the forward step has written to one."""
+        assert self.arguments is not None
+        for name, count in _writes(self.arguments).items():
+            if count != self._writes[name]:
+                raise ValueError(
+                    f"the forward step writes to {name} after its model was called with it, and slices of "
+                    "sequences call the model with it again; write to a copy, or leave out "
+                    "--pipeline-slice-tokens"
+                )
+        return self.arguments
 
 
-class Calls:
-    """Watches the calls of a chunk's model, of which each slice gets its part."""
-
-    def __init__(self, chunk: torch.nn.Module) -> None:
-        self.call: Call | None = None
-        inner = unwrap_model(chunk)
-        inner.register_forward_pre_hook(self._before, with_kwargs=True)
-        for module in {id(one): one for one in (inner, chunk)}.values():
-            module.register_forward_hook(self._after)
-        for module in inner.modules():
-            attention = getattr(module, "core_attention", None)
-            if isinstance(attention, torch.nn.Module):
-                attention.register_forward_pre_hook(_with_prefix, with_kwargs=True)
-                if isinstance(attention, DotProductAttention):
-                    # Its kernel knows as many keys as queries.
-                    attention.scale_mask_softmax.scaled_masked_softmax_fusion = False
-            if isinstance(module, RotaryEmbedding):
-                module.register_forward_pre_hook(_from_start, with_kwargs=True)
-            if isinstance(module, YarnRotaryEmbedding):
-                module.get_cached_cos_sin = partial(_part_of_cached, module.get_cached_cos_sin)
-
-    def _before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        here = running()
-        if here is None or self.call is None:
-            return None
-        arguments = _named(module.forward, args, kwargs)
-        self.call.arguments = self.call.arguments or arguments
-        return (), cut(arguments, here)
-
-    def _after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        if self.call is not None:
-            self.call.output = output
+def _writes(arguments: dict[str, Any]) -> dict[str, int]:
+    """Return how often each tensor was written to; torch does not count those of inference mode."""
+    return {
+        name: value._version
+        for name, value in arguments.items()
+        if isinstance(value, torch.Tensor) and not value.is_inference()
+    }
 
 
-def _named(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return all arguments of a call by name."""
-    signature = inspect.signature(function)
-    bound = signature.bind(*args, **kwargs).arguments
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            bound |= bound.pop(name, {})
-    return bound
+_call: Call | None = None
 
 
-def _with_prefix(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+@contextmanager
+def calling(call: Call) -> Iterator[None]:
+    """Let ``call`` be the one whose arguments a unit of its microbatch gets its part of."""
+    global _call
+    before, _call = _call, call
+    try:
+        yield
+    finally:
+        _call = before
+
+
+def _with_part_of_batch(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    """Let the model of the call have the unit's part of its arguments."""
+    here = running()
+    if here is None or _call is None or not _call.of.are_of(module):
+        return None
+    arguments = named(module, args, kwargs)
+    if _call.arguments is None:
+        _call.note(arguments)
+    if _call.of.reads_masks:
+        require_hidden(arguments, here)
+    return (), cut(arguments, here)
+
+
+def named(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return all arguments of a call by name.
+
+    Where the module's own ``forward`` takes any, as ``*args``, those of its class's base have the names.
+    """
+    forwards = (vars(kind).get("forward") for kind in type(module).__mro__)
+    for forward in (module.forward, *(one.__get__(module) for one in forwards if one is not None)):
+        names = [
+            name
+            for name, parameter in inspect.signature(forward).parameters.items()
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        ]
+        if len(names) >= len(args):
+            return {**dict(zip(names, args, strict=False)), **kwargs}
+    raise TypeError(f"{type(module).__name__}.forward does not name what it is called with: give it names")
+
+
+def with_prefix(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     """Let attention see the keys and values of the whole sequence up to the slice's end."""
     here = running()
     if here is None or here.sequence is None:
         return None
-    arguments = _named(module.forward, args, kwargs)
+    arguments = named(module, args, kwargs)
+    if why := _refused_kind(arguments.get("attn_mask_type")):
+        raise ValueError(why)
     for what in ("key", "value"):
         arguments[what] = here.sequence.grown((module, what), arguments[what], here.start)
     if here.start:
@@ -99,6 +174,17 @@ def _mask(module: torch.nn.Module, arguments: dict[str, Any], here: Slice) -> No
     arguments["attention_mask"] = (torch.arange(here.end, device=device) > rows)[None, None]
 
 
+def _refused_kind(kind: Any) -> str:
+    """Return why no slice can have a ``kind`` of mask, an ``AttnMaskType`` or its name; empty if it can."""
+    name = getattr(kind, "name", kind)
+    if name in (None, AttnMaskType.causal.name):
+        return ""
+    return (
+        f"slices of sequences need attention whose mask is causal, and a layer of this model is "
+        f"of kind {name}, in which tokens may see later ones; leave out --pipeline-slice-tokens"
+    )
+
+
 def _is_of_engine(module: torch.nn.Module) -> bool:
     return any("transformer_engine" in kind.__module__ for kind in type(module).__mro__)
 
@@ -108,7 +194,7 @@ def _from_start(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     here = running()
     if here is None:
         return None
-    arguments = _named(module.forward, args, kwargs)
+    arguments = named(module, args, kwargs)
     return (), {**arguments, "offset": arguments.get("offset", 0) + here.start}
 
 

@@ -1,10 +1,12 @@
-"""The losses of experts' routers in the log: means over a microbatch's slices, each of which has its own."""
+"""The losses of experts' routers, of which each slice has its own: their scale, and their means in logs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 
 def _logged() -> dict[str, torch.Tensor]:
@@ -18,12 +20,26 @@ def _logged() -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def averaged(count: float) -> Iterator[None]:
-    """Divide what microbatches add by the ``count`` of units that one has: Megatron expects one."""
+def of_part(share: float, config: Any = None) -> Iterator[None]:
+    """Let the routers' losses of a slice count by its ``share`` of the tokens of its microbatch.
+
+    Megatron takes them for those of a microbatch: it adds them to a log, here and where layers are
+    recomputed, and multiplies their gradients by a scale, the same in all backwards, that it sets in every
+    forward.  With the ``config`` of a model the context surrounds a backward.  Where losses are counted by
+    tokens, gradients have the weight of their tokens already.
+    """
+    scale = MoEAuxLossAutoScaler.main_loss_backward_scale
+    if config is None or config.calculate_per_token_loss:
+        scale = None
     before = {name: values.clone() for name, values in _logged().items()}
+    if scale is not None:
+        scale = scale.clone()  # Megatron writes the next one into it
+        MoEAuxLossAutoScaler.set_loss_scale(scale * share)
     try:
         yield
     finally:
+        if scale is not None:
+            MoEAuxLossAutoScaler.set_loss_scale(scale)
         for name, values in _logged().items():
             earlier = before.get(name, torch.zeros_like(values))
-            values.copy_(earlier + (values - earlier) / count)
+            values.copy_(earlier + (values - earlier) * share)

@@ -6,19 +6,22 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import schedules as stock_schedules
 
-from megatron_pp_ext.features.slices.megatron.layers import Call, Calls
+from megatron_pp_ext.features.slices.megatron import router_losses
+from megatron_pp_ext.features.slices.megatron.layers import Call, Calls, calling
+from megatron_pp_ext.features.slices.options import FLAG
 from megatron_pp_ext.features.slices.runtime.prefixes import Sequence, Slice, at_work_on
 from megatron_pp_ext.features.slices.units import Units
-from megatron_pp_ext.integration.runners.model_stage import ModelStage
+from megatron_pp_ext.integration.runners.model_stage import ModelStage, step_of_one_call
 from megatron_pp_ext.runtime.activation_meter import Owner
 
 
 @dataclass(slots=True)
 class _Loss:
-    """The loss of the last stage's outputs so far, ``whole``, and their gradient once it is computed."""
+    """The loss of the outputs so far, ``whole``, and their gradient once it is computed."""
 
     whole: torch.Tensor
     loss: torch.Tensor
+    has_all: bool
     gradient: torch.Tensor | None = None
 
 
@@ -26,15 +29,32 @@ class _Loss:
 class _Microbatch:
     """What a stage knows of a microbatch whose slices are under way.
 
-    ``left`` is the number of units that have yet to end.  On the last stage ``outputs`` are those of units,
-    and ``losses`` has one for each chain, by its first unit.
+    ``remaining`` is the number of units that have yet to end.  On the last stage ``outputs`` are those of
+    units, and ``latest`` is the loss of all that are known.  ``losses`` are those of the chains whose
+    backward has begun, by their first units, and ``sums`` describe the gradient that such a chain got before
+    all outputs were known.
     """
 
-    left: int
-    call: Call = field(default_factory=Call)
+    remaining: int
+    call: Call
     loss_function: Any = None
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
+    latest: _Loss | None = None
     losses: dict[int, _Loss] = field(default_factory=dict)
+    sums: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class _Writable(torch.autograd.Function):
+    """Hands on a leaf as a tensor that may be written to, as the output of a model may."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.data
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        (gradient,) = gradients
+        return gradient
 
 
 class SlicedStage(ModelStage):
@@ -47,22 +67,31 @@ class SlicedStage(ModelStage):
 
     Where a microbatch has several sequences, the backward of one may come before the forward of another.  The
     loss function then runs once for each, with zeros for outputs that are not known yet, and only the last
-    call, which has all, is reported.
+    call, which has all, is reported.  ``changes`` gets whether that call gives a sequence another gradient
+    than the sequence had before: then the loss is no sum over sequences.
     """
 
     def __init__(
-        self, *about: Any, units: Units, calls: list[Calls], knows_documents: bool = False, **named: Any
+        self,
+        *about: Any,
+        units: Units,
+        calls: list[Calls],
+        knows_documents: bool = False,
+        changes: list[torch.Tensor] | None = None,
+        **named: Any,
     ) -> None:
         super().__init__(*about, **named)
         self._units, self._calls = units, calls[self._chunk]
         self._knows_documents = knows_documents
         self._microbatches: dict[int, _Microbatch] = {}
         self._sequences: dict[int, Sequence] = {}
+        self._changes = changes
 
     def _slice(self, unit: int) -> tuple[_Microbatch, Slice]:
         one, chain = self._units.units[unit], self._units.chain_of[unit]
         if one.microbatch not in self._microbatches:
-            self._microbatches[one.microbatch] = _Microbatch(len(self._units.of_microbatch[one.microbatch]))
+            count = len(self._units.of_microbatch[one.microbatch])
+            self._microbatches[one.microbatch] = _Microbatch(count, Call(self._calls))
         if len(chain) > 1 and chain[0] not in self._sequences:
             length = self._units.documents[one.microbatch][one.pieces[0].document]
             self._sequences[chain[0]] = Sequence(Owner(self._stage, chain[0]), length)
@@ -78,69 +107,57 @@ class SlicedStage(ModelStage):
         return self._microbatches[one.microbatch], here
 
     def _forward(self, unit: int, activation: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | int]:
-        found, here = self._slice(unit)
-        self._calls.call = found.call
+        state, here = self._slice(unit)
 
         def forward_step(iterator: Any, model: Any) -> tuple[Any, None]:
-            if found.call.arguments is not None:
-                return model(**found.call.arguments), None
-            output, found.loss_function = self.inputs.forward_step_func(iterator, model)
-            if output is not found.call.output:
-                raise ValueError(
-                    "slices of sequences need a forward step which returns what the model returns, and this "
-                    "one changes it: do so in the loss function, or leave out --pipeline-slice-tokens"
-                )
+            if state.call.arguments is not None:
+                return model(**state.call.again()), None
+            step = self.inputs.forward_step_func
+            output, state.loss_function = step_of_one_call(step, iterator, model, FLAG)
             return output, None
 
-        try:
-            with at_work_on(here):
-                output, _ = self._stock_forward(forward_step, unit, activation, [], self._of_step(unit))
-        finally:
-            self._calls.call = None
-        found.call.output = None
+        with calling(state.call), at_work_on(here), router_losses.of_part(self._share(unit)):
+            output, _ = self._stock_forward(forward_step, unit, activation, [])
+        if here.sequence is not None:
+            here.sequence.end_forward(here.end)
         if unit == self._units.of_microbatch[self._units.units[unit].microbatch][-1]:
-            found.call.arguments = None  # the whole batch, of which backwards need nothing
+            state.call.arguments = None  # the whole batch, of which backwards need nothing
         tokens: torch.Tensor | int = 0
         if self._is_last:
-            found.outputs[unit] = output.detach()
+            state.outputs[unit] = output.detach()
             if output._base is not None:
                 output = output.clone()  # Megatron does not free the numbers of a view
             if self._units.is_last(unit):
-                tokens = self._loss(found, unit)
+                tokens = self._loss(state, unit)
         if self.inputs.forward_only:
             self._end(unit, is_chain_over=self._units.is_last(unit))
         return output, tokens
 
-    def _of_step(self, unit: int) -> int:
-        """Return as how many units the step's microbatches count, if all are cut as that of ``unit`` is.
+    def _share(self, unit: int) -> float:
+        """Return the part of its microbatch's tokens that ``unit`` has."""
+        one = self._units.units[unit]
+        return one.tokens / sum(self._units.documents[one.microbatch])
 
-        Megatron divides by it a loss, and the scale of what experts' routers add to gradients.
-        """
-        return self._units.microbatches * len(self._units.of_microbatch[self._units.units[unit].microbatch])
-
-    def _loss(self, found: _Microbatch, unit: int) -> torch.Tensor | int:
+    def _loss(self, state: _Microbatch, unit: int) -> torch.Tensor | int:
         """Compute the loss of a microbatch of the known outputs; return its tokens if these are all."""
         microbatch = self._units.units[unit].microbatch
-        whole = self._whole(found, microbatch)
-        whole.requires_grad_(not self.inputs.forward_only)
-        has_all = len(found.outputs) == len(self._units.of_microbatch[microbatch])
+        whole = handed = self._whole(state, microbatch)
+        if not self.inputs.forward_only:
+            handed = _Writable.apply(whole.requires_grad_())
+        has_all = len(state.outputs) == len(self._units.of_microbatch[microbatch])
         loss, tokens = self._stock_forward(
-            lambda *_: (whole, self._scaled(found, unit)),
-            unit,
-            None,
-            self.inputs.losses if has_all else [],
-            self._of_step(unit),
+            lambda *_: (handed, state.loss_function), unit, None, self.inputs.losses if has_all else []
         )
-        found.losses[self._units.chain_of[unit][0]] = _Loss(whole, loss)
+        state.latest = _Loss(whole, loss, has_all)
         if not has_all:
             return 0
-        found.outputs.clear()
+        state.outputs.clear()
         return tokens
 
-    def _whole(self, found: _Microbatch, microbatch: int) -> torch.Tensor:
+    def _whole(self, state: _Microbatch, microbatch: int) -> torch.Tensor:
         """Return the outputs of a microbatch in the order of its tokens, with zeros for unknown ones."""
         numbers = self._units.of_microbatch[microbatch]
-        known = [found.outputs.get(number) for number in numbers]
+        known = [state.outputs.get(number) for number in numbers]
         like = next(one for one in known if one is not None)
         if len(self._units.documents[microbatch]) == 1 and not any(one is None for one in known):
             return torch.cat([one for one in known if one is not None], dim=1)
@@ -154,49 +171,65 @@ class SlicedStage(ModelStage):
                     begin += end - first
         return whole
 
-    def _scaled(self, found: _Microbatch, unit: int) -> Any:
-        """Return the loss function of a step that counts units: it is divided by those of a microbatch less.
-
-        Megatron divides a loss by the step's microbatches, and at the same place it divides the scale of what
-        experts' routers add to gradients, which each unit adds.
-        """
-        count = self._of_step(unit) // self._units.microbatches
-
-        def scaled(output: torch.Tensor, **about: Any) -> Any:
-            made = found.loss_function(output, **about)
-            is_sum = len(made) == 3 if isinstance(made, tuple) else False
-            if about or (is_sum and self.inputs.config.calculate_per_token_loss):
-                return made
-            return (made[0] * count, *made[1:])
-
-        return scaled
-
     def _backward(self, unit: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        found, here = self._slice(unit)
+        state, here = self._slice(unit)
         if self._is_last:
-            gradient = self._part_of_gradient(found.losses[self._units.chain_of[unit][0]], here)
-        with at_work_on(here):
-            made = super()._backward(unit, gradient)
+            gradient = self._part_of_gradient(state, unit, here)
+        with at_work_on(here), router_losses.of_part(self._share(unit), self.inputs.config):
+            of_input = super()._backward(unit, gradient)
         self._end(unit, is_chain_over=self._units.is_first(unit))
-        return made
+        return of_input
 
     def _end(self, unit: int, is_chain_over: bool) -> None:
         """Forget what slices share once their sequence ``is_chain_over``, and a microbatch at its end."""
         chain, microbatch = self._units.chain_of[unit][0], self._units.units[unit].microbatch
-        found = self._microbatches[microbatch]
-        found.left -= 1
+        state = self._microbatches[microbatch]
+        state.remaining -= 1
         if is_chain_over:
             self._sequences.pop(chain, None)
-            found.losses.pop(chain, None)
-        if not found.left:
+            state.losses.pop(chain, None)
+        if not state.remaining:
             del self._microbatches[microbatch]
 
-    def _part_of_gradient(self, of_chain: _Loss, here: Slice) -> torch.Tensor:
+    def _part_of_gradient(self, state: _Microbatch, unit: int, here: Slice) -> torch.Tensor:
+        """Return the gradient of the outputs of ``unit``, by the latest loss when its chain goes backward."""
+        chain = self._units.chain_of[unit]
+        assert state.latest is not None
+        of_chain = state.losses.setdefault(chain[0], state.latest)
         if of_chain.gradient is None:
             with self.at_work():
                 of_chain.gradient = stock_schedules.backward_step(
                     of_chain.whole, of_chain.loss, None, self.inputs.config
                 )
-        assert of_chain.gradient is not None
+            assert of_chain.gradient is not None
+            if of_chain.has_all and self._changes is not None:
+                self._changes += [
+                    _differ(sums, self._sums(of_chain.gradient, self._units.chain_of[first]))
+                    for first, sums in state.sums.items()
+                ]
+        if not of_chain.has_all and chain[0] not in state.sums:
+            state.sums[chain[0]] = self._sums(of_chain.gradient, chain)
         parts = [of_chain.gradient[:, begin:end] for begin, end in here.ranges]
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _sums(self, gradient: torch.Tensor, chain: range) -> torch.Tensor:
+        """Return the sum and the norm of what ``gradient`` has for a ``chain``, and the rounding of both.
+
+        Half of the digits of fp32 are for the sums within a loss function, whose order may change, and each
+        number is rounded as gradients of its kind are.
+        """
+        parts = [gradient[:, begin:end] for unit in chain for begin, end in self._units.positions(unit)]
+        sums = torch.stack([part.sum(dtype=torch.float32) for part in parts])
+        norms = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts])
+        norm, count = torch.linalg.vector_norm(norms), sum(part.numel() for part in parts)
+        rounding = max(torch.finfo(torch.float32).eps ** 0.5, 2 * torch.finfo(gradient.dtype).eps)
+        return torch.stack([sums.sum(), norm, rounding * count**0.5 * norm, rounding * norm])
+
+
+def _differ(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """Return whether two gradients of the same tokens differ by more than rounding.
+
+    Where the later one is not finite, loss scaling takes care of the step.
+    """
+    is_close = (before - after)[:2].abs() <= torch.maximum(before, after)[2:]
+    return after.isfinite().all() & ~is_close.all()

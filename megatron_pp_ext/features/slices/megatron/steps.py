@@ -7,9 +7,9 @@ from functools import partial
 from megatron_pp_ext.features.lengths.ordering import Ordering
 from megatron_pp_ext.features.slices.megatron.by_length import ByLength
 from megatron_pp_ext.features.slices.megatron.layers import Calls
-from megatron_pp_ext.features.slices.megatron.router_losses import averaged
+from megatron_pp_ext.features.slices.megatron.probe import require_known_operations
 from megatron_pp_ext.features.slices.megatron.sliced_stage import SlicedStage
-from megatron_pp_ext.features.slices.options import Slices, are_by_length
+from megatron_pp_ext.features.slices.options import Slices, Unchecked, are_by_length
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.runners.model_stage import StepInputs
 from megatron_pp_ext.integration.runners.step_parts import Step, StepPart
@@ -18,6 +18,7 @@ from megatron_pp_ext.integration.runners.step_parts import Step, StepPart
 def sliced(pipeline: Pipeline) -> StepPart:
     """Return what slices bring to the steps of ``pipeline``; nothing where none are requested."""
     option = pipeline.request.option(Slices)
+    is_checked = pipeline.request.option(Unchecked) is None
     if option is not None and are_by_length(pipeline.request):
         ordering = pipeline.request.option(Ordering)
         assert ordering is not None
@@ -32,11 +33,12 @@ def sliced(pipeline: Pipeline) -> StepPart:
             inputs = step.inputs
             calls[:] = calls or map(Calls, inputs.model)
             _require_length(inputs, option)
+            assert option.tokens is not None
+            require_known_operations(calls, inputs, option.tokens, is_checked)
             units = option.units(inputs.microbatches)
             inputs.shape = (inputs.shape[0] // option.count, *inputs.shape[1:])
             step.make_stage = partial(SlicedStage, units=units, calls=calls)
-            with averaged(option.count):
-                yield
+            yield
 
     return during
 

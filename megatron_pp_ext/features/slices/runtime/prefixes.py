@@ -16,15 +16,36 @@ import torch
 from megatron_pp_ext.runtime.activation_meter import Owner
 from megatron_pp_ext.runtime.split import STORE
 
+_ONCE = (
+    "and slices of sequences need one call of each layer in every forward; leave out --pipeline-slice-tokens"
+)
+
 
 class Prefix:
-    """The keys, or the values, of one layer and one sequence of ``length`` tokens, along dimension 0."""
+    """The keys, or the values, of one layer and one sequence of ``length`` tokens, along dimension 0.
 
-    def __init__(self, owner: Owner, like: torch.Tensor, length: int) -> None:
+    Those up to token ``written`` are there; the first forward comes at ``start``.
+    """
+
+    def __init__(self, owner: Owner, like: torch.Tensor, length: int, start: int) -> None:
         self.kept = torch.empty(length, *like.shape[1:], dtype=like.dtype, device=like.device)
         self.owed: torch.Tensor | None = None
+        self.written = start
         self._owner = owner
         self._count(self.kept)
+
+    def write(self, new: torch.Tensor, start: int) -> torch.Tensor:
+        """Put ``new`` at token ``start``, and return a view of all up to its end.
+
+        ValueError where a forward has been here.  A backward may recompute what is there.
+        """
+        end = start + len(new)
+        if start != self.written and torch._C._current_graph_task_id() == -1:
+            raise ValueError(f"a layer of attention was called twice for a slice, {_ONCE}")
+        self.kept[start:end].copy_(new)
+        self.written = max(end, self.written)
+        # With a version counter of its own: later slices write to the storage while this view is saved.
+        return self.kept.data[:end]
 
     def owe(self, gradient: torch.Tensor) -> None:
         """Add ``gradient``, of the keys from the first token on, to what earlier slices will take up.
@@ -49,11 +70,8 @@ class _Grow(torch.autograd.Function):
     def forward(ctx: "torch.autograd.function.FunctionCtx", *given: object) -> torch.Tensor:
         new, prefix, start = given
         assert isinstance(new, torch.Tensor) and isinstance(prefix, Prefix) and isinstance(start, int)
-        end = start + len(new)
-        prefix.kept[start:end].copy_(new)
-        ctx.prefix, ctx.start, ctx.end = prefix, start, end  # type: ignore[attr-defined]
-        # With a version counter of its own: later slices write to the storage while this view is saved.
-        return prefix.kept.data[:end]
+        ctx.prefix, ctx.start, ctx.end = prefix, start, start + len(new)  # type: ignore[attr-defined]
+        return prefix.write(new, start)
 
     @staticmethod
     def backward(ctx: "torch.autograd.function.FunctionCtx", *gradients: torch.Tensor) -> object:
@@ -74,17 +92,31 @@ class Sequence:
     owner: Owner
     length: int
     prefixes: dict[object, Prefix] = field(default_factory=dict)
+    forwarded: int = 0
+    """The tokens of the slices that have gone forward."""
 
     def grown(self, key: object, new: torch.Tensor, start: int) -> torch.Tensor:
         """Return a view of the first tokens up to the end of ``new``, which begins at token ``start``.
 
         ``key`` names the layer and what it keeps.  A forward that recomputation repeats writes the same
-        numbers again.
+        numbers again.  ValueError unless each layer is called once for each slice.
         """
         if key not in self.prefixes:
-            self.prefixes[key] = Prefix(self.owner, new, self.length)
+            if self.forwarded:
+                raise self._skipped()
+            self.prefixes[key] = Prefix(self.owner, new, self.length, start)
         grown: torch.Tensor = _Grow.apply(new, self.prefixes[key], start)
         return grown
+
+    def end_forward(self, end: int) -> None:
+        """Note that the slice up to token ``end`` went forward; ValueError for a layer that it left out."""
+        if any(prefix.written != end for prefix in self.prefixes.values()):
+            raise self._skipped()
+        self.forwarded = end
+
+    @staticmethod
+    def _skipped() -> ValueError:
+        return ValueError(f"a layer of attention was called for some slices of a sequence alone, {_ONCE}")
 
 
 @dataclass(frozen=True, slots=True)

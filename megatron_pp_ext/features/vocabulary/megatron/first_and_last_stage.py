@@ -16,7 +16,14 @@ from megatron.core.utils import unwrap_model
 
 from megatron_pp_ext.features.vocabulary.megatron.parts import EmbeddingPart, OutputPart
 from megatron_pp_ext.integration.core.stock_backward import backward_of_stock
-from megatron_pp_ext.integration.runners.model_stage import ForwardStep, ModelStage, StepInputs
+from megatron_pp_ext.integration.runners.model_stage import (
+    ForwardStep,
+    ModelStage,
+    StepInputs,
+    step_of_one_call,
+)
+
+FLAG = "--pipeline-vocabulary shared"
 
 
 class ReadAhead:
@@ -38,14 +45,9 @@ class ReadAhead:
         # A model's own attribute comes before its class's method, and scripts see the model they know.
         model.forward = note
         try:
-            _, loss_function = self._inputs.forward_step_func(iterator, model)
+            _, loss_function = step_of_one_call(self._inputs.forward_step_func, iterator, model, FLAG)
         finally:
             del model.forward
-        if len(calls) != 1:
-            raise RuntimeError(
-                f"--pipeline-vocabulary shared needs a forward step that calls its model once, and this one "
-                f"called it {len(calls)} times; leave it out"
-            )
         ((args, kwargs),) = calls
         (whole,) = unwrap_model([model])
         named = inspect.signature(whole.forward).bind(*args, **kwargs).arguments
@@ -74,7 +76,7 @@ class Head:
         """Return the script's forward step; its loss function is kept for later."""
 
         def step(iterator: Any, model: Any) -> Any:
-            output, loss_function = self._inputs.forward_step_func(iterator, model)
+            output, loss_function = step_of_one_call(self._inputs.forward_step_func, iterator, model, FLAG)
             self._loss_functions[microbatch] = loss_function
             return output, loss_function
 

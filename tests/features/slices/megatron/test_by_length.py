@@ -29,3 +29,24 @@ def test_evaluates_in_slices(found: list[dict], name: str) -> None:
     assert losses == pytest.approx(of_stock, rel=1e-4)
     fewest = sum(-(-length // own_loop_lengths.TOKENS) for length in own_loop_lengths.LENGTHS)
     assert calls >= fewest > calls_of_stock
+
+
+def test_routers_losses_count_by_the_tokens_of_a_slice(found: list[dict]) -> None:
+    """Whatever forward was last on the rank; also in the log, which adds up several steps here."""
+    ours, stock = ([rank[one] for rank in found] for one in ("experts", "stock experts"))
+    own_loop.assert_close_gradients([record for record, _ in ours], [record for record, _ in stock])
+    for (_, log), (_, other) in zip(ours, stock, strict=True):
+        assert log["z_loss"] == pytest.approx(other["z_loss"], rel=1e-5)
+        assert any(log["z_loss"])
+
+
+def test_other_rows_than_the_step_says_are_refused_on_all_ranks(found: list[dict]) -> None:
+    for rank in found:
+        assert rank["rows"].startswith("a microbatch has 3 rows, and slices that are planned by length need")
+        assert "micro_batch_size says, which is 1" in rank["rows"]
+
+
+def test_a_loss_that_is_no_sum_over_documents_is_refused(found: list[dict]) -> None:
+    """At the end of the step, by the rank with the last stage."""
+    assert "changes with the outputs of another" in found[-1]["pairs"]
+    assert (found[0]["pairs"], found[0]["sums"], found[-1]["sums"]) == ("", "", "")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support import own_loop, own_process
+from tests.support import own_loop, own_loop_slices, own_process
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +23,25 @@ def test_data_beside_losses_is_of_whole_microbatches(found: list[dict]) -> None:
     for one, other in zip(ours, stock, strict=True):
         assert one.shape == other.shape
         assert one.tolist() == [pytest.approx(row, rel=1e-4) for row in other.tolist()]
+
+
+@pytest.mark.parametrize("kind", own_loop_slices.RETURNS)
+def test_what_a_loss_function_returns_is_what_stock_makes_of_it(found: list[dict], kind: str) -> None:
+    ours, stock = ([rank[of][kind] for rank in found] for of in ("returns", "stock returns"))
+    assert ours[-1].losses == [pytest.approx(step, rel=1e-6) for step in stock[-1].losses]
+    own_loop.assert_close_gradients(ours, stock)
+
+
+def test_a_model_is_evaluated_with_and_without_its_wrapper(found: list[dict]) -> None:
+    """Each has a runner, and both work on the same layers."""
+    for losses in found[-1]["wrappers"]:
+        assert losses == found[-1]["wrappers"][0]
+    assert len(found[-1]["wrappers"][0]) == len(found[-1]["stock wrappers"]) == 3
+
+
+def test_an_evaluation_forgets_the_keys_of_a_sequence_at_its_end(found: list[dict]) -> None:
+    """A rank has one sequence in each of its two chunks, and keys and values of each of their layers."""
+    assert [rank["keys"] for rank in found] == [2 * own_loop.LAYERS // 2] * 2
 
 
 def test_a_forward_step_that_changes_outputs_is_refused(found: list[dict]) -> None:

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from megatron_pp_ext.features.slices.runtime.prefixes import Sequence
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
@@ -75,3 +76,35 @@ def test_half_precision_gradients_are_summed_in_fp32() -> None:
     for output, gradient in zip(reversed(outputs), (256.0, 1.0, 1.0), strict=True):
         output.backward(torch.full_like(output, gradient))
     assert new[0].grad.item() == 258.0  # one after the other, bf16 would lose both ones
+
+
+def test_a_layer_is_called_once_for_each_slice() -> None:
+    """One that is called twice, or for some slices, would read keys that are not there."""
+    sequence = Sequence(Owner(0, 0), 4)
+    for layer in ("first", "second"):
+        sequence.grown(layer, torch.ones(2, 1), 0)
+    with pytest.raises(ValueError, match="called twice for a slice"):
+        sequence.grown("first", torch.ones(2, 1), 0)
+    sequence.end_forward(2)
+    with pytest.raises(ValueError, match="for some slices of a sequence alone"):
+        sequence.grown("third", torch.ones(2, 1), 2)
+    sequence.grown("first", torch.ones(2, 1), 2)
+    with pytest.raises(ValueError, match="for some slices of a sequence alone"):
+        sequence.end_forward(4)
+    sequence.grown("second", torch.ones(2, 1), 2)
+    sequence.end_forward(4)
+
+
+def test_a_backward_recomputes_a_slice() -> None:
+    sequence, new = Sequence(Owner(0, 0), 4), torch.ones(2, 1, requires_grad=True)
+
+    def layer(one: torch.Tensor, start: int) -> torch.Tensor:
+        return sequence.grown("key", one, start).sin().sum()
+
+    outputs = []
+    for start in (0, 2):
+        outputs.append(checkpoint(layer, new, start, use_reentrant=False))
+        sequence.end_forward(start + 2)
+    for output in reversed(outputs):
+        output.backward()
+    assert new.grad.flatten().tolist() == pytest.approx([3 * torch.ones(()).cos().item()] * 2)

@@ -4,9 +4,11 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.features.vocabulary import order
+from megatron_pp_ext.features.vocabulary.megatron.first_and_last_stage import Head
 from megatron_pp_ext.features.vocabulary.megatron.model_vocabulary import ModelVocabulary
 from megatron_pp_ext.integration import start_up
 from megatron_pp_ext.integration.trainer.validation import _costs
@@ -82,3 +84,20 @@ def test_the_line_says_that_the_vocabulary_is_shared(monkeypatch):
 def test_auto_trains_within_free_memory():
     flags = f"{PP2} --pipeline-schedule auto {SHARED} --padded-vocab-size 64"
     assert max(len(rank.losses) for rank in train(2, flags.split())) == 3
+
+
+@pytest.mark.parametrize("change", [lambda hidden: hidden * 2, lambda hidden: hidden.mul_(2)])
+def test_a_forward_step_may_not_change_hidden_states(change):
+    """The last stage returns them where the script expects losses."""
+    model, hidden = torch.nn.Identity(), torch.ones(2)
+    for changes in (lambda output: output, change):
+
+        def step(iterator, model, changes=changes):
+            return changes(model(hidden)), None
+
+        forward = Head(SimpleNamespace(forward_step_func=step), None).forward(0)
+        if changes is change:
+            with pytest.raises(ValueError, match="--pipeline-vocabulary shared needs a forward step which"):
+                forward(None, model)
+        else:
+            assert forward(None, model)[0] is hidden

@@ -1,0 +1,38 @@
+"""What a step of unlike microbatches is planned by: its limit in tokens, and the schedule in force."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_pp_ext.compiler.request import named
+from megatron_pp_ext.features.lengths.length_costs import LengthCosts
+from megatron_pp_ext.features.lengths.megatron.ordered_data import Ordered
+from megatron_pp_ext.features.lengths.megatron.within_limit import limits_of
+from megatron_pp_ext.features.lengths.microbatches import Microbatches
+from megatron_pp_ext.features.lengths.ordering import Ordering
+from megatron_pp_ext.integration.requested import Pipeline
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.placement import v
+
+
+def test_a_limit_is_raised_to_the_largest_microbatch_in_all_chunks() -> None:
+    placement, rates = v(2), LengthCosts.with_attention(Costs.per_rank(2, 2), 1)
+    costs = rates.of(Microbatches(((10,), (400,), (30,))))
+    limits = limits_of(named("flex", 2, 3, limit=0.01), costs, placement)
+    largest = costs.units[1].stages
+    for rank, limit in enumerate(limits):
+        first, second = placement.stages_of(rank)
+        assert limit == pytest.approx(largest[first].activation + largest[second].activation)
+
+
+def test_a_plan_is_of_the_schedule_in_force() -> None:
+    """A schedule may change during a run, with as many microbatches as before."""
+    steps = Ordered(Pipeline(named("1f1b", 2, 4)), Ordering("rule"))
+    before, after = (catalog.build(name, 2, 4) for name in ("zb-h1", "1f1b"))
+    planners = [
+        steps.planner(SimpleNamespace(schedule=schedule, may_move_weights=False))  # type: ignore[arg-type]
+        for schedule in (before, before, after)
+    ]
+    assert planners[0] is planners[1] is not planners[2]
+    assert [planner.schedule for planner in planners] == [before, before, after]
