@@ -159,7 +159,7 @@ class WeightGradientStore:
 
     @property
     def hides_exchanges(self) -> bool:
-        """Whether an exchange of tokens that is launched now would have work to hide it; see ``hide``."""
+        """Whether an exchange of tokens that is launched now would have work to hide it."""
         return self._slot is not None and self._beside_exchange() is not None
 
     def hide_exchange(self) -> None:

@@ -17,22 +17,22 @@ def lenders(
     """Return the places (of I, of W) in a rank's ``order`` of each I that runs products of a W.
 
     With ``is_next`` the W has to be right after the I.  No I after the rank's last F has any: other ranks
-    wait for its output, and products inside would delay that.  The last W of a stage lends none, since with
-    it the stage's gradients are complete.  Nor does a W lend past a B, which adds to the same sums, or to an
-    I that is ``paired`` with a forward.
+    wait for its output, and products inside would delay that.  The last I of a stage takes none and its last
+    W lends none, since gradients are complete with them.  Nor does a W lend past a B, which adds to the same
+    sums, or to an I that is ``paired`` with a forward.
     """
     last_forward = max((place for place, action in enumerate(order) if action.kind is Kind.F), default=0)
-    last_of_stage = {action.stage: place for place, action in enumerate(order) if action.kind is Kind.W}
+    last = {(action.stage, action.kind): place for place, action in enumerate(order)}
     place_of = {action: place for place, action in enumerate(order) if action.kind is Kind.I}
     found: list[tuple[int, int]] = []
     lender = -1
     for place in reversed(range(len(order))):
         stage, kind, _ = order[place]
         if kind is Kind.W:
-            lender = -1 if place == last_of_stage[stage] else place
+            lender = -1 if place == last[stage, kind] else place
         elif kind is Kind.B:
             lender = -1
-        elif kind is Kind.I and lender >= 0 and place < last_forward:
+        elif kind is Kind.I and lender >= 0 and place < min(last_forward, last[stage, kind]):
             of_lender = Action(order[lender].stage, Kind.I, order[lender].microbatch)
             is_paired = place > 0 and order[place - 1] in paired
             if place_of[of_lender] <= place and not is_paired and not (is_next and lender > place + 1):

@@ -100,7 +100,9 @@ class DeferringStore:
         input, gradient, *buffers = operands
         layer = _layer(self._module)
         waiting = [_read_by_w(input), _read_by_w(gradient)]
-        if layer is Layer.SENDS or not STORE.runs_soon:
+        # What userbuffers gather lies in a buffer that a later layer overwrites.
+        is_in_buffer = getattr(self._module, "ub_overlap_ag_dgrad", False)
+        if layer is Layer.SENDS or is_in_buffer or not STORE.runs_soon:
             waiting = self._own_parts(waiting)
 
         def gradients() -> Gradients:
