@@ -9,6 +9,7 @@ from megatron_pp_ext.costs import system
 from megatron_pp_ext.integration import start_up
 from megatron_pp_ext.integration.call_request import asked as called
 from megatron_pp_ext.integration.runners import choose
+from megatron_pp_ext.integration.trainer import validation
 from megatron_pp_ext.integration.trainer.caveat import caveat
 from megatron_pp_ext.integration.trainer.model_costs import estimate
 from megatron_pp_ext.job import pipeline
@@ -180,3 +181,17 @@ def test_rank_0_prints_them_once(said_by) -> None:
     assert first.startswith("v-half: 2 ranks x 2 chunks, m = 8, peak ")
     assert rest[0].startswith("Initial weights follow ")
     assert len(rest) == 2
+
+
+def test_a_job_on_gpus_logs_stocks_figures(said_by, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its first line; the job runs here, and only the comparison takes it for one on GPUs."""
+
+    def on_gpus(asked: RequestedJob, data: int) -> list[str]:
+        return start_up.comparison(asked.changed(distributed_backend="nccl"), data)
+
+    monkeypatch.setattr(validation, "comparison", on_gpus)
+    said = said_by(choose)
+    train(2, ["--pipeline-model-parallel-size", "2", "--pipeline-schedule", "v-half"])
+    first, second, *_ = said.read_text().splitlines()
+    assert first.startswith("v-half: 2 ranks x 2 chunks, m = 8, peak ")
+    assert second.startswith("By the rates of an H100, v-half: ") and "; stock 1F1B: " in second
