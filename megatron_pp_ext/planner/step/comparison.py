@@ -20,8 +20,8 @@ from megatron_pp_ext.planner.step.estimate import MARGIN, Estimate, estimate_req
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.names import AUTO
 
-_MOST_ACTIONS = 60_000
-"""The actions of all alternatives that are timed; a thousand take about ten milliseconds."""
+_MOST_ACTIONS = 30_000
+"""The actions of all alternatives that are timed; a thousand take 10 to 30 milliseconds."""
 
 _WORTH_SHARING = 0.02
 """The part of a step that a shared vocabulary has to save to be named."""
