@@ -80,7 +80,7 @@ def comparison(asked: RequestedJob, data: int) -> list[str]:
         return []
     try:
         return [line for compare in _comparisons for line in compare(asked, data)]
-    except Exception:
+    except Exception:  # a job trains whatever is wrong with an estimate that it does not need
         return []
 
 
