@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Trains a model of the size of Llama 3 8B on one node of 8 GPUs with 80 GB each: four pipeline ranks under V-Half, each
-# of two tensor-parallel GPUs. The trace of the last step opens with "mpp trace" and in Perfetto.
+# Trains a model of the size of Llama 3 8B on one node of 8 GPUs with 80 GB each: four pipeline ranks under V-ZB, each
+# of two tensor-parallel GPUs, with a vocabulary that all ranks share. The trace of the last step opens with "mpp trace"
+# and in Perfetto.
 #
 #   examples/llama3_8b_8gpus.sh [MORE FLAGS...]
 #
 #   MEMORY_LIMIT   a fraction of the activations that 1F1B keeps, such as 0.8: a schedule is compiled that
-#                  stays within it, instead of V-Half (none)
+#                  stays within it, instead of V-ZB (none)
 #   PYTHON         the interpreter in which megatron_pp_ext is installed (python3)
 #   SCRIPT         the pretrain_gpt.py of your Megatron-LM checkout (this package's own)
 #   DATA, TOKENIZER, OUT, DRY_RUN as in common.sh
@@ -39,7 +40,7 @@ training=(
 if [[ -n "${MEMORY_LIMIT:-}" ]]; then
     pipeline=(--pipeline-schedule flex --pipeline-memory-limit "$MEMORY_LIMIT")
 else
-    pipeline=(--pipeline-schedule v-half)
+    pipeline=(--pipeline-schedule v-zb --pipeline-vocabulary auto)
 fi
 pipeline+=(--pipeline-trace "$OUT/trace.json")
 

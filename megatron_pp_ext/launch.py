@@ -24,12 +24,14 @@ def install(cpu: bool = False) -> None:
     unknown.
     """
     integration.install(cpu)
+    from megatron_pp_ext.integration import start_up
     from megatron_pp_ext.integration.step_runners import MEASURES, RUNNERS
     from megatron_pp_ext.integration.trainer import layout_finder
 
     RUNNERS.register("flush-free", when=lambda pipeline: pipeline.updates is not None, make=_flush_free)
     MEASURES.register("profile", when=lambda pipeline: pipeline.profile is not None, make=_profiling)
     layout_finder.register(_layout, _better_layout)
+    start_up.register_comparison(beside_stock)
 
 
 def _flush_free(pipeline: "Pipeline", transport: "ProcessGroups") -> "PipelineRunner":
@@ -48,6 +50,14 @@ def _layout(asked: "RequestedJob", data: int, vocabulary: int) -> tuple["Request
     from megatron_pp_ext.planner.layout import requested_layout
 
     return requested_layout.settle(asked, data, vocabulary)
+
+
+def beside_stock(asked: "RequestedJob", data: int) -> list[str]:
+    """Return what the planner predicts for a job at its start; see ``comparison.at_start``."""
+    from megatron_pp_ext.integration.trainer import model_costs
+    from megatron_pp_ext.planner.step import comparison
+
+    return comparison.at_start(asked, data, lambda: model_costs.vocabulary(asked))
 
 
 def _better_layout(*about: Any) -> tuple[str, "Saving"] | None:

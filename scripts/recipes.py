@@ -43,8 +43,8 @@ differ in batch and sequence alone are one row.
 - **unchanged**: the recipe's own flags with `--pipeline-schedule interleaved`, or `1f1b` where a rank has one
   stage. {unchanged} start.
 - **in place of its VPP**: two stages per rank, under `dualpipe-v` for pairs, under `1f1b-v` where
-  `--tp-comm-overlap` rules out a split backward, else under `v-half`. The layout spreads the layers evenly;
-  `--pipeline-model-parallel-layout auto` finds a better one. {replaced} start.
+  `--tp-comm-overlap` with MXFP8 rules out a split backward, else under `v-half`. The layout spreads the
+  layers evenly; `--pipeline-model-parallel-layout auto` finds a better one. {replaced} start.
 
 A refusal names the flag; [the page on refusals](refused.md) has the reasons. Accepted means that no rule
 rules it out and that the layers fill the stages; `--pipeline-unproved`, or `unproved=True` of `install`,
@@ -78,7 +78,8 @@ def unchanged(recipe: PipelinedRecipe) -> Tried:
 
 def replaced(recipe: PipelinedRecipe) -> Tried:
     """Put a schedule with two stages per rank into ``recipe``."""
-    name = "dualpipe-v" if recipe.has(PAIRS) else "1f1b-v" if recipe.has(OVERLAP) else "v-half"
+    is_whole = recipe.has(OVERLAP) and recipe.precision == "mxfp8"
+    name = "dualpipe-v" if recipe.has(PAIRS) else "1f1b-v" if is_whole else "v-half"
     asked = described.read(recipe.flags, recipe.model).asked
     stages = 2 * asked.job.parallel.pipeline_model_parallel_size
     return _tried(

@@ -112,7 +112,7 @@ def heterogeneous_models() -> str:
     """Simulated seconds of a step on H100, with 4 microbatches of 4,096 tokens for each rank of the pipeline.
 
     Sizes of parallelism are given, nothing is recomputed, and 6% of the memory stay free.
-    `--tp-comm-overlap`, which schedules with split backwards refuse, is off.  *even interleaved* is the best
+    `--tp-comm-overlap` is off.  *even interleaved* is the best
     of Megatron's 1F1B and interleaved 1F1B with equally many layers in all stages.  *its layout* is the best
     of the two with any layout, *schedules* the best of all schedules, compiled ones among them, with equally
     many layers, and *both* the best of all schedules with any layout; in brackets, how many times shorter

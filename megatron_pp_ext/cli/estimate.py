@@ -94,6 +94,7 @@ def estimate(
     machine = systems.read(system)
     asked, words = described(flags, model, sizes)
     asked = asked.changed(micro_batch_size=asked.batch.micro_batch_size or 1)
+    from megatron_pp_ext.planner.step.comparison import compared
     from megatron_pp_ext.planner.step.estimate import estimate_request
     from megatron_pp_ext.planner.step.parameters import entries
 
@@ -104,6 +105,7 @@ def estimate(
         request = for_world(asked, gpus)
         require_size(request)
         estimated = estimate_request(asked.job, machine, request, margin)
+        beside = compared(asked, machine, request.data, estimated, margin)
     estimated.require_possible(machine)
     launch = Launch([*words, *missing(words)], gpus, machine.gpus_per_node)
     if gpus > fewest_ranks(asked.job) and world_size is None:
@@ -116,6 +118,8 @@ def estimate(
             f"{whole:.4g}B parameters in {asked.job.precision.words}, of which a token uses {active:.4g}B"
         )
     show(estimated, request, machine, gpus, asked.job)
+    for line in beside.lines if beside else ():
+        console.print(line)
     expected = None
     if drawn_from is not None:
         from megatron_pp_ext.planner.step.by_length import steps_by_length
@@ -139,6 +143,7 @@ def estimate(
             **counted,
             **asdict(estimated),
             "by_length": expected and {**asdict(expected), "grounds": _grounds_by_length(estimated)},
+            "compared": beside and beside.record(),
             "not_counted": without,
             **launch.record(),
         }

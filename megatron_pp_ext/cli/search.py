@@ -51,6 +51,7 @@ def search(
     from megatron_pp_ext.planner.search.best_first import Search
     from megatron_pp_ext.planner.search.budget import Budget
     from megatron_pp_ext.planner.search.candidate import strip
+    from megatron_pp_ext.planner.step.comparison import compared
     from megatron_pp_ext.planner.step.parameters import entries
     from megatron_pp_ext.planner.step.peaks import above, headroom
 
@@ -79,7 +80,9 @@ def search(
         if not one.result.best:
             typer.echo("mpp: interrupted before any configuration was found that fits", err=True)
         raise
-    best.best[0].estimate.require_possible(system)
+    first = best.best[0]
+    first.estimate.require_possible(system)
+    of_first = first.candidate.requested(asked), system, first.candidate.data
     filled_in = tuple(strip(missing(words)))
     all_words, without = [*words, *filled_in], tuple(not_counted(asked))
     about = job.about(asked) | {"command": context.obj, "date": f"{datetime.now():%Y-%m-%d %H:%M}"}
@@ -94,6 +97,7 @@ def search(
         measuring.script,
         filled_in,
         without,
+        compared(*of_first, first.estimate, machines.margin),
     )
     report.show()
     for path in outputs.paths:

@@ -17,6 +17,7 @@ from megatron_pp_ext.planner.search.configurations import record
 from megatron_pp_ext.planner.search.explanation import why
 from megatron_pp_ext.planner.search.replays import Evaluated
 from megatron_pp_ext.planner.search.result import Result
+from megatron_pp_ext.planner.step.comparison import Comparison
 
 _ALIKE = "nearly as fast"
 _COLUMNS = (
@@ -39,7 +40,7 @@ class Report:
     ``about`` states what was asked: the model, sequences a step and tokens a sequence, command and date.
     Peaks may be above their estimates by the part ``above``.  ``script`` is the user's training script,
     ``filled_in`` are those of ``words`` that the user did not give, ``not_counted`` what estimates are made
-    without.
+    without.  ``compared`` has the best beside Megatron's own schedules at its sizes, where these differ.
     """
 
     result: Result
@@ -52,6 +53,7 @@ class Report:
     script: Path | None = None
     filled_in: tuple[str, ...] = ()
     not_counted: tuple[str, ...] = ()
+    compared: Comparison | None = None
 
     def show(self) -> None:
         """Print the table, the frontier, and the command that starts the best."""
@@ -64,6 +66,10 @@ class Report:
             lines = [name, *(f"  {title}: {note}" for title, note in notes if note)]
             table.add_row(number, "\n".join(lines), *numbers)
         console.print(table)
+        if self.compared:
+            console.print("At the sizes of the best, with as many layers in every stage:")
+            for line in self.compared.lines:
+                console.print(f"  {line}")
         console.print("The shortest steps for less memory, each with the flags that it sets:")
         for one in result.frontier:
             memory, step = one.estimate.fullest.total / 1e9, one.estimate.step_seconds
@@ -114,6 +120,7 @@ class Report:
             "replayed": result.replayed,
             "stopped": None if result.stopped is None else str(result.stopped),
             "not_counted": self.not_counted,
+            "compared": self.compared and self.compared.record(),
             "best": [
                 {
                     **self._record(one),
@@ -155,6 +162,15 @@ class Report:
                 "memory": self._room(),
                 "estimates": self.result.best[0].estimate.grounds,
                 **({"not counted": "; ".join(self.not_counted)} if self.not_counted else {}),
+                **(
+                    {
+                        "at the sizes of the best, with as many layers in every stage": "; ".join(
+                            self.compared.lines
+                        )
+                    }
+                    if self.compared
+                    else {}
+                ),
             },
             (_COLUMNS, self._rows()),
             memory_tradeoff.configurations_svg(best, frontier, self.limit, ""),

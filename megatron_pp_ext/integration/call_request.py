@@ -1,7 +1,7 @@
 """What a call of ``megatron_pp_ext.install`` asks for, read once."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -11,7 +11,8 @@ from typing import Any
 
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.compiler.limits import LARGEST_FRACTION, kept_by_1f1b, least_limits
-from megatron_pp_ext.compiler.request import Request
+from megatron_pp_ext.compiler.make import make
+from megatron_pp_ext.compiler.request import Request, named
 from megatron_pp_ext.compiler.source import Source
 from megatron_pp_ext.files import require_writable
 from megatron_pp_ext.integration import requested
@@ -19,10 +20,11 @@ from megatron_pp_ext.integration.settings import Settings
 from megatron_pp_ext.integration.start_up import summary
 from megatron_pp_ext.job import call
 from megatron_pp_ext.job.call_words import in_words_of_call
+from megatron_pp_ext.job.pipeline import STOCK
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import LAST, Placement, Shape
-from megatron_pp_ext.schedule.simulate import simulate
+from megatron_pp_ext.schedule.simulate import Timeline, simulate
 
 GivenCosts = str | Path | Costs | Sequence[float]
 
@@ -85,10 +87,12 @@ class Call:
             costs=self.costs,
             is_unproved=self.is_unproved,
         )
-        line = f"megatron_pp_ext: {summary(pipeline, costs_of)}"
         costs = costs_of(request.finest.stages, pipeline.placement.splits_head)
         timeline = simulate(source.ordinary, costs.merged(source.placement.stages))
         peak, bubble = max(timeline.peak_microbatches), timeline.bubble
+        line = f"megatron_pp_ext: {summary(pipeline, costs_of)}"
+        if self.costs and (beside := ", ".join(_beside_stock(timeline, self.costs, request))):
+            line += f"; by these costs {beside}"
         found = InForce(source.name, source.placement, request.microbatches, peak, bubble, line)
         return replace(pipeline, summary=line), found
 
@@ -129,6 +133,27 @@ def asked(
     sizes = ranks, microbatches, chunks
     request = call.requested(schedule, *sizes, memory_limit, stages, loss_rank, **of_features)
     return Call(request, given, file, None if timeout is None else _patience(timeout), unproved)
+
+
+def _beside_stock(timeline: Timeline, costs: Costs, request: Request) -> Iterator[str]:
+    """Yield how a step, with the given ``costs`` of the finest stages, differs from one of stock's schedules.
+
+    Stock's interleaved schedule is the one with as many chunks a rank as these stages make, where it has any.
+    """
+    if request.schedule in STOCK and not request.splits_head:
+        return
+    ranks, chunks = request.ranks, request.finest.chunks
+    stock = {"1F1B": named("1f1b", ranks, request.microbatches)}
+    if chunks > 1 and request.microbatches % ranks == 0:
+        stock["interleaved"] = named("interleaved", ranks, request.microbatches, chunks)
+    for name, other in stock.items():
+        step = simulate(make(other).schedule, costs.merged(other.placement.stages))
+        saved = 1 - timeline.makespan / step.makespan
+        peak = max(timeline.peak_activations) / max(step.peak_activations)
+        yield (
+            f"{abs(saved):.1%} {'less' if saved > 0 else 'more'} time than stock {name} and "
+            f"{peak:.2f} of its activations"
+        )
 
 
 def _least_fraction(request: Request, costs: Costs) -> float:

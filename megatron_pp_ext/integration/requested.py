@@ -47,7 +47,7 @@ class Pipeline:
     layout: str = ""
     """Words about a layout that this package chose; empty where the user gave it, or none."""
     summary: str = ""
-    """The line about the schedule that the first rank prints; other ranks need not have it."""
+    """The lines about the schedule that the first rank prints; other ranks need not have them."""
 
     @property
     def placement(self) -> Placement:

@@ -66,9 +66,66 @@ def test_estimate_reports_what_waits_for_weight_gradients(mpp, model, tmp_path):
     assert "which gather operands" not in output
     output, cut = estimated("v-half", tensor_model_parallel_size=2, sequence_parallel=True)
     hidden = 2 * 512 * 1024
-    assert cut["gather_bytes"] == 2 * hidden
-    assert f"which gather operands in {2 * hidden / 1e9:.2f} GB of the buffers" in output
+    assert cut["gather_bytes"] == 3 * hidden
+    assert f"which gather operands in {3 * hidden / 1e9:.2f} GB of the buffers" in output
     assert max(cut["waiting_bytes"]) == pytest.approx(most / 2)
+
+
+def test_estimate_shows_megatrons_own_schedules_beside_it(mpp, model, tmp_path):
+    """The same seconds and bytes as an estimate of each alone; the shortest interleaved is shown."""
+    file = tmp_path / "estimate.json"
+
+    def estimated(*flags, **changed):
+        described = model(**{**PIPELINE, **changed}, num_layers=16, global_batch_size=16, vocab_size=128000)
+        result = mpp("estimate", "--model", described, "--json", file, "--", *flags)
+        assert result.exit_code == 0, result.output
+        content = json.loads(file.read_text())
+        return result.output, content, max(sum(rank.values()) for rank in content["ranks"])
+
+    output, content, _ = estimated()
+    found = content["compared"]
+    _, stock, fullest = estimated(pipeline_schedule=None)
+    assert stock["compared"] is None
+    assert found["stock"]["step_seconds"] == pytest.approx(stock["step_seconds"])
+    assert found["stock"]["fullest_bytes"] == pytest.approx(fullest)
+    assert f"stock 1F1B: {stock['step_seconds']:.4g} s, {fullest / 1e9:.1f} GB" in output
+    virtual = "--num-virtual-stages-per-pipeline-rank"
+    steps = {
+        chunks: estimated(virtual, chunks, pipeline_schedule=None)[1]["step_seconds"] for chunks in (2, 4)
+    }
+    best = min(steps, key=steps.__getitem__)
+    assert found["interleaved"]["step_seconds"] == pytest.approx(steps[best])
+    assert f"stock interleaved, {best} chunks a rank: {steps[best]:.4g} s" in output
+    _, shared, fullest = estimated(pipeline_vocabulary="auto")
+    assert shared["compared"]["shared"] is None
+    assert found["shared"]["step_seconds"] == pytest.approx(shared["step_seconds"])
+    assert f"with --pipeline-vocabulary auto: {shared['step_seconds']:.4g} s" in output
+    assert found["shared"]["step_seconds"] < 0.98 * content["step_seconds"]
+
+
+def test_estimate_warns_of_a_schedule_that_is_predicted_to_lose(mpp, model, tmp_path):
+    """GPipe takes as long as 1F1B and keeps everything; V-ZB wins with few microbatches."""
+
+    def warned(schedule):
+        file = tmp_path / "estimate.json"
+        described = model(**{**PIPELINE, "pipeline_schedule": schedule}, global_batch_size=16, vocab_size=512)
+        result = mpp("estimate", "--model", described, "--json", file)
+        assert result.exit_code == 0, result.output
+        content = json.loads(file.read_text())
+        for line in content["compared"]["warnings"]:
+            assert line in " ".join(result.output.split())
+        steps = content["compared"]
+        return steps["warnings"], steps["chosen"], steps["stock"], steps["interleaved"]
+
+    (line,), chosen, _, other = warned("gpipe")
+    slower = chosen["step_seconds"] / other["step_seconds"] - 1
+    more = (chosen["fullest_bytes"] - other["fullest_bytes"]) / 1e9
+    assert line == (
+        f"warning: gpipe is predicted to take {slower:.1%} longer than {other['name']}, and {more:.1f} GB "
+        "more on the fullest rank"
+    )
+    lines, chosen, *others = warned("v-zb")
+    assert not lines and all(chosen["step_seconds"] <= other["step_seconds"] for other in others)
 
 
 def test_what_is_not_counted_is_said_beside_the_numbers(mpp, model, tmp_path):
@@ -125,6 +182,27 @@ def test_estimate_of_activations_on_the_host(mpp, model, tmp_path):
 SIZES = ("--global-batch-size", 16, "--seq-length", 512, "--schedules", "1f1b,v-half")
 UNEVEN = {"num_layers": 9, "hidden_size": 4096}
 SEARCH = ("search", "--gpus", 16, *SIZES)
+
+
+def test_search_shows_megatrons_own_schedules_at_the_sizes_of_the_best(mpp, model, tmp_path):
+    json_file, page, alone = (tmp_path / name for name in ("found.json", "found.html", "alone.json"))
+    sizes = "--pipeline-model-parallel-size", 4, "--tensor-model-parallel-size", 1, "--micro-batch-size", 1
+    described = model(num_layers=16)
+    result = mpp(
+        *("search", "--gpus", 4, "--global-batch-size", 16, "--seq-length", 512, "--schedules", "v-zb"),
+        *("--model", described, "--json", json_file, "--html", page, "--", *sizes),
+    )
+    assert result.exit_code == 0, result.output
+    content = json.loads(json_file.read_text())
+    found, best = content["compared"], content["best"][0]["estimate"]
+    assert found["chosen"]["step_seconds"] == best["step_seconds"] < found["stock"]["step_seconds"]
+    overlap = "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"
+    batch = "--global-batch-size", 16, "--seq-length", 512
+    mpp("estimate", "--model", described, *batch, "--json", alone, "--", *sizes, *overlap)
+    stock = json.loads(alone.read_text())
+    assert found["stock"]["step_seconds"] == pytest.approx(stock["step_seconds"])
+    shown = f"stock 1F1B: {stock['step_seconds']:.4g} s"
+    assert shown in result.output and shown in page.read_text()
 
 
 def test_search_writes_table_numbers_page_picture_and_scripts(mpp, model, tmp_path):

@@ -4,11 +4,18 @@ from functools import partial
 
 import pytest
 
+from megatron_pp_ext import launch
+from megatron_pp_ext.costs import system
 from megatron_pp_ext.integration import start_up
+from megatron_pp_ext.integration.call_request import asked as called
 from megatron_pp_ext.integration.runners import choose
+from megatron_pp_ext.integration.trainer import validation
 from megatron_pp_ext.integration.trainer.caveat import caveat
 from megatron_pp_ext.integration.trainer.model_costs import estimate
+from megatron_pp_ext.job import pipeline
 from megatron_pp_ext.job.requested_job import RequestedJob
+from megatron_pp_ext.planner.step.estimate import estimate_request
+from megatron_pp_ext.registered import Registered
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import v
 from tests.support.flags import PP4, arguments, requested_by
@@ -64,6 +71,50 @@ def test_the_lines_of_others(flags: str, words: tuple[str, ...], monkeypatch: py
     line = summary(flags, monkeypatch)
     assert all(word in line for word in words), line
     assert "\n" not in line
+
+
+LARGE = (
+    "--pipeline-schedule v-half --hidden-size 4096 --num-attention-heads 32 --ffn-hidden-size 16384 "
+    "--vocab-size 128000 --num-layers 16 --seq-length 4096 --max-position-embeddings 4096"
+)
+
+
+def test_megatrons_own_schedules_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what the planner estimates for a job on GPUs; a fault of it leaves the line out."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    comparisons = Registered[start_up.Compare]()
+    monkeypatch.setattr(start_up, "_comparisons", comparisons)
+    asked = RequestedJob(arguments(f"{PP4} {LARGE}")).changed(distributed_backend="nccl")
+    assert start_up.comparison(asked, 1) == []
+    comparisons.add(launch.beside_stock)
+    (line,) = start_up.comparison(asked, 1)
+    machine = system.read("h100")
+    for given, name in (
+        ({"pipeline_schedule": "v-half"}, "By the rates of an H100, v-half"),
+        ({"pipeline_schedule": None}, "stock 1F1B"),
+        ({"pipeline_vocabulary": "auto"}, "with --pipeline-vocabulary auto"),
+    ):
+        one = asked.changed(**given)
+        step = estimate_request(one.job, machine, pipeline.read(one, 1))
+        assert f"{name}: {step.step_seconds:.4g} s, {step.fullest.total / 1e9:.1f} GB" in line
+    assert "stock interleaved, " in line and "\n" not in line
+    assert start_up.comparison(asked.changed(pipeline_schedule="1f1b"), 1) == []
+    assert start_up.comparison(asked.changed(hidden_size=None), 1) == []
+    assert start_up.comparison(asked.changed(distributed_backend="gloo"), 1) == []
+
+
+def test_the_line_of_a_call_with_costs() -> None:
+    """By the closed forms of docs/schedules.md: V-Half takes 26.5, 1F1B 33 and interleaved 28.5."""
+
+    def line(schedule: str, **about) -> str:
+        return str(called(schedule, ranks=4, microbatches=8, **about).pipeline()[1])
+
+    words = f"{1 - 26.5 / 33:.1%} less time than stock 1F1B and {3 / 4:.2f} of its activations, "
+    words += f"{1 - 26.5 / 28.5:.1%} less time than stock interleaved and {3 / 5.5:.2f} of its activations"
+    assert line("v-half", costs=[1.0] * 8).endswith(f"; by these costs {words}")
+    for about in ({}, {"costs": [1.0] * 4}):
+        assert "by these costs" not in line("1f1b", **about)
+    assert "by these costs" not in line("v-half")
 
 
 DROPOUT = "--attention-dropout 0.1"
@@ -130,3 +181,17 @@ def test_rank_0_prints_them_once(said_by) -> None:
     assert first.startswith("v-half: 2 ranks x 2 chunks, m = 8, peak ")
     assert rest[0].startswith("Initial weights follow ")
     assert len(rest) == 2
+
+
+def test_a_job_on_gpus_logs_stocks_figures(said_by, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its first line; the job runs here, and only the comparison takes it for one on GPUs."""
+
+    def on_gpus(asked: RequestedJob, data: int) -> list[str]:
+        return start_up.comparison(asked.changed(distributed_backend="nccl"), data)
+
+    monkeypatch.setattr(validation, "comparison", on_gpus)
+    said = said_by(choose)
+    train(2, ["--pipeline-model-parallel-size", "2", "--pipeline-schedule", "v-half"])
+    first, second, *_ = said.read_text().splitlines()
+    assert first.startswith("v-half: 2 ranks x 2 chunks, m = 8, peak ")
+    assert second.startswith("By the rates of an H100, v-half: ") and "; stock 1F1B: " in second

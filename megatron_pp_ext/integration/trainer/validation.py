@@ -21,7 +21,7 @@ from megatron_pp_ext.costs.choices import registry as choices
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.settings import Settings, costs_at
-from megatron_pp_ext.integration.start_up import require_possible, show_compiling, summary
+from megatron_pp_ext.integration.start_up import comparison, require_possible, show_compiling, summary
 from megatron_pp_ext.integration.step_runners import require_loaded
 from megatron_pp_ext.integration.trainer import layout_finder, model_costs
 from megatron_pp_ext.integration.trainer.agreement import refused
@@ -62,7 +62,7 @@ def translate_flags(stock: Callable[..., Any], args: Namespace, defaults: Any = 
             require_loaded(found)
             needed_flags.require_trainable(args)
             if args.rank == 0 and found.rehearsal is None:
-                found = replace(found, summary=summary(found, functools.partial(_costs, RequestedJob(args))))
+                found = replace(found, summary=_summary(found, RequestedJob(args)))
     except ValueError as error:
         raise refused(error) from error
     try:
@@ -178,6 +178,11 @@ def pipeline_of(asked: RequestedJob, layout: str) -> requested.Pipeline:
         layers=rehearsed,
         layout=layout,
     )
+
+
+def _summary(found: requested.Pipeline, asked: RequestedJob) -> str:
+    lines = comparison(asked, found.request.data)
+    return "\n".join((summary(found, functools.partial(_costs, asked)), *lines))
 
 
 def _data_parallel_size(asked: RequestedJob) -> int:

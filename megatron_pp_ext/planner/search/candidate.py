@@ -148,6 +148,10 @@ class Candidate:
         """Return ``job`` with everything set as this candidate sets it."""
         return job.changed(**self._values())
 
+    def requested(self, asked: RequestedJob) -> RequestedJob:
+        """Return what is ``asked`` with everything set as this candidate sets it."""
+        return asked.changed(**self._values())
+
     def flags(self, model: Sequence[str] = ()) -> list[str]:
         """Return ``model``, the words of a command line, with those that set the same in place of its own."""
         own = () if self.pattern is None else ("hybrid_layer_pattern", "hybrid_override_pattern")
