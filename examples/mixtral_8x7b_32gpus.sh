@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Trains a model of the size of Mixtral 8x7B on 4 nodes of 8 GPUs with 80 GB each, as a SLURM job. Each node is a
-# pipeline rank under V-Half, with a vocabulary that all ranks share. In it each GPU holds one of every layer's 8 experts, so tokens travel to their experts
-# inside the node, and the 8 GPUs are data-parallel for the rest of the layer.
+# pipeline rank under V-ZB, with a vocabulary that all ranks share. In it each GPU holds one of every layer's 8
+# experts, so tokens travel to their experts inside the node, and the 8 GPUs are data-parallel for the rest of the
+# layer.
 #
 #   examples/mixtral_8x7b_32gpus.sh [MORE FLAGS...]
 #
@@ -41,6 +42,6 @@ training=(
     --log-interval 1 --eval-interval 1000 --eval-iters 10
     --save "$OUT/checkpoints" --load "$OUT/checkpoints" --save-interval 250
 )
-pipeline=(--pipeline-schedule v-half --pipeline-vocabulary auto)
+pipeline=(--pipeline-schedule v-zb --pipeline-vocabulary auto)
 
 submit 4 "${model[@]}" "${experts[@]}" "${parallel[@]}" "${training[@]}" "${data[@]}" "${pipeline[@]}" "$@"

@@ -18,6 +18,7 @@ from megatron_pp_ext.schedule.columns import Column, as_list
 from megatron_pp_ext.schedule.costs import Costs, HeadCosts, StageCosts
 
 _USUAL = StageCosts(1.0, 1.15, 0.85, lent=0.35, hidden_beside=0.2)
+_USUAL_HEAD = HeadCosts(scores=0.2, weight_gradient=0.1)
 """Costs by which W that lend products are chosen: those of layers of transformers under TP 4 to 8."""
 
 
@@ -74,39 +75,32 @@ class ScheduleTimer:
     def lenders(self) -> list[list[tuple[int, int]]]:
         """The places (of I, of W) in each rank's order of I that run products of W; see ``beside``.
 
-        An I with products inside ends later, for which other ranks may wait.  So all W lend theirs, those
-        right after an I alone, or none, whichever makes the step shorter at ``_USUAL`` costs: the choice
-        follows from the schedule alone.
+        There are none where a step is shorter without, at usual costs: the choice follows from the schedule
+        alone.
         """
-        schedule = self.schedule
-        near, far = (
-            [lenders(order, schedule.paired, is_next) for order in schedule.orders]
-            for is_next in (True, False)
+        schedule, stages = self.schedule, self.schedule.placement.stages
+        found = [lenders(order, schedule.paired) for order in schedule.orders]
+        if not any(found):
+            return found
+        costs = Costs((_USUAL,) * stages, head=_USUAL_HEAD if schedule.placement.splits_head else None)
+        apart, beside = (
+            max(as_list(self._times_of_each(self._with_lent(costs, lending), costs)[1]))
+            for lending in ([], self._numbers(found))
         )
-        if not any(far):
-            return near
-        stages = schedule.placement.stages
-        costs = Costs((_USUAL,) * stages, head=HeadCosts(1, 1) if schedule.placement.splits_head else None)
+        return found if beside < apart else [[] for _ in found]
 
-        def makespan(found: list[list[tuple[int, int]]]) -> float:
-            seconds = self._with_lent(costs, self._firsts(found))
-            return max(as_list(self._times_of_each(seconds, costs)[1]))
-
-        none: list[list[tuple[int, int]]] = [[] for _ in schedule.orders]
-        return min(none, near, far, key=makespan)
-
-    def _firsts(self, found: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
-        """Return the numbers (of I, of W) of those of ``found`` that are the first to run products of a W."""
-        firsts: dict[int, int] = {}
+    def _numbers(self, found: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
+        """Return the numbers of the actions at the places in each rank's order that were ``found``."""
         begins = as_list(self.walk.program.columns.bounds)
-        for begin, of_rank in zip(begins, found, strict=False):
-            for place, lender in of_rank:
-                firsts.setdefault(begin + lender, begin + place)
-        return [(place, lender) for lender, place in firsts.items()]
+        return [
+            (begin + input, begin + weight)
+            for begin, places in zip(begins, found, strict=False)
+            for input, weight in places
+        ]
 
     @cached_property
     def _lending(self) -> list[tuple[int, int]]:
-        return self._firsts(self.lenders)
+        return self._numbers(self.lenders)
 
     def critical_path(self, costs: Costs) -> CriticalPath:
         """The critical path with ``costs``; among several, the one that stays on its ranks."""
@@ -129,7 +123,7 @@ class ScheduleTimer:
         return self.walk.times_of_each(list(seconds), _delays(costs), costs.of_pair, copies)
 
     def _with_lent(self, costs: Costs, lending: Sequence[tuple[int, int]]) -> list[float]:
-        """Return the seconds of every action where the I and W of ``lending`` run as in ``_firsts``."""
+        """Return the seconds of every action where the I run products of the W, both by number."""
         actions, kinds = self.walk.program.actions, self._kinds
         took = {
             kind: costs.seconds(action) for kind, action in dict(zip(kinds, actions, strict=True)).items()
@@ -183,14 +177,13 @@ class ScheduleTimer:
 def lenders_of(schedule: Schedule, rank: int) -> dict[Action, Action]:
     """Return the W whose products run inside each I of ``rank`` that has any; see ``ScheduleTimer.lenders``.
 
-    Units of unlike length have no usual costs.  There the W right after an I lends its products.
+    Units of unlike length have no usual costs.  There every W may lend.
     """
     order = schedule.orders[rank]
-    if schedule.units or schedule.durations:
-        places = lenders(order, schedule.paired, is_next=True)
-    else:
+    places = lenders(order, schedule.paired)
+    if places and not (schedule.units or schedule.durations):
         places = ScheduleTimer(schedule).lenders[rank]
-    return {order[place]: order[lender] for place, lender in places}
+    return {order[input]: order[weight] for input, weight in places}
 
 
 def _delays(costs: Costs) -> tuple[float, ...]:

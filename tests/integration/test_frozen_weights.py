@@ -164,9 +164,9 @@ def test_frozen_weights_leave_no_work_for_w(monkeypatch: pytest.MonkeyPatch) -> 
     waiting: list[int] = []
     defer = STORE.defer
 
-    def counted(*args: Any) -> None:
+    def counted(*args: Any, **kwargs: Any) -> None:
         waiting.append(len(args))
-        defer(*args)
+        defer(*args, **kwargs)
 
     monkeypatch.setattr(STORE, "defer", counted)
     flags = [*PP2, frozen.FLAG, "adapters", "--pipeline-schedule", "zb-h1"]

@@ -168,11 +168,13 @@ def test_what_a_schedule_is_charged_for_a_recomputed_part():
 def test_parts_add_up_but_are_recomputed_one_after_the_other():
     *names, last = Part.__slots__
     assert last == "matrices"
-    one, other = Part(*range(1, 18)), Part(*range(17, 0, -1))
+    count = len(names)
+    one, other = Part(*range(1, count + 1)), Part(*range(count, 0, -1))
     largest = {"brief", "brief_in_whole", "first_gathering"}
     both = [getattr(one + other, name) for name in names]
     assert both == [
-        max(number, 18 - number) if name in largest else 18 for number, name in enumerate(names, 1)
+        max(number, count + 1 - number) if name in largest else count + 1
+        for number, name in enumerate(names, 1)
     ]
     thrice = [getattr(one.times(3), name) for name in names]
     assert thrice == [number if name in largest else 3 * number for number, name in enumerate(names, 1)]
@@ -181,7 +183,8 @@ def test_parts_add_up_but_are_recomputed_one_after_the_other():
 
 def test_matrices_add_up_where_there_are_any_and_repeated_parts_have_weights_in_common():
     matrices = Matrices(1, 2, 3, 4)
-    one, other = Part(*range(1, 18), matrices), Part(matrices=Matrices(10, 20, 30, 3))
+    one = Part(*range(1, len(Part.__slots__)), matrices)
+    other = Part(matrices=Matrices(10, 20, 30, 3))
     assert (one + other).matrices == Matrices(11, 22, 33, 4)
     assert (one + Part()).matrices == (Part() + one).matrices == matrices
     assert one.times(3).matrices == Matrices(3, 6, 9, 4)

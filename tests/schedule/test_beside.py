@@ -4,6 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_pp_ext.compiler.make import make
+from megatron_pp_ext.compiler.request import of_sizes
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.beside import lenders
@@ -14,22 +16,26 @@ from megatron_pp_ext.schedule.timing import ScheduleTimer, lenders_of
 SPLIT = [name for name, entry in catalog.ENTRIES.items() if entry.splits_backward]
 
 
+def built(name, ranks, microbatches, splits_head=False):
+    chunks = catalog.entry(name).chunks
+    return make(of_sizes(name, ranks, microbatches, chunks, splits_head=splits_head)).schedule
+
+
 @pytest.mark.parametrize("name", SPLIT)
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (2, 5), (3, 3), (4, 9)])
-@pytest.mark.parametrize("is_next", [True, False])
-def test_what_lends(name, ranks, microbatches, is_next):
-    schedule = catalog.build(name, ranks, microbatches)
+@pytest.mark.parametrize("splits_head", [False, True])
+def test_what_lends(name, ranks, microbatches, splits_head):
+    schedule = built(name, ranks, microbatches, splits_head)
     for order in schedule.orders:
-        for place, lender in lenders(order, schedule.paired, is_next):
+        for place, lender in lenders(order, schedule.paired):
             input, weight = order[place], order[lender]
             assert (input.kind, weight.kind) == (Kind.I, Kind.W)
-            # The lender's own I is done, or this one, and no other W is in between.
-            assert order.index(weight._replace(kind=Kind.I)) <= place < lender
-            assert not any(action.kind in (Kind.W, Kind.B) for action in order[place:lender])
-            assert not is_next or lender == place + 1
-            # Other W of the stage, and forwards of the rank, are still to come.
+            assert {action.kind for action in order[place + 1 : lender]} <= {Kind.S, Kind.T}
+            # The lender's own I is done, or this one; other I and W of the stages, and forwards, are to come.
+            assert order.index(weight._replace(kind=Kind.I)) <= place
             rest = order[lender + 1 :]
             assert any(action.kind is Kind.W and action.stage == weight.stage for action in rest)
+            assert any(action.kind is Kind.I and action.stage == input.stage for action in rest)
             assert any(action.kind is Kind.F for action in order[place:])
 
 
@@ -40,11 +46,17 @@ def test_zb_h1_by_hand():
     assert lenders(schedule.orders[0], frozenset()) == [(2, 3)]
 
 
-def test_none_lends_past_a_whole_backward_or_to_a_pair():
+def test_none_lends_across_another_action_or_to_a_pair():
     order = catalog.build("zb-h1", 2, 3).orders[0]
     whole = (*order[:3], order[3]._replace(kind=Kind.B, microbatch=1), *order[3:])
     assert lenders(whole, frozenset()) == []
     assert lenders(order, frozenset({order[1]})) == []
+
+
+def test_parts_of_a_split_head_may_come_between():
+    schedule = built("zb-h1", 4, 16, splits_head=True)
+    found = lenders(schedule.orders[-1], schedule.paired)
+    assert any(lender > place + 1 for place, lender in found)
 
 
 @given(
@@ -63,16 +75,15 @@ def test_lent_seconds_move_and_hidden_ones_go(name, ranks, microbatches, hidden,
     alone, beside = (simulate(schedule, costs) for costs in (plain, lending))
     timer = ScheduleTimer(schedule)
     for rank, places in enumerate(timer.lenders):
-        lenders = {lender for _, lender in places}
 
         def busy(timeline, rank=rank):
             return sum(end - start for _, start, end in timeline.events[rank])
 
         wholes = sum(action.kind is Kind.B for action in schedule.orders[rank])
-        saved = len(lenders) * min(hidden, lent) + wholes * hidden
+        saved = len(places) * min(hidden, lent) + wholes * hidden
         assert busy(beside) == pytest.approx(busy(alone) - saved)
         order = schedule.orders[rank]
-        assert {order[lender] for lender in lenders} == set(lenders_of(schedule, rank).values())
+        assert lenders_of(schedule, rank) == {order[place]: order[lender] for place, lender in places}
 
 
 @pytest.mark.parametrize("name", SPLIT)

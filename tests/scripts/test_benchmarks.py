@@ -13,9 +13,9 @@ MODULES = [
     module.name for module in pkgutil.walk_packages(benchmarks.__path__, "benchmarks.") if not module.ispkg
 ]
 COMMANDS = {
-    "gpu.check", "gpu.layers", "gpu.machine",
+    "gpu.beside", "gpu.check", "gpu.layers", "gpu.machine",
     "planner.accuracy", "planner.components", "planner.found_errors", "planner.found_factors",
-    "planner.found_memory", "planner.host_memory", "planner.layouts",
+    "planner.found_memory", "planner.host_memory", "planner.layouts", "planner.named_jobs",
     "planner.partition_costs", "planner.rehearsals", "planner.sweeps", "planner.training_runs",
     "planner.two_checkouts",
     "runtime.announced_shapes", "runtime.lengths", "runtime.offload", "runtime.pairs", "runtime.replicas",

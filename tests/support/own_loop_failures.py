@@ -191,16 +191,16 @@ def within(model: list[Any], place: str) -> Iterator[None]:
         elif kind == "I":
             defer = split.WeightGradientStore.defer
 
-            def deferring(store: Any, work: Any, *tensors: Any) -> None:
+            def deferring(store: Any, work: Any, *tensors: Any, **about: Any) -> None:
                 fail_later()
-                defer(store, work, *tensors)
+                defer(store, work, *tensors, **about)
 
             stack.enter_context(patch.object(split.WeightGradientStore, "defer", deferring))
         else:
             defer_weights = split.WeightGradientStore.defer
 
-            def failing(store: Any, work: Any, *tensors: Any) -> None:
-                defer_weights(store, lambda: (fail_later(), work())[1], *tensors)
+            def failing(store: Any, work: Any, *tensors: Any, **about: Any) -> None:
+                defer_weights(store, lambda: (fail_later(), work())[1], *tensors, **about)
 
             stack.enter_context(patch.object(split.WeightGradientStore, "defer", failing))
         yield
