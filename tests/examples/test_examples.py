@@ -40,7 +40,7 @@ def flags(words: list[str]) -> list[str]:
     [
         ("llama3_8b_8gpus.sh", {}, "v-zb"),
         ("llama3_70b_64gpus.sh", {}, "v-half"),
-        ("mixtral_8x7b_32gpus.sh", {}, "v-half"),
+        ("mixtral_8x7b_32gpus.sh", {}, "v-zb"),
         ("llama3_8b_8gpus.sh", {"MEMORY_LIMIT": "0.8"}, "flex"),
     ],
 )
