@@ -104,9 +104,12 @@ def least_limits(
 
 
 def _least_activations(stages: Sequence[StageCosts]) -> float:
-    """Return the most that a rank keeps of one microbatch alone, whose backwards are whole."""
+    """Return the most that a rank keeps of one microbatch alone, by the backwards that take less."""
     kept = [stage.activation for stage in stages]
-    takes = (math.fsum([*kept[: at + 1], stage.growth(Kind.B)]) for at, stage in enumerate(stages))
+    takes = (
+        math.fsum([*kept[: at + 1], min(stage.growth(Kind.I), stage.growth(Kind.B))])
+        for at, stage in enumerate(stages)
+    )
     return max(math.fsum(kept), *takes)
 
 

@@ -1,6 +1,7 @@
 """The compiler: within the limit, never worse than the published families, the same everywhere."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
-from megatron_pp_ext.schedule.placement import linear, loop, v, wave
+from megatron_pp_ext.schedule.placement import Shape, linear, loop, v, wave
 from megatron_pp_ext.schedule.simulate import simulate
 from reference.published_schedules import MORE_UNIT_COST, UNIT_COST
 from tests.support import rounding
@@ -222,3 +223,12 @@ def test_merged_stages_do_the_same_work():
     merged = Costs((StageCosts(3, 4, 6, 1, 0.5), StageCosts(7, 4, 6, 5, 2.5)), hop=1, message=2)
     assert costs.merged(2) == merged
     assert costs.merged(4) == costs
+
+
+def test_halves_fit_where_a_whole_backward_does_not():
+    """A whole backward of the last stage takes a third more than rank 0 has room for."""
+    stages = [StageCosts(1, 1, 1, activation) for activation in (1, 1, 0.5, 1)]
+    stages[3] = replace(stages[3], workspace_in_whole=1 / 3)
+    found = compile_schedule(2, 1, Costs(tuple(stages)), (2.0, 11 / 6), trials=12).timeline
+    assert found.schedule.placement.shape is Shape.V and found.makespan == 9
+    assert all(action.kind is not Kind.B for action in found.schedule.orders[0])

@@ -154,13 +154,22 @@ def _keeps(proposal: Proposal, limits: Sequence[float]) -> bool:
 def one_at_a_time(problem: Problem) -> Orders:
     """Return the orders that fit wherever any do: a microbatch starts when the one before has ended.
 
-    Backwards are whole only where an I that keeps more than its forward did does not fit.
+    Backwards are whole only where an I takes more memory than they do, and more than there is.
     """
+    split, least = (_one_at_a_time(problem, are_split) for are_split in (True, False))
+    return split if problem.fits(split) else least
+
+
+def _one_at_a_time(problem: Problem, are_split: bool) -> Orders:
+    """Return the orders whose backwards all ``are_split``, or each in the way that takes less memory."""
     stages = problem.placement.stages
-    whole: Orders = [[] for _ in range(problem.placement.ranks)]
+    orders: Orders = [[] for _ in range(problem.placement.ranks)]
     for _ in range(problem.microbatches):
         for station in range(problem.stations):
-            code = station if station < stages else problem.weight_of(station) + stages
-            whole[problem.home[station]].append(code)
-    split = problem.split(whole)
-    return split if problem.fits(split) else whole
+            codes = [station]
+            if station >= stages:
+                weight = problem.weight_of(station)
+                is_split = are_split or problem.growth[station] <= problem.growth[weight + stages]
+                codes = [station, weight] if is_split else [weight + stages]
+            orders[problem.home[station]] += codes
+    return orders
