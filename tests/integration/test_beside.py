@@ -32,9 +32,7 @@ CASES = {
 }
 ALWAYS = {
     "sequence parallel": "v-half",
-    "tensor parallel": "zb-h1",
     "overlapped reduction": "v-zb",
-    "reduced as it comes": "zb-h1",
 }
 SCHEDULES = ("zb-h1", "v-half", "v-zb", "zb-h2", "v-min")
 

@@ -11,7 +11,7 @@ from tests.support.own_loop_failures import CASES
 from tests.support.rounding import of_losses
 from tests.support.tiers import wide
 
-FIRST = ("split", "offload")
+FIRST = {"split"}
 
 
 @pytest.mark.parametrize("name", [name if name in FIRST else wide(name) for name in CASES])
