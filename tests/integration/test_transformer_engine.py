@@ -17,6 +17,7 @@ from megatron_pp_ext.compiler.limits import least_limits
 from megatron_pp_ext.integration.core.engine_linear import (
     DeferringStore,
     split_backwards,
+    without_bulk_overlap,
 )
 from megatron_pp_ext.job.csv_schedule import require_backwards_in_order, require_first_first
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
@@ -234,6 +235,24 @@ def test_a_module_of_several_products_keeps_its_backward():
     split_backwards([several, layer])
     assert isinstance(several.wgrad_store, Never)
     assert isinstance(layer.wgrad_store, DeferringStore)
+
+
+def test_bulk_overlaps_are_turned_off_where_backwards_split():
+    """One product scatters for the other in bulk, and they are apart then; other overlaps stay."""
+    layer = Layer(1, fused=False)
+    layer.ub_bulk_wgrad = layer.ub_bulk_dgrad = layer.ub_overlap_rs_dgrad = True
+    assert without_bulk_overlap([torch.nn.Sequential(layer)])
+    assert (layer.ub_bulk_wgrad, layer.ub_bulk_dgrad, layer.ub_overlap_rs_dgrad) == (False, False, True)
+    assert not without_bulk_overlap([layer])
+
+
+def test_operations_of_the_op_fuser_keep_whole_backwards():
+    class Operation(Layer):
+        __module__ = "transformer_engine.pytorch.ops.basic"
+
+    operation = Operation(1, fused=False)
+    split_backwards([operation])
+    assert isinstance(operation.wgrad_store, Never)
 
 
 def test_a_run_changes_its_layers_stores():
