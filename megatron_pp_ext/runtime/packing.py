@@ -214,7 +214,7 @@ class _Unpacker:
         if kind == "meta":
             dtype, shape = about
             return torch.empty(shape, dtype=_DTYPES_OF[dtype], device="meta")
-        # Of what it is made of, plain tensors are lists with a name, and shapes are lists of numbers.
+        # A plain tensor among the parts is a list with its kind first; a shape is a list of numbers.
         parts = [self.value(one) if isinstance(one, list) and one[:1] == ["tensor"] else one for one in about]
         match kind:
             case "parameter":

@@ -214,7 +214,7 @@ def test_gathers_are_launched_before_the_two_products_before_theirs():
 
 
 def test_messages_hide_the_products_of_another_microbatch():
-    """Those of layers without a message come first, and their gathers are launched before the message."""
+    """Products of layers without a message come first; the message follows the launch of their gathers."""
     earlier, later, events = Owner(0, 0), Owner(0, 1), []
     with STORE.collecting(earlier):
         leave(events, "fc2", "Fc1", "proj", "Qkv")
