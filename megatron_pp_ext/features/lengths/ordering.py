@@ -7,14 +7,8 @@ from typing import Any
 
 from megatron_pp_ext.compiler.request import Option, Request
 from megatron_pp_ext.features.lengths.orders import How
-from megatron_pp_ext.job import options, other_sums, our_flags
-from megatron_pp_ext.job.other_sums import OtherSums
-from megatron_pp_ext.job.requested_job import RequestedJob
 
 FLAG = "--pipeline-order"
-
-SUMS = OtherSums(FLAG, "gradients are summed in another order of microbatches", fp32=1e-5, lower=1e-1)
-"""The sums of a job with the flag."""
 
 LengthsOf = Callable[[Any], Sequence[int]]
 """What a data iterator yields for a microbatch -> the lengths of its documents in tokens."""
@@ -84,34 +78,3 @@ def with_lengths(request: Request, lengths_of: LengthsOf, limit: float | str | N
             "lengths are given without an order that goes by them; give order='rule', or no lengths"
         )
     return request.with_option(replace(ordering, lengths_of=lengths_of))
-
-
-def read(asked: RequestedJob, request: Request) -> Request:
-    """Return ``request`` with the order that the flags ask for; a call's is there already.
-
-    See ``job.options.Read``.
-    """
-    how = asked.flags.pipeline_order
-    if how is None or request.is_stock or request.option(Ordering) is not None:
-        return request
-    return request.with_option(_of_flags(asked, how))
-
-
-def _of_flags(asked: RequestedJob, how: How) -> Ordering:
-    file = asked.pipeline.pipeline_costs
-    return Ordering(how, costs_from="" if file is None else f"--pipeline-costs {file}")
-
-
-def _flags(request: Request) -> Mapping[str, Any]:
-    found = request.option(Ordering)
-    return {"pipeline_order": None if found is None else found.how}
-
-
-def register() -> None:
-    """Add the flag, what reads it, and the arguments of ``install``."""
-    our_flags.register(__file__)
-    options.register(read)
-    options.register_flags(_flags)
-    options.register_argument(options.Argument("order", with_order))
-    options.register_argument(options.Argument("lengths", with_lengths))
-    other_sums.register(SUMS)

@@ -7,17 +7,11 @@ from typing import Any, ClassVar
 from megatron_pp_ext.compiler.request import Option, Request
 from megatron_pp_ext.features.lengths.ordering import Ordering
 from megatron_pp_ext.features.slices.units import Units, equal_slices
-from megatron_pp_ext.job import options, other_sums, our_flags
-from megatron_pp_ext.job.other_sums import OtherSums
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule.names import AUTO
 
 FLAG, OFF = "--pipeline-slice-tokens", "off"
-
-# In lower precision every slice rounds its part of a weight's gradient.
-SUMS = OtherSums(FLAG, "gradients are summed over slices of sequences", fp32=1e-5, lower=1e-1)
-"""The sums of a job with the flag."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +75,9 @@ def slices(given: int | str, sequence: int, name: str = FLAG) -> Slices:
 
 
 def read(asked: RequestedJob, request: Request) -> Request:
-    """Return ``request`` with what the flag says; see ``job.options.Read``."""
+    """Return ``request`` with what the flags say."""
     given = asked.pipeline.pipeline_slice_tokens
-    if given is None:
-        return request
+    assert given is not None
     if asked.pipeline.pipeline_slice_check == OFF:
         request = request.with_option(Unchecked())
     option = slices(given, 0)
@@ -113,7 +106,8 @@ def choices(job: Job) -> tuple[Slices | None, ...]:
     return (None, *(Slices(length // count, count) for count in counts if length % count == 0))
 
 
-def _flags(request: Request) -> Mapping[str, Any]:
+def as_flags(request: Request) -> Mapping[str, Any]:
+    """Return the flags that would request the same, by the names of their arguments."""
     found = request.option(Slices)
     return {
         "pipeline_slice_tokens": None if found is None else found.tokens or AUTO,
@@ -121,22 +115,13 @@ def _flags(request: Request) -> Mapping[str, Any]:
     }
 
 
-def _read_argument(request: Request, given: int | str, limit: float | str | None) -> Request:
+def read_argument(request: Request, given: int | str, limit: float | str | None) -> Request:
+    """Return ``request`` with what the argument ``slice_tokens`` of ``install`` asks for."""
     return request.with_option(slices(given, 0, "slice_tokens"))
 
 
-def _read_check(request: Request, given: str, limit: float | str | None) -> Request:
+def read_check(request: Request, given: str, limit: float | str | None) -> Request:
+    """Return ``request`` with what the argument ``slice_check`` of ``install`` asks for."""
     if given not in ("on", OFF):
         raise ValueError(f"slice_check is {given!r}; give 'on' or '{OFF}', or leave it out")
     return request.with_option(Unchecked()) if given == OFF else request
-
-
-def register() -> None:
-    """Add the flag, what reads it, and the argument of ``install``."""
-    our_flags.register(__file__)
-    options.register(read)
-    options.register_permitted("pipeline_slice_tokens", lambda asked: asked.pipeline.pipeline_slice_tokens)
-    options.register_flags(_flags)
-    options.register_argument(options.Argument("slice_tokens", _read_argument))
-    options.register_argument(options.Argument("slice_check", _read_check))
-    other_sums.register(SUMS)

@@ -15,15 +15,12 @@ from megatron_pp_ext.schedule.names import FORWARD_ONLY
 from megatron_pp_ext.schedule.simulate import Timeline
 
 
-def sliced(request: Request, costs: CostsOf, before: Make) -> Made:
-    """Let the units of the order be slices, where any are requested.
+def sliced(request: Request, option: Slices, costs: CostsOf, before: Make) -> Made:
+    """Let the units of the order be slices, as the ``option`` of the request asks.
 
     The ``costs`` are those of whole microbatches.  ValueError for what slices do not go with, for a schedule
     from a file that takes slices in another order, and where no limit can be kept.
     """
-    option = request.option(Slices)
-    if option is None or option.count == 1:
-        return before(request)
     units = option.units(request.microbatches)
     if request.schedule == FORWARD_ONLY:
         made = before(replace(request, microbatches=len(units)))

@@ -15,11 +15,10 @@ from megatron_pp_ext.integration.runners.model_stage import StepInputs
 from megatron_pp_ext.integration.runners.step_parts import Step, StepPart
 
 
-def sliced(pipeline: Pipeline) -> StepPart:
-    """Return what slices bring to the steps of ``pipeline``; nothing where none are requested."""
-    option = pipeline.request.option(Slices)
+def sliced(pipeline: Pipeline, option: Slices) -> StepPart:
+    """Return what the slices of ``option`` bring to the steps of ``pipeline``."""
     is_checked = pipeline.request.option(Unchecked) is None
-    if option is not None and are_by_length(pipeline.request):
+    if are_by_length(pipeline.request):
         ordering = pipeline.request.option(Ordering)
         assert ordering is not None
         return ByLength(pipeline, option, ordering).step
@@ -27,7 +26,7 @@ def sliced(pipeline: Pipeline) -> StepPart:
 
     @contextmanager
     def during(step: Step) -> Iterator[None]:
-        if option is None or option.count == 1:
+        if option.count == 1:
             yield
         else:
             inputs = step.inputs
