@@ -108,7 +108,7 @@ def compile_schedule(
 
     def made() -> tuple[Timeline, str]:
         found = _shortest(feasible, problems, bounds, limits, trials)
-        found = _with_variants(found, feasible, microbatches, limits)
+        found = _with_features(found, feasible, microbatches, limits)
         check(found[0].schedule)
         cache.store(name, found[0].schedule, found[1])
         return found
@@ -265,13 +265,13 @@ def _shortest(
     return best
 
 
-def _with_variants(
+def _with_features(
     found: tuple[Timeline, str],
     cuts: Sequence[tuple[Placement, Costs]],
     microbatches: int,
     limits: Sequence[float],
 ) -> tuple[Timeline, str]:
-    """Return the shortest of what was ``found`` and the variants of features that keep the limits."""
+    """Return the shortest of what was ``found`` and the orders of features that keep the limits."""
     best, origin = found
     for feature in FEATURES:
         for timeline, by in feature.compiled(*found, cuts, microbatches):

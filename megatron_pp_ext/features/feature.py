@@ -85,7 +85,7 @@ class Feature:
 
     # The job: what is asked, and what cannot be.
 
-    def read(self, asked: RequestedJob, request: Request) -> Request:
+    def read(self, job: RequestedJob, request: Request) -> Request:
         """Return ``request`` with what the flags ask for; ValueError, in one line, if that cannot be."""
         return request
 
@@ -97,11 +97,11 @@ class Feature:
         """Return the flags that would request the same, by the names of their arguments."""
         return {}
 
-    def permitted(self, asked: RequestedJob) -> Mapping[str, Any]:
+    def permitted(self, job: RequestedJob) -> Mapping[str, Any]:
         """Return the values of the flags ``left_open`` as the other flags permit them."""
-        return {name: asked.job.value(name) for name in self.left_open}
+        return {name: job.job.value(name) for name in self.left_open}
 
-    def chosen(self, asked: RequestedJob, read: ReadRequest, rows: Rows) -> Mapping[str, Any]:
+    def chosen(self, job: RequestedJob, read: ReadRequest, rows: Rows) -> Mapping[str, Any]:
         """Return the flags that are open, by the names of their arguments, as the model's costs decide.
 
         It is empty where none is open.  ValueError, in one line, where no value is possible.
@@ -134,12 +134,12 @@ class Feature:
         return costs
 
     def compiled(
-        self, found: Timeline, origin: str, cuts: Sequence[tuple[Placement, Costs]], microbatches: int
+        self, timeline: Timeline, origin: str, cuts: Sequence[tuple[Placement, Costs]], microbatches: int
     ) -> Iterable[tuple[Timeline, str]]:
-        """Return orders that compete with what the compiler ``found``, and their origins.
+        """Return orders that compete with the compiler's ``timeline``, and their origins in words.
 
-        ``cuts`` are the placements with the costs of their stages.  The orders are simulated schedules that
-        are named "flex".
+        ``origin`` is that of ``timeline``, and ``cuts`` are the placements with the costs of their stages.
+        The orders are simulated schedules that are named "flex".
         """
         return ()
 

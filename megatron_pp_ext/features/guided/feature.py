@@ -21,13 +21,13 @@ class Guided(Feature):
     name = "guided"
     flags = Path(__file__).with_name("flags.toml")
 
-    def read(self, asked: RequestedJob, request: Request) -> Request:
-        steps = asked.flags.pipeline_profile_steps
+    def read(self, job: RequestedJob, request: Request) -> Request:
+        steps = job.flags.pipeline_profile_steps
         if steps is None:
             return request
         from megatron_pp_ext.features.guided.options import profile_steps
 
-        return request.with_option(profile_steps(steps, asked.flags.train_iters))
+        return request.with_option(profile_steps(steps, job.flags.train_iters))
 
     def rules(self) -> tuple[Rules, ...]:
         from megatron_pp_ext.features.guided.rules import RULES

@@ -26,16 +26,16 @@ class Lengths(Feature):
     )
     refuses_models = True
 
-    def read(self, asked: RequestedJob, request: Request) -> Request:
+    def read(self, job: RequestedJob, request: Request) -> Request:
         """See ``Feature``; a call's order is in the request already."""
-        how = asked.flags.pipeline_order
+        how = job.flags.pipeline_order
         if how is None or request.is_stock:
             return request
         from megatron_pp_ext.features.lengths.ordering import Ordering
 
         if request.option(Ordering) is not None:
             return request
-        file = asked.pipeline.pipeline_costs
+        file = job.pipeline.pipeline_costs
         return request.with_option(
             Ordering(how, costs_from="" if file is None else f"--pipeline-costs {file}")
         )

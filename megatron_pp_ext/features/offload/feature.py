@@ -27,8 +27,8 @@ class Offloading(Feature):
     name = "offload"
     flags = Path(__file__).with_name("flags.toml")
 
-    def read(self, asked: RequestedJob, request: Request) -> Request:
-        flags = asked.job.pipeline
+    def read(self, job: RequestedJob, request: Request) -> Request:
+        flags = job.pipeline
         if flags.pipeline_offload is None:
             return request
         from megatron_pp_ext.features.offload.options import requested

@@ -29,12 +29,12 @@ class Pairing(Feature):
     name = "pairs"
     refuses_models = True
 
-    def read(self, asked: RequestedJob, request: Request) -> Request:
+    def read(self, job: RequestedJob, request: Request) -> Request:
         """See ``Feature``: Megatron's own 1F1B has no place for pairs."""
         from megatron_pp_ext.features.pairs.options import paired
 
         has_place = request.ranks == 1 or not request.is_stock or request.placement.chunks > 1
-        return paired(request, asked.job.parallel.overlap_moe_expert_parallel_comm and has_place)
+        return paired(request, job.parallel.overlap_moe_expert_parallel_comm and has_place)
 
     def rules(self) -> tuple[Rules, ...]:
         from megatron_pp_ext.features.pairs.rules import RULES
@@ -56,11 +56,11 @@ class Pairing(Feature):
         return counted(request, costs)
 
     def compiled(
-        self, found: Timeline, origin: str, cuts: Sequence[tuple[Placement, Costs]], microbatches: int
+        self, timeline: Timeline, origin: str, cuts: Sequence[tuple[Placement, Costs]], microbatches: int
     ) -> Iterable[tuple[Timeline, str]]:
         from megatron_pp_ext.features.pairs.order import compiled
 
-        return compiled(found, origin, cuts, microbatches)
+        return compiled(timeline, origin, cuts, microbatches)
 
     def extension(self, order: RankOrder) -> PairsOfRank | None:
         if all(len(step) == 1 for step in order.steps):

@@ -31,12 +31,12 @@ class Slicing(Feature):
     refuses_models = True
     refuses_calls = True
 
-    def read(self, asked: RequestedJob, request: Request) -> Request:
-        if asked.pipeline.pipeline_slice_tokens is None:
+    def read(self, job: RequestedJob, request: Request) -> Request:
+        if job.pipeline.pipeline_slice_tokens is None:
             return request
         from megatron_pp_ext.features.slices.options import read
 
-        return read(asked, request)
+        return read(job, request)
 
     def arguments(self) -> tuple[Argument, ...]:
         from megatron_pp_ext.features.slices.options import read_argument, read_check
@@ -48,20 +48,20 @@ class Slicing(Feature):
 
         return as_flags(request)
 
-    def chosen(self, asked: RequestedJob, read: ReadRequest, rows: Rows) -> Mapping[str, Any]:
+    def chosen(self, job: RequestedJob, read: ReadRequest, rows: Rows) -> Mapping[str, Any]:
         """See ``Feature``: the length of slices, unless each step is planned by itself."""
         from megatron_pp_ext.schedule.names import AUTO
 
-        if asked.pipeline.pipeline_slice_tokens != AUTO:
+        if job.pipeline.pipeline_slice_tokens != AUTO:
             return {}
         from megatron_pp_ext.features.slices.options import are_by_length
 
-        request = read(asked)
+        request = read(job)
         if are_by_length(request):
             return {}
         from megatron_pp_ext.features.slices.costs.choice import chosen
 
-        return {"pipeline_slice_tokens": chosen(asked, request, rows())}
+        return {"pipeline_slice_tokens": chosen(job, request, rows())}
 
     def rules(self) -> tuple[Rules, ...]:
         from megatron_pp_ext.features.slices.rules import RULES

@@ -31,10 +31,10 @@ class SharedVocabulary(Feature):
     )
     refuses_models = True
 
-    def read(self, asked: RequestedJob, request: Request) -> Request:
+    def read(self, job: RequestedJob, request: Request) -> Request:
         from megatron_pp_ext.features.vocabulary.options import permitted, requested
 
-        return requested(request, permitted(asked))
+        return requested(request, permitted(job))
 
     def arguments(self) -> tuple[Argument, ...]:
         from megatron_pp_ext.features.vocabulary.options import requested
@@ -46,10 +46,10 @@ class SharedVocabulary(Feature):
 
         return {"pipeline_vocabulary": as_flag(request)}
 
-    def permitted(self, asked: RequestedJob) -> Mapping[str, Any]:
+    def permitted(self, job: RequestedJob) -> Mapping[str, Any]:
         from megatron_pp_ext.features.vocabulary.options import permitted
 
-        return {"pipeline_vocabulary": permitted(asked)}
+        return {"pipeline_vocabulary": permitted(job)}
 
     def rules(self) -> tuple[Rules, ...]:
         from megatron_pp_ext.features.vocabulary.rules import RULES
