@@ -76,7 +76,7 @@ class Job:
             return State.INIT
 
     def begin(self) -> None:
-        """Make the folder, empty of what an earlier run left."""
+        """Make the folder, without any files of an earlier run."""
         self.directory.mkdir(parents=True, exist_ok=True)
         for name in ("log.txt", "trace.json", "slurm_id"):
             (self.directory / name).unlink(missing_ok=True)
@@ -88,7 +88,7 @@ class Job:
         write_whole(self.directory / "state", f"{state}\n")
 
     def output(self) -> str:
-        """Return what the run has logged so far."""
+        """Return the log of the run so far."""
         try:
             return self.log.read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
@@ -131,9 +131,9 @@ def run_all(
     A job that fails is reported in its result, and the others continue.  ``timeout`` is in seconds for each
     job.  Raises ValueError for two jobs with the same name or folder.
     """
-    for what in ("name", "directory"):
-        if len({getattr(job, what) for job in jobs}) < len(jobs):
-            raise ValueError(f"two jobs have the same {what}: give each its own")
+    for field in ("name", "directory"):
+        if len({getattr(job, field) for job in jobs}) < len(jobs):
+            raise ValueError(f"two jobs have the same {field}: give each its own")
     submit([job for job in jobs if not job.state.is_final], timeout, on_change)
     return {job.name: read(job) for job in jobs}
 

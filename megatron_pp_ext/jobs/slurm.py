@@ -47,13 +47,13 @@ class Slurm:
         waiting = {number: job for job in jobs if (number := _submitted(job, timeout, on_change))}
         unknown = dict.fromkeys(waiting, 0)
         while waiting := {number: job for number, job in waiting.items() if not job.state.is_final}:
-            known = _states(_QUEUE, None, list(waiting))
-            gone = [number for number in waiting if number not in known]
-            known |= _states(_ACCOUNTS, "|", gone) if gone else {}
+            states = _states(_QUEUE, None, list(waiting))
+            ended = [number for number in waiting if number not in states]
+            states |= _states(_ACCOUNTS, "|", ended) if ended else {}
             for number, job in waiting.items():
-                unknown[number] = 0 if number in known else unknown[number] + 1
-                if number in known:
-                    change(job, known[number], on_change)
+                unknown[number] = 0 if number in states else unknown[number] + 1
+                if number in states:
+                    change(job, states[number], on_change)
                 elif unknown[number] > UNKNOWN_AT_MOST:
                     # A cluster without accounts: ``change`` finds a failure in the log.
                     change(job, State.COMPLETED, on_change)
@@ -94,7 +94,7 @@ def _states(command: Sequence[str], separator: str | None, numbers: list[str]) -
 
 
 def _output(words: list[str]) -> str:
-    """Return what a command of SLURM prints; ValueError with its error message."""
+    """Return the output of a command of SLURM; ValueError with its error message."""
     try:
         run = subprocess.run(words, capture_output=True, text=True, check=False)
     except FileNotFoundError:

@@ -65,8 +65,8 @@ class ObjectSend:
 
         def tensor_at(place: Place) -> torch.Tensor:
             # Cloned, since a view in another dtype has to begin at a multiple of its size.
-            own = arrived(place.on_host)[place.start : place.end].clone()
-            return own.view(place.dtype).reshape(place.shape)
+            numbers_of = arrived(place.on_host)[place.start : place.end].clone()
+            return numbers_of.view(place.dtype).reshape(place.shape)
 
         parts = unpack(self._form, tensor_at)
         if _PROBLEM in parts:

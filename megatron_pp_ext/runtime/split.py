@@ -28,12 +28,12 @@ WeightWork = Callable[[], None]
 
 
 class Layer(Enum):
-    """What a layer does with the gradient of its input in I, before it leaves its weight's for W."""
+    """The state of a layer's input gradient in I, when its weight gradient is left for W."""
 
     SENDS = auto()
-    """It is on its way to other tensor-parallel ranks, as that of a column-parallel layer."""
+    """It is on its way to other tensor-parallel ranks, as in a column-parallel layer."""
     SENDS_NOTHING = auto()
-    """It is complete, as that of a row-parallel layer."""
+    """It is complete, as in a row-parallel layer."""
     IS_EXPERT = auto()
     """It is complete, and its tokens go back to the ranks that they came from."""
 
@@ -123,7 +123,7 @@ class WeightGradientStore:
             self._beside = None
 
     def run_part(self) -> None:
-        """Run what the slot that collects in parts has so far; nothing where none does."""
+        """Run the work so far of the slot that collects in parts, if there is one."""
         if self._slot is not None and self._runs_in_parts:
             _run(self._work[self._slot])
 
@@ -167,7 +167,7 @@ class WeightGradientStore:
         self._run_beside(self._beside_exchange())
 
     def _start_beside(self) -> None:
-        """Launch the gathers of what the next message hides; one launched after the message would wait."""
+        """Launch the gathers of the next hidden product; launched after the message, they would wait."""
         if self._beside != self._slot and (product := self._beside_message()) is not None:
             _start(product)
 
@@ -189,7 +189,7 @@ class WeightGradientStore:
     def _beside_message(self) -> _Product | None:
         """Return the work that a message of tensor parallelism hides.
 
-        None of a layer of this very slot that sends, whose own message is what is to be hidden.
+        No product of a layer of this very slot that sends, whose own message is the one to be hidden.
         """
         silent = self._lent(Layer.SENDS_NOTHING)
         return silent if silent is not None or self._beside == self._slot else self._lent(Layer.SENDS)
@@ -228,8 +228,8 @@ class WeightGradientStore:
 
 
 _AHEAD = 2
-"""The products before whose turn gathers are launched.  A transformer's layer has two long ones and two that
-are shorter than a gather, which the long ones therefore have to hide as well."""
+"""The number of products for which gathers are launched ahead.  A transformer's layer has two long ones and
+two that are shorter than a gather, which the long ones therefore have to hide as well."""
 
 
 def _under_present_autocast(work: WeightWork) -> WeightWork:

@@ -24,7 +24,7 @@ def lenders(order: Sequence[Action], paired: frozenset[Action]) -> list[tuple[in
     last = {(action.stage, action.kind): place for place, action in enumerate(order)}
     last_forward = max((place for (_, kind), place in last.items() if kind is Kind.F), default=0)
     place_of = {action: place for place, action in enumerate(order) if action.kind is Kind.I}
-    found = []
+    lent = []
     latest = 0  # the last action that is no part of a split head
     for place, action in enumerate(order):
         input = order[latest]
@@ -32,7 +32,7 @@ def lenders(order: Sequence[Action], paired: frozenset[Action]) -> list[tuple[in
             is_last = place == last[action.stage, Kind.W] or latest == last[input.stage, Kind.I]
             is_ready = place_of[action._replace(kind=Kind.I)] <= latest < last_forward
             if is_ready and not is_last and not (latest and order[latest - 1] in paired):
-                found.append((latest, place))
+                lent.append((latest, place))
         if action.kind not in (Kind.S, Kind.T):
             latest = place
-    return found
+    return lent

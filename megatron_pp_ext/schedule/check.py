@@ -57,10 +57,10 @@ def require_one_forward_order(schedule: Schedule) -> None:
         if action.kind is Kind.F:
             forwards[action.stage].append(action.microbatch)
     for stage, order in enumerate(forwards):
-        for place, (first, here) in enumerate(zip(forwards[0], order, strict=True)):
-            if first != here:
+        for place, (first, other) in enumerate(zip(forwards[0], order, strict=True)):
+            if first != other:
                 raise InvalidSchedule(
-                    f"place {place} of the forwards is microbatch {first} on stage 0 and {here} on stage "
+                    f"place {place} of the forwards is microbatch {first} on stage 0 and {other} on stage "
                     f"{stage}, but each reads the next sample: give all stages one order of F"
                 )
 
@@ -86,10 +86,10 @@ def _check_actions(schedule: Schedule) -> None:
                     f"rank {rank}: {action} is a part of the head, which the placement does not split: "
                     "remove it"
                 )
-            count, what = (placement.stages, "stages") if is_of_stage else (placement.ranks, "ranks")
+            count, unit = (placement.stages, "stages") if is_of_stage else (placement.ranks, "ranks")
             if not 0 <= action.stage < count:
                 raise InvalidSchedule(
-                    f"rank {rank}: {action} is unknown, {what} are 0..{count - 1}: remove it"
+                    f"rank {rank}: {action} is unknown, {unit} are 0..{count - 1}: remove it"
                 )
             if not 0 <= action.microbatch < schedule.microbatches:
                 raise InvalidSchedule(
@@ -192,21 +192,21 @@ def _check_copies(schedule: Schedule) -> None:
                         f"rank {rank}: {forward} is copied to the host, but has no backward: remove the copy"
                     )
                 freed = schedule.copies.frees.get((stage, microbatch), action)
-                for what, one, last in (("is reloaded", action, backward), ("is freed", freed, action)):
-                    if wrong := _not_between(forward, one, last, place, seconds):
-                        raise InvalidSchedule(f"rank {rank}: {forward} {what} before {one}, {wrong}")
+                for step, before, last in (("is reloaded", action, backward), ("is freed", freed, action)):
+                    if wrong := _not_between(forward, before, last, place, seconds):
+                        raise InvalidSchedule(f"rank {rank}: {forward} {step} before {before}, {wrong}")
 
 
 def _not_between(
     forward: Action, action: Action, last: Action, place: Mapping[Action, int], seconds: Container[Action]
 ) -> str:
-    """Return what is wrong with ``action`` as one after ``forward`` and not after ``last``, and the fix."""
+    """Return why ``action`` is not after ``forward`` and up to ``last``, and the fix; "" if it is."""
     if action not in place:
         return f"which the rank does not do: choose an action between {forward} and {last}"
     if not place[forward] < place[action] <= place[last]:
         return f"which does not stand between it and {last}: choose an action that does"
     if action in seconds:
-        first = next(one for one, at in place.items() if at == place[action] - 1)
+        first = next(earlier for earlier, at in place.items() if at == place[action] - 1)
         return f"the second of a pair: choose the first, {first}"
     return ""
 
@@ -227,21 +227,23 @@ def _deadlock(schedule: Schedule, walk: Walk) -> str:
             if need not in done
         )
 
-    here, is_whole = frozenset(schedule), not schedule.splits_backward
+    actions, is_whole = frozenset(schedule), not schedule.splits_backward
 
     def named(need: Action) -> Action:
         """Return a needed backward as the schedule has it: a whole one is no I (``needs``)."""
         whole = need._replace(kind=Kind.B)
-        return whole if need.kind is Kind.I and need not in here and (is_whole or whole in here) else need
+        return (
+            whole if need.kind is Kind.I and need not in actions and (is_whole or whole in actions) else need
+        )
 
     rank = next(rank for rank, rest in enumerate(to_come) if rest)
     path: list[int] = []
     while rank not in path:
         path.append(rank)
-        action, wanted = blocked(rank)
-        rank = schedule.placement.rank_of(wanted.stage)
-        if all(delivers(other) != wanted for other in to_come[rank]):
-            lacking = named(wanted)
+        action, need = blocked(rank)
+        rank = schedule.placement.rank_of(need.stage)
+        if all(delivers(other) != need for other in to_come[rank]):
+            lacking = named(need)
             return f"rank {path[-1]}: {action} waits for {lacking}, which no rank does: add it to rank {rank}"
     circle = path[path.index(rank) :]
     waits = [(r, *blocked(r)) for r in circle]

@@ -116,10 +116,10 @@ def _folder(source: Path) -> Path:
     """
     import llvmlite.binding as llvm
 
-    room = next((folder for folder in source.parents if folder.parent == _PACKAGE), source.parent)
+    package = next((folder for folder in source.parents if folder.parent == _PACKAGE), source.parent)
     state = hashlib.sha256()
-    for one in sorted(room.rglob("*.py")):
-        state.update(one.read_bytes())
+    for file in sorted(package.rglob("*.py")):
+        state.update(file.read_bytes())
     config = _numba().config
     for part in (_numba().__version__, llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()):
         state.update(part.encode())

@@ -17,7 +17,7 @@ type KindSeconds = dict[tuple[int, Kind], float]
 
 
 class Units(NamedTuple):
-    """What the numbers of a step are counted in, in words for people."""
+    """Units of the numbers of a step, as they are printed."""
 
     time: str
     memory: str
@@ -135,9 +135,9 @@ def kind_seconds(records: Iterable[RankRecord], statistic: Callable[[list[float]
         paired = record.paired
         is_second = False
         for action, start, end, *_ in record.events:
-            found = in_pairs if is_second or action in paired else alone
+            durations = in_pairs if is_second or action in paired else alone
             is_second = action in paired
-            found.setdefault((action.stage, action.kind), []).append(end - start)
+            durations.setdefault((action.stage, action.kind), []).append(end - start)
     return {key: statistic(values) for key, values in (in_pairs | alone).items()}
 
 
@@ -159,7 +159,7 @@ def stage_costs(
 
 
 def head_costs(records: Sequence[RankRecord]) -> HeadCosts:
-    """Return the costs of a rank's part of a split head, from those of all ranks.
+    """Return the costs of a rank's part of a split head, from the records of all ranks.
 
     Seconds are medians, and the bytes those that an S adds.  Its exchanges are not measured apart.  Where no
     rank has a T, as in an evaluation, a T counts as an S, and nothing is kept for it.
@@ -181,7 +181,7 @@ def head_costs(records: Sequence[RankRecord]) -> HeadCosts:
 
 
 def _kept_bytes(record: RankRecord, stage: int) -> tuple[float, float]:
-    """Return the bytes that a microbatch of ``stage`` keeps from its forward on, and what its I gives back.
+    """Return the bytes that a microbatch of ``stage`` keeps from its forward on, and those that its I frees.
 
     Both are medians over the microbatches in ``record``.  The latter is below 0 where an I keeps more than it
     gives back, as under recomputation.  A whole backward gives all back at its end.

@@ -10,8 +10,8 @@ from megatron_pp_ext.schedule.families.round_robin import Replicas
 class Updates:
     """The updates of a pipeline that never flushes, one every ``interval`` microbatches.
 
-    ``replicas`` are those of its stages.  With ``waits`` the stages may wait for each other at every update,
-    as under Megatron's own schedules.
+    ``replicas`` has the copies of each stage.  With ``waits`` the stages may wait for each other at every
+    update, as under Megatron's own schedules.
     """
 
     interval: int

@@ -1,4 +1,4 @@
-"""The walk: all ranks go through a program, each in its order, and no action before what it waits for.
+"""The walk: all ranks go through a program, each in its order, and no action before its needs.
 
 It is the one loop in which the ranks run.  Without a clock it finds the steps of a program, in an order in
 which each follows all that it waits for, or the places at which the ranks wait for each other.  What an
@@ -100,14 +100,14 @@ class Walk:
         of_pair: Callable[[float, float], float] = max,
         copy_seconds: Sequence[float] = (),
     ) -> tuple[Column, Column]:
-        """Return what ``times`` does where each action has ``seconds``, of which a pair takes a part.
+        """Return ``times`` for ``seconds`` of each action, of which a pair takes a part.
 
-        ``copy_seconds`` are those of a copy of each stage.
+        ``copy_seconds`` has the time of a copy for each stage.
         """
         durations, latest = [0.0] * len(self.steps.before), 0
         for action, step in enumerate(as_list(self.step_of)[:-1]):
-            own = seconds[action]
-            durations[step] = of_pair(seconds[action - 1], own) if step == latest else own
+            alone = seconds[action]
+            durations[step] = of_pair(seconds[action - 1], alone) if step == latest else alone
             latest = step
         if self.copies:
             for (stage, _), out, _, _, back in zip(*self.copies, strict=True):
@@ -168,7 +168,7 @@ def _walk(
                     next_waiting[last] = rank
                 last_waiting[missing] = rank + 1
                 break
-            own, sender, over = latest[rank], 0, 0
+            step, sender, over = latest[rank], 0, 0
             for entry in range(begins[first], begins[after]):
                 need, by = needed[entry], wires[entry]
                 if rank_of[need] == rank:
@@ -177,11 +177,11 @@ def _walk(
                     by = OWN
                 if sender:
                     filled += 1
-                    before[filled], sends[filled], wire[filled], place[filled] = own, sender, over, no_work
-                    own = filled
+                    before[filled], sends[filled], wire[filled], place[filled] = step, sender, over, no_work
+                    step = filled
                 sender, over = step_of[need], by
             filled += 1
-            before[filled], sends[filled], wire[filled], place[filled] = own, sender, over, place_of[first]
+            before[filled], sends[filled], wire[filled], place[filled] = step, sender, over, place_of[first]
             latest[rank] = filled
             at[rank] = after
             for action in range(first, after):

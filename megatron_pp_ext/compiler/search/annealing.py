@@ -84,7 +84,7 @@ def walk(
     warm: int,
     floor: int,
 ) -> None:
-    """Make those of all ``moves`` from ``first_move`` to ``last_move``; leave the best order in ``best``.
+    """Make moves ``first_move`` to ``last_move`` of all ``moves``; leave the best order in ``best``.
 
     ``lengths`` are the makespan and the sum of the ranks' ends, of ``state`` and of ``best``.
     """

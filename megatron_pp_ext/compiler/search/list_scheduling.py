@@ -2,7 +2,7 @@
 
 Urgency follows from a building block's timetable (arXiv 2405.15362, section 2): station x of microbatch j
 is due at ``due[x]`` plus the sum of the first j ``gaps``.  The timetable gives priorities, not times: an
-action starts when its input is there, the rank is free and memory has room.
+action starts when its input is there, the rank is free and the memory suffices.
 
 Three rules keep the memory limit.  A rank never keeps more than its limit; an input gradient that would, as
 it keeps more than its forward did, comes after W that wait.  A forward leaves memory for the input gradient
@@ -100,10 +100,10 @@ def _schedule(
     """
     stages, microbatches = tables.stages, tables.microbatches
     duration, delay, home = tables.duration, tables.delay, tables.home
-    kept, growth, limits, own = tables.kept, tables.growth, tables.limits, tables.own
+    kept, growth, limits, stations_by_rank = tables.kept, tables.growth, tables.limits, tables.own
     ranks, actions = orders.shape
     stations = 2 * stages
-    chunks = own.shape[1] // 2
+    chunks = stations_by_rank.shape[1] // 2
 
     done = np.zeros(stations, np.int64)
     # How many inputs each station was sent, when they arrive, and those that a rank still waits for.
@@ -118,10 +118,10 @@ def _schedule(
     weights_done = np.zeros(ranks, np.int64)
     live = np.zeros(ranks, np.int64)
     # What each rank would keep if all W that wait had run, and the most that an input gradient of it takes.
-    settled = np.zeros(ranks, np.int64)
+    after_weights = np.zeros(ranks, np.int64)
     largest = np.zeros(ranks, np.int64)
     for rank in range(ranks):
-        for station in own[rank, chunks:]:
+        for station in stations_by_rank[rank, chunks:]:
             largest[rank] = max(largest[rank], growth[station])
     free_at = np.zeros(ranks, np.int64)
     started = np.zeros(ranks, np.int64)
@@ -129,8 +129,8 @@ def _schedule(
     # When each rank next decides; ties go to the lower rank.
     decides = np.zeros(ranks, np.int64)
     makespan = 0
-    left = ranks * actions
-    while left:
+    remaining = ranks * actions
+    while remaining:
         rank = 0
         for other in range(1, ranks):
             if decides[other] < decides[rank]:
@@ -147,7 +147,7 @@ def _schedule(
 
         best, best_due = -1, NEVER
         first_due, blocked_due, wake, expected = NEVER, NEVER, NEVER, 0
-        for station in own[rank]:
+        for station in stations_by_rank[rank]:
             count = done[station]
             if count == microbatches:
                 continue
@@ -161,12 +161,12 @@ def _schedule(
                     blocked_due = min(blocked_due, at)
                 continue
             if station < stages:
-                if settled[rank] + kept[station] + largest[rank] > limits[rank]:
+                if after_weights[rank] + kept[station] + largest[rank] > limits[rank]:
                     continue
-                oldest = done[own[rank, chunks - 1]]
+                oldest = done[stations_by_rank[rank, chunks - 1]]
                 if count > oldest:
                     ahead = 0
-                    for chunk in own[rank, :chunks]:
+                    for chunk in stations_by_rank[rank, :chunks]:
                         after = done[chunk] - oldest + (1 if chunk == station else 0)
                         ahead += kept[chunk] * max(1, after)
                     if ahead + largest[rank] > limits[rank]:
@@ -203,7 +203,7 @@ def _schedule(
         end = now + duration[best]
         orders[rank, started[rank]] = best
         started[rank] += 1
-        left -= 1
+        remaining -= 1
         makespan = max(makespan, end)
         free_at[rank] = end
         live[rank] += kept[best]
@@ -213,7 +213,7 @@ def _schedule(
             continue
         microbatch = done[best]
         done[best] += 1
-        settled[rank] += kept[best] if best < stages else -kept[stations - 1 - best]
+        after_weights[rank] += kept[best] if best < stages else -kept[stations - 1 - best]
         if best >= stages:
             weight_dues[rank, weights_known[rank]] = due[best] + weight_delay
             weights[rank, weights_known[rank]] = 2 * stations - 1 - best

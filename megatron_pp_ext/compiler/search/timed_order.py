@@ -17,7 +17,7 @@ from megatron_pp_ext.schedule.loops import Loop, part_of_loop
 
 
 class TimedOrder(NamedTuple):
-    """An order (ranks, actions of each), and what is known of every action.
+    """An order (ranks, actions of each), with the times and memory of every action.
 
     An action starts at ``start``, and from there it is ``tail`` to the end of all that waits for it, its own
     duration included.  It is at ``place`` in its rank's order.  ``live[r]`` is the memory that rank r keeps
@@ -106,7 +106,7 @@ def _ready(tables: Tables, timed: TimedOrder, action: int, before: int) -> int:
 
 @part_of_loop
 def _free(tables: Tables, timed: TimedOrder, rank: int, place: int) -> int:
-    """Return when ``rank`` ends what it does before ``place``, by the starts of the trial."""
+    """Return the end of the action of ``rank`` before ``place``, by the starts of the trial."""
     if place == 0:
         return 0
     before = timed.order[rank, place - 1]
@@ -118,10 +118,10 @@ def _tail(tables: Tables, timed: TimedOrder, action: int) -> int:
     """Return the time from the start of ``action`` to the end of all after it, by their tails."""
     code = action // tables.microbatches
     row, place = timed.order[tables.home[code]], timed.place[action]
-    then = timed.tail[row[place + 1]] if place + 1 < len(row) else 0
+    longest = timed.tail[row[place + 1]] if place + 1 < len(row) else 0
     if code < 2 * tables.stages - 1:
-        then = max(then, tables.delay[code] + timed.tail[action + tables.microbatches])
-    return then + tables.duration[code]
+        longest = max(longest, tables.delay[code] + timed.tail[action + tables.microbatches])
+    return longest + tables.duration[code]
 
 
 @part_of_loop
@@ -132,15 +132,15 @@ def estimate(tables: Tables, timed: TimedOrder, rank: int, new: Integers, first:
     for action in new[first:last]:
         now = timed.trial[action] = _ready(tables, timed, action, now)
         now += tables.duration[action // m]
-    then = timed.tail[row[last]] if last < len(row) else 0
+    tail = timed.tail[row[last]] if last < len(row) else 0
     longest = 0
     for place in range(last - 1, first - 1, -1):
         action = new[place]
         code = action // m
         if code < 2 * tables.stages - 1:
-            then = max(then, tables.delay[code] + timed.tail[action + m])
-        then += tables.duration[code]
-        longest = max(longest, timed.trial[action] + then)
+            tail = max(tail, tables.delay[code] + timed.tail[action + m])
+        tail += tables.duration[code]
+        longest = max(longest, timed.trial[action] + tail)
     for action in new[first:last]:
         timed.trial[action] = timed.start[action]
     return longest
@@ -150,7 +150,7 @@ def estimate(tables: Tables, timed: TimedOrder, rank: int, new: Integers, first:
 def try_move(
     tables: Tables, timed: TimedOrder, rank: int, new: Integers, first: int, last: int, longest: int
 ) -> tuple[int, bool]:
-    """Exchange the places ``first`` to ``last`` of ``rank`` with those of ``new``, and time the trial.
+    """Exchange places ``first`` to ``last`` of ``rank`` with the same places of ``new``, and time the trial.
 
     Return how many actions ``changed`` then lists, and whether a makespan of ``longest`` is still possible.
     """

@@ -90,12 +90,12 @@ def tune(problem: Problem, trials: int, random: Random, *, each_leg: bool) -> li
     is spent on all chains alike, and a sixth each on the better two and on the best.  With ``each_leg``, half
     of the starting points have an independent pause for every leg: a wave's legs need not go in pairs.
     """
-    found = best(problem, {_start(problem, random, each_leg) for _ in range(max(1, trials // 3))})
+    plans = best(problem, {_start(problem, random, each_leg) for _ in range(max(1, trials // 3))})
     for share, chains in ((3, _CHAINS), (6, _CHAINS // 2), (6, 1)):
-        for chain, start in enumerate(found[:chains]):
-            found[chain] = improve(problem, start, trials // (share * chains), random)
-        found.sort()
-    return found
+        for chain, start in enumerate(plans[:chains]):
+            plans[chain] = improve(problem, start, trials // (share * chains), random)
+        plans.sort()
+    return plans
 
 
 def improve(problem: Problem, start: Found, trials: int, random: Random) -> Found:
@@ -114,12 +114,12 @@ def improve(problem: Problem, start: Found, trials: int, random: Random) -> Foun
 
 def best(problem: Problem, plans: Iterable[Plan]) -> list[Found]:
     """Return the shortest few of ``plans``, shortest first."""
-    found: list[Found] = []
+    shortest: list[Found] = []
     for plan in plans:
-        length = _length(problem, plan, found[-1][0] if len(found) == _CHAINS else NEVER)
+        length = _length(problem, plan, shortest[-1][0] if len(shortest) == _CHAINS else NEVER)
         if length is not None:
-            found = sorted([*found, (length, plan)])[:_CHAINS]
-    return found
+            shortest = sorted([*shortest, (length, plan)])[:_CHAINS]
+    return shortest
 
 
 def _length(problem: Problem, plan: Plan, longest: int = NEVER) -> int | None:
@@ -141,16 +141,16 @@ def _period(problem: Problem) -> int:
     By Little's law a rank keeps the activations of as many microbatches as begin while one is on its way.
     """
     stages = problem.placement.stages
-    each = map(sum, zip(problem.duration, problem.delay, strict=False))
-    starts = tuple(accumulate(each, initial=0))
-    kept = [0] * problem.placement.ranks
+    steps = map(sum, zip(problem.duration, problem.delay, strict=False))
+    starts = tuple(accumulate(steps, initial=0))
+    areas = [0] * problem.placement.ranks
     for stage in range(stages):
         gradient = 2 * stages - 1 - stage
         way = starts[gradient] - starts[stage] + problem.duration[gradient]
         weight = problem.duration[problem.weight_of(gradient)]
-        kept[problem.home[stage]] += problem.kept[stage] * (way + weight)
+        areas[problem.home[stage]] += problem.kept[stage] * (way + weight)
     # A rank that keeps nothing may have a limit of nothing.
-    limited = zip(kept, problem.limits, strict=True)
+    limited = zip(areas, problem.limits, strict=True)
     by_memory = max((area // limit for area, limit in limited if area), default=0)
     work = _work(problem)
     # Plans start with up to twice this period, so a little more than the work's is among them anyway.

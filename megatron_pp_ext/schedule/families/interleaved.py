@@ -67,7 +67,9 @@ def _order(
     warm_up = (ranks - rank - 1) * 2 + (chunks - 1) * ranks + one_more
     steady = zip(forwards[warm_up:], backwards, strict=False)
     return (
-        tuple(one for one in alternating(forwards, backwards, warm_up) if one.microbatch < microbatches),
+        tuple(
+            action for action in alternating(forwards, backwards, warm_up) if action.microbatch < microbatches
+        ),
         [f for f, b in steady if max(f.microbatch, b.microbatch) < microbatches],
     )
 
@@ -89,7 +91,7 @@ def _split_order(rank: int, placement: Placement, microbatches: int) -> tuple[Ac
 
 
 def _in_groups(kind: Kind, stages: tuple[int, ...], ranks: int, groups: int) -> list[Action]:
-    """Return ``groups`` groups of ``ranks`` microbatches, each group through all ``stages`` in turn."""
+    """Return ``groups`` groups of ``ranks`` microbatches, each group through all ``stages``."""
     return [
         Action(stage, kind, microbatch)
         for group in range(groups)

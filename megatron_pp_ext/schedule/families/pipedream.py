@@ -32,7 +32,7 @@ class Weights(StrEnum):
 
 
 def step(replicas: Replicas, interval: int, update: int, updates: int) -> tuple[tuple[Action, ...], ...]:
-    """Return what every rank does between its updates number ``update`` and ``update + 1``, of ``updates``.
+    """Return the order of each rank between updates number ``update`` and ``update + 1``, of ``updates``.
 
     Update 0 fills the pipeline; the last ones start no forward whose backward would not be reached.
     The backwards are those of the ``interval`` microbatches of this update; the forwards of a replica are
@@ -49,15 +49,15 @@ def step(replicas: Replicas, interval: int, update: int, updates: int) -> tuple[
 
 def _order(replicas: Replicas, rank: int, interval: int, update: int, updates: int) -> tuple[Action, ...]:
     stage = replicas.stage_of(rank)
-    ahead, each = replicas.warm_up(stage), interval // replicas.counts[stage]
-    mine = replicas.turns(rank, interval * updates)
+    ahead, per_update = replicas.warm_up(stage), interval // replicas.counts[stage]
+    microbatches = replicas.turns(rank, interval * updates)
     order = []
     if update == 0:
-        order += [Action(stage, Kind.F, microbatch) for microbatch in mine[:ahead]]
-    for turn in range(update * each, (update + 1) * each):
-        if turn + ahead < len(mine):
-            order.append(Action(stage, Kind.F, mine[turn + ahead]))
-        order.append(Action(stage, Kind.B, mine[turn]))
+        order += [Action(stage, Kind.F, microbatch) for microbatch in microbatches[:ahead]]
+    for turn in range(update * per_update, (update + 1) * per_update):
+        if turn + ahead < len(microbatches):
+            order.append(Action(stage, Kind.F, microbatches[turn + ahead]))
+        order.append(Action(stage, Kind.B, microbatches[turn]))
     return tuple(order)
 
 
