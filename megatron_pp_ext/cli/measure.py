@@ -31,10 +31,10 @@ class Where(NamedTuple):
         if self.place not in PLACES:
             raise ValueError(f"--submit got {self.place!r}, but takes {' or '.join(PLACES)}: correct it")
         if self.place == "local":
-            here = devices()
-            if self.gpus > here:
+            count = devices()
+            if self.gpus > count:
                 raise ValueError(
-                    f"--measure would run {self.gpus} ranks here, where {here} have a device: set --submit "
+                    f"--measure would run {self.gpus} ranks here, where {count} have a device: set --submit "
                     "slurm, or search for fewer with --gpus"
                 )
 
@@ -44,11 +44,11 @@ class Where(NamedTuple):
             variables = [f"{name}={value}" for name, value in environment(flags).items()]
             return [*(["env", *variables] if variables else []), *training(flags, self.gpus, self.script)]
         nodes = -(-self.gpus // self.gpus_per_node)
-        each = min(self.gpus, self.gpus_per_node)
-        set_up = f"--export=ALL,SCRIPT={self.script or ''},GPUS_PER_NODE={each}"
+        gpus = min(self.gpus, self.gpus_per_node)
+        set_up = f"--export=ALL,SCRIPT={self.script or ''},GPUS_PER_NODE={gpus}"
         # The batch script's own signal, ten minutes ahead of the limit, would save and queue the job again.
         signal = "--signal=B:CONT@1"
-        return ["--nodes", str(nodes), f"--gpus-per-node={each}", signal, set_up, BATCH_SCRIPT, *flags]
+        return ["--nodes", str(nodes), f"--gpus-per-node={gpus}", signal, set_up, BATCH_SCRIPT, *flags]
 
 
 def devices() -> int:
@@ -59,15 +59,15 @@ def devices() -> int:
 
 
 def run(
-    candidates: Mapping[str, Sequence[str]], where: Where, folder: Path, steps: int, timeout: float
+    candidates: Mapping[str, Sequence[str]], target: Where, folder: Path, steps: int, timeout: float
 ) -> dict[str, Result]:
     """Run ``candidates`` (name to flags), each in a folder of its name within ``folder``.
 
     ``steps`` steps are timed after those that warm up; ``timeout`` is in seconds for each job.
     """
-    where.check(steps, timeout)
-    submit: Submit = local if where.place == "local" else Slurm()
-    jobs = [_job(name, flags, where, folder.absolute() / name, steps) for name, flags in candidates.items()]
+    target.check(steps, timeout)
+    submit: Submit = local if target.place == "local" else Slurm()
+    jobs = [_job(name, flags, target, folder.absolute() / name, steps) for name, flags in candidates.items()]
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("measuring", total=len(jobs))
 
@@ -103,13 +103,13 @@ def show(results: Mapping[str, Result], estimates: Mapping[str, float]) -> None:
             console.print(f"{result.name}: {result.problem}")
 
 
-def _job(name: str, flags: Sequence[str], where: Where, folder: Path, steps: int) -> Job:
+def _job(name: str, flags: Sequence[str], target: Where, folder: Path, steps: int) -> Job:
     changed: dict[str, object] = {"--log-interval": 1}
-    if where.place == "local" and whole_number(flags, "--pipeline-model-parallel-size") > 1:
+    if target.place == "local" and whole_number(flags, "--pipeline-model-parallel-size") > 1:
         import torch
 
         if not torch.cuda.is_available():
-            # There is no allocator to report a peak, so the recorder measures that of activations.
+            # There is no allocator to report a peak, so the recorder measures the activations.
             changed["--pipeline-trace"] = Job(name, (), folder).trace
-    kept = list(without(flags))
-    return Job(name, tuple(where.words(short_run(kept, WARM_UP + steps, changed))), folder)
+    training_flags = list(without(flags))
+    return Job(name, tuple(target.words(short_run(training_flags, WARM_UP + steps, changed))), folder)

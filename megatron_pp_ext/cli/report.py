@@ -33,7 +33,7 @@ def folding(*names: str) -> Table:
 def bound_of(timeline: Timeline) -> float:
     """Return a bound on the makespan of all orders with this placement and no higher peak on any rank.
 
-    Where a schedule has copies it is one on all orders, since what is on the device then bounds none.
+    Where a schedule has copies it bounds all orders, since memory on the device then bounds none.
     """
     schedule, costs = timeline.schedule, timeline.costs
     limits = timeline.peak_activations
@@ -114,15 +114,15 @@ def show_by_rank(title: str, rows: Mapping[str, Sequence[str]]) -> None:
     ranks = len(next(iter(rows.values())))
     names = max(map(len, (title, *rows))) + _BETWEEN
     widest = max(len(text) for texts in rows.values() for text in texts)
-    for some in batched(range(ranks), max(1, (_COLUMNS - names) // (max(widest, 4) + _BETWEEN))):
-        columns = (Column(str(rank), justify="right") for rank in some)
+    for batch in batched(range(ranks), max(1, (_COLUMNS - names) // (max(widest, 4) + _BETWEEN))):
+        columns = (Column(str(rank), justify="right") for rank in batch)
         table = Table(title, *columns, box=None, pad_edge=False, padding=(0, _BETWEEN, 0, 0))
         for name, texts in rows.items():
-            table.add_row(name, *(texts[rank] for rank in some))
+            table.add_row(name, *(texts[rank] for rank in batch))
         console.print(table)
 
 
 def print_units(units: Units) -> None:
-    """Print what the numbers of a summary stand for."""
+    """Print the meaning of the numbers of a summary."""
     console.print(f"times: {units.time}", style="dim")
     console.print("peak memory: activations of the fullest rank, in microbatches", style="dim")

@@ -66,14 +66,14 @@ def _as_numbers(sizes: Any) -> Any:
 def _gather_unequal_parts(
     gather: Callable[..., Any],
     parts: list[torch.Tensor],
-    own: torch.Tensor,
+    own_part: torch.Tensor,
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
     """Wrap ``all_gather`` for parts of different sizes, by which Muon's replicas exchange their weights."""
     if async_op or len({part.shape for part in parts}) == 1:
-        return gather(parts, own, group, async_op)
-    parts[dist.get_rank(group)].copy_(own)
+        return gather(parts, own_part, group, async_op)
+    parts[dist.get_rank(group)].copy_(own_part)
     for rank, part in enumerate(parts):
         dist.broadcast(part, group=group, group_src=rank)
     return None

@@ -91,7 +91,7 @@ class _Place:
         self.stage = replicas.stage_of(self._rank)
 
     def plan(self, orders: Orders, inputs: StepInputs, flushes: bool = True) -> RankPlan:
-        """Return what this rank does where all follow ``orders`` in a step with these ``inputs``."""
+        """Return this rank's plan where all follow ``orders`` in a step with these ``inputs``."""
         stages, rank_of = self.replicas.stages, self.replicas.rank_of
         return plan_orders(orders, stages, rank_of, self._rank, flushes=flushes, announced=inputs.announces)
 
@@ -174,7 +174,7 @@ def steps_to_come(settings: Settings, inputs: StepInputs) -> int:
 def require_room(updates: Updates, stage: int, bytes_of_one: int) -> None:
     """Raise ValueError, on all ranks of the job, if some device cannot hold its versions.
 
-    ``bytes_of_one`` is the size of one version of this rank's weights, those of ``stage``.
+    ``bytes_of_one`` is the size of one version of this rank's weights, which are of ``stage``.
     """
     devices: list[tuple[int, int, int]] = [(0, 0, 0)] * dist.get_world_size()
     dist.all_gather_object(devices, (stage, bytes_of_one, free_memory.free_bytes()))

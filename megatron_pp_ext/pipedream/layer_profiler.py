@@ -1,4 +1,4 @@
-"""Measures what each layer costs, while Megatron trains under its own schedules.
+"""Measures the costs of each layer, while Megatron trains under its own schedules.
 
 A rank times the pieces of the chunks it holds: the embedding, every layer of the decoder, and what follows it
 (final norm, output layer, loss).  Forwards are timed by module hooks.  Backwards are timed where gradients
@@ -238,10 +238,10 @@ def _output(chunk: Any) -> Piece:
     elsewhere = {id(parameter) for layer in chunk.decoder.layers for parameter in layer.parameters()}
     if chunk.pre_process:
         elsewhere |= {id(parameter) for parameter in chunk.embedding.parameters()}
-    own = [parameter for parameter in chunk.parameters() if id(parameter) not in elsewhere]
+    parameters = [parameter for parameter in chunk.parameters() if id(parameter) not in elsewhere]
     if chunk.pre_process and chunk.share_embeddings_and_output_weights:
-        own.append(chunk.shared_embedding_or_output_weight())
-    return _piece(chunk, chunk.config.num_layers + 1, "output", "L", own)
+        parameters.append(chunk.shared_embedding_or_output_weight())
+    return _piece(chunk, chunk.config.num_layers + 1, "output", "L", parameters)
 
 
 def _piece(chunk: Any, number: int, name: str, letter: str, parameters: Iterable[torch.Tensor]) -> Piece:

@@ -19,9 +19,9 @@ import numpy as np
 
 
 class StageLoad(NamedTuple):
-    """What a stage has to do for one microbatch; numbers may be arrays, which broadcast.
+    """The work of a stage on one microbatch; numbers may be arrays, which broadcast.
 
-    ``seconds`` are those of one replica, ``weights`` its bytes.  ``bytes_in`` cross the cut before the stage
+    ``seconds`` are of one replica, ``weights`` its bytes.  ``bytes_in`` cross the cut before the stage
     and ``bytes_out`` the one after it, forward as activations and backward as gradients.  A replica is a
     machine of ``machines`` parts of the level below, 1 if it is a single worker.  ``is_first`` means that the
     pipeline of this level begins with the stage, so that the cut before it is one of a level above.

@@ -47,7 +47,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """The best pipeline found: its seconds between microbatches, next to those of simpler arrangements."""
+    """The best pipeline: its seconds between microbatches, next to the seconds of simpler arrangements."""
 
     stages: tuple[Stage, ...]
     bottleneck_seconds: float
