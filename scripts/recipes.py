@@ -80,13 +80,13 @@ def replaced(recipe: PipelinedRecipe) -> Tried:
     """Put a schedule with two stages per rank into ``recipe``."""
     is_whole = recipe.has(OVERLAP) and recipe.precision == "mxfp8"
     name = "dualpipe-v" if recipe.has(PAIRS) else "1f1b-v" if is_whole else "v-half"
-    asked = described.read(recipe.flags, recipe.model).asked
-    stages = 2 * asked.job.parallel.pipeline_model_parallel_size
+    job = described.read(recipe.flags, recipe.model).asked
+    stages = 2 * job.job.parallel.pipeline_model_parallel_size
     return _tried(
         recipe,
         name,
         pipeline_model_parallel_layout=even_layout(
-            asked.job.model.layers, stages, asked.job.model.mtp_num_layers
+            job.job.model.layers, stages, job.job.model.mtp_num_layers
         ),
         num_virtual_stages_per_pipeline_rank=None,
         **dict.fromkeys(flag.removeprefix("--").replace("-", "_") for flag in layers.SPREAD),
@@ -104,15 +104,15 @@ def even_layout(count: int, stages: int, predictions: int) -> str:
 
 
 def _tried(recipe: PipelinedRecipe, schedule: str, **changes: object) -> Tried:
-    asked = described.read(recipe.flags, recipe.model).asked
-    asked = asked.changed(pipeline_schedule=schedule, **changes)
-    error, unproved = _error(recipe, asked), _error(recipe, asked.changed(pipeline_unproved=True))
+    job = described.read(recipe.flags, recipe.model).asked
+    job = job.changed(pipeline_schedule=schedule, **changes)
+    error, unproved = _error(recipe, job), _error(recipe, job.changed(pipeline_unproved=True))
     return Tried(schedule, unproved, is_unproved=error != unproved)
 
 
-def _error(recipe: PipelinedRecipe, asked: RequestedJob) -> str:
+def _error(recipe: PipelinedRecipe, job: RequestedJob) -> str:
     try:
-        for_world(asked, recipe.gpus)
+        for_world(job, recipe.gpus)
     except Refused as error:
         return marked(error.rule.flag)
     except ValueError as error:
@@ -125,8 +125,8 @@ def text() -> str:
     tried = [(recipe, unchanged(recipe), replaced(recipe)) for recipe in recipes()]
     head = HEAD.format(
         count=len(tried),
-        unchanged=sum(not one.error for _, one, _ in tried),
-        replaced=sum(not one.error for _, _, one in tried),
+        unchanged=sum(not tried_recipe.error for _, tried_recipe, _ in tried),
+        replaced=sum(not tried_recipe.error for _, _, tried_recipe in tried),
     )
     rows = [
         f"| {_name(recipe)} | {recipe.gpus} {recipe.gpu.upper()}, {recipe.precision} | {_stages(recipe)} | "

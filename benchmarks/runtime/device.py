@@ -33,12 +33,12 @@ class Stream(streams.Stream):
         _sleep_until(self.free_at)
 
     def wait_stream(self, stream: streams.Stream) -> None:
-        """Let what is launched next begin behind the work that ``stream`` has now."""
+        """Let later launches begin after the work that ``stream`` has now."""
         assert isinstance(stream, Stream)
         self.free_at = max(self.free_at, stream.free_at)
 
     def wait_event(self, event: streams.Event) -> None:
-        """Let what is launched next begin after ``event``."""
+        """Let later launches begin after ``event``."""
         self.free_at = max(self.free_at, event.seconds)
 
     def record_event(self, event: streams.Event | None = None) -> streams.Event:
@@ -53,7 +53,7 @@ class Stream(streams.Stream):
 
 
 class Event(streams.Event):
-    """The end of what a stream had to do when the event was recorded."""
+    """The end of a stream's work at the time when the event was recorded."""
 
     def record(self, stream: streams.Stream | None = None) -> None:
         """Be at the end of what ``stream``, or the current one, has to do now."""

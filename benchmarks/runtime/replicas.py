@@ -64,7 +64,7 @@ class Case(NamedTuple):
         """The simulated milliseconds a microbatch."""
         stages = (self.times(stage) for stage in range(self.replicas.stages))
         costs = Costs(
-            tuple(StageCosts(one.forward, one.input_gradient, one.weight_gradient) for one in stages)
+            tuple(StageCosts(times.forward, times.input_gradient, times.weight_gradient) for times in stages)
         )
         return 1e3 * seconds_of_an_update(self.replicas, self.interval, costs, self.updating) / self.interval
 
@@ -82,18 +82,18 @@ CASES = (
 )  # fmt: skip
 
 
-def sleep_through(rank: int, one: Case, updates: int) -> float:
+def sleep_through(rank: int, case: Case, updates: int) -> float:
     """Run all updates on one rank, and return its milliseconds a microbatch behind the first ones."""
     torch.set_num_threads(1)
-    replicas = one.replicas
+    replicas = case.replicas
     number, world = replicas.stage_of(rank), World.join(replicas.ranks)
     groups = [dist.new_group(list(replicas.ranks_of(stage))) for stage in range(replicas.stages)]
-    times = one.times(number)
+    times = case.times(number)
     channels, stage, ends = world.channels(times), SleepingStage(times, chunks=1), []
     total = FILLING + updates
     dist.barrier()
     for update in range(total):
-        orders = pipedream.step(replicas, one.interval, update, total + replicas.ranks)
+        orders = pipedream.step(replicas, case.interval, update, total + replicas.ranks)
         plan = plan_orders(orders, replicas.stages, replicas.rank_of, rank, flushes=False)
         execute(plan, Rank({number: stage}, channels))
         if replicas.counts[number] > 1:
@@ -101,15 +101,15 @@ def sleep_through(rank: int, one: Case, updates: int) -> float:
             time.sleep(UPDATE)
         ends.append(time.perf_counter())
     dist.barrier()  # messages are in flight, and go with the channels
-    return 1e3 * (ends[-1] - ends[FILLING - 1]) / (updates * one.interval)
+    return 1e3 * (ends[-1] - ends[FILLING - 1]) / (updates * case.interval)
 
 
-def row_of(one: Case, updates: int, repeats: int) -> Row:
+def row_of(case: Case, updates: int, repeats: int) -> Row:
     """Return the row of a case: of several runs the fastest, of which the slowest rank."""
-    measured = min(max(run_ranks(sleep_through, one.replicas.ranks, one, updates)) for _ in range(repeats))
-    shares = "" if set(one.share) == {1.0} else ", ".join(f"{share:g}" for share in one.share)
-    milliseconds = (f"{value:.1f}" for value in (one.busiest, one.estimated, measured))
-    return (one.replicas, one.interval, shares, *milliseconds, f"{measured / one.estimated:.2f}")
+    measured = min(max(run_ranks(sleep_through, case.replicas.ranks, case, updates)) for _ in range(repeats))
+    shares = "" if set(case.share) == {1.0} else ", ".join(f"{share:g}" for share in case.share)
+    milliseconds = (f"{value:.1f}" for value in (case.busiest, case.estimated, measured))
+    return (case.replicas, case.interval, shares, *milliseconds, f"{measured / case.estimated:.2f}")
 
 
 def main(
@@ -122,7 +122,7 @@ def main(
         "replicas", "K", "work of stages", "busiest rank, ms", "estimated ms", "measured ms",
         "measured/estimated",
     )  # fmt: skip
-    rows = [row_of(one, updates, repeats) for one in track(CASES, "measuring")]
+    rows = [row_of(case, updates, repeats) for case in track(CASES, "measuring")]
     about = (
         f"Milliseconds a microbatch. A replica sleeps for F = {1e3 * FORWARD:g} and B = {1e3 * BACKWARD:g} "
         f"ms, times the replicas of its stage and the work of the stage where that is not 1; replicas take "

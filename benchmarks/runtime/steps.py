@@ -79,11 +79,11 @@ def rows_of(systems: Sequence[System], ranks: int, setting: str, repeats: int) -
     """Return a row for each system: predicted and measured milliseconds, their ratios and the goal."""
     times, goal = SETTINGS[setting]
     microbatches = 4 * ranks
-    found = run_ranks(measure, ranks, systems, ranks, microbatches, times, repeats, timeout=3600)
+    results = run_ranks(measure, ranks, systems, ranks, microbatches, times, repeats, timeout=3600)
     rows: list[Row] = []
     for system in systems:
         expected = predicted(system.family, ranks, microbatches, times)
-        steps = step_seconds([spans[system.name] for spans in found])
+        steps = step_seconds([spans[system.name] for spans in results])
         ratio = median(steps) / expected
         met = "met" if ratio <= goal else f"goal {goal}"
         milliseconds = (f"{1e3 * seconds:.1f}" for seconds in (expected, median(steps), min(steps)))
