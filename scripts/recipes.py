@@ -80,13 +80,13 @@ def replaced(recipe: PipelinedRecipe) -> Tried:
     """Put a schedule with two stages per rank into ``recipe``."""
     is_whole = recipe.has(OVERLAP) and recipe.precision == "mxfp8"
     name = "dualpipe-v" if recipe.has(PAIRS) else "1f1b-v" if is_whole else "v-half"
-    job = described.read(recipe.flags, recipe.model).asked
-    stages = 2 * job.job.parallel.pipeline_model_parallel_size
+    asked = described.read(recipe.flags, recipe.model).asked
+    stages = 2 * asked.job.parallel.pipeline_model_parallel_size
     return _tried(
         recipe,
         name,
         pipeline_model_parallel_layout=even_layout(
-            job.job.model.layers, stages, job.job.model.mtp_num_layers
+            asked.job.model.layers, stages, asked.job.model.mtp_num_layers
         ),
         num_virtual_stages_per_pipeline_rank=None,
         **dict.fromkeys(flag.removeprefix("--").replace("-", "_") for flag in layers.SPREAD),
@@ -104,15 +104,15 @@ def even_layout(count: int, stages: int, predictions: int) -> str:
 
 
 def _tried(recipe: PipelinedRecipe, schedule: str, **changes: object) -> Tried:
-    job = described.read(recipe.flags, recipe.model).asked
-    job = job.changed(pipeline_schedule=schedule, **changes)
-    error, unproved = _error(recipe, job), _error(recipe, job.changed(pipeline_unproved=True))
+    asked = described.read(recipe.flags, recipe.model).asked
+    asked = asked.changed(pipeline_schedule=schedule, **changes)
+    error, unproved = _error(recipe, asked), _error(recipe, asked.changed(pipeline_unproved=True))
     return Tried(schedule, unproved, is_unproved=error != unproved)
 
 
-def _error(recipe: PipelinedRecipe, job: RequestedJob) -> str:
+def _error(recipe: PipelinedRecipe, asked: RequestedJob) -> str:
     try:
-        for_world(job, recipe.gpus)
+        for_world(asked, recipe.gpus)
     except Refused as error:
         return marked(error.rule.flag)
     except ValueError as error:

@@ -58,8 +58,8 @@ def estimated(model: str, name: str) -> Estimate:
     _, flags, more, modules = MODELS[model]
     schedule = SCHEDULES[name].format(modules=modules)
     words = f"{ALWAYS} {flags} {more if 'more TP' in name else ''} --pipeline-schedule {schedule}"
-    job = described.read(words.split(), model).counted()
-    return estimate_request(job.job, system.read("h100"), for_world(job, GPUS))
+    asked = described.read(words.split(), model).counted()
+    return estimate_request(asked.job, system.read("h100"), for_world(asked, GPUS))
 
 
 def undominated(points: list[Point]) -> list[Point]:

@@ -39,22 +39,20 @@ _OURS: Mapping[str | None, Sequence[str]] = {
 def _steps(name: str) -> dict[str, Alternative]:
     """Return the step of each schedule of the job ``name``, with its bytes on the fullest rank."""
     (model, gpus, sequences, tokens), flags = JOBS[name]
-    job = described.read(
+    asked = described.read(
         flags.split(), model, {"global_batch_size": sequences, "seq_length": tokens}
     ).counted()
     steps: dict[str, Alternative] = {}
     for vocabulary, schedules in _OURS.items():
         for schedule in schedules:
-            variant = job.changed(pipeline_schedule=schedule, pipeline_vocabulary=vocabulary)
-            request = for_world(variant, gpus)
-            comparison = compared(
-                variant, MACHINE, request.data, estimate_request(variant.job, MACHINE, request)
-            )
-            assert comparison and comparison.stock and comparison.interleaved
-            for stock in (comparison.stock, comparison.interleaved):
+            one = asked.changed(pipeline_schedule=schedule, pipeline_vocabulary=vocabulary)
+            request = for_world(one, gpus)
+            beside = compared(one, MACHINE, request.data, estimate_request(one.job, MACHINE, request))
+            assert beside and beside.stock and beside.interleaved
+            for stock in (beside.stock, beside.interleaved):
                 steps.setdefault(stock.name, stock)
             key = f"{schedule}, vocabulary {vocabulary}" if vocabulary else schedule
-            steps[key] = comparison.chosen
+            steps[key] = beside.chosen
     return steps
 
 

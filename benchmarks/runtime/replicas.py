@@ -82,18 +82,18 @@ CASES = (
 )  # fmt: skip
 
 
-def sleep_through(rank: int, case: Case, updates: int) -> float:
+def sleep_through(rank: int, one: Case, updates: int) -> float:
     """Run all updates on one rank, and return its milliseconds a microbatch behind the first ones."""
     torch.set_num_threads(1)
-    replicas = case.replicas
+    replicas = one.replicas
     number, world = replicas.stage_of(rank), World.join(replicas.ranks)
     groups = [dist.new_group(list(replicas.ranks_of(stage))) for stage in range(replicas.stages)]
-    times = case.times(number)
+    times = one.times(number)
     channels, stage, ends = world.channels(times), SleepingStage(times, chunks=1), []
     total = FILLING + updates
     dist.barrier()
     for update in range(total):
-        orders = pipedream.step(replicas, case.interval, update, total + replicas.ranks)
+        orders = pipedream.step(replicas, one.interval, update, total + replicas.ranks)
         plan = plan_orders(orders, replicas.stages, replicas.rank_of, rank, flushes=False)
         execute(plan, Rank({number: stage}, channels))
         if replicas.counts[number] > 1:
@@ -101,7 +101,7 @@ def sleep_through(rank: int, case: Case, updates: int) -> float:
             time.sleep(UPDATE)
         ends.append(time.perf_counter())
     dist.barrier()  # messages are in flight, and go with the channels
-    return 1e3 * (ends[-1] - ends[FILLING - 1]) / (updates * case.interval)
+    return 1e3 * (ends[-1] - ends[FILLING - 1]) / (updates * one.interval)
 
 
 def row_of(case: Case, updates: int, repeats: int) -> Row:

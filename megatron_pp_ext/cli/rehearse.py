@@ -82,8 +82,8 @@ def rehearse(
         return
     require_folder(json, costs, trace)
     machine = systems.read(system) if system is not None else None
-    request = described.asked
-    size = request.job.parallel.pipeline_model_parallel_size
+    asked = described.asked
+    size = asked.job.parallel.pipeline_model_parallel_size
     if size < 2:
         raise ValueError(
             f"a rehearsal needs a pipeline, got --pipeline-model-parallel-size {size}; set it to 2 or more"
@@ -92,12 +92,12 @@ def rehearse(
         raise ValueError(
             f"--iterations wants 2 or more, --at-once 1 or more, got {iterations} and {at_once}; raise them"
         )
-    world = world_size or smallest_world(request.job)
+    world = world_size or smallest_world(asked.job)
     chosen = chosen_ranks(ranks, size)
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
         files = {rank: Path(folder, f"{rank}.json") for rank in chosen}
         environments = {
-            rank: {**launch_lines.environment(job), **environment(request, rank, world)} for rank in chosen
+            rank: {**launch_lines.environment(job), **environment(asked, rank, world)} for rank in chosen
         }
         for batch in batched(chosen, at_once):
             commands = {
@@ -119,7 +119,7 @@ def rehearse(
         rehearsal_noise.require_quiet(measured.values())
     _show_seconds(rehearsal)
     if costs is not None:
-        sizes = stage_costs.sizes(request.job)
+        sizes = stage_costs.sizes(asked.job)
         costs_file.write(replace(rehearsal.timeline.costs, sizes=sizes), costs)
     if json is not None:
         write_json(json, numbers(rehearsal, measured))
@@ -129,15 +129,15 @@ def rehearse(
         trace_file.write_timeline(trace, rehearsal.timeline)
 
 
-def environment(request: RequestedJob, rank: int, world: int) -> dict[str, str]:
+def environment(asked: RequestedJob, rank: int, world: int) -> dict[str, str]:
     """Return the variables of torch.distributed for the first process of pipeline ``rank``."""
-    size, copy = request.job.parallel.pipeline_model_parallel_size, fewest_ranks(request.job)
+    size, copy = asked.job.parallel.pipeline_model_parallel_size, fewest_ranks(asked.job)
     if world < 1 or world % copy:
         raise ValueError(
             f"--world-size {world} is not a multiple of {copy}, the ranks of one copy of the model; "
             "correct it"
         )
-    distance = copy // size if request.flags.use_tp_pp_dp_mapping else world // size
+    distance = copy // size if asked.flags.use_tp_pp_dp_mapping else world // size
     variables = {
         "RANK": rank * distance,
         "WORLD_SIZE": world,

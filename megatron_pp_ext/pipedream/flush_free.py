@@ -91,7 +91,7 @@ class _Place:
         self.stage = replicas.stage_of(self._rank)
 
     def plan(self, orders: Orders, inputs: StepInputs, flushes: bool = True) -> RankPlan:
-        """Return this rank's plan where all follow ``orders`` in a step with these ``inputs``."""
+        """Return what this rank does where all follow ``orders`` in a step with these ``inputs``."""
         stages, rank_of = self.replicas.stages, self.replicas.rank_of
         return plan_orders(orders, stages, rank_of, self._rank, flushes=flushes, announced=inputs.announces)
 

@@ -37,5 +37,5 @@ class Announcements:
         return all(self.rank_of(before, microbatch) != rank for before in range(stage))
 
     def is_repeated(self, stage: int, microbatch: int) -> bool:
-        """Whether the input of ``stage`` has a shape that was announced to its rank before."""
+        """Whether the input of ``stage`` has a shape that its rank has been told."""
         return self.announced is Announced.FIRST and not self.is_announced(stage, microbatch)
