@@ -9,7 +9,7 @@ from rich.progress import Progress
 
 from megatron_pp_ext.cli.report import console, folding
 from megatron_pp_ext.jobs.command import short_run, training, whole_number, without
-from megatron_pp_ext.jobs.job import WARM_UP, Job, Result, State, Submit, local, run_all
+from megatron_pp_ext.jobs.job import WARM_UP, BatchJob, Result, State, Submit, local, run_all
 from megatron_pp_ext.jobs.slurm import Slurm
 from megatron_pp_ext.planner.search.launch_lines import BATCH_SCRIPT, environment
 
@@ -71,7 +71,7 @@ def run(
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("measuring", total=len(jobs))
 
-        def show_progress(job: Job, state: State) -> None:
+        def show_progress(job: BatchJob, state: State) -> None:
             progress.update(task, description=f"{job.name} {state}", advance=int(state.is_final))
 
         progress.advance(task, sum(job.state.is_final for job in jobs))
@@ -103,13 +103,13 @@ def show(results: Mapping[str, Result], estimates: Mapping[str, float]) -> None:
             console.print(f"{result.name}: {result.problem}")
 
 
-def _job(name: str, flags: Sequence[str], target: Where, folder: Path, steps: int) -> Job:
+def _job(name: str, flags: Sequence[str], target: Where, folder: Path, steps: int) -> BatchJob:
     changed: dict[str, object] = {"--log-interval": 1}
     if target.place == "local" and whole_number(flags, "--pipeline-model-parallel-size") > 1:
         import torch
 
         if not torch.cuda.is_available():
             # There is no allocator to report a peak, so the recorder measures the activations.
-            changed["--pipeline-trace"] = Job(name, (), folder).trace
+            changed["--pipeline-trace"] = BatchJob(name, (), folder).trace
     training_flags = list(without(flags))
-    return Job(name, tuple(target.words(short_run(training_flags, WARM_UP + steps, changed))), folder)
+    return BatchJob(name, tuple(target.words(short_run(training_flags, WARM_UP + steps, changed))), folder)

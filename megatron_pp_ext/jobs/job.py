@@ -43,7 +43,7 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class BatchJob:
     """A run of a few training steps that logs each of them.
 
     ``command`` is the command line: the whole of it on this machine, what follows ``sbatch`` on a cluster.
@@ -116,15 +116,15 @@ class Result:
     problem: str = ""
 
 
-OnChange = Callable[[Job, State], None]
+OnChange = Callable[[BatchJob, State], None]
 """Called at each change of a job's state."""
 
-Submit = Callable[[Sequence[Job], float, OnChange], None]
+Submit = Callable[[Sequence[BatchJob], float, OnChange], None]
 """Runs jobs to their end, each for at most so many seconds."""
 
 
 def run_all(
-    jobs: Sequence[Job], submit: Submit, timeout: float, on_change: OnChange = lambda job, state: None
+    jobs: Sequence[BatchJob], submit: Submit, timeout: float, on_change: OnChange = lambda job, state: None
 ) -> dict[str, Result]:
     """Run the jobs that have not ended yet, and return all results by name.
 
@@ -138,7 +138,7 @@ def run_all(
     return {job.name: read(job) for job in jobs}
 
 
-def local(jobs: Sequence[Job], timeout: float, on_change: OnChange) -> None:
+def local(jobs: Sequence[BatchJob], timeout: float, on_change: OnChange) -> None:
     """Run jobs on this machine, one after the other.
 
     Raises ValueError for a job that an interrupted search left running.
@@ -164,7 +164,7 @@ def local(jobs: Sequence[Job], timeout: float, on_change: OnChange) -> None:
             change(job, ended, on_change)
 
 
-def change(job: Job, state: State, on_change: OnChange) -> None:
+def change(job: BatchJob, state: State, on_change: OnChange) -> None:
     """Move ``job`` to ``state``, or to the more exact state that its log shows, and report a change."""
     if state is State.FAIL and is_out_of_memory(job.output()):
         state = State.OOM
@@ -175,7 +175,7 @@ def change(job: Job, state: State, on_change: OnChange) -> None:
         on_change(job, state)
 
 
-def read(job: Job) -> Result:
+def read(job: BatchJob) -> Result:
     """Return the measurements of ``job``, or why it did not complete."""
     state, output = job.state, job.output()
     if state is State.TIMEOUT:

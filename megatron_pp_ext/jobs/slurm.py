@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_pp_ext.files import write_whole
-from megatron_pp_ext.jobs.job import Job, OnChange, State, change
+from megatron_pp_ext.jobs.job import BatchJob, OnChange, State, change
 
 _STATES = {
     "PENDING": State.PENDING,
@@ -40,7 +40,7 @@ class Slurm:
 
     poll_seconds: float = 15.0
 
-    def __call__(self, jobs: Sequence[Job], timeout: float, on_change: OnChange) -> None:
+    def __call__(self, jobs: Sequence[BatchJob], timeout: float, on_change: OnChange) -> None:
         """Submit the jobs that SLURM does not have yet, and wait for all."""
         if jobs and shutil.which("sbatch") is None:
             raise ValueError("there is no sbatch here: run where SLURM is, or run the jobs on this machine")
@@ -61,7 +61,7 @@ class Slurm:
                 time.sleep(self.poll_seconds)
 
 
-def _submitted(job: Job, timeout: float, on_change: OnChange) -> str | None:
+def _submitted(job: BatchJob, timeout: float, on_change: OnChange) -> str | None:
     """Return SLURM's number for ``job``; None if SLURM refuses it, which fails the job."""
     number_file = job.directory / "slurm_id"
     if job.state in (State.PENDING, State.RUNNING) and number_file.exists():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_pp_ext.jobs import slurm
-from megatron_pp_ext.jobs.job import WARM_UP, Job, State, local, run_all
+from megatron_pp_ext.jobs.job import WARM_UP, BatchJob, State, local, run_all
 from megatron_pp_ext.jobs.slurm import Slurm
 
 STEP = "iteration {n}/ 5 | elapsed time per iteration (ms): {ms} | learning rate: 1 |"
@@ -25,8 +25,8 @@ WARMED_UP = "\n".join(STEP.format(n=n, ms=900.0) for n in range(WARM_UP))
 """A run without a step to measure."""
 
 
-def job(folder: Path, name: str, script: str) -> Job:
-    return Job(name, ("bash", "-c", script), folder / name)
+def job(folder: Path, name: str, script: str) -> BatchJob:
+    return BatchJob(name, ("bash", "-c", script), folder / name)
 
 
 def test_a_failing_job_is_reported_and_the_others_go_on(tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_a_failing_job_is_reported_and_the_others_go_on(tmp_path: Path) -> None:
         job(tmp_path, "bad", "echo starting; echo 'ValueError: 7 heads are not divisible by 2' >&2; exit 1"),
         job(tmp_path, "full", "echo 'torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB'; exit 1"),
         job(tmp_path, "short", f"cat <<'E'\n{WARMED_UP}\nE"),
-        Job("absent", ("/no/such/program",), tmp_path / "absent"),
+        BatchJob("absent", ("/no/such/program",), tmp_path / "absent"),
         job(tmp_path, "good", f"cat <<'E'\n{GOOD}\nE\necho '{trace}' > {tmp_path}/good/trace.json"),
     ]
     changes: list[tuple[str, State]] = []
@@ -165,7 +165,7 @@ def test_slurm(cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(slurm, "UNKNOWN_AT_MOST", 2)
     kinds = {"good": State.COMPLETED, "full": State.OOM, "killed": State.OOM, "late": State.TIMEOUT,
              "cancelled": State.FAIL, "refused": State.FAIL, "lost": State.COMPLETED}  # fmt: skip
-    jobs = [Job(kind, ("--nodes", "2", "train.sbatch", kind), tmp_path / kind) for kind in kinds]
+    jobs = [BatchJob(kind, ("--nodes", "2", "train.sbatch", kind), tmp_path / kind) for kind in kinds]
     changes: list[tuple[str, State]] = []
     results = run_all(jobs, Slurm(poll_seconds=0), 90.0, lambda job, state: changes.append((job.name, state)))
     assert {kind: result.state for kind, result in results.items()} == kinds
@@ -179,7 +179,7 @@ def test_slurm(cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_job_that_is_forgotten_now_and_then_is_waited_for(cluster, tmp_path, monkeypatch):
     """Only queries in a row for which nobody knows it are an end."""
     monkeypatch.setattr(slurm, "UNKNOWN_AT_MOST", 2)
-    flaky = Job("flaky", ("train.sbatch", "flaky"), tmp_path / "flaky")
+    flaky = BatchJob("flaky", ("train.sbatch", "flaky"), tmp_path / "flaky")
     flaky.begin()
     flaky.become(State.PENDING)
     (flaky.directory / "slurm_id").write_text("1")
@@ -188,7 +188,7 @@ def test_a_job_that_is_forgotten_now_and_then_is_waited_for(cluster, tmp_path, m
 
 
 def test_a_search_finds_its_slurm_jobs_again(cluster: Path, tmp_path: Path) -> None:
-    again = Job("good", ("train.sbatch", "good"), tmp_path / "good")
+    again = BatchJob("good", ("train.sbatch", "good"), tmp_path / "good")
     again.begin()
     again.become(State.PENDING)
     (again.directory / "slurm_id").write_text("1")
@@ -201,4 +201,4 @@ def test_a_search_finds_its_slurm_jobs_again(cluster: Path, tmp_path: Path) -> N
 def test_no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match="there is no sbatch here: run where SLURM is"):
-        run_all([Job("a", ("train.sbatch",), tmp_path / "a")], Slurm(), 60.0)
+        run_all([BatchJob("a", ("train.sbatch",), tmp_path / "a")], Slurm(), 60.0)
