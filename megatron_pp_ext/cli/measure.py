@@ -9,7 +9,7 @@ from rich.progress import Progress
 
 from megatron_pp_ext.cli.report import console, folding
 from megatron_pp_ext.jobs.command import short_run, training, whole_number, without
-from megatron_pp_ext.jobs.job import WARM_UP, BatchJob, Result, State, Submit, local, run_all
+from megatron_pp_ext.jobs.job import WARM_UP, BatchJob, Result, RunState, Submit, local, run_all
 from megatron_pp_ext.jobs.slurm import Slurm
 from megatron_pp_ext.planner.search.launch_lines import BATCH_SCRIPT, environment
 
@@ -71,7 +71,7 @@ def run(
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("measuring", total=len(jobs))
 
-        def show_progress(job: BatchJob, state: State) -> None:
+        def show_progress(job: BatchJob, state: RunState) -> None:
             progress.update(task, description=f"{job.name} {state}", advance=int(state.is_final))
 
         progress.advance(task, sum(job.state.is_final for job in jobs))

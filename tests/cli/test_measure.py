@@ -9,7 +9,7 @@ import pytest
 
 from megatron_pp_ext.cli import measure
 from megatron_pp_ext.cli.measure import Where
-from megatron_pp_ext.jobs.job import Result, State
+from megatron_pp_ext.jobs.job import Result, RunState
 
 FLAGS = ["--pipeline-model-parallel-size", "2", "--num-layers", "4"]
 
@@ -57,15 +57,15 @@ def test_measure_runs_them_and_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
         results = measure.run(candidates, Where("local", 2, 8, None), tmp_path, 3, 60)
         assert [result.name for result in measure.ranked(results)] == ["good", "bad"]
         assert results["good"].step_seconds == 0.005
-        assert (results["bad"].state, results["bad"].problem[:15]) == (State.FAIL, "ValueError: bad")
+        assert (results["bad"].state, results["bad"].problem[:15]) == (RunState.FAIL, "ValueError: bad")
     assert (tmp_path / "x.runs").read_text() == "run\nrun\n"
 
 
 def test_the_table_has_errors_and_failures(capsys: pytest.CaptureFixture[str]) -> None:
     results = {
-        "slow": Result("slow", State.COMPLETED, 4.0, 3e9),
-        "none": Result("none", State.OOM, problem="out of memory"),
-        "quick": Result("quick", State.COMPLETED, 2.0, 1e9),
+        "slow": Result("slow", RunState.COMPLETED, 4.0, 3e9),
+        "none": Result("none", RunState.OOM, problem="out of memory"),
+        "quick": Result("quick", RunState.COMPLETED, 2.0, 1e9),
     }
     measure.show(results, {"slow": 3.0, "none": 1.0, "quick": 2.5})
     shown = capsys.readouterr().out
@@ -82,8 +82,8 @@ def test_a_search_ranks_its_best_by_measurement(mpp, tmp_path: Path, monkeypatch
         assert (where.gpus, folder, steps, timeout) == (2, tmp_path / "runs", 7, 60.0)
         requested.extend(candidates.values())
         first, *others = candidates
-        results = {name: Result(name, State.COMPLETED, 9.0 - at) for at, name in enumerate(others)}
-        return results | {first: Result(first, State.OOM, problem="out of memory")}
+        results = {name: Result(name, RunState.COMPLETED, 9.0 - at) for at, name in enumerate(others)}
+        return results | {first: Result(first, RunState.OOM, problem="out of memory")}
 
     monkeypatch.setattr(measure, "run", run)
     monkeypatch.setattr(measure, "devices", lambda: 2)

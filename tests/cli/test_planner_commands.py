@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_pp_ext.cli import measure, report
-from megatron_pp_ext.jobs.job import Result, State
+from megatron_pp_ext.jobs.job import Result, RunState
 from megatron_pp_ext.planner.search.best_first import Search
 from tests.support import browser
 
@@ -360,7 +360,7 @@ def test_the_fastest_measured_is_told(mpp, model, monkeypatch):
 
     def run(commands, *_):
         seconds = {name: 9.0 - number for number, name in enumerate(commands)}
-        return {name: Result(name, State.COMPLETED, seconds[name]) for name in commands}
+        return {name: Result(name, RunState.COMPLETED, seconds[name]) for name in commands}
 
     monkeypatch.setattr(measure, "run", run)
     monkeypatch.setattr(measure.Where, "check", lambda *_: None)
