@@ -34,7 +34,7 @@ _ALL = "all"
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class JobOptions:
     """What is to be trained."""
 
     flags: Flags = None
