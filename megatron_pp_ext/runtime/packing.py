@@ -17,7 +17,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorPlace:
     """Stands in a form for a plain tensor, whose numbers are bytes ``start`` to ``end`` of all."""
 
     dtype: torch.dtype
@@ -27,7 +27,7 @@ class Place:
     on_host: bool
 
 
-Placed = tuple[Place, torch.Tensor]
+Placed = tuple[TensorPlace, torch.Tensor]
 
 _SEQUENCES: dict[type, str] = {
     kind: kind.__name__ for kind in (list, tuple, set, frozenset, deque, torch.Size)
@@ -52,7 +52,7 @@ def pack(tree: Any, name: str = "") -> tuple[bytes, list[Placed]]:
     return json.dumps(described, separators=(",", ":")).encode(), list(packer.placed.values())
 
 
-def unpack(form: bytes, tensor_at: Callable[[Place], torch.Tensor]) -> Any:
+def unpack(form: bytes, tensor_at: Callable[[TensorPlace], torch.Tensor]) -> Any:
     """Return the tree of ``form``, whose plain tensors ``tensor_at`` returns.
 
     ValueError for bytes that are no form.
@@ -172,7 +172,7 @@ class _Packer:
         if id(value) not in self.placed:
             start, self._end = self._end, self._end + value.numel() * value.element_size()
             on_host = value.device.type == "cpu"
-            self.placed[id(value)] = Place(value.dtype, value.shape, start, self._end, on_host), value
+            self.placed[id(value)] = TensorPlace(value.dtype, value.shape, start, self._end, on_host), value
         place, _ = self.placed[id(value)]
         return ["tensor", _DTYPES[place.dtype], list(place.shape), place.start, place.end, place.on_host]
 
@@ -180,7 +180,7 @@ class _Packer:
 class _Unpacker:
     """Makes the values of one form."""
 
-    def __init__(self, tensor_at: Callable[[Place], torch.Tensor]) -> None:
+    def __init__(self, tensor_at: Callable[[TensorPlace], torch.Tensor]) -> None:
         self._tensor_at = tensor_at
 
     def value(self, described: Any) -> Any:
@@ -219,7 +219,7 @@ class _Unpacker:
     def _tensor(self, kind: str, *about: Any) -> torch.Tensor:
         if kind == "tensor":
             dtype, shape, start, end, on_host = about
-            return self._tensor_at(Place(_DTYPES_OF[dtype], torch.Size(shape), start, end, on_host))
+            return self._tensor_at(TensorPlace(_DTYPES_OF[dtype], torch.Size(shape), start, end, on_host))
         if kind == "meta":
             dtype, shape = about
             return torch.empty(shape, dtype=_DTYPES_OF[dtype], device="meta")
