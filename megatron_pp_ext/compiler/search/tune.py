@@ -43,7 +43,7 @@ _CHAINS = 4
 
 
 @dataclass(frozen=True, order=True, slots=True)
-class Plan:
+class BlockPlan:
     """A building block and the rules by which a list schedule follows it.
 
     ``pauses`` (one a leg), ``turns`` (one between two legs), ``shifts`` (one a station), ``period``,
@@ -79,7 +79,7 @@ class Plan:
         return Knobs(tuple(due), tuple(gaps), self.rules)
 
 
-Found = tuple[int, Plan]
+Found = tuple[int, BlockPlan]
 """A makespan and the plan that has it."""
 
 
@@ -112,7 +112,7 @@ def improve(problem: Problem, start: Found, trials: int, random: Random) -> Foun
     return length, plan
 
 
-def best(problem: Problem, plans: Iterable[Plan]) -> list[Found]:
+def best(problem: Problem, plans: Iterable[BlockPlan]) -> list[Found]:
     """Return the shortest few of ``plans``, shortest first."""
     shortest: list[Found] = []
     for plan in plans:
@@ -122,7 +122,7 @@ def best(problem: Problem, plans: Iterable[Plan]) -> list[Found]:
     return shortest
 
 
-def _length(problem: Problem, plan: Plan, longest: int = NEVER) -> int | None:
+def _length(problem: Problem, plan: BlockPlan, longest: int = NEVER) -> int | None:
     return list_makespan(problem, plan.knobs(problem), longest)
 
 
@@ -157,7 +157,7 @@ def _period(problem: Problem) -> int:
     return by_memory if by_memory > 2 * work else work
 
 
-def _start(problem: Problem, random: Random, each_leg: bool) -> Plan:
+def _start(problem: Problem, random: Random, each_leg: bool) -> BlockPlan:
     """Draw a published kind of block or one between two of them, to be followed more or less strictly."""
     legs = 2 * problem.placement.chunks
     quarter = _tick(problem) * _SUB // 4
@@ -167,7 +167,7 @@ def _start(problem: Problem, random: Random, each_leg: bool) -> Plan:
     by_leg = pauses * problem.placement.chunks
     if each_leg and random.randrange(2):
         by_leg = tuple(random.choice(_LEG_PAUSES) for _ in range(legs))
-    return Plan(
+    return BlockPlan(
         pauses=tuple(pause * quarter for pause in by_leg),
         turns=(0,) * (legs - 1),
         shifts=(0,) * problem.stations,
@@ -183,7 +183,7 @@ def _start(problem: Problem, random: Random, each_leg: bool) -> Plan:
     )
 
 
-def _change(plan: Plan, tick: int, random: Random) -> Plan:
+def _change(plan: BlockPlan, tick: int, random: Random) -> BlockPlan:
     fine = tick * _SUB
     match random.randrange(12):
         case 0:
@@ -225,5 +225,5 @@ def _change(plan: Plan, tick: int, random: Random) -> Plan:
             return replace(plan, period=plan.period * random.randrange(950, 1100) // 1000)
 
 
-def _with_rules(plan: Plan, **changes: Any) -> Plan:
+def _with_rules(plan: BlockPlan, **changes: Any) -> BlockPlan:
     return replace(plan, rules=plan.rules._replace(**changes))
