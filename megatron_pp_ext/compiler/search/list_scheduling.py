@@ -23,7 +23,7 @@ from megatron_pp_ext.compiler.search.tables import CODE, Integers, Tables, table
 from megatron_pp_ext.schedule.loops import Loop
 
 
-class Rules(NamedTuple):
+class DueRules(NamedTuple):
     """How a list schedule follows a timetable.
 
     W of a stage is due ``weight_delay`` after its I.  A rank starts no action that is due more than ``slack``
@@ -49,7 +49,7 @@ class Knobs(NamedTuple):
 
     due: tuple[int, ...]
     gaps: tuple[int, ...]
-    rules: Rules
+    rules: DueRules
 
 
 def list_schedule(problem: Problem, knobs: Knobs) -> tuple[int, Orders] | None:

@@ -17,7 +17,7 @@ from itertools import accumulate
 from random import Random
 from typing import Any
 
-from megatron_pp_ext.compiler.search.list_scheduling import Knobs, Rules, list_makespan
+from megatron_pp_ext.compiler.search.list_scheduling import DueRules, Knobs, list_makespan
 from megatron_pp_ext.compiler.search.problem import NEVER, Problem, with_value
 
 _SUB = 64
@@ -56,7 +56,7 @@ class BlockPlan:
     turns: tuple[int, ...]
     shifts: tuple[int, ...]
     period: int
-    rules: Rules
+    rules: DueRules
     jitter: tuple[int, ...]
 
     def knobs(self, problem: Problem) -> Knobs:
@@ -172,7 +172,7 @@ def _start(problem: Problem, random: Random, each_leg: bool) -> BlockPlan:
         turns=(0,) * (legs - 1),
         shifts=(0,) * problem.stations,
         period=_period(problem) * _SUB * random.choice(_PERIODS) // 4,
-        rules=Rules(
+        rules=DueRules(
             weight_delay=random.choice((_LONG, _LONG, 16 * quarter)),
             slack=slack if slack == _LONG else slack * quarter,
             patience=patience,
