@@ -31,7 +31,7 @@ MOST_STATE = 1e6
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class PartitionStage:
     """A stage: the positions of its ``layers`` in the profile, and the number of its ``replicas``.
 
     ``seconds`` is forward and backward of one microbatch on one replica.  ``memory_bytes`` on each worker
@@ -49,7 +49,7 @@ class Stage:
 class Partition:
     """The best pipeline: its seconds between microbatches, next to the seconds of simpler arrangements."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[PartitionStage, ...]
     bottleneck_seconds: float
     data_parallel_seconds: float
     single_worker_seconds: float
@@ -172,10 +172,10 @@ def _check(
         )
 
 
-def _stages(states: States, worker: Worker, blocks: Sequence[Block]) -> tuple[Stage, ...]:
+def _stages(states: States, worker: Worker, blocks: Sequence[Block]) -> tuple[PartitionStage, ...]:
     depths = in_flight([block.replicas for block in blocks])
     return tuple(
-        Stage(
+        PartitionStage(
             layers=states.layers(block.start, block.end),
             replicas=block.replicas,
             seconds=float(states.seconds[block.end] - states.seconds[block.start]),
