@@ -17,7 +17,7 @@ import numpy as np
 from megatron_pp_ext.pipedream.partition.antichains import States, states_of
 from megatron_pp_ext.pipedream.partition.cost_formulas import FORMULAS, StageLoad, worker_bytes
 from megatron_pp_ext.pipedream.partition.in_flight import in_flight
-from megatron_pp_ext.pipedream.partition.recurrence import Block, Level, MemoryWorker, Worker, hierarchy
+from megatron_pp_ext.pipedream.partition.recurrence import Level, MemoryWorker, StageBlock, Worker, hierarchy
 from megatron_pp_ext.schedule.formats.profile import Profile
 
 MOST_WORKERS = 4096
@@ -172,7 +172,7 @@ def _check(
         )
 
 
-def _stages(states: States, worker: Worker, blocks: Sequence[Block]) -> tuple[PartitionStage, ...]:
+def _stages(states: States, worker: Worker, blocks: Sequence[StageBlock]) -> tuple[PartitionStage, ...]:
     depths = in_flight([block.replicas for block in blocks])
     return tuple(
         PartitionStage(

@@ -37,7 +37,7 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class StageBlock:
     """One stage: the layers between two states, on ``replicas`` workers."""
 
     start: int
@@ -77,7 +77,7 @@ class Solver(Protocol):
         They are infinite where k..``end`` is no block or cannot be run.
         """
 
-    def split(self, start: int, end: int, downstream: float) -> list[Block]:
+    def split(self, start: int, end: int, downstream: float) -> list[StageBlock]:
         """Return the stages of the best pipeline of one block, in order."""
 
 
@@ -109,8 +109,8 @@ class Worker:
         activations = self._states.kept[end] - self._states.kept[start:end]
         return depths[:, np.newaxis] * (activations + weights) + self._state_per_weight * weights
 
-    def split(self, start: int, end: int, downstream: float) -> list[Block]:
-        return [Block(start, end, 1)]
+    def split(self, start: int, end: int, downstream: float) -> list[StageBlock]:
+        return [StageBlock(start, end, 1)]
 
 
 class MemoryWorker(Worker):
@@ -147,17 +147,19 @@ class Machine:
     def seconds(self, start: int, end: int, depths: Array) -> Array:
         return np.stack([self._table(float(depth))[start:end, end] for depth in depths])
 
-    def split(self, start: int, end: int, downstream: float) -> list[Block]:
+    def split(self, start: int, end: int, downstream: float) -> list[StageBlock]:
         """See ``Solver``.  Among equally good ones, late stages have as few replicas as possible."""
         solved = self._solve(start, 1, downstream)[0]
-        stages: list[Block] = []
+        stages: list[StageBlock] = []
         workers = self._level.workers
         while workers:
             first, replicas = self._last_stage(solved, start, end, workers, downstream)
             workers -= replicas
             after = float(self._downstream(replicas, np.asarray(workers), downstream))
             inner = self._inner.split(first, end, after)
-            stages = [Block(block.start, block.end, block.replicas * replicas) for block in inner] + stages
+            stages = [
+                StageBlock(block.start, block.end, block.replicas * replicas) for block in inner
+            ] + stages
             end = first
         return stages
 
