@@ -14,7 +14,7 @@ from megatron_pp_ext.schedule.columns import Column
 from megatron_pp_ext.schedule.copies import Kept
 from megatron_pp_ext.schedule.loops import Loop
 from megatron_pp_ext.schedule.program import OWN, Columns
-from megatron_pp_ext.schedule.walk import CopySteps, Steps, Walk
+from megatron_pp_ext.schedule.walk import CopySteps, Walk, WalkSteps
 
 
 def with_copies(walk: Walk, schedule: Schedule) -> Walk:
@@ -33,7 +33,7 @@ def with_copies(walk: Walk, schedule: Schedule) -> Walk:
 
     result, size = copy(walk), len(walk.steps.before) + 5 * len(reloaded)
     result.step_of = make.zeros(program.count + 1)
-    result.steps = Steps(*(make.zeros(size) for _ in Steps._fields))
+    result.steps = WalkSteps(*(make.zeros(size) for _ in WalkSteps._fields))
     result.copies = CopySteps(reloaded, *(make.zeros(len(reloaded)) for _ in CopySteps._fields[1:]))
     _insert(
         program.columns,
@@ -69,10 +69,10 @@ def _insert(
     numbers: tuple[Column, Column, Column],
     freeing: tuple[Column, Column],
     places: tuple[int, int],
-    without: tuple[Column, Steps, Column],
+    without: tuple[Column, WalkSteps, Column],
     latest: tuple[Column, Column, Column],
     step_of: Column,
-    steps: Steps,
+    steps: WalkSteps,
     copied: tuple[Column, Column, Column, Column],
 ) -> None:
     """Fill ``step_of``, ``steps`` and ``copied``, from the steps ``without`` copies.

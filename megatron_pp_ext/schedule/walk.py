@@ -17,7 +17,7 @@ from megatron_pp_ext.schedule.loops import Loop
 from megatron_pp_ext.schedule.program import OWN, SUMS, Columns, Program
 
 
-class Steps(NamedTuple):
+class WalkSteps(NamedTuple):
     """The steps of a walk, counted from 1; each follows those that it waits for, and 0 is no step.
 
     A step is an action or a pair.  It follows the step ``before`` it on its rank and the one that ``sends``
@@ -61,10 +61,10 @@ class Walk:
         self.step_of, self.at = make.zeros(count + 1), make.of(columns.bounds[:-1])
         # In addition to an action's own, a step for each further input, which only the backward after an S
         # has.
-        steps = Steps(*(make.zeros(1 + len(columns.needed) - count) for _ in Steps._fields))
+        steps = WalkSteps(*(make.zeros(1 + len(columns.needed) - count) for _ in WalkSteps._fields))
         waiting = make.zeros(count + 1), make.zeros(ranks), make.of(range(ranks)), make.zeros(ranks)
         filled = _walk(columns, program.no_work, *waiting, self.at, self.step_of, steps)
-        self.steps = Steps(*(column[: filled + 1] for column in steps))
+        self.steps = WalkSteps(*(column[: filled + 1] for column in steps))
 
     @property
     def is_complete(self) -> bool:
@@ -138,7 +138,7 @@ def _walk(
     latest: Column,
     at: Column,
     step_of: Column,
-    steps: Steps,
+    steps: WalkSteps,
 ) -> int:
     """Fill ``at``, ``step_of`` and ``steps``; return how many steps there are.
 
@@ -199,7 +199,7 @@ def _walk(
 
 
 @Loop
-def _time(steps: Steps, durations: Column, delays: Column, starts: Column, ends: Column) -> None:
+def _time(steps: WalkSteps, durations: Column, delays: Column, starts: Column, ends: Column) -> None:
     before, sends, wire, place = steps
     for step in range(1, len(before)):
         start = ends[before[step]]
@@ -212,7 +212,9 @@ def _time(steps: Steps, durations: Column, delays: Column, starts: Column, ends:
 
 
 @Loop
-def _follow(steps: Steps, starts: Column, ends: Column, halves: Column, pair: float, counts: Column) -> float:
+def _follow(
+    steps: WalkSteps, starts: Column, ends: Column, halves: Column, pair: float, counts: Column
+) -> float:
     """Count the durations on the critical path, and return its end."""
     before, sends, _, place = steps
     step = 0
