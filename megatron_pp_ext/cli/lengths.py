@@ -12,7 +12,7 @@ from megatron_pp_ext.compiler.request import Request, named
 from megatron_pp_ext.features.pairs.options import paired
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.recorded import Units
+from megatron_pp_ext.schedule.recorded import UnitNames
 from megatron_pp_ext.schedule.simulate import Timeline
 from megatron_pp_ext.schedule.unit_costs import UnitCosts
 
@@ -118,11 +118,11 @@ def in_step_of(costs: Costs, times: ask.Times, lengths: Lengths) -> UnitCosts:
     return lengths.costs(times, costs).of(lengths.microbatches)
 
 
-def units(times: ask.Times) -> Units:
+def units(times: ask.Times) -> UnitNames:
     """Return the meaning of 1 in times, where microbatches differ."""
     if times.costs_file is not None:
         return times.units
-    return Units(
+    return UnitNames(
         f"{times.units.time.removesuffix(' of one microbatch')} of a mean microbatch, without attention",
         times.units.memory,
     )

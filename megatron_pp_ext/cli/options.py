@@ -16,7 +16,7 @@ import typer
 
 from megatron_pp_ext.schedule.costs import MOST, Costs, StageCosts
 from megatron_pp_ext.schedule.formats.costs_file import read as read_costs
-from megatron_pp_ext.schedule.recorded import SECONDS, Units
+from megatron_pp_ext.schedule.recorded import SECONDS, UnitNames
 
 Ranks = Annotated[int, typer.Option("-p", "--ranks", help="Pipeline-parallel size.")]
 Microbatches = Annotated[int, typer.Option("-m", "--microbatches", help="Microbatches a step.")]
@@ -123,14 +123,14 @@ class Times:
         return costs.with_split_head(output, ranks)
 
     @property
-    def units(self) -> Units:
+    def units(self) -> UnitNames:
         """The meaning of 1 in the costs."""
         if self.costs_file is not None:
             return SECONDS
         whole, memory = ("chunk", "chunks") if self.chunk_units else ("rank", "microbatches")
         if (self.f, self.i, self.w) == (None, None, None):
-            return Units(f"1 = a {whole}'s F, I or W of one microbatch", memory)
-        return Units(f"the unit of --f, --i and --w, which are a {whole}'s", memory)
+            return UnitNames(f"1 = a {whole}'s F, I or W of one microbatch", memory)
+        return UnitNames(f"the unit of --f, --i and --w, which are a {whole}'s", memory)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,14 +16,14 @@ type KindSeconds = dict[tuple[int, Kind], float]
 """Seconds by stage and kind of action."""
 
 
-class Units(NamedTuple):
+class UnitNames(NamedTuple):
     """Units of the numbers of a step, as they are printed."""
 
     time: str
     memory: str
 
 
-SECONDS = Units("seconds", "bytes")
+SECONDS = UnitNames("seconds", "bytes")
 """The units of recorded steps, and of simulated ones with measured costs."""
 
 
@@ -98,7 +98,7 @@ class RecordedStep:
     name: str
     placement: Placement
     records: tuple[RankRecord, ...]
-    units: Units = SECONDS
+    units: UnitNames = SECONDS
 
     @property
     def paired(self) -> frozenset[Action]:

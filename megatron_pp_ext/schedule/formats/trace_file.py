@@ -22,7 +22,7 @@ from megatron_pp_ext.schedule.copies import WAYS, label
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.file_names import in_files
 from megatron_pp_ext.schedule.placement import Placement
-from megatron_pp_ext.schedule.recorded import SECONDS, Measured, RankRecord, RecordedStep, Units
+from megatron_pp_ext.schedule.recorded import SECONDS, Measured, RankRecord, RecordedStep, UnitNames
 from megatron_pp_ext.schedule.simulate import Copied, Event, Timeline
 from megatron_pp_ext.schedule.spans import Span
 from megatron_pp_ext.schedule.unit_costs import UnitCosts
@@ -45,7 +45,7 @@ def write(path: Path, name: str, placement: Placement, records: Sequence[RankRec
     _write(path, RecordedStep(name, placement, moved), curves)
 
 
-def write_timeline(path: Path, timeline: Timeline, units: Units = SECONDS) -> None:
+def write_timeline(path: Path, timeline: Timeline, units: UnitNames = SECONDS) -> None:
     """Write a simulated step whose times and activations are in ``units``, replacing ``path`` in one go."""
     schedule, start = timeline.schedule, timeline.start
     records = tuple(

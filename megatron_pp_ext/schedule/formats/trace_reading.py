@@ -22,7 +22,7 @@ from megatron_pp_ext.schedule.recorded import (
     RankRecord,
     RecordedStep,
     Reduction,
-    Units,
+    UnitNames,
 )
 from megatron_pp_ext.schedule.spans import Label, Span
 
@@ -137,7 +137,7 @@ def _step(content: Any) -> RecordedStep:
                 events, numbers, reductions, spans, strict=True
             )
         ),
-        Units(*about.units),
+        UnitNames(*about.units),
     )
 
 
