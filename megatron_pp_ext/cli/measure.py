@@ -16,7 +16,7 @@ from megatron_pp_ext.planner.search.launch_lines import BATCH_SCRIPT, environmen
 PLACES = ("local", "slurm")
 
 
-class Where(NamedTuple):
+class RunPlace(NamedTuple):
     """Where jobs run, the number of GPUs of each job and of each node, and the script that they run."""
 
     place: str
@@ -59,7 +59,7 @@ def devices() -> int:
 
 
 def run(
-    candidates: Mapping[str, Sequence[str]], target: Where, folder: Path, steps: int, timeout: float
+    candidates: Mapping[str, Sequence[str]], target: RunPlace, folder: Path, steps: int, timeout: float
 ) -> dict[str, Result]:
     """Run ``candidates`` (name to flags), each in a folder of its name within ``folder``.
 
@@ -103,7 +103,7 @@ def show(results: Mapping[str, Result], estimates: Mapping[str, float]) -> None:
             console.print(f"{result.name}: {result.problem}")
 
 
-def _job(name: str, flags: Sequence[str], target: Where, folder: Path, steps: int) -> BatchJob:
+def _job(name: str, flags: Sequence[str], target: RunPlace, folder: Path, steps: int) -> BatchJob:
     changed: dict[str, object] = {"--log-interval": 1}
     if target.place == "local" and whole_number(flags, "--pipeline-model-parallel-size") > 1:
         import torch

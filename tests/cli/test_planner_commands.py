@@ -363,7 +363,7 @@ def test_the_fastest_measured_is_told(mpp, model, monkeypatch):
         return {name: Result(name, RunState.COMPLETED, seconds[name]) for name in commands}
 
     monkeypatch.setattr(measure, "run", run)
-    monkeypatch.setattr(measure.Where, "check", lambda *_: None)
+    monkeypatch.setattr(measure.RunPlace, "check", lambda *_: None)
     output = mpp(*SEARCH, "--top", 2, "--measure", "--model", model()).output
     estimated, measured = output.split("To run the best:")[1].split("To run the fastest measured:")
     best, fastest = (text.split("Placeholders")[0] for text in (estimated, measured))

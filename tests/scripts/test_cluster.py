@@ -117,7 +117,7 @@ def test_a_search_measures_on_a_cluster(cluster, tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     good = ["--cpu", *V_HALF]
     candidates = {"good": good, "bad": [*good, "--pipeline-memory-limit", "2"]}
-    results = measure.run(candidates, measure.Where("slurm", RANKS, 2, None), tmp_path, 1, 300)
+    results = measure.run(candidates, measure.RunPlace("slurm", RANKS, 2, None), tmp_path, 1, 300)
     assert results["good"].state is RunState.COMPLETED, (tmp_path / "good/log.txt").read_text()
     assert results["good"].step_seconds
     assert results["bad"].state is RunState.FAIL
