@@ -34,7 +34,7 @@ def waiting(work: str) -> Iterator[Callable[[str], None]]:
             with heard(update):
                 yield update
         return
-    lines = _Lines(work)
+    lines = _ProgressLines(work)
     late = Timer(_PATIENCE_SECONDS, lines.show)
     late.daemon = True
     late.start()
@@ -50,7 +50,7 @@ def heard(show: Callable[[str], None]) -> AbstractContextManager[None]:
     return log_lines.shown("megatron_pp_ext", show)
 
 
-class _Lines:
+class _ProgressLines:
     """The latest line about ``what``, for stderr: shown when asked for, and from then on now and then."""
 
     def __init__(self, work: str) -> None:
