@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron_pp_ext.schedule.families.pipedream import Weights, most_versions
+from megatron_pp_ext.schedule.families.pipedream import WeightVersion, most_versions
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 
 
@@ -15,7 +15,7 @@ class Updates:
     """
 
     interval: int
-    weights: Weights
+    weights: WeightVersion
     waits: bool
     replicas: Replicas
 

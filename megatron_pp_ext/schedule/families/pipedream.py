@@ -17,7 +17,7 @@ from megatron_pp_ext.schedule.actions import Action, Kind
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 
 
-class Weights(StrEnum):
+class WeightVersion(StrEnum):
     """The version of its weights that a stage uses for a microbatch, in the forward and the backward."""
 
     LATEST = "latest"
@@ -61,20 +61,22 @@ def _order(replicas: Replicas, rank: int, interval: int, update: int, updates: i
     return tuple(order)
 
 
-def version(weights: Weights, microbatch: int, stage: int, replicas: Replicas, interval: int) -> int:
+def version(weights: WeightVersion, microbatch: int, stage: int, replicas: Replicas, interval: int) -> int:
     """Return the version of ``stage``'s weights that ``microbatch`` uses.
 
     For n stages and an update every microbatch this is w(t+1) = w(t) - lr * grad f(w_1(t-n+1), ...,
     w_n(t)) under LATEST, f(w(t-n+1)) under SAME; for 2BW w(t+1) = w(t) - lr * grad f(w(t-1)).
     """
-    if weights is Weights.PREVIOUS:
+    if weights is WeightVersion.PREVIOUS:
         return max(0, microbatch // interval - 1)
-    stage = 0 if weights is Weights.SAME else stage
+    stage = 0 if weights is WeightVersion.SAME else stage
     count = replicas.counts[stage]
     return max(0, (microbatch // count - replicas.warm_up(stage)) // (interval // count))
 
 
-def versions_kept(weights: Weights, update: int, stage: int, replicas: Replicas, interval: int) -> range:
+def versions_kept(
+    weights: WeightVersion, update: int, stage: int, replicas: Replicas, interval: int
+) -> range:
     """Return the versions older than ``update`` that ``stage`` still needs after that many updates.
 
     They are those of all microbatches in flight or yet to come: at most ceil(in flight / interval) under
@@ -83,6 +85,6 @@ def versions_kept(weights: Weights, update: int, stage: int, replicas: Replicas,
     return range(version(weights, update * interval, stage, replicas, interval), update)
 
 
-def most_versions(weights: Weights, stage: int, replicas: Replicas, interval: int) -> int:
+def most_versions(weights: WeightVersion, stage: int, replicas: Replicas, interval: int) -> int:
     """Return how many versions in addition to the newest ``stage`` keeps once the pipeline is full."""
     return len(versions_kept(weights, replicas.ranks, stage, replicas, interval))
