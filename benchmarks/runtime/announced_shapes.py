@@ -16,7 +16,7 @@ import typer
 
 from benchmarks.report import RESULTS, Out, Row, publish, table
 from benchmarks.runtime.lengths import MESSAGE, UnlikeStage, planned
-from benchmarks.runtime.machine import cores_awake, settle, spans_in_turns, step_seconds
+from benchmarks.runtime.machine import cores_awake, pin_to_core, spans_in_turns, step_seconds
 from benchmarks.runtime.systems import RunStep, World
 from megatron_pp_ext.features.lengths.orders import How
 from megatron_pp_ext.runtime.channels import Channels
@@ -66,7 +66,7 @@ def measure(
     rank: int, ranks: int, microbatches: int, forward: float, repeats: int, real_time: bool
 ) -> dict[tuple[str, str], list[tuple[float, float]]]:
     """Run all ways in turns on one rank, and return start and end of every step of each."""
-    settle(rank)
+    pin_to_core(rank)
     if real_time:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     world = World.join(ranks)

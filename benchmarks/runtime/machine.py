@@ -72,7 +72,7 @@ def cores_awake() -> Iterator[None]:
             spinner.join()
 
 
-def settle(rank: int) -> None:
+def pin_to_core(rank: int) -> None:
     """Let this rank sleep precisely and keep freed memory, with one thread on one core, round robin."""
     torch.set_num_threads(1)
     sleep_precisely()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import typer
 
 from benchmarks.report import RESULTS, Out, Row, publish, table
-from benchmarks.runtime.machine import cores_awake, settle
+from benchmarks.runtime.machine import cores_awake, pin_to_core
 from benchmarks.runtime.stages import SleepingLayer, Times
 from benchmarks.runtime.systems import World, module_stages
 from megatron_pp_ext.features.offload.free_plans import share_offloaded
@@ -77,7 +77,7 @@ def planned(family: str, ranks: int, share: float, part: float) -> Timeline:
 
 def measure(rank: int, timelines: list[Timeline], repeats: int) -> list[tuple[list[float], int]]:
     """Return the seconds of every step of each timeline, and the bytes that this rank had at most."""
-    settle(rank)
+    pin_to_core(rank)
     world = World.join(timelines[0].schedule.ranks)
     gc.collect()
     gc.freeze()

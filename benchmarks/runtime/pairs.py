@@ -44,7 +44,7 @@ from benchmarks.runtime.expert_layers import (
     Times,
     costs,
 )
-from benchmarks.runtime.machine import cores_awake, settle, step_seconds
+from benchmarks.runtime.machine import cores_awake, pin_to_core, step_seconds
 from benchmarks.runtime.systems import Gloo, World, walk
 from megatron_pp_ext import cpu, pretrain_gpt
 from megatron_pp_ext.integration import requested
@@ -102,7 +102,7 @@ SYSTEMS = (
 
 def train(rank: int, flags: Sequence[str], times: Sequence[Times]) -> tuple[list[Step], Schedule | None]:
     """Train a step with each of ``times`` on one rank; return the steps, and the schedule if it is ours."""
-    settle(rank)
+    pin_to_core(rank)
     clock = Clock(times)
     clock.install()
     words = [*training.TINY, "--mock-data", *FLAGS.split(), "--train-iters", str(len(times)), *flags]
@@ -115,7 +115,7 @@ def train(rank: int, flags: Sequence[str], times: Sequence[Times]) -> tuple[list
 
 def send_alone(rank: int, schedule: Schedule, times: Sequence[Costs]) -> list[Step]:
     """Do the steps with gloo's messages and sleeping alone, in as many pipelines as there are experts."""
-    settle(rank)
+    pin_to_core(rank)
     dist.init_process_group("gloo")
     pipeline = list(range(rank % EXPERT_RANKS, WORLD, EXPERT_RANKS))
     all_ranks = dist.group.WORLD

@@ -14,7 +14,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from benchmarks.report import RESULTS, Out, Row, publish, table
-from benchmarks.runtime.machine import cores_awake, settle
+from benchmarks.runtime.machine import cores_awake, pin_to_core
 from benchmarks.schedules.lengths import steps
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
@@ -84,7 +84,7 @@ def _timeline(planner: Planner, plan: Plan) -> Timeline:
 
 def measure(rank: int, cases: list[Case], repeats: int) -> list[tuple[list[float], int]]:
     """Return the result of ``steps_of`` on a rank that is bound to a core."""
-    settle(rank)
+    pin_to_core(rank)
     return steps_of(rank, [(timeline.schedule, timeline.costs, scale) for timeline, scale in cases], repeats)
 
 
