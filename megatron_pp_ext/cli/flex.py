@@ -15,7 +15,7 @@ from megatron_pp_ext.schedule.simulate import Timeline, simulate
 _FRACTIONS = (1 / 3, 5 / 12, 1 / 2, 7 / 12, 2 / 3, 5 / 6, 1)
 
 
-def requested(ranks: int, microbatches: int, chunks: int | None, limit: float | None) -> Request:
+def flex_request(ranks: int, microbatches: int, chunks: int | None, limit: float | None) -> Request:
     """The request for ``flex`` within ``limit``, whose meaning ``compiler.limits.requested_budget`` gives.
 
     ValueError without a limit, and for sizes below the least.

@@ -97,7 +97,7 @@ def schedule(
     if can.takes_limit:
         from megatron_pp_ext.cli import flex
 
-        request = flex.requested(ranks, count, chunks, memory_limit)
+        request = flex.flex_request(ranks, count, chunks, memory_limit)
         make_it, about = flex.made, "compiling flex"
     else:
         if memory_limit is not None:
