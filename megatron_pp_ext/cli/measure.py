@@ -39,7 +39,7 @@ class RunPlace(NamedTuple):
                 )
 
     def words(self, flags: Sequence[str]) -> list[str]:
-        """Return a job's command line; see ``jobs.job.Job``."""
+        """Return a job's command line; see ``jobs.job.BatchJob``."""
         if self.place == "local":
             variables = [f"{name}={value}" for name, value in environment(flags).items()]
             return [*(["env", *variables] if variables else []), *training(flags, self.gpus, self.script)]

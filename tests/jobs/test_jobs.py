@@ -163,8 +163,15 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_slurm(cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm, "UNKNOWN_AT_MOST", 2)
-    kinds = {"good": RunState.COMPLETED, "full": RunState.OOM, "killed": RunState.OOM,
-             "late": RunState.TIMEOUT, "cancelled": RunState.FAIL, "refused": RunState.FAIL, "lost": RunState.COMPLETED}  # fmt: skip
+    kinds = {
+        "good": RunState.COMPLETED,
+        "full": RunState.OOM,
+        "killed": RunState.OOM,
+        "late": RunState.TIMEOUT,
+        "cancelled": RunState.FAIL,
+        "refused": RunState.FAIL,
+        "lost": RunState.COMPLETED,
+    }
     jobs = [BatchJob(kind, ("--nodes", "2", "train.sbatch", kind), tmp_path / kind) for kind in kinds]
     changes: list[tuple[str, RunState]] = []
     results = run_all(jobs, Slurm(poll_seconds=0), 90.0, lambda job, state: changes.append((job.name, state)))
