@@ -73,7 +73,7 @@ def main(
 ) -> None:
     """Run the demo."""
     out = out.resolve()
-    make_room(out, text)
+    empty_folder(out, text)
     show_expectation(iterations - 1)
     # Only the run itself needs to know that there is no GPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
@@ -154,7 +154,7 @@ def show_expectation(steps: int) -> None:
     console.print()
 
 
-def make_room(out: Path, text: Path | None) -> None:
+def empty_folder(out: Path, text: Path | None) -> None:
     """Make ``out`` an empty folder; only what an earlier demo left there is deleted."""
     mark = out / ".demo"
     if out.exists() and not mark.is_file() and (not out.is_dir() or any(out.iterdir())):

@@ -22,7 +22,7 @@ SECONDS = "seconds"
 class Rows:
     """The rows of a part, which a page has as soon as they are there.
 
-    ``only`` names the rows that are wanted; all are if it is empty.  ``written`` is called behind each row.
+    ``only`` names the rows that are wanted; all are if it is empty.  ``written`` is called after each row.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """A device whose streams take their time, for a machine that has none.
 
 As with a GPU the host launches work and goes on.  Work begins when it has been launched and what stands
-before it on its stream has ended, and lasts as long as it is told to; the numbers themselves are computed by
+before it on its stream has ended, and lasts for the requested time; the numbers themselves are computed by
 the CPU at the launch.  The host sleeps where it waits for the device: at a stream's or an event's
 ``synchronize``, and before a message leaves.  Waiting for a message stops the host, as gloo does.
 """
@@ -115,11 +115,11 @@ def install() -> None:
 
 
 def _behind_the_stream(send: Callable[..., Any]) -> Callable[..., Any]:
-    def behind(*args: Any) -> Any:
+    def send_later(*args: Any) -> Any:
         current_stream().synchronize()
         return send(*args)
 
-    return behind
+    return send_later
 
 
 def _sleep_until(seconds: float) -> None:

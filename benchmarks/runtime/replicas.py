@@ -83,7 +83,7 @@ CASES = (
 
 
 def sleep_through(rank: int, one: Case, updates: int) -> float:
-    """Run all updates on one rank, and return its milliseconds a microbatch behind the first ones."""
+    """Run all updates on one rank, and return its milliseconds a microbatch after the first ones."""
     torch.set_num_threads(1)
     replicas = one.replicas
     number, world = replicas.stage_of(rank), World.join(replicas.ranks)

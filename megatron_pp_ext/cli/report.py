@@ -75,7 +75,7 @@ def require_size(request: Request, files: Files | None = None) -> None:
     if files is not None and files.paths:
         from megatron_pp_ext.view import picture
 
-        picture.require_room(request.ranks, actions)
+        picture.require_fit(request.ranks, actions)
 
 
 def report(

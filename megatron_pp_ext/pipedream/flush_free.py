@@ -120,7 +120,7 @@ class _RunningPipeline:
         (model,) = inputs.model
         self._stage = place.make_stage(inputs)
         self._versions = WeightVersions(model.parameters())
-        require_room(self._updates, place.stage, self._versions.bytes_of_one)
+        require_memory(self._updates, place.stage, self._versions.bytes_of_one)
         version_of = partial(pipedream.version, self._updates.weights, **about)
         self._versioned = VersionedStage(self._stage, self._versions, version_of)
         self.most_version_bytes = 0
@@ -171,7 +171,7 @@ def steps_to_come(settings: Settings, inputs: StepInputs) -> int:
     return settings.train_steps() - settings.steps_done(inputs.training_steps)
 
 
-def require_room(updates: Updates, stage: int, bytes_of_one: int) -> None:
+def require_memory(updates: Updates, stage: int, bytes_of_one: int) -> None:
     """Raise ValueError, on all ranks of the job, if some device cannot hold its versions.
 
     ``bytes_of_one`` is the size of one version of this rank's weights, which are of ``stage``.

@@ -112,7 +112,7 @@ def _source(function: Callable[..., Any]) -> Path:
 def _folder(source: Path) -> Path:
     """Return the folder of the code for loops in ``source``: in NUMBA_CACHE_DIR, or else in the user's own.
 
-    It goes by all sources of the room (the package's folder) that ``source`` is in.
+    It goes by all sources of the package that ``source`` is in.
     """
     import llvmlite.binding as llvm
 

@@ -64,7 +64,7 @@ def draw_groups(groups: Sequence[Mapping[str, Timeline]], path: str | Path, time
     if not timelines:
         raise ValueError("no timelines to draw: give at least one")
     orders = [events for timeline in timelines for events in timeline.events]
-    require_room(len(orders), sum(map(len, orders)))
+    require_fit(len(orders), sum(map(len, orders)))
     memory = max(max(timeline.peak_microbatches) for timeline in timelines)
     columns = max(_makespan(group) / _typical_action(group) for group in groups)
     width = min(max(_LEFT + columns * _COLUMN + _RIGHT, _NARROWEST), _WIDEST)
@@ -100,7 +100,7 @@ def draw_groups(groups: Sequence[Mapping[str, Timeline]], path: str | Path, time
     save(figure, path, tooltips.group(hints))
 
 
-def require_room(ranks: int, actions: int) -> None:
+def require_fit(ranks: int, actions: int) -> None:
     """Raise ValueError unless a picture can hold ``ranks`` rows and ``actions`` boxes in all its panels."""
     if ranks > MOST_RANKS or actions > MOST_ACTIONS:
         raise ValueError(

@@ -29,7 +29,7 @@ class Sketch:
     """A timeline to print with rich: one line of coloured letters for each rank, within the console's width.
 
     A column is as long as the shortest action, or longer where the timeline would not fit, which a line then
-    says; it shows what the rank does in the middle of it.  In a pair, columns show its forward and its
+    reports; it shows the action of the rank in the middle of it.  In a pair, columns show its forward and its
     backward by turns.  Chunks after the first have darker colours.  Of many ranks only the first and the last
     are shown.  Where activations wait on the host, two more lines show a rank's copies to it and back.
     """

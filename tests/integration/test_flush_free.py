@@ -130,7 +130,7 @@ def test_room_for_versions(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(flush_free.dist, "all_gather_object", gather)
         monkeypatch.setattr(free_memory, "free_bytes", lambda: free)
         straight = updates.Updates(1, WeightVersion.LATEST, False, Replicas.straight(4))
-        flush_free.require_room(straight, 0, 100)
+        flush_free.require_memory(straight, 0, 100)
 
     check(300)
     with pytest.raises(

@@ -29,15 +29,15 @@ class DueRules(NamedTuple):
     W of a stage is due ``weight_delay`` after its I.  A rank starts no action that is due more than ``slack``
     later than its most urgent one, whether that one has its input or not.  It waits up to ``patience`` for a
     more urgent action instead of starting a forward or an input gradient, and up to ``weight_patience``
-    instead of starting a W.  With ``makes_room``, a rank does a W first when memory holds back an action that
-    is more urgent than all that it could do, and whose input is there by the end of the W.
+    instead of starting a W.  With ``frees_memory``, a rank does a W first when memory holds back an action
+    that is more urgent than all that it could do, and whose input is there by the end of the W.
     """
 
     weight_delay: int
     slack: int
     patience: int
     weight_patience: int
-    makes_room: bool
+    frees_memory: bool
 
 
 class Knobs(NamedTuple):
@@ -92,7 +92,7 @@ def _schedule(
     slack: int,
     patience: int,
     weight_patience: int,
-    makes_room: bool,
+    frees_memory: bool,
 ) -> int:
     """Fill ``orders`` (ranks, actions of each) and return the makespan, or -1 where there is none.
 
@@ -181,7 +181,7 @@ def _schedule(
         if best >= 0 and best_due > first_due + slack:
             best, best_due = -1, NEVER
         if has_weight:
-            if makes_room and blocked_due < best_due:
+            if frees_memory and blocked_due < best_due:
                 best, best_due = next_weight, blocked_due
             elif weight_due < best_due:
                 best, best_due = next_weight, weight_due

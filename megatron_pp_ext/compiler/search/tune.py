@@ -177,7 +177,7 @@ def _start(problem: Problem, random: Random, each_leg: bool) -> BlockPlan:
             slack=slack if slack == _LONG else slack * quarter,
             patience=patience,
             weight_patience=patience,
-            makes_room=random.randrange(2) == 0,
+            frees_memory=random.randrange(2) == 0,
         ),
         jitter=(0,) * (2 * _EDGE),
     )
@@ -216,7 +216,7 @@ def _change(plan: BlockPlan, tick: int, random: Random) -> BlockPlan:
         case 7:
             return replace(plan, shifts=with_value(plan.shifts, random.randrange(len(plan.shifts)), 0))
         case 8:
-            return _with_rules(plan, makes_room=not plan.rules.makes_room)
+            return _with_rules(plan, frees_memory=not plan.rules.frees_memory)
         case 9 | 10:
             at = random.randrange(len(plan.jitter))
             jitter = plan.jitter[at] + random.randrange(-2 * fine, 2 * fine + 1)
