@@ -1,4 +1,4 @@
-"""How one rank runs its actions.  This package uses torch and ``schedule``, and nothing of Megatron.
+"""How one rank runs its actions.  This room uses torch and ``schedule``, and nothing of Megatron.
 
 Whoever imports it gets what the features add to plans: they register here.
 """
