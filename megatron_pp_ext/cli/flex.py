@@ -56,7 +56,7 @@ def some_limits(
 ) -> dict[float, Timeline]:
     """Return the best schedules for some fractions of 1F1B's peak, where these are feasible.
 
-    ``options`` are those of features.  More memory never makes the schedule longer: where a longer one is
+    ``options`` are the features'.  More memory never makes the schedule longer: where a longer one is
     found than for the fraction before, the one before is used again.
     """
     best: dict[float, Timeline] = {}

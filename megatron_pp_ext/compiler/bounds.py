@@ -5,13 +5,13 @@ There are five arguments, each about one rank at a time; the bound of a placemen
 path    One microbatch goes through all stages and back, and its last W follows.
 work    A rank does all its F, I and W one after the other, and the first microbatch has to reach it.
 window  Until the first gradient reaches a rank it can only do F, and no more than memory holds.
-        After its last F it can only do I and W of what it still keeps, while the last microbatch
+        After its last F it can only do I and W of microbatches that it keeps, while the last microbatch
         goes on to the end and comes back.  The rank is idle for the rest of these two times.
 memory  Little's law: a microbatch keeps a stage's activations at least as long as its way from F to
         the end of I, and W after it.  All microbatches together cannot keep more than the limit times
-        the makespan, less what the rank cannot use of the limit while it fills up and runs empty.
-turns   A microbatch that is on its way after a stage keeps what the rank has of it up to this stage, for
-        a V's last rank two activations.  So only some can be there at once, and the others wait for their
+        the makespan, less the part of the limit that the rank cannot use while it fills up and runs empty.
+turns   A microbatch that is on its way after a stage keeps the rank's activations of it up to this stage, for
+        a V's last rank two.  So only some can be there at once, and the others wait for their
         turn; where the limit is a multiple of what each keeps, until all W before them have run.
 
 The arguments hold for any order, with split or whole backwards; a whole backward keeps activations longer.
@@ -194,8 +194,8 @@ def _turns(
 ) -> Iterator[float]:
     """Yield bounds for each stage of the rank, after which microbatches go on in turns.
 
-    A turn lasts from a microbatch's F of the stage to its I, during which the rank keeps all it has of it up
-    to this stage; or, if W gives back what counts, to the first W of these.
+    A turn lasts from a microbatch's F of the stage to its I, during which the rank keeps its activations up
+    to this stage; or, if a W frees those that count, to the first W of these.
     """
     for count, stage in enumerate(stages, start=1):
         costs_so_far, start = stage_costs[:count], route.starts[stage]

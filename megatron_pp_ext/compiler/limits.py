@@ -91,7 +91,7 @@ def least_limits(
     """Return the lowest limit of each rank, in the unit of ``StageCosts.activation``.
 
     It holds one microbatch's activations of all the rank's stages, as the backward of the first of them waits
-    for the forward of the last, what the backward of each takes while those before it wait for theirs, and
+    for the forward of the last, the memory of each backward while the forwards before it wait for theirs, and
     ``least_messages``, which are as many for more ``microbatches``.  No order keeps less, and the one that
     does one microbatch at a time keeps no more.
     """

@@ -33,7 +33,7 @@ def _without_device_ids(barrier: Callable[..., Any], *args: Any, **kwargs: Any) 
 def _alias_what_is_sent(isend: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``isend`` to send an alias, which keeps the numbers in memory until they are sent.
 
-    The interleaved schedule of Megatron 0.17 frees an output that gloo may still be reading; that of 0.18
+    The interleaved schedule of Megatron 0.17 frees an output that gloo may still be reading; in 0.18 it
     waits.
     """
     return isend(tensor.detach(), *args, **kwargs)

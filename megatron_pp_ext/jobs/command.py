@@ -61,7 +61,7 @@ def whole_number(words: Sequence[str], name: str, default: int = 1) -> int:
 def missing(flags: Sequence[str]) -> list[str]:
     """Return placeholders for the flags that Megatron needs for training and ``flags`` lack.
 
-    None of them changes what a step costs.  The model's sizes are not among them.
+    None of them changes the costs of a step.  The model's sizes are not among them.
     """
     words = words_of(flags)
     words_given = set(words)

@@ -43,8 +43,8 @@ class FlushFreeSteps:
     """Runs a training step as one update of a pipeline that never empties.
 
     An evaluation is a flushed step, over channels of its own: it uses the newest weights and does not touch
-    what is in flight.  Nor does a checkpoint.  Megatron counts the samples of a step as consumed when their
-    backwards are done, so what is in flight at the end is read again on resuming.
+    microbatches in flight.  Nor does a checkpoint.  Megatron counts the samples of a step as consumed when
+    their backwards are done, so samples in flight at the end are read again on resuming.
     """
 
     def __init__(self, pipeline: requested.Pipeline) -> None:

@@ -41,8 +41,8 @@ class ActivationMeter:
 
     ``parameters`` are not activations, though layers save them, nor is anything that shares their
     storage.  A storage that several saved tensors share counts once, and one that its forward emptied not
-    at all: what a backward puts back there is not kept.  What a deferred weight gradient holds on to, which
-    such a storage may be, counts until its W has run (see ``split``).
+    at all: data that a backward puts back there is not kept.  Tensors of a deferred weight gradient, which
+    may have such a storage, count until its W has run (see ``split``).
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:

@@ -45,7 +45,7 @@ def processor_seconds() -> float:
 
 
 def offset_to_first(group: dist.ProcessGroup, device: torch.device) -> Offset:
-    """Measure how far this rank's clock is from that of ``group``'s first rank.
+    """Measure the offset of this rank's clock from the clock of ``group``'s first rank.
 
     Collective over ``group``, whose ranks compute on ``device``; the host waits for every message.
     """

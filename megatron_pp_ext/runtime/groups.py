@@ -32,7 +32,7 @@ _NCCL = {"nccl", "nccl-legacy", *_CLASSES}
 class GroupOptions:
     """Options of NCCL's process groups; None leaves a value to NCCL, and other backends ignore them all.
 
-    The names are those of ``ProcessGroupNCCL.Options`` and its ``config``.  ``max_ctas`` and ``min_ctas``
+    The names are taken from ``ProcessGroupNCCL.Options`` and its ``config``.  ``max_ctas`` and ``min_ctas``
     are blocks of a message's kernel, ``cga_cluster_size`` is the number of blocks in a cluster, and
     ``net_name`` is the network module ("IB", "Socket").
     """

@@ -111,10 +111,10 @@ class WeightGradientStore:
     def beside(self, slot: Owner) -> Iterator[None]:
         """Run work of ``slot`` while messages of the backward that collects inside are under way.
 
-        Each message of tensor parallelism hides one piece of work: first that of layers which sent none
-        themselves, such as row-parallel ones, whose products are smaller.  Each exchange of tokens hides that
-        of one expert layer.  ``slot`` may be the one that collects; otherwise its own backward has ended.
-        What is left runs in its W as ever.
+        Each message of tensor parallelism hides one piece of work: first of layers which sent none
+        themselves, such as row-parallel ones, whose products are smaller.  Each exchange of tokens hides the
+        work of one expert layer.  ``slot`` may be the one that collects; otherwise its own backward has
+        ended.  The remaining work runs in its W as ever.
         """
         self._beside = slot
         try:
@@ -137,7 +137,7 @@ class WeightGradientStore:
     ) -> None:
         """Leave ``work``, which holds on to ``tensors``, for the W of the slot that is collecting.
 
-        It gathers ``parts`` again, and is that of a ``layer``.  Work on a weight with a second use, whose
+        It gathers ``parts`` again, and is of a ``layer``.  Work on a weight with a second use, whose
         gradient comes in I, is not ``is_free``: it runs in W alone, after all that I adds to the same sum.
 
         It will run under the autocast of this moment, which the layer's backward has restored.  Where no slot

@@ -1,4 +1,4 @@
-"""Schedules: the order of the actions of every rank, and what an action waits for."""
+"""Schedules: the order of the actions of every rank, and the needs of an action."""
 
 import hashlib
 from collections.abc import Iterator, Sequence

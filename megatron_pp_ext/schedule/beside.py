@@ -1,9 +1,9 @@
 """Which W lends its products to an I, to run while the I's own messages travel.
 
 A whole backward computes a layer's weight gradient while the gradient of the layer's input is on its way to
-the other tensor-parallel ranks.  An I has no such product of its own: it takes those of the next W of its
-rank, whose own I has come before, or is this very one.  At most the rank's parts of a split head, S and T,
-come between the two.  The order of actions stays as it is.
+the other tensor-parallel ranks.  An I has no such product of its own: it takes the products of the next W of
+its rank, whose own I has come before, or is this very one.  At most the rank's parts of a split head, S and
+T, come between the two.  The order of actions stays as it is.
 
 A W that comes after a forward could lend as well.  But an I with products inside ends later, for which other
 ranks wait, and no family takes less time then.

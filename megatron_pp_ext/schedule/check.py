@@ -1,4 +1,4 @@
-"""Check that a schedule is valid; errors name the rank, the action, and what it waits for.
+"""Check that a schedule is valid; errors name the rank, the action, and its missing need.
 
 A schedule is valid when every stage does every microbatch once, on the rank that holds the stage, when
 every rank does its part of a split head, and when all ranks, each working strictly in its order, reach
@@ -168,7 +168,7 @@ def _check_pairs(schedule: Schedule) -> None:
 
 
 def _check_copies(schedule: Schedule) -> None:
-    """Raise unless what is offloaded is freed and reloaded, in this order, between its F and its backward."""
+    """Raise unless offloaded activations are freed, then reloaded, between their F and their backward."""
     if not schedule.copies:
         return
     reloads, placement = schedule.copies.reloads, schedule.placement

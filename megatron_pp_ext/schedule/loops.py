@@ -2,12 +2,12 @@
 
 Such a loop has one form alone, so that no second one could take other decisions.  Given arrays, it runs
 compiled; given lists, or without numba, it is Python that takes the same decisions about a hundred times more
-slowly, but at once, which is quicker for what is done a single time.
+slowly, but at once, which is quicker for a single run.
 
 The code is kept on disk, for each processor and each state of the sources: numba by itself looks at the file
-of a loop, and not at what it takes from other files.  Nothing relies on the files.  Code that cannot be read
+of a loop, and not at the files that it imports.  Nothing relies on the files.  Code that cannot be read
 is compiled again, and code that cannot be written serves one process.  With NUMBA_DISABLE_JIT=1 nothing is
-compiled.  The files are pickles, which run what is written in them: they are read from a folder that only the
+compiled.  The files are pickles, which run code when they are read: they are read from a folder that only the
 user may write.  Numba is imported by the first loop that is compiled, and not by this module.
 """
 

@@ -1,8 +1,8 @@
 """A program: the actions of all ranks in their order, and the needs of each action, as numbers.
 
 An action goes by its number: those of the first rank come first, in its order, then those of the next.  A
-column has a number for each action.  What an action waits for is defined by ``actions.needs`` alone, of which
-``_waits`` is a table.
+column has a number for each action.  ``actions.needs`` alone defines the needs of an action; ``_waits`` is a
+table of them.
 """
 
 from collections.abc import Sequence
@@ -60,10 +60,10 @@ class Columns(NamedTuple):
 
 
 class Program:
-    """Actions of stages as in ``placement``, whose ranks need not be those of the program.
+    """Actions of stages as in ``placement``, whose ranks need not be the program's.
 
     ``pairs`` are the places of the two durations of each different pair, and the pair's own.  ``durations``
-    are those of the schedule.
+    are the schedule's.
     """
 
     def __init__(

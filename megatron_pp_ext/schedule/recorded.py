@@ -90,7 +90,7 @@ class RankRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """The records of all ranks of a pipeline in one step; ``records[r]`` is that of rank r.
+    """The records of all ranks of a pipeline in one step; ``records[r]`` is rank r's.
 
     A simulated step has other ``units`` where its costs were not measured.
     """
@@ -147,7 +147,7 @@ def stage_costs(
     """Return the costs of ``stage`` from the ``seconds`` of its actions (``kind_seconds``).
 
     A whole backward counts half for each gradient: its parts are not measured.  The bytes of activations
-    are those of ``record``, if one that counted them is given; otherwise activations count 1.
+    are taken from ``record``, if one that counted them is given; otherwise activations count 1.
     """
     if whole := seconds.get((stage, Kind.B)):
         backward = whole / 2, whole / 2

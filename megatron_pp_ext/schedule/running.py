@@ -1,4 +1,4 @@
-"""Times a pipeline that never flushes, from update to update, until its pace is that of a long run.
+"""Times a pipeline that never flushes, from update to update, until it has the pace of a long run.
 
 The actions are those that training runs (``families.pipedream.step``), and their times follow the rules of
 ``timing``: a rank works strictly in its order, and an action starts as soon as the rank is free and its

@@ -49,10 +49,10 @@ class Copied(NamedTuple):
 class Timeline:
     """A simulated schedule: ``events[r]`` are the actions of rank r with their times, in order.
 
-    ``copies[r]`` are those of rank r in the order in which they are reloaded, and empty where it has none.
+    ``copies[r]`` are rank r's in the order in which they are reloaded, and empty where it has none.
 
     There are two lengths.  ``makespan`` is the time from the first start to the last end over all ranks,
-    which is what a step with a synchronous optimizer takes.  ``span`` is the longest time that any one rank
+    the time of a step with a synchronous optimizer.  ``span`` is the longest time that any one rank
     takes from its own first start to its own last end.  It is the papers' cost, and is reached only when
     optimizer steps do not wait for the whole pipeline.
 
@@ -198,7 +198,7 @@ def peak_messages(schedule: Schedule) -> tuple[int, ...]:
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """Simulate ``schedule`` with ``costs``.
 
-    Raises ValueError when ``costs`` are for another number of stages, or lack those of a split head,
+    Raises ValueError when ``costs`` are for another number of stages, or lack the costs of a split head,
     and InvalidSchedule (see ``check``) when the ranks wait for each other.
     """
     placement = schedule.placement

@@ -35,8 +35,8 @@ class CopySteps(NamedTuple):
     """The steps of copies, in the order in which each rank launches those back.
 
     ``kept`` has the stage and the microbatch of each, ``out`` the step of its copy to the host and ``back``
-    that of its copy back, which is launched at the end of the step ``launch``.  At the end of ``freed`` the
-    memory is free.
+    the step of its copy back, which is launched at the end of the step ``launch``.  At the end of ``freed``
+    the memory is free.
     """
 
     kept: Sequence[Kept]

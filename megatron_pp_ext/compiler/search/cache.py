@@ -4,7 +4,7 @@ The rest are the copies to the host, and where the order comes from.
 
 No file is trusted: one that is missing, cut off, of another version or without the digest that it should
 have counts as absent, and so does anything that is no file.  The schedule is then compiled again, and takes
-the place of what was there.
+the place of the old one.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Run the searches in turn, each with its share of a fixed number of trials.
+"""Run the searches one after the other, each with its share of a fixed number of trials.
 
 List scheduling looks for building blocks on a pipeline with few microbatches, on which many can be tried.
 The best blocks are carried over to the full number of microbatches and adapted once more.  What results, and
@@ -39,7 +39,7 @@ _MOST_MOVES = 9000
 """The most moves for each trial."""
 
 _TURNS = ((4, 1), (2, 1), (1, 6))
-"""How many orders compete in each turn of annealing, and how many eighths of the moves they share.
+"""How many orders compete in each round of annealing, and how many eighths of the moves they share.
 
 One long walk finds more than several short ones, and where it begins matters little.
 """

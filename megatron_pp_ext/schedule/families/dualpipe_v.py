@@ -12,7 +12,7 @@ the two run one after the other.  Rank r, which holds chunk 0 and chunk 1, goes 
 5. B1 F1+B0, no F0 left:                                               p - r - 1
 6. B1 B0, from the middle on I1 I0, gradients for other ranks first:   r + 1
 7. W I0:                                                               p - r - 1
-8. W, what is left:                                                    r + 1
+8. the remaining W:                                                    r + 1
 
 W is the oldest one that waits, of either chunk.
 """

@@ -6,7 +6,7 @@ likewise from its last chunk to its first.  The bubble of 1F1B is divided by the
 memory and messages grow.
 
 Where p does not divide m the last group is short, which Megatron-LM refuses.  Here the order is
-that of the next multiple of p with the missing microbatches left out: no rank then waits for
+for the next multiple of p with the missing microbatches left out: no rank then waits for
 anything it did not wait for before, so the order stays free of deadlock.
 
 With pairs, a forward and a backward run together (Megatron-LM with --overlap-moe-expert-parallel-comm;

@@ -3,12 +3,12 @@
 The order is 1F1B's, over all microbatches of the whole run: after the first fill a rank alternates
 between one forward and one backward for ever.  A stage updates its weights after every ``interval``
 microbatches without waiting for another stage; where it has r replicas (``round_robin``), each does an r-th
-of these microbatches, and they add up their gradients.  A training step is what a rank does between two of
-its updates; what is in flight at an update stays in flight.
+of these microbatches, and they add up their gradients.  A training step is a rank's work between two of
+its updates; microbatches in flight at an update stay in flight.
 
 Microbatches are numbered through the run.  Version v of a stage's weights are its weights
-after v updates.  ``interval`` 1 with the latest weights is PipeDream; ``interval`` >= p with those of
-the update before is PipeDream-2BW (arXiv 2006.09503, section 3.1).
+after v updates.  ``interval`` 1 with the latest weights is PipeDream; ``interval`` >= p with the weights
+before the latest update is PipeDream-2BW (arXiv 2006.09503, section 3.1).
 """
 
 from enum import StrEnum
@@ -35,9 +35,9 @@ def step(replicas: Replicas, interval: int, update: int, updates: int) -> tuple[
     """Return the order of each rank between updates number ``update`` and ``update + 1``, of ``updates``.
 
     Update 0 fills the pipeline; the last ones start no forward whose backward would not be reached.
-    The backwards are those of the ``interval`` microbatches of this update; the forwards of a replica are
+    The backwards are of the ``interval`` microbatches of this update; the forwards of a replica are
     ahead of them by its ``warm_up``.  No action needs one of a later update: the forwards of a stage are at
-    least as far ahead as those of the next one.
+    least as far ahead as the next stage's.
 
     ValueError for an update that is not there, and where replicas would do unequally many microbatches.
     """

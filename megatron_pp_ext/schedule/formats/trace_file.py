@@ -73,7 +73,7 @@ def _simulated_copies(copies: Iterable[Copied], start: float) -> Iterator[Span]:
 
 
 def _on_tracks(records: Sequence[RankRecord]) -> Iterator[dict[str, Any]]:
-    """Yield the spans that have tracks, which stand after those of all ranks' actions."""
+    """Yield the spans that have tracks, which stand after the tracks of all ranks' actions."""
     spans = (span for record in records for span in record.spans)
     tracks = [track for track in dict.fromkeys(span.label.track for span in spans) if track]
     for rank, record in enumerate(records):
