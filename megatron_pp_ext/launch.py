@@ -1,6 +1,6 @@
 """All of this package in one training script that reads flags: training, the planner and PipeDream.
 
-Training imports neither of the other two.  Here it gets their additions, which are imported in the first step
+Training imports neither of the other two.  Here it learns what they add, which is imported in the first step
 or flag that needs it.
 """
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def install(cpu: bool = False) -> None:
-    """Put the schedules into Megatron, and with ``cpu`` the stubs that it needs to run without a GPU.
+    """Put the schedules into Megatron, and with ``cpu`` what it needs to run without a GPU.
 
     End the process with a one-line message, and Megatron untouched, if a hook does not fit or the release is
     unknown.
@@ -53,7 +53,7 @@ def _layout(asked: "RequestedJob", data: int, vocabulary: int) -> tuple["Request
 
 
 def beside_stock(asked: "RequestedJob", data: int) -> list[str]:
-    """Return the planner's prediction for a job at its start; see ``comparison.at_start``."""
+    """Return what the planner predicts for a job at its start; see ``comparison.at_start``."""
     from megatron_pp_ext.integration.trainer import model_costs
     from megatron_pp_ext.planner.step import comparison
 
