@@ -14,7 +14,6 @@ _FIRST = "schedules", "stock", "vocabulary", "pairs", "offload", "without_flush"
 
 
 def _in_order() -> list[Rules]:
-    """Return all rules in the order of the document."""
     topics = {topic.name: topic.rules for topic in table.topics()}
     remaining = [name for name in topics if name not in _FIRST]
     written = [rules for name in (*_FIRST, *remaining) for rules in topics[name]]

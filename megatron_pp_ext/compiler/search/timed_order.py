@@ -178,7 +178,6 @@ def keep_move(tables: Tables, timed: TimedOrder, rank: int, first: int, last: in
 
 @part_of_loop
 def _exchange(timed: TimedOrder, rank: int, new: Integers, first: int, last: int) -> None:
-    """Exchange the places from ``first`` to ``last`` of ``rank`` and of ``new``."""
     for place in range(first, last):
         action = new[place]
         new[place] = timed.order[rank, place]
