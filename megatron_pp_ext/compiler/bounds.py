@@ -174,7 +174,7 @@ def _memory(
     missing = (steps - 1) * (limit - largest * steps / 2)  # memory still free, summed over these steps
     fill = min(cost.forward for cost in stage_costs)
     last = min(cost.input_gradient for cost in stage_costs)
-    both = min(cost.seconds(Kind.B) for cost in stage_costs)
+    shortest = min(cost.seconds(Kind.B) for cost in stage_costs)
     tail = route.tails[route.gradient(stages[0])]
     # What is kept at the end of the last I counts only while its W runs, and one W runs at a time.
     at_end = min(largest * tail, limit * max(cost.weight_gradient for cost in stage_costs))
@@ -184,7 +184,7 @@ def _memory(
         longer = plain + missing * ramps / limit
         return longer if longer >= steps * ramps else plain
 
-    until_last_weight = filled(microbatches * area, both)
+    until_last_weight = filled(microbatches * area, shortest)
     until_last_gradient = filled(microbatches * area - at_end, last)
     return max(until_last_weight, until_last_gradient + tail)
 
@@ -202,9 +202,9 @@ def _turns(
         returns = [route.ends[route.gradient(stage_before)] - start for stage_before in stages[:count]]
         done = [back + _weight(cost) for back, cost in zip(returns, costs_so_far, strict=True)]
         # On the rank, all these W and the I of the stages before come after the I of the stage.
-        rest = sum(cost.seconds(Kind.B) for cost in costs_so_far) - costs_so_far[-1].input_gradient
-        until_all = max(returns[-1] + rest, *done)
-        after = max(route.tails[route.gradient(stage)], rest)
+        remaining = sum(cost.seconds(Kind.B) for cost in costs_so_far) - costs_so_far[-1].input_gradient
+        until_all = max(returns[-1] + remaining, *done)
+        after = max(route.tails[route.gradient(stage)], remaining)
         parts = list(map(_until_weight, costs_so_far))
         turns = {sum(cost.activation for cost in costs_so_far): returns[-1]}
         turns[sum(parts)] = min(done)
@@ -216,7 +216,7 @@ def _turns(
                 if at_once == 1 and more == 0:
                     # The next microbatch's F of the stages before fit into memory only after the first W.
                     earlier = costs_so_far[:-1]
-                    all_done = max(all_done, returns[-1] + rest + sum(cost.forward for cost in earlier))
+                    all_done = max(all_done, returns[-1] + remaining + sum(cost.forward for cost in earlier))
                 last = _last_start(microbatches, at_once, more, turn, all_done, costs_so_far[-1].forward)
                 yield start + last + returns[-1] + after
 

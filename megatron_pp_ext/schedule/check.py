@@ -152,19 +152,19 @@ def _check_pairs(schedule: Schedule) -> None:
         raise InvalidSchedule(
             f"schedule {schedule.name!r} has pairs, and its ranks split the head: leave one of the two out"
         )
-    left = set(schedule.paired)
+    pairs = set(schedule.paired)
     for rank, order in enumerate(schedule.orders):
         for action, following in zip_longest(order, order[1:]):
-            if action not in left:
+            if action not in pairs:
                 continue
-            left.remove(action)
+            pairs.remove(action)
             if action.kind is not Kind.F or following is None or following.kind not in (Kind.I, Kind.B):
                 raise InvalidSchedule(
                     f"rank {rank}: {action} begins a pair, and {following or 'nothing'} follows it: a "
                     "pair is an F with an I or a B after it"
                 )
-    if left:
-        raise InvalidSchedule(f"{min(left)} is to begin a pair, but no rank does it: add it or take it out")
+    if pairs:
+        raise InvalidSchedule(f"{min(pairs)} is to begin a pair, but no rank does it: add it or take it out")
 
 
 def _check_copies(schedule: Schedule) -> None:
@@ -216,38 +216,40 @@ def _deadlock(schedule: Schedule, walk: Walk) -> str:
     orders, paired = schedule.orders, schedule.paired
     begins = walk.program.columns.bounds
     to_come = [order[at - begin :] for order, at, begin in zip(orders, walk.at, begins, strict=False)]
-    done = {delivers(action) for number, action in enumerate(walk.program.actions) if walk.step_of[number]}
+    delivered = {
+        delivers(action) for number, action in enumerate(walk.program.actions) if walk.step_of[number]
+    }
 
     def blocked(rank: int) -> tuple[Action, Action]:
-        rest = to_come[rank]
+        remaining = to_come[rank]
         return next(
             (action, need)
-            for action in rest[: 1 + (rest[0] in paired)]
+            for action in remaining[: 1 + (remaining[0] in paired)]
             for need in needs(action, schedule.placement)
-            if need not in done
+            if need not in delivered
         )
 
     actions, is_whole = frozenset(schedule), not schedule.splits_backward
 
-    def named(need: Action) -> Action:
+    def as_scheduled(need: Action) -> Action:
         """Return a needed backward as the schedule has it: a whole one is no I (``needs``)."""
         whole = need._replace(kind=Kind.B)
         return (
             whole if need.kind is Kind.I and need not in actions and (is_whole or whole in actions) else need
         )
 
-    rank = next(rank for rank, rest in enumerate(to_come) if rest)
+    rank = next(rank for rank, remaining in enumerate(to_come) if remaining)
     path: list[int] = []
     while rank not in path:
         path.append(rank)
         action, need = blocked(rank)
         rank = schedule.placement.rank_of(need.stage)
         if all(delivers(other) != need for other in to_come[rank]):
-            lacking = named(need)
+            lacking = as_scheduled(need)
             return f"rank {path[-1]}: {action} waits for {lacking}, which no rank does: add it to rank {rank}"
     circle = path[path.index(rank) :]
     waits = [(r, *blocked(r)) for r in circle]
-    links = [f"rank {r}: {action} waits for {named(need)}" for r, action, need in waits]
+    links = [f"rank {r}: {action} waits for {as_scheduled(need)}" for r, action, need in waits]
     if len(links) > _ACTIONS_NAMED:
         links[_ACTIONS_NAMED:] = [f"and {len(links) - _ACTIONS_NAMED} more ranks"]
     return f"deadlock: {', '.join(links)}: reorder one of them"

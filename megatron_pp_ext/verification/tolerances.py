@@ -113,9 +113,9 @@ class Arithmetic:
         # An update moves a norm by about four times as much as a loss, and in a lower precision each adds
         # to what those before it have moved.
         later = self.losses(stock, step)
-        moved = 4 * later.allowed * (1 if self.precision == "fp32" else step)
-        if moved > NORM:
-            return Tolerance(moved, later.why)
+        allowed = 4 * later.allowed * (1 if self.precision == "fp32" else step)
+        if allowed > NORM:
+            return Tolerance(allowed, later.why)
         if self.precision != "fp32" and (reason := self._rounds_gradients()):
             return Tolerance(1e-3 if self.precision == "fp16" else _ONE_ROUNDING, reason)
         return Tolerance(NORM, "a norm is summed rank by rank, and the ranks hold other layers")

@@ -13,7 +13,7 @@ _REACH = 64
 
 @part_of_loop
 def rearranged(
-    tables: Tables, timed: TimedOrder, rank: int, at: int, width: int, steps: int, new: Integers
+    tables: Tables, state: TimedOrder, rank: int, at: int, width: int, steps: int, new: Integers
 ) -> tuple[int, int]:
     """Write into ``new`` the order of ``rank`` in which ``width`` actions from ``at`` on go ``steps`` places.
 
@@ -21,7 +21,7 @@ def rearranged(
     is broken.  Return the first place that changes and the one after the last; equal ones mean that there is
     none, or that the limit cannot be kept.
     """
-    row = timed.order[rank]
+    row = state.order[rank]
     width = min(width, len(row) - at)
     steps = _possible(tables, row, at, width, steps)
     if steps == 0:
@@ -34,12 +34,12 @@ def rearranged(
         new[place + width] = row[place]
     for place in range(at + width, last):
         new[place - width] = row[place]
-    live = timed.live[rank, first]
+    live = state.live[rank, first]
     place, repairs = first, 0
     while place < last:
         code = new[place] // tables.microbatches
         if live + tables.growth[code] > tables.limits[rank]:
-            pulled = -1 if repairs == _REPAIRS else _weight(tables, timed, rank, new, first, place, last)
+            pulled = -1 if repairs == _REPAIRS else _weight(tables, state, rank, new, first, place, last)
             if pulled < 0:
                 return first, first
             while last <= pulled:
@@ -98,19 +98,19 @@ def _partner(tables: Tables, action: int) -> int:
 
 @part_of_loop
 def _weight(
-    tables: Tables, timed: TimedOrder, rank: int, new: Integers, first: int, place: int, last: int
+    tables: Tables, state: TimedOrder, rank: int, new: Integers, first: int, place: int, last: int
 ) -> int:
     """Return where the next W after ``place`` is whose I is before it; -1 where none is near.
 
     ``new`` has the places from ``first`` to ``last``.
     """
-    row = timed.order[rank]
+    row = state.order[rank]
     for later in range(place + 1, min(place + _REACH, len(row))):
         action = new[later] if later < last else row[later]
         if action // tables.microbatches < 2 * tables.stages:
             continue
         gradient = _partner(tables, action)
-        if timed.place[gradient] < first:
+        if state.place[gradient] < first:
             return later
         for earlier in new[first:place]:
             if earlier == gradient:
