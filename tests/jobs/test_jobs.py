@@ -76,8 +76,8 @@ def test_a_killed_search_does_not_run_a_job_twice_at_once(tmp_path: Path) -> Non
     started = tmp_path / "started"
     code = (
         "from pathlib import Path; from megatron_pp_ext.jobs.job import *;"
-        f"run_all([BatchJob('a', ('bash', '-c', 'echo $$ > {started}; exec sleep 60'), Path('{tmp_path}/a'))],"
-        "local, 60)"
+        f"run_all([BatchJob('a', ('bash', '-c', 'echo $$ > {started}; exec sleep 60'), Path('{tmp_path}/a'))"
+        "], local, 60)"
     )
     search = subprocess.Popen([sys.executable, "-c", code])
     while not (started.exists() and started.read_text().strip()):
