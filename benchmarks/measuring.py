@@ -45,7 +45,7 @@ def in_turns[Key, Value](
     There are at least ``rounds`` rounds and ``seconds`` seconds of them, after ``warm_up`` rounds that do not
     count.  ``title`` names a progress bar.
     """
-    found: dict[Key, list[Value]] = {way: [] for way in ways}
+    results: dict[Key, list[Value]] = {way: [] for way in ways}
     for _ in range(warm_up):
         for measure in ways.values():
             measure()
@@ -53,8 +53,8 @@ def in_turns[Key, Value](
     while done < rounds or time.perf_counter() < end:
         done += 1
         for way in track(ways, f"{title}, round {done}") if title else ways:
-            found[way].append(ways[way]())
-    return found
+            results[way].append(ways[way]())
+    return results
 
 
 @contextmanager
@@ -82,11 +82,11 @@ def call(
         file = log or Path(folder, "log")
         status = process.run(words, file, {"OMP_NUM_THREADS": "1", **(environment or {})}, timeout)
         output = file.read_text(encoding="utf-8", errors="replace")
-    where = f", see {log}" if log else ""
+    place = f", see {log}" if log else ""
     if status is None:
-        raise RuntimeError(f"not done after {timeout:.0f} s{where}")
+        raise RuntimeError(f"not done after {timeout:.0f} s{place}")
     if status:
-        raise RuntimeError(f"status {status}: {reason(output)}{where}")
+        raise RuntimeError(f"status {status}: {reason(output)}{place}")
     return output
 
 
@@ -101,7 +101,7 @@ def logged_seconds(log: str) -> list[float]:
 
 
 class Use(NamedTuple):
-    """What a process printed, its processor seconds (user and system), and its peak of memory in MiB."""
+    """A process's output, its processor seconds (user and system), and its peak of memory in MiB."""
 
     output: str
     processor_seconds: float

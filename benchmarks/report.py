@@ -1,4 +1,4 @@
-"""What all pages of results share: where they go, what they say about a run, and Markdown tables."""
+"""The common parts of all pages of results: their place, the line about a run, and Markdown tables."""
 
 import inspect
 import os
@@ -45,7 +45,7 @@ def publish(out: Path, title: str, about: str, *sections: str) -> None:
 
 
 def picture_of(out: Path, name: str) -> Path:
-    """Return where the picture of a page goes: beside ``out``, and into the results if that is printed."""
+    """Return the place of a page's picture: next to ``out``, and in the results if ``out`` is printed."""
     return (RESULTS / name if str(out) == "-" else out).with_suffix(".png")
 
 
@@ -59,7 +59,7 @@ def kept_in(keep: Path | None) -> Iterator[Path]:
 
 
 def sections(parts: Mapping[str, Callable[[], str]]) -> list[str]:
-    """Return a section for each part: its title, the docstring of its function, and what that returns."""
+    """Return a section for each part: its title, the docstring of its function, and that function's text."""
     pages = []
     for title, part in parts.items():
         start = time.monotonic()

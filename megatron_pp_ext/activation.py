@@ -65,17 +65,17 @@ def arguments(environment: Mapping[str, str]) -> dict[str, Any]:
 
     ValueError for a variable that is unknown, is missing or is not a number where it must.
     """
-    ours = _ours(environment)
-    for name in ours:
+    variables = _ours(environment)
+    for name in variables:
         if name not in VARIABLES:
             hint = did_you_mean(name, VARIABLES, f"the variables are {', '.join(VARIABLES)}")
             raise ValueError(f"{name} is unknown; unset it, or correct its name: {hint}")
     for name, meaning in _NEEDED.items():
-        if not ours.get(name):
-            given = next((f"{other}={value}" for other, value in ours.items() if value), "install")
-            raise ValueError(f"{given} needs {name}; set it to {meaning}")
+        if not variables.get(name):
+            variable = next((f"{other}={value}" for other, value in variables.items() if value), "install")
+            raise ValueError(f"{variable} needs {name}; set it to {meaning}")
     read = {}
-    for name, value in ours.items():
+    for name, value in variables.items():
         argument, reader = VARIABLES[name]
         try:
             read[argument] = reader(value)
@@ -91,7 +91,7 @@ def _ours(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def refuse_with_flags() -> None:
-    """Raise ValueError where both doors are open: the environment's and that of ``--pipeline-schedule``."""
+    """Raise ValueError where both the environment and ``--pipeline-schedule`` ask for a schedule."""
     for name, value in _ours(os.environ).items():
         raise ValueError(
             f"{name}={value} is for programs that are started without megatron_pp_ext; unset it, and give "
@@ -100,7 +100,7 @@ def refuse_with_flags() -> None:
 
 
 def watch() -> None:
-    """Install what the environment asks for as soon as ``megatron.core`` is imported in this process."""
+    """Install the environment's schedule as soon as ``megatron.core`` is imported in this process."""
     sys.meta_path.insert(0, _AfterCore())
 
 
@@ -116,8 +116,8 @@ class _AfterCore:
     ) -> ModuleSpec | None:
         if name != "megatron.core":
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        finders = (finder for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in finders)), None)
         if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module
@@ -134,8 +134,8 @@ class _AfterCore:
 
 def _install() -> None:
     with in_one_line():
-        asked = arguments(os.environ)
+        settings = arguments(os.environ)
         from megatron_pp_ext.integration import by_call
 
         variables = {argument: name for name, (argument, _) in VARIABLES.items()}
-        by_call.install_by_variables(variables, **asked)
+        by_call.install_by_variables(variables, **settings)

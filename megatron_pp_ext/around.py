@@ -1,4 +1,4 @@
-"""Hooks that are written as what happens around one call of the function that they go around."""
+"""Hooks that are written as the code around one call of the function that they replace."""
 
 import functools
 import inspect
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def around(hook: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Let ``hook(stock, *arguments)`` be the calls of what is made of ``stock``: the ``wrap`` of a patch."""
+    """Return the ``wrap`` of a patch: a call of the wrapped ``stock`` becomes ``hook(stock, *arguments)``."""
 
     @functools.wraps(hook)
     def wrap(stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ PARTS = ("training", "validation", "test")
 
 
 def empty_parts(lengths: npt.NDArray[np.int32], split: str) -> list[str]:
-    """Return those of ``PARTS`` that ``split`` requests and that get no token.
+    """Return the ``PARTS`` that ``split`` requests and that get no token.
 
     ``lengths`` are the tokens of each sequence of one data file.
     """

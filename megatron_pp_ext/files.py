@@ -20,7 +20,7 @@ LARGEST = 2**26
 
 
 def read_bytes(path: Path, largest: int = LARGEST) -> bytes:
-    """Return what is in the regular file ``path``, or in the one that a link there leads to.
+    """Return the content of the regular file ``path``, or of the one that a link there leads to.
 
     Raises OSError, naming ``path``, for a pipe or a device, which may never end, and for more than
     ``largest`` bytes, which could fill the memory.
@@ -42,7 +42,7 @@ def read_text(path: Path, largest: int = LARGEST) -> str:
 
 
 def user_folder() -> Path:
-    """Return the folder of what is kept for this user, in XDG_CACHE_HOME or the home."""
+    """Return the folder of this user's caches, in XDG_CACHE_HOME or the home."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_pp_ext"
 
 
@@ -53,17 +53,17 @@ def make_private(folder: Path) -> None:
     place: a folder above it that others may write must be sticky, as /tmp is.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for one in (folder, *folder.resolve().parents):
-        about = one.lstat()
+    for place in (folder, *folder.resolve().parents):
+        about = place.lstat()
         is_ours = about.st_uid == os.geteuid()
         is_open = about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        if one == folder:
+        if place == folder:
             is_safe = stat.S_ISDIR(about.st_mode) and is_ours and not is_open
         else:
             is_fixed = not is_open & stat.S_IWOTH or bool(about.st_mode & stat.S_ISVTX)
             is_safe = (is_ours or about.st_uid == 0) and is_fixed
         if not is_safe:
-            raise PermissionError(errno.EPERM, "others than its owner may write there", str(one))
+            raise PermissionError(errno.EPERM, "others than its owner may write there", str(place))
 
 
 @contextmanager
@@ -137,8 +137,8 @@ def going_on_without(path: Path) -> Iterator[None]:
 def say_what_is_missing() -> None:
     """Print a line for each file that was not written; registered for the end of the process."""
     for path, reason in _unwritten.items():
-        left = "is of an earlier step or run" if os.path.lexists(path) else "is missing"
-        print(f"megatron_pp_ext: {path} {left}: it could not be written ({reason})", flush=True)
+        state = "is of an earlier step or run" if os.path.lexists(path) else "is missing"
+        print(f"megatron_pp_ext: {path} {state}: it could not be written ({reason})", flush=True)
 
 
 @functools.cache

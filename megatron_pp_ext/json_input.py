@@ -49,18 +49,18 @@ def read(path: Path, fix: str) -> Any:
         raise ValueError(f"not JSON ({error}): {fix}") from None
 
 
-def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", cutoff: float = 0.5) -> str:
-    """Return a question with the one of ``known`` that resembles ``name``, or ``otherwise`` if none does."""
-    nearest = get_close_matches(name, list(known), n=1, cutoff=cutoff)
+def did_you_mean(name: str, names: Iterable[str], otherwise: str = "", cutoff: float = 0.5) -> str:
+    """Return a question with the one of ``names`` that resembles ``name``, or ``otherwise`` if none does."""
+    nearest = get_close_matches(name, list(names), n=1, cutoff=cutoff)
     return f"did you mean {nearest[0]!r}?" if nearest else otherwise
 
 
 STRICT: Mapping[str, Any] = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
-"""The ``__pydantic_config__`` of what is read from JSON: known names alone, and values of their type."""
+"""The ``__pydantic_config__`` of classes that are read from JSON: known names and exact types alone."""
 
 
 def above(least: float) -> Any:
-    """Return what ``Annotated`` takes for a finite number above ``least``.
+    """Return the argument of ``Annotated`` for a finite number above ``least``.
 
     Only within a ``type`` alias, which is evaluated where a file is read; see ``parse_as``.  The dataclass's
     ``STRICT`` does not reach into an alias.
@@ -69,12 +69,12 @@ def above(least: float) -> Any:
 
 
 def at_least(least: float) -> Any:
-    """Return what ``Annotated`` takes for a finite number of ``least`` or more; see ``above``."""
+    """Return the argument of ``Annotated`` for a finite number of ``least`` or more; see ``above``."""
     return _field(ge=least, strict=True, allow_inf_nan=False)
 
 
 def of_length(count: int) -> Any:
-    """Return what ``Annotated`` takes for a list of ``count`` values; see ``above``."""
+    """Return the argument of ``Annotated`` for a list of ``count`` values; see ``above``."""
     return _field(min_length=count, max_length=count)
 
 
@@ -85,19 +85,19 @@ def _field(**rule: Any) -> Any:
 
 
 def one_of(*names: str) -> Any:
-    """Return what ``Annotated`` takes for one of the texts ``names``; see ``above``."""
+    """Return the argument of ``Annotated`` for one of the texts ``names``; see ``above``."""
     from pydantic import AfterValidator
 
-    def known(name: str) -> str:
+    def require_name(name: str) -> str:
         if name not in names:
             raise ValueError(f"{name!r} is unknown: give one of {', '.join(names)}")
         return name
 
-    return AfterValidator(known)
+    return AfterValidator(require_name)
 
 
 def printable() -> Any:
-    """Return what ``Annotated`` takes for a text as ``require_printable`` wants it."""
+    """Return the argument of ``Annotated`` for a text that passes ``require_printable``."""
     from pydantic import AfterValidator
 
     return AfterValidator(require_printable)
@@ -129,7 +129,7 @@ _RULES = {
     "greater_than_equal": "a number of {ge:g} or more",
     "less_than_equal": "a number of {le:g} or less",
 }
-"""What a value must be, by the type of pydantic's error."""
+"""The rule for a value, by the type of pydantic's error."""
 
 
 def parse_as[Read](kind: type[Read], text: str, fix: str) -> Read:
@@ -147,8 +147,8 @@ def parse_as[Read](kind: type[Read], text: str, fix: str) -> Read:
         error = invalid.errors()[0]
         if error["type"] == "json_invalid":
             raise ValueError(f"not JSON ({error['ctx']['error']}): {fix}") from None
-        known = form.json_schema() if error["type"] == "unexpected_keyword_argument" else {}
-        raise ValueError(_in_words(error, json.loads(text), known)) from None
+        schema = form.json_schema() if error["type"] == "unexpected_keyword_argument" else {}
+        raise ValueError(_in_words(error, json.loads(text), schema)) from None
 
 
 def read_as[Read](kind: type[Read], path: Path, fix: str) -> Read:
@@ -162,24 +162,24 @@ def read_as[Read](kind: type[Read], path: Path, fix: str) -> Read:
 def _in_words(error: Mapping[str, Any], content: Any, schema: Mapping[str, Any]) -> str:
     """Return pydantic's ``error`` in ``content`` as value, rule and fix."""
     places = [place for place in error["loc"] if place != "[key]"]
-    where = []
+    path = []
     for place in places[:-1]:
         content = content[place]
         has_name = isinstance(content, dict) and "name" in content
-        where.append(repr(content["name"]) if has_name else str(place))
+        path.append(repr(content["name"]) if has_name else str(place))
     name = str(places[-1]) if places else "it"
     if error["type"] == "value_error":
-        where, words = [*map(str, places)], str(error["ctx"]["error"])
+        path, words = [*map(str, places)], str(error["ctx"]["error"])
     elif error["type"] == "missing":
         words = f"{repr(name) if isinstance(places[-1], str) else f'value {name}'} is missing: add it"
     elif error["type"] == "unexpected_keyword_argument":
         objects = [schema, *schema.get("$defs", {}).values()]
-        known = [name for one in objects for name in one.get("properties", ())]
-        words = f"{name!r} is unknown: {did_you_mean(name, known, f'known are {", ".join(known)}')}"
+        names = [name for kind in objects for name in kind.get("properties", ())]
+        words = f"{name!r} is unknown: {did_you_mean(name, names, f'known are {", ".join(names)}')}"
     else:
         rule = _RULES.get(error["type"], error["msg"].lower()).format(**error.get("ctx", {}))
         words = f"{name} is {short(error['input'])}, but must be {rule}: correct it"
-    return f"{' '.join(where)}: {words}" if where else words
+    return f"{' '.join(path)}: {words}" if path else words
 
 
 def is_number(value: object) -> TypeGuard[int | float]:

@@ -28,7 +28,7 @@ _LOST = re.compile(
     r"Connection (closed|reset|refused)|Connection was likely closed|Broken pipe|remote process exit"
     r"|(Read|Write) error|Timed out waiting"
 )
-"""What gloo and NCCL report where another rank of a group has ended."""
+"""The messages of gloo and NCCL where another rank of a group has ended."""
 
 PATIENCE = 15.0
 """The seconds that the first rank of another machine waits before it speaks; its others wait twice that."""
@@ -55,10 +55,10 @@ def in_one_line() -> Iterator[None]:
         problem = f"{PREFIX}{error}"
     except ImportError as error:
         # Each module around the one that needs the package adds its name after these words.
-        said = str(error).partition(" when instantiating ")[0]
-        if "not installed" not in said:
+        message = str(error).partition(" when instantiating ")[0]
+        if "not installed" not in message:
             raise
-        problem = f"{PREFIX}{said}"
+        problem = f"{PREFIX}{message}"
     except RuntimeError as error:
         if not _LOST.search(str(error)):
             raise
@@ -88,7 +88,7 @@ def _about_lost(error: RuntimeError) -> str:
 
 
 def _is_ours(error: ValueError) -> bool:
-    """Whether the statement that raised ``error`` is one of this package, and not of what it calls."""
+    """Whether the statement that raised ``error`` is in this package, and not in a package that it calls."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

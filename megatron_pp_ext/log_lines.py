@@ -1,4 +1,4 @@
-"""Shows what long work logs of its progress, at INFO and by the standard loggers of its modules.
+"""Shows the progress that long work logs, at INFO and by the standard loggers of its modules.
 
 Whoever starts the work decides where the lines go.  Without that nobody sees them, as is usual for INFO.
 """
@@ -19,22 +19,22 @@ class _Lines(logging.Handler):
 
 def show_all(logger: str, show: Callable[[str], None]) -> logging.Handler:
     """Pass each line of ``logger`` and those below it to ``show`` alone, and return what does so."""
-    own, lines = logging.getLogger(logger), _Lines(show)
-    own.addHandler(lines)
-    own.setLevel(logging.INFO)
-    own.propagate = False  # a handler of the root would show them a second time
+    source, lines = logging.getLogger(logger), _Lines(show)
+    source.addHandler(lines)
+    source.setLevel(logging.INFO)
+    source.propagate = False  # a handler of the root would show them a second time
     return lines
 
 
 @contextmanager
 def shown(logger: str, show: Callable[[str], None]) -> Iterator[None]:
     """Do so while the context lasts."""
-    own = logging.getLogger(logger)
-    before = own.level, own.propagate
+    source = logging.getLogger(logger)
+    before = source.level, source.propagate
     lines = show_all(logger, show)
     try:
         yield
     finally:
-        own.removeHandler(lines)
-        own.setLevel(before[0])
-        own.propagate = before[1]
+        source.removeHandler(lines)
+        source.setLevel(before[0])
+        source.propagate = before[1]

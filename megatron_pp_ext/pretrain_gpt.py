@@ -69,7 +69,11 @@ def require_data(args: Namespace) -> None:
     Megatron's GPTDataset would look for tokens in an empty part for ever.
     """
     blend, by_part = get_blend_and_blend_per_split(args)
-    parts = [(blend, args.split or DEFAULT)] if blend else [(one, "1,0,0") for one in by_part or () if one]
+    parts = (
+        [(blend, args.split or DEFAULT)]
+        if blend
+        else [(part_blend, "1,0,0") for part_blend in by_part or () if part_blend]
+    )
     for (prefixes, _), split in parts:
         for prefix in prefixes:
             if "://" not in prefix:  # object storage is left to Megatron
@@ -155,7 +159,7 @@ def forward_step(
     """Run one microbatch through this stage; return its output and the function from output to loss.
 
     With ``return_schedule_plan``, which Megatron asks for where a forward runs layer by layer with a
-    backward, return in the output's place the plan of what would have run.
+    backward, return in the output's place the plan of the work that would have run.
     """
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     run = model.build_schedule_plan if return_schedule_plan else model

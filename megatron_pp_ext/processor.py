@@ -1,4 +1,4 @@
-"""What a process gets of its machine's processors, as far as the system reports."""
+"""The processor time of a process on its machine, as far as the system reports."""
 
 import os
 from pathlib import Path

@@ -98,8 +98,8 @@ def _text_files(source: Path | None) -> tuple[list[Path], int]:
         raise TextDataError(f"{source} does not exist; give a folder with text files or one text file")
     files = [path for path in candidates if _is_text(path)]
     if not files:
-        where = f"{len(candidates)} files, all empty or binary" if candidates else "no files"
-        raise TextDataError(f"no text in {source}: {where}; give a folder with text files or one text file")
+        counts = f"{len(candidates)} files, all empty or binary" if candidates else "no files"
+        raise TextDataError(f"no text in {source}: {counts}; give a folder with text files or one text file")
     return files, len(candidates) - len(files)
 
 

@@ -73,7 +73,7 @@ def main(
 ) -> None:
     """Run the demo."""
     out = out.resolve()
-    make_room(out, text)
+    empty_folder(out, text)
     show_expectation(iterations - 1)
     # Only the run itself needs to know that there is no GPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
@@ -154,7 +154,7 @@ def show_expectation(steps: int) -> None:
     console.print()
 
 
-def make_room(out: Path, text: Path | None) -> None:
+def empty_folder(out: Path, text: Path | None) -> None:
     """Make ``out`` an empty folder; only what an earlier demo left there is deleted."""
     mark = out / ".demo"
     if out.exists() and not mark.is_file() and (not out.is_dir() or any(out.iterdir())):
@@ -193,25 +193,25 @@ def train(progress: Progress, title: str, log: Path, flags: Sequence[str], steps
 
 def show_losses(losses: dict[str, Losses]) -> None:
     """Print some losses of both runs side by side, and the largest difference of all."""
-    stock, ours = losses.values()
+    stock, run = losses.values()
     table = Table("iteration", *losses, "difference", title="Training loss", title_justify="left")
-    rows = {str(iteration): (stock[iteration], ours[iteration]) for iteration in stock}
+    rows = {str(iteration): (stock[iteration], run[iteration]) for iteration in stock}
     names = list(rows)
     last = len(names) - 1
     for place in sorted({last * part // (SHOWN_LOSSES - 1) for part in range(SHOWN_LOSSES)}):
         table.add_row(names[place], *loss_cells(*rows[names[place]]))
-    if stock.validation is not None and ours.validation is not None:
-        table.add_row("validation", *loss_cells(stock.validation, ours.validation))
+    if stock.validation is not None and run.validation is not None:
+        table.add_row("validation", *loss_cells(stock.validation, run.validation))
     console.print(table)
-    largest = max(abs(one - other) for one, other in rows.values())
+    largest = max(abs(first - second) for first, second in rows.values())
     console.print(
         f"Largest difference in {len(rows)} steps: {shown_difference(largest)}; losses have 7 digits.\n"
     )
 
 
-def loss_cells(stock: float, ours: float) -> tuple[str, str, str]:
+def loss_cells(stock: float, run: float) -> tuple[str, str, str]:
     """Return both losses and their difference as text."""
-    return f"{stock:.6f}", f"{ours:.6f}", shown_difference(ours - stock)
+    return f"{stock:.6f}", f"{run:.6f}", shown_difference(run - stock)
 
 
 def shown_difference(difference: float) -> str:
@@ -222,10 +222,10 @@ def shown_difference(difference: float) -> str:
 def show_steps(steps: dict[str, RecordedStep], timelines: dict[str, dict[str, Timeline]]) -> None:
     """Print how long both steps are by each of ``timelines``, and every rank's peak of activation bytes."""
     table = Table("", *steps, "ratio", title="The last step", title_justify="left")
-    for title, both in timelines.items():
-        stock, ours = both.values()
-        cells = (f"{line.makespan:.2f} s, bubble {line.bubble:.0%}" for line in (stock, ours))
-        table.add_row(title, *cells, f"{ours.makespan / stock.makespan:.2f}")
+    for title, pair_of_timelines in timelines.items():
+        stock, run = pair_of_timelines.values()
+        cells = (f"{line.makespan:.2f} s, bubble {line.bubble:.0%}" for line in (stock, run))
+        table.add_row(title, *cells, f"{run.makespan / stock.makespan:.2f}")
     table.add_section()
     peaks = [[record.peak_bytes for record in step.records] for step in steps.values()]
     rows = {f"peak activations, rank {rank}": pair for rank, pair in enumerate(zip(*peaks, strict=True))}

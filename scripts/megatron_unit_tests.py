@@ -157,13 +157,15 @@ def judge(file: str, world: int, mode: str) -> dict[str, str]:
                 run_ranks(test_on_rank, world, file, mode, folder, set(outcomes), timeout=SECONDS)
             except RankError as error:
                 ended, failure = False, str(error)
-            found = together([path for path in Path(folder).iterdir() if path.name.isdigit()], world)
-        outcomes |= found
-        if ended and not found:
+            outcomes_now = together([path for path in Path(folder).iterdir() if path.name.isdigit()], world)
+        outcomes |= outcomes_now
+        if ended and not outcomes_now:
             return outcomes
         if ended:
             continue
-        failures = [f"{outcome} {test}" for test, outcome in found.items() if outcome in ("failed", "hung")]
+        failures = [
+            f"{outcome} {test}" for test, outcome in outcomes_now.items() if outcome in ("failed", "hung")
+        ]
         print(*failures, failure[-1500:], sep="\n", flush=True)
         if not failures:
             return outcomes | {file: "failed"}
@@ -171,20 +173,20 @@ def judge(file: str, world: int, mode: str) -> dict[str, str]:
 
 def together(journals: list[Path], world: int) -> dict[str, str]:
     """Return one outcome for each test from the journals of all ranks."""
-    seen: dict[str, set[str]] = collections.defaultdict(set)
+    outcomes_of: dict[str, set[str]] = collections.defaultdict(set)
     ended: collections.Counter[str] = collections.Counter()
     for journal in journals:
         for line in journal.read_text().splitlines():
             outcome, test = line.split(" ", 1)
-            seen[test].add(outcome)
+            outcomes_of[test].add(outcome)
             ended[test] += outcome != "started"
     outcomes = {}
-    failed = any("failed" in outcomes for outcomes in seen.values())
-    for test, found in seen.items():
-        if "failed" in found:
+    failed = any("failed" in outcomes for outcomes in outcomes_of.values())
+    for test, of_test in outcomes_of.items():
+        if "failed" in of_test:
             outcomes[test] = "failed"
         elif ended[test] == world:
-            outcomes[test] = "skipped" if found == {"started", "skipped"} else "passed"
+            outcomes[test] = "skipped" if of_test == {"started", "skipped"} else "passed"
         elif not failed:
             outcomes[test] = "hung"
     return outcomes
@@ -233,14 +235,14 @@ def main() -> None:
             continue
         import_once(f"tests/unit_tests/{file}")
         outcomes = {mode: judge(f"tests/unit_tests/{file}", world, mode) for mode in MODES}
-        counts[file] = {mode: collections.Counter(found.values()) for mode, found in outcomes.items()}
+        counts[file] = {mode: collections.Counter(of_mode.values()) for mode, of_mode in outcomes.items()}
         for mode in MODES:
             print(file, mode, dict(counts[file][mode]), flush=True)
         for test, outcome in outcomes["alone"].items():
             worse += [
-                f"{mode}: {found.get(test)} {test}"
-                for mode, found in outcomes.items()
-                if outcome == "passed" and found.get(test) != "passed"
+                f"{mode}: {of_mode.get(test)} {test}"
+                for mode, of_mode in outcomes.items()
+                if outcome == "passed" and of_mode.get(test) != "passed"
             ]
     page = table(counts, release, "python -m scripts.megatron_unit_tests CHECKOUT --out FILE")
     if worse:

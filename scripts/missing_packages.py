@@ -36,35 +36,35 @@ _LISTED = re.compile(r"^([A-Za-z0-9][\w.-]*)(?:\s*==\s*|\s+)?(\S*)")
 
 def listed(text: str) -> dict[str, str]:
     """Return the packages of a list with their versions, which are empty where it has none."""
-    found = {}
+    versions = {}
     for line in text.splitlines():
         if match := _LISTED.match(line.strip()):
-            found[canonicalize_name(match[1])] = match[2]
-    return found
+            versions[canonicalize_name(match[1])] = match[2]
+    return versions
 
 
 def needed(has: dict[str, str]) -> Iterator[Requirement]:
     """Yield what is needed and not in ``has``, each once and pinned to what is installed here."""
     project = loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     waiting = [Requirement(line) for line in [*project["dependencies"], "pytest"]]
-    seen = set()
+    done = set()
     while waiting:
         requirement = waiting.pop()
         name = canonicalize_name(requirement.name)
         if name in has:
             _warn(requirement, has[name])
             continue
-        if (name, frozenset(requirement.extras)) in seen:
+        if (name, frozenset(requirement.extras)) in done:
             continue
-        here = distribution(name)
-        if not any(name == other for other, _ in seen):
-            yield Requirement(f"{name}=={here.version}")
-        seen.add((name, frozenset(requirement.extras)))
-        for line in here.requires or []:
-            one = Requirement(line)
+        installed = distribution(name)
+        if not any(name == other for other, _ in done):
+            yield Requirement(f"{name}=={installed.version}")
+        done.add((name, frozenset(requirement.extras)))
+        for line in installed.requires or []:
+            dependency = Requirement(line)
             marks = [TARGET | {"extra": extra} for extra in ["", *requirement.extras]]
-            if one.marker is None or any(one.marker.evaluate(mark) for mark in marks):
-                waiting.append(one)
+            if dependency.marker is None or any(dependency.marker.evaluate(mark) for mark in marks):
+                waiting.append(dependency)
 
 
 def _warn(requirement: Requirement, version: str) -> None:

@@ -125,8 +125,8 @@ def text() -> str:
     tried = [(recipe, unchanged(recipe), replaced(recipe)) for recipe in recipes()]
     head = HEAD.format(
         count=len(tried),
-        unchanged=sum(not one.error for _, one, _ in tried),
-        replaced=sum(not one.error for _, _, one in tried),
+        unchanged=sum(not tried_recipe.error for _, tried_recipe, _ in tried),
+        replaced=sum(not tried_recipe.error for _, _, tried_recipe in tried),
     )
     rows = [
         f"| {_name(recipe)} | {recipe.gpus} {recipe.gpu.upper()}, {recipe.precision} | {_stages(recipe)} | "

@@ -14,10 +14,9 @@ _FIRST = "schedules", "stock", "vocabulary", "pairs", "offload", "without_flush"
 
 
 def _in_order() -> list[Rules]:
-    """Return all rules in the order of the document."""
     topics = {topic.name: topic.rules for topic in table.topics()}
-    others = [name for name in topics if name not in _FIRST]
-    written = [rules for name in (*_FIRST, *others) for rules in topics[name]]
+    remaining = [name for name in topics if name not in _FIRST]
+    written = [rules for name in (*_FIRST, *remaining) for rules in topics[name]]
     return [*written, *unknown_costs.not_counted(), *start.RULES, *config.RULES]
 
 
@@ -49,23 +48,23 @@ def _section(rules: Rules) -> str:
 
 
 def _row(rules: Rules, rule: Rule) -> str:
-    what, reason, fix = map(marked, (rule.flag, rules.why_of(rule), rules.fix_of(rule)))
-    where = f" (with {marked(rule.releases)})" if rule.releases else ""
-    return f"| {what}{where} | {reason} | {fix} |"
+    flags, reason, fix = map(marked, (rule.flag, rules.why_of(rule), rules.fix_of(rule)))
+    releases = f" (with {marked(rule.releases)})" if rule.releases else ""
+    return f"| {flags}{releases} | {reason} | {fix} |"
 
 
 def marked(words: str) -> str:
     """Return ``words`` of a rule with flags as code."""
     words = re.sub(r"--([a-z][a-z-]+) \{(\w+)\}", _without_own_value, words)
-    words = re.sub(r"\{(\w+)\}", lambda found: f"*{found[1].replace('_', ' ')}*", words)
+    words = re.sub(r"\{(\w+)\}", lambda match: f"*{match[1].replace('_', ' ')}*", words)
     words = re.sub(r"(?<![\w`'-])(--[a-z][\w-]*)", r"`\1`", words)
     words = re.sub(r"(transformer-engine(?:<|==)[\d.]+)", r"`\1`", words)
     return words.replace("|", "\\|")
 
 
-def _without_own_value(found: re.Match[str]) -> str:
-    flag, name = found.groups()
-    return f"--{flag}" if flag.replace("-", "_") == name else found[0]
+def _without_own_value(match: re.Match[str]) -> str:
+    flag, name = match.groups()
+    return f"--{flag}" if flag.replace("-", "_") == name else match[0]
 
 
 if __name__ == "__main__":

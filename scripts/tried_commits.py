@@ -28,10 +28,10 @@ Tables = dict[str, dict[str, str]]
 
 
 class Source:
-    """The files of a commit: those of a folder, or of ``GITDIR@COMMIT``."""
+    """The files of a commit: of a folder, or of ``GITDIR@COMMIT``."""
 
-    def __init__(self, where: str) -> None:
-        folder, _, commit = where.partition("@")
+    def __init__(self, place: str) -> None:
+        folder, _, commit = place.partition("@")
         self._folder, self._commit = Path(folder), commit
 
     def module(self, name: str) -> tuple[ast.Module, str] | None:
@@ -47,8 +47,8 @@ class Source:
     def _text(self, path: str) -> str | None:
         if self._commit:
             show = ["git", "-C", str(self._folder), "show", f"{self._commit}:{path}"]
-            shown = subprocess.run(show, capture_output=True, text=True, check=False)
-            return shown.stdout if shown.returncode == 0 else None
+            result = subprocess.run(show, capture_output=True, text=True, check=False)
+            return result.stdout if result.returncode == 0 else None
         file = self._folder / path
         return file.read_text(encoding="utf-8") if file.exists() else None
 
@@ -56,18 +56,26 @@ class Source:
 def parameters_in(source: Source, place: str) -> str | None:
     """Return the parameters of what stands in ``place``, separated by spaces; None if nothing does."""
     module, _, name = place.partition(":")
-    first, *others = name.split(".")
-    found = _exported(source, module, first)
-    for part in others:
-        found = _named(found, part)
-    if isinstance(found, ast.ClassDef):  # an autograd function
-        found = _named(found, "forward")
-    if found is None:
+    first, *inner = name.split(".")
+    definition = _exported(source, module, first)
+    for part in inner:
+        definition = _named(definition, part)
+    if isinstance(definition, ast.ClassDef):  # an autograd function
+        definition = _named(definition, "forward")
+    if definition is None:
         return None
-    given = found.args
-    ordered = [*given.posonlyargs, *given.args, given.vararg, *given.kwonlyargs, given.kwarg]
-    names = [one.arg for one in ordered if one is not None]
-    is_of_class = any(isinstance(one, ast.Name) and one.id == "classmethod" for one in found.decorator_list)
+    arguments = definition.args
+    ordered = [
+        *arguments.posonlyargs,
+        *arguments.args,
+        arguments.vararg,
+        *arguments.kwonlyargs,
+        arguments.kwarg,
+    ]
+    names = [argument.arg for argument in ordered if argument is not None]
+    is_of_class = any(
+        isinstance(node, ast.Name) and node.id == "classmethod" for node in definition.decorator_list
+    )
     return " ".join(names[is_of_class:])
 
 
@@ -77,31 +85,35 @@ def _exported(source: Source, module: str, name: str) -> Any:
     if read is None:
         return None
     tree, package = read
-    found = _named(tree, name)
-    for one in ast.walk(tree) if found is None else ():
-        if found is None and isinstance(one, ast.ImportFrom):
-            above = package.split(".")[: len(package.split(".")) - one.level + 1] if one.level else []
-            origin = ".".join([*above, *filter(None, [one.module])])
-            for alias in one.names:
+    definition = _named(tree, name)
+    for node in ast.walk(tree) if definition is None else ():
+        if definition is None and isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            origin = ".".join([*above, *filter(None, [node.module])])
+            for alias in node.names:
                 if name == (alias.asname or alias.name):
-                    found = _exported(source, origin, alias.name)
+                    definition = _exported(source, origin, alias.name)
                 elif alias.name == "*":
-                    found = found or _exported(source, origin, name)
-    return found
+                    definition = definition or _exported(source, origin, name)
+    return definition
 
 
 def _named(scope: ast.AST | None, name: str) -> Any:
     """Return the function or class ``name`` of ``scope``, the last of several, as Python does."""
-    defined = [one for one in _definitions(scope) if one.name == name] if scope is not None else []
+    defined = (
+        [definition for definition in _definitions(scope) if definition.name == name]
+        if scope is not None
+        else []
+    )
     return defined[-1] if defined else None
 
 
 def _definitions(scope: ast.AST) -> Iterator[Any]:
-    for one in ast.iter_child_nodes(scope):
-        if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            yield one
-        elif isinstance(one, (ast.If, ast.Try, ast.ExceptHandler)):
-            yield from _definitions(one)
+    for node in ast.iter_child_nodes(scope):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node
+        elif isinstance(node, (ast.If, ast.Try, ast.ExceptHandler)):
+            yield from _definitions(node)
 
 
 def hooked_places() -> list[str]:
@@ -112,7 +124,7 @@ def hooked_places() -> list[str]:
     from megatron_pp_ext.integration import frameworks, hooks
 
     every = (*hooks.all_hooks(cpu=True), *frameworks.SEAMS)
-    return [place.path for seam in every for place in seam.places]
+    return [place.path for hook in every for place in hook.places]
 
 
 def written(commits: Mapping[str, Any], tables: Tables) -> str:
@@ -124,10 +136,10 @@ def written(commits: Mapping[str, Any], tables: Tables) -> str:
     megatrons = [name for name, row in commits.items() if tried.Commit(name, **row).is_megatron]
     rows = []
     for (place, parameters), names in sorted(having.items()):
-        some = {} if names == megatrons else {"commits": names}
-        rows.append(json.dumps({"place": place, "parameters": parameters, **some}))
-    told = [f"{json.dumps(name)}: {json.dumps(row)}" for name, row in commits.items()]
-    lines = (",\n  ".join(one) for one in (told, rows))
+        only = {} if names == megatrons else {"commits": names}
+        rows.append(json.dumps({"place": place, "parameters": parameters, **only}))
+    commit_rows = [f"{json.dumps(name)}: {json.dumps(row)}" for name, row in commits.items()]
+    lines = (",\n  ".join(entries) for entries in (commit_rows, rows))
     return '{{\n "commits": {{\n  {}\n }},\n "places": [\n  {}\n ]\n}}\n'.format(*lines)
 
 
@@ -138,8 +150,8 @@ def _write(sources: Mapping[str, Source]) -> None:
         raise SystemExit(f"{tried.FILE.name} has no commit {unknown[0]!r}: write it into its commits first")
     tables: Tables = {name: dict(tried.signatures(name)) for name in commits}
     for name, source in sources.items():
-        found = {place: parameters_in(source, place) for place in hooked_places()}
-        tables[name] = {place: parameters for place, parameters in found.items() if parameters is not None}
+        by_place = {place: parameters_in(source, place) for place in hooked_places()}
+        tables[name] = {place: parameters for place, parameters in by_place.items() if parameters is not None}
     tried.FILE.write_text(written(commits, tables), encoding="utf-8")
 
 
@@ -152,14 +164,14 @@ def _train(checkout: str) -> bool:
 def main() -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    what = parser.add_subparsers(dest="what", required=True)
-    what.add_parser("table").add_argument("sources", nargs="+", metavar="NAME=SOURCE")
-    what.add_parser("train").add_argument("checkouts", nargs="+", metavar="CHECKOUT")
-    given = parser.parse_args()
-    if given.what == "table":
-        _write({name: Source(where) for name, _, where in (one.partition("=") for one in given.sources)})
+    commands = parser.add_subparsers(dest="what", required=True)
+    commands.add_parser("table").add_argument("sources", nargs="+", metavar="NAME=SOURCE")
+    commands.add_parser("train").add_argument("checkouts", nargs="+", metavar="CHECKOUT")
+    options = parser.parse_args()
+    if options.what == "table":
+        _write({name: Source(place) for name, _, place in (word.partition("=") for word in options.sources)})
         return 0
-    return 0 if all([_train(checkout) for checkout in given.checkouts]) else 1
+    return 0 if all([_train(checkout) for checkout in options.checkouts]) else 1
 
 
 if __name__ == "__main__":

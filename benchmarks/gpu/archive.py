@@ -11,11 +11,11 @@ LARGEST = 16 * 2**20
 """The most bytes of an archive."""
 
 _OVERHEAD = 1024
-"""What a file adds to its text at most: a header and what fills its last block."""
+"""The most bytes that a file adds to its text: a header and the rest of its last block."""
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Put what an earlier archive holds into ``folder``, so that the next one has it too."""
+    """Put the content of an earlier archive into ``folder``, so that the next one has it too."""
     if archive.exists():
         with tarfile.open(archive) as tar:
             tar.extractall(folder, filter="data")
@@ -27,7 +27,7 @@ def pack(folder: Path, archive: Path) -> None:
     Every file gets an equal share of the bytes that a log which cannot be compressed would leave.
     """
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    # gzip adds a few bytes to what it cannot compress, and tar fills up to a record of 10 KiB.
+    # gzip adds a few bytes to data that it cannot compress, and tar fills up to a record of 10 KiB.
     share = (LARGEST - LARGEST // 256) // max(1, len(files)) - _OVERHEAD
     with whole(archive) as place, tarfile.open(place, "w:gz") as tar:
         for file in files:

@@ -45,7 +45,7 @@ class Bench:
         self.begin(90)
 
     def begin(self, seconds: float) -> None:
-        """Give what is run from now on ``seconds`` together."""
+        """Give all runs from now on ``seconds`` together."""
         self.seconds, self.until = seconds, time.monotonic() + seconds
 
     def left(self) -> float:
@@ -64,21 +64,21 @@ class Bench:
         return self.run(name, words, UNCOMPILED)
 
     def module(self, name: str, module: str, *words: str) -> dict[str, Any]:
-        """Run a module of this folder and return the JSON that ends what it prints; errors as ``run``."""
+        """Run a module of this folder and return the JSON at the end of its output; errors as ``run``."""
         output = self.run(name, [sys.executable, "-m", module, *words, *["--dry"] * self.dry])
-        found: dict[str, Any] = json.loads(output.splitlines()[-1])
-        return found
+        cells: dict[str, Any] = json.loads(output.splitlines()[-1])
+        return cells
 
     def ranks(self, name: str, ranks: int, module: str, *words: str) -> dict[str, Any]:
         """Run a module on ``ranks`` ranks; return and errors as ``module``."""
         started = [*command.torchrun(ranks), "-m", module, *words, *["--dry"] * self.dry]
-        found: dict[str, Any] = json.loads(self.run(name, started, UNCOMPILED).splitlines()[-1])
-        return found
+        cells: dict[str, Any] = json.loads(self.run(name, started, UNCOMPILED).splitlines()[-1])
+        return cells
 
-    def works(self, what: str) -> bool:
+    def works(self, feature: str) -> bool:
         """Return whether ``what`` works here: "compile", which takes a compiler of C, or "attention"."""
         try:
-            self.module(what, "benchmarks.gpu.machine", "--try", what)
+            self.module(feature, "benchmarks.gpu.machine", "--try", feature)
         except NoTimeLeft:
             raise
         except RuntimeError:
@@ -87,24 +87,24 @@ class Bench:
 
     def implementation(self) -> list[str]:
         """Return the flags for the layers and kernels that are installed, and work."""
-        found = ["--no-persist-layer-norm", "--no-rope-fusion"]
+        flags = ["--no-persist-layer-norm", "--no-rope-fusion"]
         if find_spec("fused_weight_gradient_mlp_cuda") is None:
-            found.append("--no-gradient-accumulation-fusion")
+            flags.append("--no-gradient-accumulation-fusion")
         if find_spec("transformer_engine") is None:
-            found += shlex.split("--transformer-impl local --no-masked-softmax-fusion")
+            flags += shlex.split("--transformer-impl local --no-masked-softmax-fusion")
         elif self.works("attention"):
-            return found
-        return [*found, "--attention-backend", "unfused"]
+            return flags
+        return [*flags, "--attention-backend", "unfused"]
 
     def run(self, name: str, words: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
         """Run a command and return its output.
 
-        Raises RuntimeError if it fails, or has not ended in half of the part's seconds or what is left of
+        Raises RuntimeError if it fails, or has not ended in half of the part's seconds or the rest of
         them: a run that hangs leaves time for others.
         """
         self.require_time()
-        own = {**self.environment, **(environment or {})}
-        return call(words, self.logs / f"{name}.log", min(self.seconds / 2, self.left()), own)
+        variables = {**self.environment, **(environment or {})}
+        return call(words, self.logs / f"{name}.log", min(self.seconds / 2, self.left()), variables)
 
     def lines(self, name: str, words: Sequence[str]) -> Iterator[str]:
         """Run a command and yield each line that it prints, when it is printed.

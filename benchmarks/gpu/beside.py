@@ -33,7 +33,7 @@ class Layer(torch.nn.Module):
         super().__init__()
         import transformer_engine.pytorch as engine
 
-        both: dict[str, Any] = {
+        options: dict[str, Any] = {
             "params_dtype": torch.bfloat16,
             "fuse_wgrad_accumulation": True,
             "bias": False,
@@ -41,7 +41,7 @@ class Layer(torch.nn.Module):
             "tp_size": group.size(),
             "sequence_parallel": group.size() > 1,
         }
-        column, row = {**both, "parallel_mode": "column"}, {**both, "parallel_mode": "row"}
+        column, row = {**options, "parallel_mode": "column"}, {**options, "parallel_mode": "row"}
         self.qkv = engine.LayerNormLinear(hidden, 3 * hidden, **column)
         self.proj = engine.Linear(hidden, hidden, **row)
         self.fc1 = engine.LayerNormLinear(hidden, 4 * hidden, **column)
@@ -58,7 +58,7 @@ class Layer(torch.nn.Module):
 
 
 def milliseconds(layer: Layer, input: torch.Tensor) -> Mapping[str, Callable[[], float]]:
-    """Return what measures each way on the device, in milliseconds, after its forwards."""
+    """Return a function for each way that measures it on the device, in milliseconds, after its forwards."""
 
     def timed(*steps: Callable[[torch.Tensor], None], of: int = -1) -> float:
         """Time step ``of`` of the steps that follow two forwards."""
@@ -115,10 +115,10 @@ def main(
     layer = Layer(HIDDEN, dist.group.WORLD)
     input = torch.randn(TOKENS // ranks, HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     times = in_turns(dict(milliseconds(layer, input)), rounds=ROUNDS, warm_up=2)
-    found = {way: median(each) for way, each in times.items()}
-    cells = {f"{way} ms": f"{took:.3f}" for way, took in found.items()}
-    apart, together = found["I"] + found["W"], found["I beside a W"] + found["the rest of that W"]
-    ratios = {"I + W over B": apart / found["B"], "beside over B": together / found["B"]}
+    medians = {way: median(milliseconds_of_way) for way, milliseconds_of_way in times.items()}
+    cells = {f"{way} ms": f"{milliseconds_of_way:.3f}" for way, milliseconds_of_way in medians.items()}
+    separate, combined = medians["I"] + medians["W"], medians["I beside a W"] + medians["the rest of that W"]
+    ratios = {"I + W over B": separate / medians["B"], "beside over B": combined / medians["B"]}
     if dist.get_rank() == 0:
         print(json.dumps({**cells, **{name: f"{ratio:.4f}" for name, ratio in ratios.items()}}))
     dist.destroy_process_group()

@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.check [--out FOLDER] [--dry] [--seconds N] [PART[:ROW,ROW...] ...]
 
 Writes FOLDER/PART.md, whole after each row, and FOLDER/logs.tar.gz with the end of every log.  A row that
-fails does not stop the others, but the exit status is 1 then.  SIGTERM ends what is being measured.
+fails does not stop the others, but the exit status is 1 then.  SIGTERM ends the measurement under way.
 """
 
 import signal
@@ -39,7 +39,7 @@ def main(
     dry: Annotated[bool, typer.Option("--dry", help="Try the script on a CPU, with tiny models.")] = False,
 ) -> None:
     """Run the parts one after the other, and print their tables."""
-    wanted = chosen(parts or list(PARTS))
+    rows_of_parts = chosen(parts or list(PARTS))
     out.mkdir(parents=True, exist_ok=True)
     archive, failed = out / "logs.tar.gz", []
     with tempfile.TemporaryDirectory(prefix="gpu-", ignore_cleanup_errors=True) as folder:
@@ -51,7 +51,7 @@ def main(
                 if not machine["cuda"]:
                     raise SystemExit("torch sees no CUDA device here: run this where one is, or add --dry")
                 bench.nccl = tuple(machine["nccl"])
-                for name, rows in wanted.items():
+                for name, rows in rows_of_parts.items():
                     bench.begin(seconds or PARTS[name].seconds)
                     page = out / f"{name}.md"
                     written = partial(pack, bench.logs, archive)
@@ -72,17 +72,17 @@ def main(
 
 def chosen(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Return the parts that ``words`` name, each with its chosen rows, of which there are none for all."""
-    wanted = {}
+    rows_of_parts = {}
     for word in words:
         name, _, rows = word.partition(":")
         if name not in PARTS:
             raise SystemExit(f"there is no part '{name}': take {', '.join(PARTS)}")
-        wanted[name] = tuple(filter(None, rows.split(",")))
-        known = PARTS[name].rows
-        if unknown := [row for row in wanted[name] if row not in known]:
-            rows_of = f"take {', '.join(known)}" if known else "its rows cannot be chosen"
+        rows_of_parts[name] = tuple(filter(None, rows.split(",")))
+        names = PARTS[name].rows
+        if unknown := [row for row in rows_of_parts[name] if row not in names]:
+            rows_of = f"take {', '.join(names)}" if names else "its rows cannot be chosen"
             raise SystemExit(f"{name} has no row '{unknown[0]}': {rows_of}")
-    return wanted
+    return rows_of_parts
 
 
 if __name__ == "__main__":

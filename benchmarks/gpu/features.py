@@ -24,7 +24,7 @@ WIDE = "--hidden-size 2048"
 
 @dataclass(frozen=True)
 class Feature:
-    """What a part trains with: flags for all of its runs, and further ones for each row.
+    """A feature that a part trains with: flags for all of its runs, and further ones for each row.
 
     ``wide`` are flags that a dry run leaves out.  ``needs`` is the package without which it cannot run,
     ``logged`` what a row's log has to have.  Sums ``is_rounded`` of which make the first losses, too, differ.

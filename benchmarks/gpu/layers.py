@@ -1,4 +1,4 @@
-"""Single layers and single ranks on a GPU: the cost of a split backward, copies, and what ``one_rank`` has.
+"""Single layers and single ranks on a GPU: the cost of a split backward, copies, and ``one_rank``.
 
 python -m benchmarks.gpu.layers split plain [--dry]
 python -m benchmarks.gpu.layers copies products [--dry]
@@ -71,7 +71,7 @@ def in_halves(output: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def split(kind: str, hidden: int) -> dict[str, object]:
-    """Return what I and W cost one after the other, against a whole backward."""
+    """Return the cost of I and W one after the other, against a whole backward."""
     makers: dict[str, Callable[[bool], torch.nn.Module]] = {
         "plain": lambda splits: Block(hidden, SplitLinear if splits else torch.nn.Linear),
         "transformer-engine": partial(EngineBlock, hidden),
@@ -85,7 +85,7 @@ def split(kind: str, hidden: int) -> dict[str, object]:
         module = makers[kind](splits).to(device="cuda", dtype=torch.bfloat16)
         ways[splits] = partial(_seconds, module, x, partial(backward, gradient=gradient))
     times = in_turns(ways, rounds=REPEATS, warm_up=1)
-    (base, least_base), (cut, least) = ((median(found), min(found)) for found in times.values())
+    (base, least_base), (cut, least) = ((median(seconds), min(seconds)) for seconds in times.values())
     return {
         "hidden, tokens": hidden,
         "whole ms": f"{1e3 * base:.3f}",
@@ -99,8 +99,8 @@ def split(kind: str, hidden: int) -> dict[str, object]:
 def _seconds(module: torch.nn.Module, input: torch.Tensor, backward: Callable[[torch.Tensor], None]) -> float:
     """Return the seconds of ``backward`` on the device, after a forward and without earlier gradients."""
     output = module(input)
-    for one in (input, *module.parameters()):
-        one.grad = None
+    for tensor in (input, *module.parameters()):
+        tensor.grad = None
     torch.cuda.synchronize()
     start = time.perf_counter()
     backward(output)
@@ -108,16 +108,16 @@ def _seconds(module: torch.nn.Module, input: torch.Tensor, backward: Callable[[t
     return time.perf_counter() - start
 
 
-def copies(what: str, hidden: int) -> dict[str, object]:
-    """Return what products take beside copies to the host and back, against what they take alone.
+def copies(kind: str, hidden: int) -> dict[str, object]:
+    """Return the time of products during copies to the host and back, against their time alone.
 
     The copies go on all the time, as they would where every activation is offloaded.
     """
-    if what == "products":
-        left, right = (torch.randn(hidden, hidden, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    if kind == "products":
+        a, b = (torch.randn(hidden, hidden, device="cuda", dtype=torch.bfloat16) for _ in range(2))
 
         def work() -> object:
-            return torch.mm(left, right)
+            return torch.mm(a, b)
     else:
         numbers = torch.randn(hidden, 4 * hidden, device="cuda", dtype=torch.bfloat16)
 
@@ -137,12 +137,14 @@ def copies(what: str, hidden: int) -> dict[str, object]:
         return time.perf_counter() - before
 
     ways: dict[bool, Callable[[], float]] = {beside: partial(seconds, beside) for beside in (False, True)}
-    alone, beside = (median(found) for found in in_turns(ways, rounds=REPEATS, warm_up=2).values())
+    without, beside = (
+        median(seconds_of_way) for seconds_of_way in in_turns(ways, rounds=REPEATS, warm_up=2).values()
+    )
     return {
         "hidden, tokens": hidden,
-        "alone ms": f"{1e3 * alone / REPEATED:.4f}",
+        "alone ms": f"{1e3 * without / REPEATED:.4f}",
         "beside copies ms": f"{1e3 * beside / REPEATED:.4f}",
-        "ratio": f"{beside / alone:.4f}",
+        "ratio": f"{beside / without:.4f}",
     }
 
 

@@ -1,4 +1,4 @@
-"""What a machine says of its device, as JSON: torch, NCCL and packages; or whether something works there.
+"""A machine's report of its device, as JSON: torch, NCCL and packages; or whether something works there.
 
     python -m benchmarks.gpu.machine [--dry] [--try compile|attention]
 
@@ -45,7 +45,7 @@ def main(
         from transformer_engine.pytorch import DotProductAttention
 
         heads = [torch.randn(256, 1, 8, 32, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
-        queries, keys, values = (one.requires_grad_() for one in heads)
+        queries, keys, values = (head.requires_grad_() for head in heads)
         DotProductAttention(8, 32)(queries, keys, values, attn_mask_type="causal").sum().backward()
         torch.cuda.synchronize()
     print(json.dumps({"cuda": is_there, "line": ", ".join(versions), "nccl": nccl}))

@@ -36,7 +36,7 @@ SHOWN_GAPS, SHOWN = 3, 40
 """The gaps that a table shows, and the characters of a kernel's name."""
 
 WIDE, TOKENS = 16384, 1024
-"""Products are so large that a copy of what a forward keeps takes about as long as the forward."""
+"""Products are so large that a copy of a forward's activations takes about as long as the forward."""
 
 STEPS = 5
 ROWS = 64
@@ -75,7 +75,7 @@ class OneRank:
     @property
     def parameters(self) -> list[Any]:
         """The parameters of all stages."""
-        return [one for stage in self._stages.values() for one in stage.module.parameters()]
+        return [parameter for stage in self._stages.values() for parameter in stage.module.parameters()]
 
     def run(self, schedule: Schedule | None = None, away: OffloadedActivations | None = None) -> None:
         """Run a step, of the same orders with copies if ``schedule`` has them, and wait for the device."""
@@ -100,7 +100,7 @@ def one_rank(name: str, hidden: int, tokens: int) -> Iterator[OneRank]:
 
 
 class Kernel(NamedTuple):
-    """What the device ran, and when it started and ended, in microseconds."""
+    """A kernel of the device, and when it started and ended, in microseconds."""
 
     start: float
     end: float
@@ -146,12 +146,12 @@ def _work(rank: OneRank, kernels: torch.autograd.DeviceType) -> list[Kernel]:
         for _ in range(3):
             step()
             profile.step()
-    found = sorted(
+    kernels_of_step = sorted(
         Kernel(event.time_range.start, event.time_range.end, event.name[:SHOWN])
         for event in profile.events()
         if event.device_type == kernels and not event.name.startswith("ProfilerStep")
     )
-    return found[is_gpu:]
+    return kernels_of_step[is_gpu:]
 
 
 def away(name: str, hidden: int, tokens: int) -> dict[str, object]:
@@ -164,9 +164,9 @@ def away(name: str, hidden: int, tokens: int) -> dict[str, object]:
         return _with_copies(rank, SMALLEST if hidden == WIDE else 1, {"hidden": hidden, "tokens": tokens})
 
 
-def _with_copies(rank: OneRank, smallest: int, found: dict[str, object]) -> dict[str, object]:
+def _with_copies(rank: OneRank, smallest: int, cells: dict[str, object]) -> dict[str, object]:
     expected: list[torch.Tensor] = []
-    for what, leaves in (("none", None), ("half", half), ("all", everything)):
+    for part, leaves in (("none", None), ("half", half), ("all", everything)):
         schedule = rank.schedule if leaves is None else with_offloaded(rank.schedule, leaves)
         moved = OffloadedActivations(HostBuffers(HOST_BYTES), CopyStreams(), smallest)
 
@@ -178,18 +178,18 @@ def _with_copies(rank: OneRank, smallest: int, found: dict[str, object]) -> dict
 
         step()
         torch.cuda.reset_peak_memory_stats()
-        found[f"{what} away: ms"] = f"{1e3 * median(_seconds(step) for _ in range(STEPS)):.1f}"
-        found[f"{what} away: peak GiB"] = f"{torch.cuda.max_memory_allocated() / 2**30:.2f}"
+        cells[f"{part} away: ms"] = f"{1e3 * median(_seconds(step) for _ in range(STEPS)):.1f}"
+        cells[f"{part} away: peak GiB"] = f"{torch.cuda.max_memory_allocated() / 2**30:.2f}"
         gradients = [parameter.grad[:ROWS].cpu() for parameter in rank.parameters]
         expected = expected or gradients
         if not all(map(torch.equal, gradients, expected)):
-            raise RuntimeError(f"gradients differ with {what} of the activations on the host")
+            raise RuntimeError(f"gradients differ with {part} of the activations on the host")
         if bool(moved.offloaded_bytes) == (leaves is None):
             raise RuntimeError(
-                f"{moved.offloaded_bytes} bytes moved with {what} of the activations on the host"
+                f"{moved.offloaded_bytes} bytes moved with {part} of the activations on the host"
             )
-        found[f"{what} away: GiB moved a step"] = f"{moved.offloaded_bytes / (STEPS + 1) / 2**30:.2f}"
-    return found
+        cells[f"{part} away: GiB moved a step"] = f"{moved.offloaded_bytes / (STEPS + 1) / 2**30:.2f}"
+    return cells
 
 
 def _seconds(step: Callable[[], None]) -> float:

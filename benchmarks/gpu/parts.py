@@ -1,4 +1,4 @@
-"""The parts of the GPU check: what each measures, and in how many seconds."""
+"""The parts of the GPU check: the measurements of each, and its seconds."""
 
 import re
 import shlex
@@ -22,7 +22,7 @@ BESIDE = ("products", "activations")
 SLICES = ("2048", "4096", "8192")
 """The tokens of a slice, as words."""
 LIKE = "h100"
-"""The system whose figures are compared with what is measured."""
+"""The system whose figures are compared with the measured ones."""
 
 _OUTCOME = re.compile(r"^tests/(?:\S+/)?(\S+::\S+) (PASSED|FAILED|SKIPPED|ERROR)\s*(.*?)\s*(?:\[ *\d+%\])?$")
 
@@ -41,7 +41,7 @@ class Part:
 
 
 def doctor(bench: Bench, rows: Rows) -> None:
-    """Add what ``mpp doctor`` says of the machine, its driver, and how ranks share its device."""
+    """Add the report of ``mpp doctor`` on the machine, its driver, and how ranks share its device."""
 
     def examined() -> Cells:
         return {"found": bench.run("doctor", [*MPP, "doctor"]).strip().splitlines()[0]}
@@ -49,8 +49,8 @@ def doctor(bench: Bench, rows: Rows) -> None:
     def driver() -> Cells:
         if shutil.which("nvidia-smi") is None:
             return {"found": "there is no nvidia-smi"}
-        asked = "--query-gpu=name,driver_version,memory.total,compute_mode,mig.mode.current,clocks.sm"
-        return {"found": bench.run("nvidia-smi", ["nvidia-smi", asked, "--format=csv,noheader"]).strip()}
+        query = "--query-gpu=name,driver_version,memory.total,compute_mode,mig.mode.current,clocks.sm"
+        return {"found": bench.run("nvidia-smi", ["nvidia-smi", query, "--format=csv,noheader"]).strip()}
 
     def sharing() -> Cells:
         with shared_device(bench):
@@ -73,23 +73,23 @@ def tests(bench: Bench, rows: Rows) -> None:
 
         def all_have_ended() -> Cells:
             for line in bench.lines("tests", [sys.executable, *options]):
-                if found := _OUTCOME.match(line):
-                    name, outcome, why = found.groups()
+                if outcome_line := _OUTCOME.match(line):
+                    name, outcome, reason = outcome_line.groups()
                     has_failed = {FAILED: outcome} if outcome in ("FAILED", "ERROR") else {}
-                    rows.add(name, {"outcome": f"{outcome.lower()} {why}".strip(), **has_failed})
+                    rows.add(name, {"outcome": f"{outcome.lower()} {reason}".strip(), **has_failed})
             return {"outcome": "done"}
 
         rows.measure("all", all_have_ended)
 
 
-def _layers(what: str, names: tuple[str, ...], bench: Bench, rows: Rows, title: str = "{}") -> None:
+def _layers(kind: str, names: tuple[str, ...], bench: Bench, rows: Rows, title: str = "{}") -> None:
     for name in names:
-        measure = partial(bench.module, f"{what}-{name}", "benchmarks.gpu.layers", what, name)
+        measure = partial(bench.module, f"{kind}-{name}", "benchmarks.gpu.layers", kind, name)
         rows.measure(title.format(name), measure)
 
 
 def beside(bench: Bench, rows: Rows) -> None:
-    """Add what a layer's actions take on one rank, and on two that share the device."""
+    """Add the times of a layer's actions on one rank, and on two that share the device."""
     with shared_device(bench):
         for ranks in (1, 2):
             module = "benchmarks.gpu.beside", "--backend", bench.backend
@@ -98,7 +98,7 @@ def beside(bench: Bench, rows: Rows) -> None:
 
 
 def rates(bench: Bench, rows: Rows) -> None:
-    """Add what ``mpp calibrate`` measures beside the planner's figures, and what work takes beside copies."""
+    """Add the figures of ``mpp calibrate`` next to the planner's, and the times of work during copies."""
     file = bench.logs / "system.json"
 
     def measured() -> Cells:
@@ -106,37 +106,39 @@ def rates(bench: Bench, rows: Rows) -> None:
         return {}
 
     if rows.measure("mpp calibrate", measured):
-        here, known = system.read(str(file)), system.read(LIKE)
-        for name, (found, planned) in _figures(here, known).items():
-            cells = {"measured": f"{found:.4g}", f"planner's ({LIKE})": f"{planned:.4g}"}
-            rows.add(name, {**cells, "measured over planner's": f"{found / planned:.3f}"})
+        measured_system, planners = system.read(str(file)), system.read(LIKE)
+        for name, (figure, planned) in _figures(measured_system, planners).items():
+            cells = {"measured": f"{figure:.4g}", f"planner's ({LIKE})": f"{planned:.4g}"}
+            rows.add(name, {**cells, "measured over planner's": f"{figure / planned:.3f}"})
     _layers("copies", BESIDE, bench, rows, "{} beside copies to the host")
 
 
-def _figures(here: system.System, known: system.System) -> dict[str, tuple[float, float]]:
+def _figures(measured: system.System, planners: system.System) -> dict[str, tuple[float, float]]:
     """Return each figure that was measured, and the planner's without what training sustains of it."""
-    clock = known.sustained.get("clock", 1.0)
-    found = {
+    clock = planners.sustained.get("clock", 1.0)
+    figures = {
         f"product {m:.0f} x {n:.0f} x {k:.0f}, {name}, Tflop/s": (
             rate / 1e12,
-            known.rate(name, m, n, k) / clock / 1e12,
+            planners.rate(name, m, n, k) / clock / 1e12,
         )
-        for name, products in here.matrix_rates.items()
+        for name, products in measured.matrix_rates.items()
         for m, n, k, rate in products
     }
-    for width, rate, around in here.attention_rates:
-        of_width = {row[0]: row[1:] for row in known.attention_rates}[width]
-        found[f"attention, heads of {width:.0f}, Tflop/s"] = rate / 1e12, of_width[0] / 1e12
-        found[f"attention, heads of {width:.0f}, keys around"] = around, of_width[1]
-    found["copies within the device, GB/s"] = tuple(one.copy_bytes_per_second / 1e9 for one in (here, known))
-    if here.host is not None and known.host is not None and here.host != known.host:
-        found["copies to the host and back at once, GB/s each"] = tuple(
-            one.host.bytes_per_second / 1e9 for one in (here, known)
+    for width, rate, around in measured.attention_rates:
+        of_width = {row[0]: row[1:] for row in planners.attention_rates}[width]
+        figures[f"attention, heads of {width:.0f}, Tflop/s"] = rate / 1e12, of_width[0] / 1e12
+        figures[f"attention, heads of {width:.0f}, keys around"] = around, of_width[1]
+    figures["copies within the device, GB/s"] = tuple(
+        machine.copy_bytes_per_second / 1e9 for machine in (measured, planners)
+    )
+    if measured.host is not None and planners.host is not None and measured.host != planners.host:
+        figures["copies to the host and back at once, GB/s each"] = tuple(
+            machine.host.bytes_per_second / 1e9 for machine in (measured, planners)
         )
-        found["a tiny copy to the host and one back, us"] = tuple(
-            one.host.latency_seconds * 1e6 for one in (here, known)
+        figures["a tiny copy to the host and one back, us"] = tuple(
+            machine.host.latency_seconds * 1e6 for machine in (measured, planners)
         )
-    return found
+    return figures
 
 
 def parity(bench: Bench, rows: Rows) -> None:

@@ -26,7 +26,7 @@ Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def masked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Attention by a mask whose diagonal ends at the last query and key; it keeps all scores."""
+    """Attention by a mask whose diagonal ends at the last query and key; it keeps all logits."""
     rows, columns = len(query), len(key)
     hidden = torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril(columns - rows)
     scores = torch.einsum("qbhd,kbhd->bhqk", query, key) / query.shape[-1] ** 0.5
@@ -55,39 +55,39 @@ class Layer(torch.nn.Module):
         self.qkv, self.out = (torch.nn.Linear(hidden, size * hidden, bias=False) for size in (3, 1))
         self.up, self.down = torch.nn.Linear(hidden, 4 * hidden), torch.nn.Linear(4 * hidden, hidden)
 
-    def forward(self, given: torch.Tensor, sequence: Sequence, start: int) -> torch.Tensor:
-        """``given`` [tokens, 1, hidden], the part of a ``sequence`` from ``start`` on, to the same shape."""
-        query, key, value = self.qkv(given).unflatten(-1, (self.heads, -1)).chunk(3, dim=-1)
+    def forward(self, input: torch.Tensor, sequence: Sequence, start: int) -> torch.Tensor:
+        """``input`` [tokens, 1, hidden], the part of a ``sequence`` from ``start`` on, to the same shape."""
+        query, key, value = self.qkv(input).unflatten(-1, (self.heads, -1)).chunk(3, dim=-1)
         key, value = sequence.grown("key", key, start), sequence.grown("value", value, start)
-        middle = given + self.out(self.attention(query.contiguous(), key, value))
+        middle = input + self.out(self.attention(query.contiguous(), key, value))
         result: torch.Tensor = middle + self.down(torch.nn.functional.gelu(self.up(middle)))
         return result
 
 
-def trained(layer: Layer, given: torch.Tensor, tokens: int) -> tuple[float, list[torch.Tensor]]:
+def trained(layer: Layer, input: torch.Tensor, tokens: int) -> tuple[float, list[torch.Tensor]]:
     """Run forwards of slices of so many tokens, and their backwards in reverse.
 
     Return the seconds, and the gradients of the input and of all weights, added up in fp32 as Megatron does.
     """
-    sums = [torch.zeros_like(one, dtype=torch.float32) for one in layer.parameters()]
-    sequence = Sequence(Owner(0, 0), len(given))
-    inputs = [one.detach().requires_grad_() for one in given.split(tokens)]
+    sums = [torch.zeros_like(weight, dtype=torch.float32) for weight in layer.parameters()]
+    sequence = Sequence(Owner(0, 0), len(input))
+    inputs = [part.detach().requires_grad_() for part in input.split(tokens)]
     _wait()
     begin = time.perf_counter()
-    outputs = [layer(one, sequence, number * tokens) for number, one in enumerate(inputs)]
+    outputs = [layer(part, sequence, number * tokens) for number, part in enumerate(inputs)]
     for output in reversed(outputs):
         output.backward(torch.ones_like(output))
-        for total, one in zip(sums, layer.parameters(), strict=True):
-            assert one.grad is not None
-            total += one.grad
-            one.grad = None
+        for total, weight in zip(sums, layer.parameters(), strict=True):
+            assert weight.grad is not None
+            total += weight.grad
+            weight.grad = None
     _wait()
     seconds = time.perf_counter() - begin
-    return seconds, [torch.cat([one.grad.float() for one in inputs if one.grad is not None]), *sums]
+    return seconds, [torch.cat([part.grad.float() for part in inputs if part.grad is not None]), *sums]
 
 
-def _seconds(layer: Layer, given: torch.Tensor, tokens: int) -> float:
-    return trained(layer, given, tokens)[0]
+def _seconds(layer: Layer, input: torch.Tensor, tokens: int) -> float:
+    return trained(layer, input, tokens)[0]
 
 
 def _wait() -> None:
@@ -95,10 +95,10 @@ def _wait() -> None:
         torch.accelerator.synchronize()
 
 
-def distance(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
+def distance(first: list[torch.Tensor], second: list[torch.Tensor]) -> float:
     """Return how far the first gradients are from the others, by their norm."""
-    apart = sum(float((a - b).square().sum()) for a, b in zip(one, other, strict=True))
-    return (apart / sum(float(b.square().sum()) for b in other)) ** 0.5
+    squares = sum(float((a - b).square().sum()) for a, b in zip(first, second, strict=True))
+    return (squares / sum(float(b.square().sum()) for b in second)) ** 0.5
 
 
 def prefix(
@@ -106,7 +106,7 @@ def prefix(
 ) -> dict[str, object]:
     """Return the row of units of ``name`` tokens: their seconds over the whole, and how exact gradients are.
 
-    Gradients in bf16 are held against those of a shorter sequence in fp32, whose attention keeps all scores.
+    Gradients in bf16 are held against those of a shorter sequence in fp32, whose attention keeps all logits.
     """
     tokens, dtype = int(name), torch.bfloat16
     torch.manual_seed(1)
@@ -114,15 +114,15 @@ def prefix(
     short = torch.randn(4 * min(tokens, length // 16), 1, heads * width, device=device, dtype=dtype)
     exact = Layer(heads, width, masked).to(device=device)
     exact.load_state_dict(layer.state_dict())
-    found: dict[str, list[torch.Tensor]] = {}
-    for kind, one, cut in (("exact", exact, 1), ("whole", layer, 1), ("sliced", layer, 4)):
-        given = short.to(next(one.parameters()).dtype)
-        _, found[kind] = trained(one, given, len(given) // cut)
-    whole, sliced = (distance(found[kind], found["exact"]) for kind in ("whole", "sliced"))
-    del exact, found
+    gradients: dict[str, list[torch.Tensor]] = {}
+    for kind, model, cut in (("exact", exact, 1), ("whole", layer, 1), ("sliced", layer, 4)):
+        input = short.to(next(model.parameters()).dtype)
+        _, gradients[kind] = trained(model, input, len(input) // cut)
+    whole, sliced = (distance(gradients[kind], gradients["exact"]) for kind in ("whole", "sliced"))
+    del exact, gradients
     long = torch.randn(length, 1, heads * width, device=device, dtype=dtype)
     ways = {size: partial(_seconds, layer, long, size) for size in (length, tokens)}
-    seconds = {size: median(some) for size, some in in_turns(ways, rounds=REPEATS, warm_up=1).items()}
+    seconds = {size: median(of_size) for size, of_size in in_turns(ways, rounds=REPEATS, warm_up=1).items()}
     cells: dict[str, Any] = {
         "tokens": length,
         "whole ms": f"{1e3 * seconds[length]:.2f}",

@@ -22,7 +22,7 @@ SECONDS = "seconds"
 class Rows:
     """The rows of a part, which a page has as soon as they are there.
 
-    ``only`` names the rows that are wanted; all are if it is empty.  ``written`` is called behind each row.
+    ``only`` names the rows that are wanted; all are if it is empty.  ``written`` is called after each row.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class Rows:
         self._write()
 
     def _write(self) -> None:
-        found = dict.fromkeys(column for cells in self.rows.values() for column in cells)
-        columns = sorted(found, key=lambda column: (column == FAILED, column == SECONDS))
+        names = dict.fromkeys(column for cells in self.rows.values() for column in cells)
+        columns = sorted(names, key=lambda column: (column == FAILED, column == SECONDS))
         rows = [
             (name, *("" if (cell := cells.get(column)) is None else cell for column in columns))
             for name, cells in self.rows.items()

@@ -33,10 +33,10 @@ SCHEDULES = {
     name: f"--pipeline-schedule {name}"
     for name in (BASELINE, "v-half", "zb-h1", "v-min", "v-zb", "interleaved")
 } | {"flex": "--pipeline-schedule flex --pipeline-memory-limit 0.75"}
-"""What is rehearsed, first what says most."""
+"""The rehearsed schedules, the most telling first."""
 
 COMPARED = {name: SCHEDULES[name] for name in ("v-half", "zb-h1", "v-min", "v-zb")}
-"""What ``parity`` compares with 1F1B."""
+"""The schedules that ``parity`` compares with 1F1B."""
 
 RANKS_OF_PARITY = 4
 
@@ -57,12 +57,12 @@ def compare(
     bench: Bench,
     rows: Rows,
     part: str,
-    own: Sequence[str],
+    part_flags: Sequence[str],
     compared: Mapping[str, str],
     logged: str = "",
     is_rounded: bool = False,
 ) -> None:
-    """Add the losses of the small GPT with the flags ``own`` from one checkpoint on, against those of 1F1B.
+    """Add the losses of the small GPT with ``part_flags`` from one checkpoint on, against those of 1F1B.
 
     ``compared`` has further flags by the name of the row.  Where messages pass through the host, stock's
     schedule cannot send them, and our 1F1B is the baseline.  A row fails if its first loss differs from the
@@ -72,7 +72,7 @@ def compare(
     stock = bench.backend == "nccl"
     baseline = "" if stock else "--pipeline-schedule 1f1b"
     length = ["--train-iters", str(1 + PARITY_STEPS), "--ckpt-format", "torch_dist"]
-    flags = [*SMALL, *DATA, *bench.implementation(), "--bf16", *length, *own]
+    flags = [*SMALL, *DATA, *bench.implementation(), "--bf16", *length, *part_flags]
     expected: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
 
@@ -91,9 +91,9 @@ def compare(
             expected.extend(losses if name == BASELINE else [])
             cells = _compared(losses, expected, is_rounded)
             if logged and name != BASELINE:
-                found = re.search(logged, log)
+                match = re.search(logged, log)
                 missing = {FAILED: f"its log has no {logged!r}"}
-                cells = {**cells, "logged": found[1]} if found else {**missing, **cells}
+                cells = {**cells, "logged": match[1]} if match else {**missing, **cells}
             return cells
 
         if not rows.measure("checkpoint", save, always=True):
@@ -112,7 +112,7 @@ def _compared(losses: list[float], expected: list[float], is_rounded: bool = Fal
     difference = "equal" if losses == expected else f"{max(apart):.1e}"
     cells = {**cells, f"largest relative difference in {PARITY_STEPS} steps": difference}
     is_first = is_rounded or losses[0] == expected[0]
-    if not is_first or not all(one <= FURTHEST for one in apart):  # nan is neither
+    if not is_first or not all(distance <= FURTHEST for distance in apart):  # nan is neither
         return {
             **cells,
             FAILED: "it trained otherwise than the baseline: first losses must be equal as printed, all "
@@ -153,19 +153,19 @@ def rehearse(bench: Bench, rows: Rows) -> None:
         return {} if bench.works("compile") else UNCOMPILED
 
     def step(name: str) -> Cells:
-        found = {}
+        outputs = {}
         for command, options in COMMANDS.items():
             file = bench.logs / f"{command}-{name}.json"
             words = [command, *options, "--json", str(file), "--", *model, *SCHEDULES[name].split()]
             bench.run(f"{command}-{name}", [*MPP, *words], environment())
-            found[command] = json.loads(file.read_text(encoding="utf-8"))
-        rehearsed, estimated = found["rehearse"], found["estimate"]
-        seconds[name] = taken = rehearsed["step_seconds"]
+            outputs[command] = json.loads(file.read_text(encoding="utf-8"))
+        rehearsed, estimated = outputs["rehearse"], outputs["estimate"]
+        seconds[name] = step_seconds = rehearsed["step_seconds"]
         return {
-            "step s": taken,
-            "tokens/s a GPU": f"{sequence * MICROBATCHES / taken / RANKS:.0f}",
-            "MFU": f"{estimated['utilisation'] * estimated['step_seconds'] / taken:.1%}",
-            "of 1F1B's speed": f"{seconds[BASELINE] / taken:.3f}" if BASELINE in seconds else "",
+            "step s": step_seconds,
+            "tokens/s a GPU": f"{sequence * MICROBATCHES / step_seconds / RANKS:.0f}",
+            "MFU": f"{estimated['utilisation'] * estimated['step_seconds'] / step_seconds:.1%}",
+            "of 1F1B's speed": f"{seconds[BASELINE] / step_seconds:.3f}" if BASELINE in seconds else "",
             "published": f"{PUBLISHED[name] / PUBLISHED[BASELINE]:.3f}" if name in PUBLISHED else "",
             "peak GiB of a rank (against the memory model)": _peaks(
                 rehearsed["device_bytes"], estimated["ranks"]
@@ -179,8 +179,8 @@ def rehearse(bench: Bench, rows: Rows) -> None:
 
 def _peaks(measured: dict[str, int | None], ranks: list[dict[str, float]]) -> str:
     """Return each rank's peak of the device's allocator, and how far the memory model is from it."""
-    found = []
+    peaks = []
     for rank, peak in measured.items():
         predicted = sum(ranks[int(rank)].values())
-        found.append(f"{rank}: {peak / 2**30:.1f} ({predicted / peak - 1:+.1%})" if peak else f"{rank}: -")
-    return ", ".join(found)
+        peaks.append(f"{rank}: {peak / 2**30:.1f} ({predicted / peak - 1:+.1%})" if peak else f"{rank}: -")
+    return ", ".join(peaks)

@@ -23,8 +23,8 @@ _together: Any = dist.ProcessGroup.allreduce_coalesced
 @wraps(_barrier)
 def barrier(*args: Any, device_ids: Any = None, **kwargs: Any) -> Any:
     """Leave out the devices that Megatron names under gloo, which does not know any."""
-    named = {} if dist.get_backend() == "gloo" else {"device_ids": device_ids}
-    return _barrier(*args, **named, **kwargs)
+    devices = {} if dist.get_backend() == "gloo" else {"device_ids": device_ids}
+    return _barrier(*args, **devices, **kwargs)
 
 
 @dataclass
@@ -44,9 +44,9 @@ def one_by_one(group: dist.ProcessGroup, tensors: Sequence[Any], options: Any = 
     """Reduce the buckets that Megatron reduces together each by itself under gloo, which cannot on a GPU."""
     if dist.get_backend(group) != "gloo":
         return _together(group, tensors, options)
-    own = dist.AllreduceOptions()
-    own.reduceOp = options.reduceOp
-    return Works([group.allreduce([tensor], own) for tensor in tensors])
+    reduction = dist.AllreduceOptions()
+    reduction.reduceOp = options.reduceOp
+    return Works([group.allreduce([tensor], reduction) for tensor in tensors])
 
 
 if __name__ == "__main__":

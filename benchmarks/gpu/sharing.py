@@ -20,7 +20,7 @@ SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
 CONTROL = "nvidia-cuda-mps-control"
 """Lets kernels of several processes run at once.
 
-Without it the device switches between processes, and a kernel that waits for another rank's uses up its turn.
+Without it the device switches between processes, and a kernel that waits for another rank's uses up its time.
 """
 
 PROBE = (
@@ -58,7 +58,7 @@ def _works(bench: Bench, name: str) -> bool:
 
 @contextmanager
 def _multi_process_service(logs: Path) -> Iterator[Mapping[str, str]]:
-    """Run CUDA's multi-process service in the context, and yield what its clients need."""
+    """Run CUDA's multi-process service in the context, and yield the variables that its clients need."""
     folder = logs / "mps"
     folder.mkdir(exist_ok=True)
     environment = {"CUDA_MPS_PIPE_DIRECTORY": str(folder), "CUDA_MPS_LOG_DIRECTORY": str(folder)}

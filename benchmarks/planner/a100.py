@@ -1,4 +1,4 @@
-"""What published runs across nodes of A100 say: which jobs to trust, and why."""
+"""Published runs across nodes of A100: which jobs to trust, and why."""
 
 from dataclasses import replace
 from functools import cache
@@ -14,13 +14,13 @@ _CAUSES = {
     "tensor-parallel sums that nothing hides, for BLOOM": "async_tensor_model_parallel_allreduce",
     "gradients that products do not add, for BLOOM": "gradient_accumulation_fusion",
 }
-"""What the runs' frameworks and machines did unlike Megatron of today on the shipped system."""
+"""Differences of the runs' frameworks and machines from Megatron of today on the shipped system."""
 
 
 @cache
 def across_nodes() -> tuple[Judged, ...]:
     """Return the runs of dense models across nodes of A100."""
-    return tuple(one for one in timed(all_judged()) if one.kind == error_band.A100)
+    return tuple(result for result in timed(all_judged()) if result.kind == error_band.A100)
 
 
 def causes() -> str:
@@ -29,19 +29,19 @@ def causes() -> str:
     Where each fact is from stands beside the runs.
     """
     rows: list[Row] = []
-    known: set[str] = set()
+    facts: set[str] = set()
     for name, fact in {"today's Megatron on the shipped system": "", **_CAUSES}.items():
-        known.add(fact)
-        found = [judged(_with_facts(one.run, known)) for one in across_nodes()]
-        by_source = grouped(found, _source).values()
-        cells = (f"{error(ones):.1%}" for ones in (*by_source, found))
+        facts.add(fact)
+        results = [judged(_with_facts(result.run, facts)) for result in across_nodes()]
+        by_source = grouped(results, _source).values()
+        cells = (f"{error(group):.1%}" for group in (*by_source, results))
         rows.append((f"and {name}" if fact else name, *cells))
     return table(("counted", *grouped(across_nodes(), _source), "both"), rows)
 
 
-def _with_facts(run: PublishedRun, known: set[str]) -> PublishedRun:
-    framework = {name: value for name, value in run.framework.items() if name in known}
-    return replace(run, framework=framework, node=run.node if "node" in known else None)
+def _with_facts(run: PublishedRun, facts: set[str]) -> PublishedRun:
+    framework = {name: value for name, value in run.framework.items() if name in facts}
+    return replace(run, framework=framework, node=run.node if "node" in facts else None)
 
 
 def by_size() -> str:
@@ -51,26 +51,31 @@ def by_size() -> str:
     of neighbours in this table differ by up to half, now for one microbatch and now for another: what slowed
     them is none of their sizes.
     """
-    ones = [one for one in across_nodes() if _source(one) == "vtrain-multi" and one.run.gpus == 512]
-    sizes = sorted({_size(one, "micro_batch") for one in ones})
+    results = [
+        result for result in across_nodes() if _source(result) == "vtrain-multi" and result.run.gpus == 512
+    ]
+    sizes = sorted({_size(result, "micro_batch") for result in results})
     rows: list[Row] = []
-    by_layout = grouped(ones, lambda one: (_size(one, "tensor_model_parallel"), _pipeline(one)))
-    for layout, found in sorted(by_layout.items()):
-        cells = {_size(one, "micro_batch"): f"{one.ratio - 1:+.0%}, {one.run.seconds:.1f}" for one in found}
+    by_layout = grouped(results, lambda result: (_size(result, "tensor_model_parallel"), _pipeline(result)))
+    for layout, group in sorted(by_layout.items()):
+        cells = {
+            _size(result, "micro_batch"): f"{result.ratio - 1:+.0%}, {result.run.seconds:.1f}"
+            for result in group
+        }
         rows.append((*layout, *(cells.get(size, "") for size in sizes)))
     return table(("TP", "PP", *(f"microbatch {size}" for size in sizes)), rows)
 
 
-def _source(one: Judged) -> str:
-    return one.run.source
+def _source(result: Judged) -> str:
+    return result.run.source
 
 
-def _size(one: Judged, name: str) -> int:
-    return int(one.run.model[f"{name}_size"])
+def _size(result: Judged, name: str) -> int:
+    return int(result.run.model[f"{name}_size"])
 
 
-def _pipeline(one: Judged) -> int:
-    return _size(one, "pipeline_model_parallel")
+def _pipeline(result: Judged) -> int:
+    return _size(result, "pipeline_model_parallel")
 
 
 PARTS = {

@@ -37,7 +37,9 @@ def activations() -> str:
     rows: list[Row] = []
     for name, (count, flags) in runs.CONFIGURATIONS.items():
         measured, predicted = runs.measured(count, flags), runs.predicted(count, flags)
-        errors = (ours / theirs - 1 for ours, theirs in zip(predicted, measured, strict=True))
+        errors = (
+            prediction / measurement - 1 for prediction, measurement in zip(predicted, measured, strict=True)
+        )
         peaks = [" ".join(f"{value / 1024:,.0f}" for value in values) for values in (measured, predicted)]
         rows.append((name, *peaks, f"{max(errors, key=abs):+.1%}"))
     return table(("configuration", "measured", "predicted", "largest error"), rows)
@@ -52,9 +54,14 @@ def megatron_steps() -> str:
         steps = [megatron_step(run, selective).step_seconds for selective in (False, True)]
         savings.append(abs(steps[0] / steps[1] / (run.full / run.selective) - 1))
         for selective, seconds in ((False, run.full), (True, run.selective)):
-            found = megatron_step(run, selective)
-            error = found.step_seconds / seconds - 1
-            row += [seconds, f"{found.step_seconds:.2f}", f"{error:+.1%}", f"{found.fullest.total / 1e9:.0f}"]
+            estimate = megatron_step(run, selective)
+            error = estimate.step_seconds / seconds - 1
+            row += [
+                seconds,
+                f"{estimate.step_seconds:.2f}",
+                f"{error:+.1%}",
+                f"{estimate.fullest.total / 1e9:.0f}",
+            ]
         rows.append(row)
     columns = ("published s", "predicted s", "error", "predicted GB")
     head = ("model", *(f"{recompute}: {column}" for recompute in ("full", "selective") for column in columns))
@@ -73,12 +80,12 @@ def grid() -> str:
         f"Assumed: {GRID_ASSUMPTIONS}.",
     ]
     for length, published in GRID.items():
-        found = {name: best_of_grid(length, family) for name, family in GRID_SCHEDULES.items()}
-        predicted = {name: 100 * one.estimate.utilisation for name, one in found.items()}
+        best = {name: best_of_grid(length, family) for name, family in GRID_SCHEDULES.items()}
+        predicted = {name: 100 * result.estimate.utilisation for name, result in best.items()}
         rows = [
-            (name, published[name], f"{predicted[name]:.2f}", one.candidate.name, f"{size / 1e9:.1f}")
-            for name, one in found.items()
-            for size in (one.estimate.fullest.total,)
+            (name, published[name], f"{predicted[name]:.2f}", result.candidate.name, f"{size / 1e9:.1f}")
+            for name, result in best.items()
+            for size in (result.estimate.fullest.total,)
         ]
         winners = {
             batch: ranked(
@@ -89,11 +96,13 @@ def grid() -> str:
             )[-1]
             for batch in (80, 320)
         }
-        others = ", ".join(f"{winner} with batches of {batch}" for batch, winner in winners.items())
+        winners_of_batches = ", ".join(
+            f"{winner} with batches of {batch}" for batch, winner in winners.items()
+        )
         parts += [
             f"Sequences of {length:,}:",
             table(("schedule", "published", "predicted", "predicted configuration", "GB"), rows),
-            f"{_orders(published, predicted)} The predicted winner is {others}.",
+            f"{_orders(published, predicted)} The predicted winner is {winners_of_batches}.",
         ]
     return "\n\n".join(parts)
 
@@ -104,9 +113,9 @@ def llama() -> str:
     Sequences of 4,096 in microbatches of 1, 64 of them, are assumed; the published memory is of less
     activation a microbatch than that, so that only the orders can be compared.
     """
-    found = {name: llama_step(schedule) for name, (schedule, _, _) in LLAMA.items()}
-    rates = {name: one.tokens_per_second / 8 for name, one in found.items()}
-    memory = {name: one.fullest.total / 1e9 for name, one in found.items()}
+    steps = {name: llama_step(schedule) for name, (schedule, _, _) in LLAMA.items()}
+    rates = {name: step.tokens_per_second / 8 for name, step in steps.items()}
+    memory = {name: step.fullest.total / 1e9 for name, step in steps.items()}
     rows = [
         (name, rate, f"{rates[name]:.0f}", size, f"{memory[name]:.1f}")
         for name, (_, rate, size) in LLAMA.items()
@@ -137,14 +146,18 @@ def speed() -> str:
         ]
         files = ["--model", str(model), "--json", str(numbers)]
         use = use_of([*MPP, *words, *files], {"MEGATRON_PP_EXT_CACHE": folder})
-        found = json.loads(numbers.read_text(encoding="utf-8"))
+        summary = json.loads(numbers.read_text(encoding="utf-8"))
     rows = [
-        (one["name"], f"{one['estimate']['step_seconds']:.3f}", f"{one['estimate']['utilisation']:.1%}")
-        for one in found["best"]
+        (
+            configuration["name"],
+            f"{configuration['estimate']['step_seconds']:.3f}",
+            f"{configuration['estimate']['utilisation']:.1%}",
+        )
+        for configuration in summary["best"]
     ]
     about = (
-        f"1,024 A100, batches of 1,536 sequences of 2,048: {found['legal']:,} configurations, of which "
-        f"{found['unfit']:,} cannot fit and {found['replayed']:,} were replayed, took "
+        f"1,024 A100, batches of 1,536 sequences of 2,048: {summary['legal']:,} configurations, of which "
+        f"{summary['unfit']:,} cannot fit and {summary['replayed']:,} were replayed, took "
         f"{use.processor_seconds:.0f} s of one core (user and system) and {use.peak_mib / 1024:.2f} GiB, "
         "compiling flex for two sizes included."
     )
@@ -152,13 +165,13 @@ def speed() -> str:
 
 
 def _orders(published: dict[str, float], predicted: dict[str, float]) -> str:
-    ours, theirs = ranked(predicted), ranked(published)
-    lead = predicted[ours[-1]] / predicted[ours[-2]] - 1
-    if ours == theirs:
-        return f"The order is the published one: {' < '.join(theirs)}."
-    winner = "right" if ours[-1] == theirs[-1] else "**wrong**"
+    order, goal = ranked(predicted), ranked(published)
+    lead = predicted[order[-1]] / predicted[order[-2]] - 1
+    if order == goal:
+        return f"The order is the published one: {' < '.join(goal)}."
+    winner = "right" if order[-1] == goal[-1] else "**wrong**"
     return (
-        f"Published: {' < '.join(theirs)}; predicted: {' < '.join(ours)}. The winner is {winner}, "
+        f"Published: {' < '.join(goal)}; predicted: {' < '.join(order)}. The winner is {winner}, "
         f"by {lead:.1%} of the second."
     )
 

@@ -17,13 +17,13 @@ IMAGE_RATE, TEXT_RATE = 1e13, 3e14
 
 def profiles() -> dict[str, Profile]:
     """Return all profiles by their names."""
-    named = {
+    by_name = {
         "VGG-16": graph_txt.read(vgg16.graph_txt()),
         "AlexNet": alexnet(),
         "ResNet-50": resnet50(),
         "GPT": gpt(),
     }
-    return named | {f"random {seed}": random_chain(seed) for seed in range(6)}
+    return by_name | {f"random {seed}": random_chain(seed) for seed in range(6)}
 
 
 def alexnet() -> Profile:

@@ -3,7 +3,7 @@
 python -m benchmarks.planner.components KERNELS --before benchmarks/planner/components_before.json
 
 KERNELS is a folder with tables of ai-dynamo/aiconfigurator (Apache-2.0, commit 095f58a51, in
-aic-core/src/aiconfigurator_core/systems/data), packed by gzip and named by what they have and their device,
+aic-core/src/aiconfigurator_core/systems/data), packed by gzip and named by their content and their device,
 as in gemm_h100.csv.gz.  The tables themselves are no part of this project; figures fitted to them are, in
 megatron_pp_ext/costs/systems.  They are fitted to one half of the shapes, and compared with the other half.
 """
@@ -42,7 +42,7 @@ class Found:
 
 
 def compared(folder: Path) -> dict[tuple[str, str], Found]:
-    """Return what was found for each component and device of ``folder``."""
+    """Return the results for each component and device of ``folder``."""
     ratios = defaultdict(list)
     for part in PARTS:
         for device in SYSTEMS:
@@ -58,17 +58,17 @@ def _found(ratios: Sequence[float]) -> Found:
     )
 
 
-def draw(path: Path, found: Mapping[tuple[str, str], Found]) -> None:
+def draw(path: Path, results: Mapping[tuple[str, str], Found]) -> None:
     """Draw the median and the spread of every component."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 0.22 * len(found) + 1), layout="constrained")
+    figure = Figure(figsize=(8, 0.22 * len(results) + 1), layout="constrained")
     axes = figure.add_subplot()
-    for place, (_key, one) in enumerate(reversed(list(found.items()))):
-        axes.plot((one.low, one.high), (place, place), color="C0", linewidth=4, alpha=0.4)
-        axes.plot(one.median, place, "o", color="C0", markersize=4)
+    for place, (_key, result) in enumerate(reversed(list(results.items()))):
+        axes.plot((result.low, result.high), (place, place), color="C0", linewidth=4, alpha=0.4)
+        axes.plot(result.median, place, "o", color="C0", markersize=4)
     axes.axvline(1, color="grey", linewidth=0.8)
-    names = [f"{component}, {device}" for component, device in reversed(list(found))]
+    names = [f"{component}, {device}" for component, device in reversed(list(results))]
     axes.set(xscale="log", xlabel="planner over measured: the median, and 68 in 100 of the shapes")
     axes.set_yticks(range(len(names)), names, fontsize=7)
     ticks = (0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4)
@@ -83,21 +83,21 @@ def main(
     before: Annotated[Path | None, typer.Option(help="Medians and spreads to compare with.")] = None,
 ) -> None:
     """Write the table and the picture."""
-    found = compared(kernels)
+    results = compared(kernels)
     old = json.loads(before.read_text(encoding="utf-8")) if before else {}
     rows: list[Row] = []
-    for (component, device), one in found.items():
+    for (component, device), result in results.items():
         was = old.get(f"{component}, {device}")
         goal = next((goal for name, goal in _GOALS.items() if name in component), _OTHERS)
         cells = (f"{was[0]:.2f}", f"{was[1]:.1%}") if was else ("", "")
-        is_met = "met" if one.spread <= goal else "missed"
-        now = (
-            f"{one.median:.2f}",
-            f"{one.spread:.1%}",
-            f"{one.low:.2f} to {one.high:.2f}",
-            f"{one.deviation:.1%}",
+        is_met = "met" if result.spread <= goal else "missed"
+        cells_now = (
+            f"{result.median:.2f}",
+            f"{result.spread:.1%}",
+            f"{result.low:.2f} to {result.high:.2f}",
+            f"{result.deviation:.1%}",
         )
-        rows.append((component, device, one.shapes, *cells, *now, f"{goal:.0%}: {is_met}"))
+        rows.append((component, device, result.shapes, *cells, *cells_now, f"{goal:.0%}: {is_met}"))
     head = (
         "component",
         "device",
@@ -126,7 +126,7 @@ def main(
         "![](components.png)",
     )
     if str(out) != "-":
-        draw(out.with_suffix(".png"), found)
+        draw(out.with_suffix(".png"), results)
 
 
 if __name__ == "__main__":

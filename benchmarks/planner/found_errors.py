@@ -46,14 +46,14 @@ def estimated(run: FoundRun) -> Compared:
 
 def training_runs() -> Iterator[tuple[str, float]]:
     """Yield the kind of each run of ``reference.training_runs``, and its estimate over its measurement."""
-    for one in held_out.held_out():
-        device = "Blackwell" if one.run.gpu in BLACKWELL else one.run.gpu.upper()
+    for result in held_out.held_out():
+        device = "Blackwell" if result.run.gpu in BLACKWELL else result.run.gpu.upper()
         kinds = {
             error_band.DENSE: f"dense, {device}",
-            error_band.FP8: f"FP8, {one.run.gpu.upper()}",
+            error_band.FP8: f"FP8, {result.run.gpu.upper()}",
             error_band.EXPERTS: f"experts, {device}",
         }
-        yield kinds.get(one.kind, one.kind), one.ratio
+        yield kinds.get(result.kind, result.kind), result.ratio
 
 
 def errors(ratios: Sequence[float]) -> Errors:
@@ -68,12 +68,12 @@ def errors(ratios: Sequence[float]) -> Errors:
 def by_kind(every: Sequence[Compared]) -> Mapping[str, Errors]:
     """Return the errors of each kind, of ``every`` run and of those of ``training_runs``."""
     ratios = defaultdict(list)
-    for one in every:
-        if one.estimated is not None:
-            ratios[one.run.kind].append(one.ratio)
+    for comparison in every:
+        if comparison.estimated is not None:
+            ratios[comparison.run.kind].append(comparison.ratio)
     for kind, ratio in training_runs():
         ratios[kind].append(ratio)
-    return {kind: errors(found) for kind, found in sorted(ratios.items())}
+    return {kind: errors(of_kind) for kind, of_kind in sorted(ratios.items())}
 
 
 def main(
@@ -84,31 +84,31 @@ def main(
 ) -> None:
     """Print the errors of each kind, and why rows cannot be estimated."""
     every = list(map(estimated, found(folder)))
-    known = [one for one in every if one.estimated is not None]
-    now = by_kind(every)
+    estimates = [estimate for estimate in every if estimate.estimated is not None]
+    errors_now = by_kind(every)
     old = json.loads(before.read_text(encoding="utf-8")) if before else {}
-    print(f"{len(known)} of {len(every)} rows can be estimated\n")
-    print(table(("kind", "runs", "absolute error", "mean error", "before", "before"), _rows(now, old)))
-    refused = Counter(one.why[:100] for one in every if one.estimated is None)
+    print(f"{len(estimates)} of {len(every)} rows can be estimated\n")
+    print(table(("kind", "runs", "absolute error", "mean error", "before", "before"), _rows(errors_now, old)))
+    refused = Counter(estimate.why[:100] for estimate in every if estimate.estimated is None)
     print(table(("not estimated, since", "rows"), refused.most_common()))
     if each:
-        print(table(("kind", "publisher", "run", "measured", "error"), map(_row, known)))
+        print(table(("kind", "publisher", "run", "measured", "error"), map(_row, estimates)))
     if write:
-        content = {kind: asdict(one) for kind, one in now.items()}
+        content = {kind: asdict(estimate) for kind, estimate in errors_now.items()}
         write.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def _rows(now: Mapping[str, Errors], old: Mapping[str, Mapping[str, float]]) -> Iterator[Row]:
-    for kind, one in now.items():
+    for kind, errors in now.items():
         row = old.get(kind, {})
         was = (f"{row['absolute']:.1%}", f"{row['bias']:+.1%}") if row else ("", "")
-        yield kind, one.runs, f"{one.absolute:.1%}", f"{one.bias:+.1%}", *was
+        yield kind, errors.runs, f"{errors.absolute:.1%}", f"{errors.bias:+.1%}", *was
 
 
-def _row(one: Compared) -> Row:
-    run = one.run
+def _row(estimate: Compared) -> Row:
+    run = estimate.run
     name = f"{run.name}, {run.gpus} {run.gpu}, {run.precision}"
-    return run.kind, run.publisher, name, f"{run.seconds:.3f}", f"{one.ratio - 1:+.1%}"
+    return run.kind, run.publisher, name, f"{run.seconds:.3f}", f"{estimate.ratio - 1:+.1%}"
 
 
 if __name__ == "__main__":

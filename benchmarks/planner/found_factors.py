@@ -33,8 +33,9 @@ FAMILIES: Mapping[str, Sequence[str]] = {
     "hopper": ("h100", "h200"),
     "blackwell": ("b200", "b300", "gb200", "gb300"),
 }
-"""What has the same factors.  With those of boards (B200, B300) apart from those of racks (GB200, GB300),
-steps that were held out were estimated worse when that was tried: FP8 on B200 by 9.1% in place of 7.0%."""
+"""Groups of devices with the same factors.  With those of boards (B200, B300) apart from those of racks
+(GB200, GB300), steps that were held out were estimated worse when that was tried: FP8 on B200 by 9.1% in
+place of 7.0%."""
 TRIED: Mapping[str, Mapping[str, Sequence[float]]] = {
     "hopper": {
         "clock": (0.925, 0.94, 0.955),
@@ -62,7 +63,7 @@ type Factors = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """What a run of ``publisher`` is estimated to take for each second measured."""
+    """The estimated seconds of a run of ``publisher`` for each second measured."""
 
     publisher: str
     kind: str
@@ -71,25 +72,25 @@ class Ratio:
 
 def fitted(folder: Path, family: str) -> dict[str, Factors]:
     """Return the factors of ``family`` without each publisher, and with all of them, by ""."""
-    own = [run for run in found(folder) if run.gpu in FAMILIES[family] and not run.is_doubtful]
+    runs_of_family = [run for run in found(folder) if run.gpu in FAMILIES[family] and not run.is_doubtful]
     names = list(TRIED[family])
     tried = {
-        point: _ratios(own, family, dict(zip(names, point, strict=True)))
+        point: _ratios(runs_of_family, family, dict(zip(names, point, strict=True)))
         for point in product(*TRIED[family].values())
     }
-    publishers = {one.publisher for one in next(iter(tried.values()))}
+    publishers = {ratio.publisher for ratio in next(iter(tried.values()))}
     return {
         left_out: dict(zip(names, min(tried, key=lambda point: _error(tried[point], left_out)), strict=True))
         for left_out in ("", *sorted(publishers))
     }
 
 
-def _ratios(own: Sequence[FoundRun], family: str, factors: Factors) -> list[Ratio]:
+def _ratios(found_runs: Sequence[FoundRun], family: str, factors: Factors) -> list[Ratio]:
     ratios = []
-    for run in own:
-        one = compared(run, with_factors(system.read(run.gpu), factors))
-        if one.estimated is not None:
-            ratios.append(Ratio(run.publisher, _kind(run.kind), one.ratio))
+    for run in found_runs:
+        comparison = compared(run, with_factors(system.read(run.gpu), factors))
+        if comparison.estimated is not None:
+            ratios.append(Ratio(run.publisher, _kind(run.kind), comparison.ratio))
     for number, job in enumerate(job for job in runs() if job.seconds and job.gpu in FAMILIES[family]):
         if job.source != "vtrain-single" or not number % _EVERY:
             other = judged(job, with_factors(system.read(job.gpu), factors))
@@ -104,15 +105,15 @@ def _kind(name: str) -> str:
 
 def _error(ratios: Sequence[Ratio], left_out: str) -> float:
     errors: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for one in ratios:
-        if one.publisher != left_out:
-            errors[one.kind][one.publisher].append(min(abs(one.ratio - 1), _MOST))
+    for ratio in ratios:
+        if ratio.publisher != left_out:
+            errors[ratio.kind][ratio.publisher].append(min(abs(ratio.ratio - 1), _MOST))
     return mean(_weighted(by_publisher.values()) for by_publisher in errors.values())
 
 
 def _weighted(errors: Sequence[Sequence[float]]) -> float:
-    weights = [len(own) ** 0.5 for own in errors]
-    return sum(mean(own) * weight for own, weight in zip(errors, weights, strict=True)) / sum(weights)
+    weights = [len(group) ** 0.5 for group in errors]
+    return sum(mean(group) * weight for group, weight in zip(errors, weights, strict=True)) / sum(weights)
 
 
 @cache
@@ -123,11 +124,11 @@ def factors() -> Mapping[str, Mapping[str, Factors]]:
 
 
 def held_out(run: FoundRun) -> Factors:
-    """Return the factors that were fitted without the publisher of ``run``; none for what was not fitted."""
+    """Return the factors that were fitted without the publisher of ``run``; none for other devices."""
     for family, names in FAMILIES.items():
         if run.gpu in names:
-            known = factors()[family]
-            return known.get(run.publisher, known[""])
+            by_publisher = factors()[family]
+            return by_publisher.get(run.publisher, by_publisher[""])
     return {}
 
 
@@ -136,8 +137,12 @@ def main(
     only: Annotated[str, typer.Option(help="Only families with this in their name.")] = "",
 ) -> None:
     """Fit the factors of all families and write them."""
-    kept = {name: known for name, known in factors().items() if name in FAMILIES and only not in name}
-    content = {**kept, **{family: fitted(folder, family) for family in FAMILIES if only in family}}
+    unchanged = {
+        name: fitted_factors
+        for name, fitted_factors in factors().items()
+        if name in FAMILIES and only not in name
+    }
+    content = {**unchanged, **{family: fitted(folder, family) for family in FAMILIES if only in family}}
     FILE.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""The flags of a row of Megatron-Bridge's summaries, with what its recipe sets and the row leaves out.
+"""The flags of a row of Megatron-Bridge's summaries, with flags of its recipe that the row leaves out.
 
 Recipes are those of scripts/performance at the tags from v0.1.0 to v0.6.0.
 """
@@ -12,7 +12,7 @@ type Summary = Mapping[str, Any]
 """A row as ``bridge.json`` has it."""
 
 _EVERY = ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te")
-"""What every recipe sets (``_set_common_perf_overrides``)."""
+"""Flags that every recipe sets (``_set_common_perf_overrides``)."""
 
 _FUSED = (
     "--use-transformer-engine-op-fuser",
@@ -97,12 +97,12 @@ them for 164 and 166.  The printed ones of all but 263 fit on none of their GPUs
 
 
 def flags_of(row: Summary) -> Sequence[str]:
-    """Return the flags of ``row``, or those of its recipe where it has none."""
-    own = list(row.get("flags") or _of_recipe(row))
-    if row["model"] == "deepseek-v3" and "--pipeline-model-parallel-layout" not in own:
-        own = [*_even(own), *_layout(row, "m")]
+    """Return the flags of ``row``, or its recipe's where it has none."""
+    words = list(row.get("flags") or _of_recipe(row))
+    if row["model"] == "deepseek-v3" and "--pipeline-model-parallel-layout" not in words:
+        words = [*_even(words), *_layout(row, "m")]
     fused = _FUSED if row.get("cfg", {}).get("cutedsl_fused_grouped_mlp") else ()
-    return (*own, *_EVERY, *fused, *_AS_RUN.get(row["index"], "").split())
+    return (*words, *_EVERY, *fused, *_AS_RUN.get(row["index"], "").split())
 
 
 def model_of(row: Summary) -> str:
@@ -134,8 +134,8 @@ def _of_recipe(row: Summary) -> Iterator[str]:
 
 def _even(words: Sequence[str]) -> list[str]:
     """Return the flags without the number of stages a rank, which a layout has."""
-    named = by_name(words)
-    return [word for name, values in named if name not in _SIZES["vp"] for word in (name, *values)]
+    values_by_name = by_name(words)
+    return [word for name, values in values_by_name if name not in _SIZES["vp"] for word in (name, *values)]
 
 
 def _layout(row: Summary, predicting: str) -> Sequence[str]:

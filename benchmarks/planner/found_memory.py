@@ -44,7 +44,7 @@ class Room:
 
 
 def rooms(folder: Path) -> Iterator[Room]:
-    """Yield what each run of ``folder`` that can be estimated leaves of a GPU's memory."""
+    """Yield the memory that each run of ``folder`` leaves free on a GPU, where it can be estimated."""
     for run in found(folder):
         if run.why_outside:
             continue
@@ -58,65 +58,68 @@ def rooms(folder: Path) -> Iterator[Room]:
 
 def peaks(every: Sequence[Peak], each: bool) -> str:
     """Return the errors of peaks by size and kind, and the large ones, or ``each`` one, in parts."""
-    known = sorted((one for one in every if one.estimated), key=lambda one: one.error)
+    estimated = sorted((peak for peak in every if peak.estimated), key=lambda peak: peak.error)
     groups = {
         f"{kind}, {size}": [
-            one
-            for one in known
-            if one.has_experts is (kind == "experts") and (one.measured >= LARGE) is (size == "from 10 GB on")
+            peak
+            for peak in estimated
+            if peak.has_experts is (kind == "experts")
+            and (peak.measured >= LARGE) is (size == "from 10 GB on")
         ]
         for size in ("from 10 GB on", "smaller")
         for kind in ("dense", "experts")
     }
-    parts = [name for name, _ in _memory(known[0]).components() if name not in ("versions", "reserved")]
-    shown = [one for one in known if each or one.measured >= LARGE]
+    parts = [name for name, _ in _memory(estimated[0]).components() if name not in ("versions", "reserved")]
+    selected = [peak for peak in estimated if each or peak.measured >= LARGE]
     head = ("kind", "peaks", "mean absolute error", "mean", "lowest", "highest")
     columns = ("last rank of", "GPUs", "measured GB", "error", *parts)
     return "\n\n".join(
         (
-            table(head, (_summary(name, ones) for name, ones in groups.items() if ones)),
-            table(columns, (_row(one, parts) for one in shown)),
+            table(head, (_summary(name, group) for name, group in groups.items() if group)),
+            table(columns, (_row(peak, parts) for peak in selected)),
             table(
                 ("not compared, since", "peaks"),
-                Counter(one.why for one in every if not one.estimated).most_common(),
+                Counter(peak.why for peak in every if not peak.estimated).most_common(),
             ),
         )
     )
 
 
-def _summary(name: str, ones: Sequence[Peak]) -> Row:
-    errors = [one.error for one in ones]
+def _summary(name: str, peaks: Sequence[Peak]) -> Row:
+    errors = [peak.error for peak in peaks]
     figures = (mean(map(abs, errors)), mean(errors), min(errors), max(errors))
-    return name, len(ones), f"{figures[0]:.1%}", *(f"{figure:+.1%}" for figure in figures[1:])
+    return name, len(peaks), f"{figures[0]:.1%}", *(f"{figure:+.1%}" for figure in figures[1:])
 
 
-def _memory(one: Peak) -> RankMemory:
-    assert one.estimated is not None
-    return one.estimated
+def _memory(peak: Peak) -> RankMemory:
+    assert peak.estimated is not None
+    return peak.estimated
 
 
-def _row(one: Peak, parts: Iterable[str]) -> Row:
-    figures = (f"{getattr(one.estimated, part) / 1e9:.2f}" for part in parts)
-    return one.name, one.gpus, f"{one.measured / 1e9:.2f}", f"{one.error:+.1%}", *figures
+def _row(peak: Peak, parts: Iterable[str]) -> Row:
+    figures = (f"{getattr(peak.estimated, part) / 1e9:.2f}" for part in parts)
+    return peak.name, peak.gpus, f"{peak.measured / 1e9:.2f}", f"{peak.error:+.1%}", *figures
 
 
 def printed(folder: Path, every: Iterable[Room]) -> str:
     """Return the estimates of the runs of ``others.json`` that print memory, without what is reserved."""
     rows = json.loads((folder / "others.json").read_text(encoding="utf-8"))
     sizes = {(row["name"], row["gpus"]): row["memory_gb"] for row in rows if row["memory_gb"]}
-    found = [
-        (one.run.name, size, (one.fullest.total - one.fullest.reserved) / 1e9)
-        for one in every
-        if (size := sizes.get((one.run.name, one.run.gpus)))
+    sizes_of_runs = [
+        (room.run.name, size, (room.fullest.total - room.fullest.reserved) / 1e9)
+        for room in every
+        if (size := sizes.get((room.run.name, room.run.gpus)))
     ]
-    shown = ((name, size, f"{bytes_:.1f}", f"{bytes_ / size - 1:+.1%}") for name, size, bytes_ in found)
-    return table(("run", "printed GB", "estimated GB", "error"), shown)
+    rows_shown = (
+        (name, size, f"{bytes_:.1f}", f"{bytes_ / size - 1:+.1%}") for name, size, bytes_ in sizes_of_runs
+    )
+    return table(("run", "printed GB", "estimated GB", "error"), rows_shown)
 
 
 def fits(every: Sequence[Room]) -> str:
     """Return how many runs that were run fit, and which do so only without the headroom of a search."""
-    too_large = [one for one in every if one.used > 1]
-    tight = [one for one in every if 1 - one.headroom < one.used <= 1]
+    too_large = [room for room in every if room.used > 1]
+    tight = [room for room in every if 1 - room.headroom < room.used <= 1]
     words = (
         f"{len(every) - len(too_large)} of {len(every)} published runs fit; {len(tight)} of them take more "
         "than a search would:"
@@ -125,11 +128,11 @@ def fits(every: Sequence[Room]) -> str:
     return f"{words}\n\n{table(head, map(_room, [*too_large, *tight]))}"
 
 
-def _room(one: Room) -> Row:
-    run = one.run
+def _room(room: Room) -> Row:
+    run = room.run
     name = f"{run.name}, {run.precision}"
-    taken, most = f"{one.used:.1%}", f"{1 - one.headroom:.0%}"
-    return name, f"{run.gpus} {run.gpu}", f"{one.fullest.total / 1e9:.1f}", taken, most
+    used, most = f"{room.used:.1%}", f"{1 - room.headroom:.0%}"
+    return name, f"{run.gpus} {run.gpu}", f"{room.fullest.total / 1e9:.1f}", used, most
 
 
 def main(

@@ -1,7 +1,7 @@
 """The peaks of memory that Megatron-LM's functional tests record, and their estimates (``found_memory``).
 
 ``functional_tests.json`` has the flags of each test (tests/functional_tests/test_cases, model_config.yaml at
-commit d98e8a64d) and what its golden values say of memory: the peak of the last rank, which alone logs it
+commit d98e8a64d) and the memory in its golden values: the peak of the last rank, which alone logs it
 (``mem-max-allocated-bytes``: what PyTorch's allocator gave out at most since the start), and what was
 allocated between steps (``mem-allocated-bytes``).  Neither has the driver, communicators or blocks that are
 not in use.
@@ -60,7 +60,7 @@ class Peak:
 
     @property
     def bytes(self) -> float:
-        """The estimated bytes that PyTorch's allocator gives out: what is reserved is outside of it."""
+        """The estimated bytes that PyTorch's allocator gives out: reserved memory is outside of it."""
         assert self.estimated is not None
         return self.estimated.total - self.estimated.reserved
 
@@ -80,12 +80,12 @@ def _peak(row: Mapping[str, Any]) -> Peak:
     key = row["case"], row["gpu"]
     name, measured = f"{row['case']}, {row['env']}, {row['gpu']}", row["max_allocated"]
     arguments = {**row["args"], **_RECORDED_WITH.get(key, {})}
-    if why := _OTHER_JOBS.get(key) or (_OLDER if _is_older(row) else ""):
-        return Peak(name, 0, measured, None, why)
+    if reason := _OTHER_JOBS.get(key) or (_OLDER if _is_older(row) else ""):
+        return Peak(name, 0, measured, None, reason)
     try:
-        given = _words(arguments)
-        sizes = {} if "--vocab-size" in given else {"vocab_size": _vocabulary(arguments)}
-        job = read(given, None, sizes, has_other_flags=True).counted()
+        words = _words(arguments)
+        sizes = {} if "--vocab-size" in words else {"vocab_size": _vocabulary(arguments)}
+        job = read(words, None, sizes, has_other_flags=True).counted()
         gpus, last = _placed(row, job)
     except (ValueError, SystemExit) as error:
         return Peak(name, 0, measured, None, str(error))
@@ -100,16 +100,16 @@ def _is_older(row: Mapping[str, Any]) -> bool:
 
 def _words(arguments: Mapping[str, Any]) -> Sequence[str]:
     """Return the flags of a test, whose values are YAML's."""
-    found: list[str] = []
+    words: list[str] = []
     for name, value in arguments.items():
         text = str(value)
         if "TOKENIZER" in text:
             continue
-        found.append(name)
+        words.append(name)
         if value is not True:
             many = text.startswith("[") and "*" not in text
-            found += text.strip("[]").split() if many or name.endswith("-sizes") else [text]
-    return found
+            words += text.strip("[]").split() if many or name.endswith("-sizes") else [text]
+    return words
 
 
 def _vocabulary(arguments: Mapping[str, Any]) -> int | None:
@@ -118,24 +118,26 @@ def _vocabulary(arguments: Mapping[str, Any]) -> int | None:
 
 
 def _placed(row: Mapping[str, Any], job: RequestedJob) -> tuple[int, RankMemory]:
-    """Return the GPUs of a test, and what its last rank is estimated to keep.
+    """Return the GPUs of a test, and the estimated memory of its last rank.
 
     The GPUs of release tests are not published.  They are the fewest, by powers of two, with which a rank
     keeps no more between steps than was allocated then; ValueError where there is no such number.
     """
     machine = system.read(_SYSTEMS.get(row["gpu"], row["gpu"]))
-    why = ValueError("no number of GPUs is possible")
+    problem = ValueError("no number of GPUs is possible")
     for gpus in _worlds(row):
         try:
             last = estimate_request(job.job, machine, for_world(job, gpus)).ranks[-1]
         except ValueError as error:
-            why = error
+            problem = error
             continue
         # The container for long-term support has no Transformer Engine with placeholders.
-        kept = last.weights + last.gradients + last.optimizer + (last.buffers if row["env"] == "dev" else 0.0)
-        if row["nodes"] or kept <= row["allocated"] or row["test_type"] != "release":
+        resident = (
+            last.weights + last.gradients + last.optimizer + (last.buffers if row["env"] == "dev" else 0.0)
+        )
+        if row["nodes"] or resident <= row["allocated"] or row["test_type"] != "release":
             return gpus, last
-    raise why
+    raise problem
 
 
 def _worlds(row: Mapping[str, Any]) -> Sequence[int]:

@@ -126,7 +126,7 @@ def machine_of(run: FoundRun) -> System:
 
 
 def asked(run: FoundRun) -> RequestedJob:
-    """Return what ``run`` asks for; ValueError where the planner does not know it."""
+    """Return the job of ``run``; ValueError where the planner does not know it."""
     words = [*run.flags]
     for word, more in _COMPLETED.items():
         if word in run.flags or word in (run.model or "") or word in run.name:

@@ -25,11 +25,11 @@ from reference.training_runs import PublishedRun, runs
 
 FILE = Path(__file__).with_suffix(".json")
 LATER = FILE.with_name("found_factors.json")
-"""What ``found_factors`` fitted for devices after the A100."""
+"""The factors that ``found_factors`` fitted for devices after the A100."""
 
 _SMALL, _EVERY = "vtrain-single", 12
 """The source of all small models: its halves, by a hash of the job, are left out one at a time, since no
-other source tells how fast hosts start kernels.  One in so many of its jobs takes part in fitting."""
+other source shows how fast hosts start kernels.  One in so many of its jobs takes part in fitting."""
 
 TRIED: Mapping[str, Mapping[str, Sequence[float]]] = {
     "a100-80g": {
@@ -77,15 +77,15 @@ def part_of(run: PublishedRun) -> str:
 
 
 def left_out_with(run: PublishedRun) -> str:
-    """Return what is left out with ``run``: all of its publisher in a year, or half of the small models."""
+    """Return the group left out with ``run``: all of its publisher in a year, or half of the small models."""
     return part_of(run) if run.source == _SMALL else run.publisher
 
 
 def fitted(device: str) -> dict[str, Factors]:
     """Return the factors of ``device`` without each of ``left_out_with``, and with all runs, by ""."""
-    own = [run for run in runs() if run.gpu == device and run.seconds]
-    small = [run for run in own if run.source == _SMALL]
-    used = [run for run in own if run.source != _SMALL] + small[::_EVERY]
+    runs_of_device = [run for run in runs() if run.gpu == device and run.seconds]
+    small = [run for run in runs_of_device if run.source == _SMALL]
+    used = [run for run in runs_of_device if run.source != _SMALL] + small[::_EVERY]
     machine = system.read(device)
     errors: dict[tuple[float, ...], dict[str, float]] = {}
     for point in product(*TRIED[device].values()):
@@ -93,7 +93,7 @@ def fitted(device: str) -> dict[str, Factors]:
         by_source = defaultdict(list)
         for run in used:
             by_source[part_of(run)].append(abs(judged(run, tried).ratio - 1))
-        errors[point] = {source: mean(found) for source, found in by_source.items()}
+        errors[point] = {source: mean(errors_of_source) for source, errors_of_source in by_source.items()}
     parts: dict[str, set[str]] = {"": set()}
     for run in used:
         name = left_out_with(run)
@@ -106,7 +106,7 @@ def fitted(device: str) -> dict[str, Factors]:
 
 def _best(errors: Mapping[tuple[float, ...], Mapping[str, float]], left_out: Set[str]) -> tuple[float, ...]:
     def error(point: tuple[float, ...]) -> float:
-        return mean(found for part, found in errors[point].items() if part not in left_out)
+        return mean(error_of_part for part, error_of_part in errors[point].items() if part not in left_out)
 
     return min(errors, key=error)
 
@@ -122,7 +122,7 @@ def keep() -> None:
 def factors() -> Mapping[str, Mapping[str, Factors]]:
     """Return the factors that were fitted: for each device without each group, and with all, by "".
 
-    A group of the A100 is what ``left_out_with`` says; of later devices it is a source.
+    A group of the A100 is given by ``left_out_with``; of later devices it is a source.
     """
     content: dict[str, Mapping[str, Factors]] = json.loads(FILE.read_text(encoding="utf-8"))
     later = json.loads(LATER.read_text(encoding="utf-8"))
@@ -138,9 +138,9 @@ def held_out() -> tuple[Judged, ...]:
 def _held_out(every: Iterable[PublishedRun]) -> Iterable[Judged]:
     for run in every:
         if run.seconds:
-            known = factors()[device_of(run)]
-            found = known.get(left_out_with(run)) or known.get(part_of(run), known[""])
-            yield judged(run, with_factors(system.read(run.gpu), found))
+            groups = factors()[device_of(run)]
+            factors_of_run = groups.get(left_out_with(run)) or groups.get(part_of(run), groups[""])
+            yield judged(run, with_factors(system.read(run.gpu), factors_of_run))
 
 
 def folds() -> str:
@@ -148,8 +148,8 @@ def folds() -> str:
     rows: list[Row] = []
     names = ("clock", "copy", "network", "kernel_seconds")
     for device, by_source in factors().items():
-        for source, found in by_source.items():
-            rows.append((device, source or "none", *(found.get(name, "") for name in names)))
+        for source, values in by_source.items():
+            rows.append((device, source or "none", *(values.get(name, "") for name in names)))
     return table(
         ("device", "left out", "clock", "copies", "messages between nodes", "s to start a kernel"), rows
     )

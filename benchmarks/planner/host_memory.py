@@ -64,11 +64,11 @@ def estimated(model: str, name: str) -> Estimate:
 
 def undominated(points: list[Point]) -> list[Point]:
     """Return the points that no other beats in memory and throughput, by rising memory."""
-    kept: list[Point] = []
+    best: list[Point] = []
     for point in sorted(points, key=lambda point: (point.memory, -point.throughput)):
-        if not kept or point.throughput > kept[-1].throughput:
-            kept.append(point)
-    return kept
+        if not best or point.throughput > best[-1].throughput:
+            best.append(point)
+    return best
 
 
 def main(
@@ -80,11 +80,11 @@ def main(
     for model, (title, flags, *_) in MODELS.items():
         rows, points = list[Row](), list[Point]()
         for name in SCHEDULES:
-            found = estimated(model, name)
-            memory, host = found.fullest.total, max(found.host_bytes, default=0.0)
-            row = f"{memory / 1e9:.1f}", f"{found.step_seconds:.2f}", f"{host / 1e9:.1f}"
-            rows.append((name, *row, f"{found.bubble:.1%}", found.mfu))
-            points.append(Point(name, memory, found.tokens_per_second))
+            estimate = estimated(model, name)
+            memory, host = estimate.fullest.total, max(estimate.host_bytes, default=0.0)
+            row = f"{memory / 1e9:.1f}", f"{estimate.step_seconds:.2f}", f"{host / 1e9:.1f}"
+            rows.append((name, *row, f"{estimate.bubble:.1%}", estimate.mfu))
+            points.append(Point(name, memory, estimate.tokens_per_second))
             print(*rows[-1], flush=True)
         path, limit = pictures / f"offload-{model}.png", system.read("h100").memory_bytes
         draw_configurations(points, undominated(points), limit, path, f"{title}, {GPUS} H100")

@@ -1,4 +1,4 @@
-"""Published training runs beside their estimates."""
+"""Published training runs with their estimates."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,7 +33,7 @@ class Judged:
 
     @property
     def bytes(self) -> float:
-        """What the fullest rank keeps, with what the run's framework adds."""
+        """The memory of the fullest rank, with the addition of the run's framework."""
         fullest = self.estimate.fullest
         weights = fullest.weights / describe(dict(self.run.model)).precision.weight_size
         return fullest.total + self.run.more_bytes * weights
@@ -58,8 +58,8 @@ def judged(run: PublishedRun, machine: System | None = None) -> Judged:
     """Estimate ``run``, on ``machine`` in place of the shipped system if one is given."""
     job, machine = describe(dict(run.model)).changed(**run.framework), machine_of(run, machine)
     request = for_world(asked_of(job), run.gpus)
-    found = estimate_request(job, machine, request)
-    return Judged(run, error_band.kind_of(job, machine, run.gpus), found, request.schedule)
+    estimate = estimate_request(job, machine, request)
+    return Judged(run, error_band.kind_of(job, machine, run.gpus), estimate, request.schedule)
 
 
 @cache
@@ -69,26 +69,26 @@ def all_judged() -> tuple[Judged, ...]:
 
 
 def timed(every: Iterable[Judged]) -> list[Judged]:
-    """Return those whose source has the time of a step."""
-    return [one for one in every if one.run.seconds]
+    """Return the runs whose source has the time of a step."""
+    return [result for result in every if result.run.seconds]
 
 
 def by_kind(every: Iterable[Judged]) -> dict[str, list[Judged]]:
     """Return the runs of each kind that has any, in the order of ``error_band.KINDS``."""
-    found: dict[str, list[Judged]] = {kind: [] for kind in error_band.KINDS}
-    for one in every:
-        found[one.kind].append(one)
-    return {kind: rows for kind, rows in found.items() if rows}
+    kinds: dict[str, list[Judged]] = {kind: [] for kind in error_band.KINDS}
+    for result in every:
+        kinds[result.kind].append(result)
+    return {kind: rows for kind, rows in kinds.items() if rows}
 
 
 def error(every: Sequence[Judged]) -> float:
     """Return the mean of the absolute relative errors."""
-    return mean(abs(one.ratio - 1) for one in every)
+    return mean(abs(result.ratio - 1) for result in every)
 
 
 def grouped[Key](every: Iterable[Judged], key: Callable[[Judged], Key]) -> Mapping[Key, list[Judged]]:
     """Return the runs of each key, in the order in which the keys come up."""
-    found = defaultdict(list)
-    for one in every:
-        found[key(one)].append(one)
-    return found
+    groups = defaultdict(list)
+    for result in every:
+        groups[key(result)].append(result)
+    return groups

@@ -43,11 +43,11 @@ _QUANTIZED = {
     ("fp8_block", "h100"): (3e-6, 2e-12),
     ("fp8_block", "h200"): (4e-6, 2e-12),
 }
-"""What an FP8 product of the source takes beside the product: the seconds to start, and those for a number of
+"""The time of an FP8 product of the source besides the product: seconds to start, and for a number of
 the left operand, which it quantizes; fitted.  The planner counts casts by themselves."""
 
 _ATTENTION_START, _EXPERTS_START = 20e-6, 31e-6
-"""What the small kernels take that the source starts beside attention and beside experts; fitted."""
+"""The time of the small kernels that the source starts besides attention and besides experts; fitted."""
 
 _COLLECTIVES = {
     "all_gather": "gather",
@@ -95,12 +95,12 @@ def products(folder: Path, device: str) -> Iterator[Sample]:
         dtype = _TYPES.get(row["gemm_dtype"])
         if dtype is None or min(m, n, k) < _SIDE or not _is_held_out(m, n, k):
             continue
-        start, each = _QUANTIZED.get((dtype, device), (0.0, 0.0))
+        start, per_number = _QUANTIZED.get((dtype, device), (0.0, 0.0))
         seconds = _kernels(device, **_FLAGS[dtype]).product(m, n, k)
         yield (
             f"products in {_NAMES.get(dtype, dtype)}",
             device,
-            1e3 * (seconds + start + each * m * k) / float(row["ms"]),
+            1e3 * (seconds + start + per_number * m * k) / float(row["ms"]),
         )
 
 
@@ -112,10 +112,10 @@ def attention(folder: Path, device: str) -> Iterator[Sample]:
         if not _is_held_out(*shape):
             continue
         visible = min(window or length, length)
-        seen = (visible - visible * visible / (2 * length)) / length
+        visible_share = (visible - visible * visible / (2 * length)) / length
         operations = 4 * batch * heads * length * length * width
         kernels = _kernels(device)
-        seconds, _ = kernels.attention(operations, 0, True, length, width, seen)
+        seconds, _ = kernels.attention(operations, 0, True, length, width, visible_share)
         seconds += kernels.copy(8 * batch * length * width * (heads + keys)) + _ATTENTION_START
         name = f"attention, heads of {width}" + (f", window {window}" if window else "")
         yield name, device, 1e3 * seconds / float(row["ms"])
@@ -135,12 +135,12 @@ def latent_attention(folder: Path, device: str) -> Iterator[Sample]:
 
 
 def collectives(folder: Path, device: str) -> Iterator[Sample]:
-    """Yield collectives of sizes between those of the system's rows."""
+    """Yield collectives of sizes between the rows of the system."""
     machine = _alone(device)
     for row in _rows(folder, "nccl", device):
         ranks, name = int(row["num_gpus"]), _COLLECTIVES[row["op_name"]]
         size = int(row["message_size"]) * (2 if row["nccl_dtype"] == "half" else 1)
-        if size < _LEAST_MESSAGE or size in {known[1] for known in getattr(machine, name)}:
+        if size < _LEAST_MESSAGE or size in {row_of_system[1] for row_of_system in getattr(machine, name)}:
             continue
         seconds = getattr(machine, f"{name}_seconds")(size, ranks)
         yield f"{name.replace('_', '-')}, {ranks} ranks", device, 1e3 * seconds / float(row["ms"])
@@ -160,26 +160,28 @@ def experts(folder: Path, device: str) -> Iterator[Sample]:
         is_like = row["kernel_source"] == "moe_torch_flow_cutlass" and row["distribution"] == "balanced"
         if not is_like or row["moe_dtype"] not in ("bfloat16", "fp8"):
             continue
-        here, cut_inner, each = every / ranks, inner / cut, tokens * chosen / every
-        key = (row["moe_dtype"], hidden, cut_inner) if each >= _MANY else None
-        rate = here * each * cut_inner * hidden / float(row["ms"])
+        local_experts, cut_inner, tokens_each = every / ranks, inner / cut, tokens * chosen / every
+        key = (row["moe_dtype"], hidden, cut_inner) if tokens_each >= _MANY else None
+        rate = local_experts * tokens_each * cut_inner * hidden / float(row["ms"])
         best[key] = max(best[key], rate)
-        rows.append((shape, key, rate, here, cut_inner, each, row))
-    for shape, key, rate, here, cut_inner, each, row in rows:
+        rows.append((shape, key, rate, local_experts, cut_inner, tokens_each, row))
+    for shape, key, rate, local_experts, cut_inner, tokens_each, row in rows:
         if not _is_held_out(*shape) or (key and rate < best[key] / 2):
             continue
         tokens, hidden = shape[:2]
         kernels = _kernels(device, **_FLAGS[_TYPES[row["moe_dtype"]]])
-        seconds = kernels.product(each, 2 * cut_inner, hidden, groups=here)
-        seconds += kernels.product(each, hidden, cut_inner, groups=here)
-        seconds += kernels.copy(2 * here * each * (3 * hidden + 3 * cut_inner) + 4 * tokens * hidden)
-        seconds += kernels.cast(here * each * (hidden + cut_inner)) + _EXPERTS_START
-        name = f"experts in {_TYPES[row['moe_dtype']]}, {_tokens(each)} tokens each"
+        seconds = kernels.product(tokens_each, 2 * cut_inner, hidden, groups=local_experts)
+        seconds += kernels.product(tokens_each, hidden, cut_inner, groups=local_experts)
+        seconds += kernels.copy(
+            2 * local_experts * tokens_each * (3 * hidden + 3 * cut_inner) + 4 * tokens * hidden
+        )
+        seconds += kernels.cast(local_experts * tokens_each * (hidden + cut_inner)) + _EXPERTS_START
+        name = f"experts in {_TYPES[row['moe_dtype']]}, {_tokens(tokens_each)} tokens each"
         yield name, device, 1e3 * seconds / float(row["ms"])
 
 
-def _tokens(each: float) -> str:
-    return "1,024 or more" if each >= _MANY else "128 to 1,023" if each >= 128 else "fewer than 128"
+def _tokens(count: float) -> str:
+    return "1,024 or more" if count >= _MANY else "128 to 1,023" if count >= 128 else "fewer than 128"
 
 
 def sent_once(folder: Path, device: str) -> Iterator[Sample]:

@@ -137,18 +137,18 @@ def heterogeneous_models() -> str:
             4096,
             4 * ranks * expert,
         )
-        found = [
+        results = [
             _search(job, tensor * expert * ranks, schedules, is_uneven, _SIZES).best[0]
             for schedules in (_STOCK, catalog.NAMES)
             for is_uneven in (False, True)
         ]
-        base, *others = (one.estimate.step_seconds for one in found)
-        speedups.append([base / other for other in others])
-        cells = [f"{other:.3f} ({base / other:.2f}x)" for other in others]
+        base, *other_steps = (result.estimate.step_seconds for result in results)
+        speedups.append([base / other for other in other_steps])
+        cells = [f"{other:.3f} ({base / other:.2f}x)" for other in other_steps]
         sizes = " ".join(
             f"{letters}{size}" for letters, size in (("TP", tensor), ("EP", expert), ("PP", ranks))
         )
-        rows.append((name, sizes, f"{base:.3f}", *cells, _about(found[-1])))
+        rows.append((name, sizes, f"{base:.3f}", *cells, _about(results[-1])))
     mean = [f"{geometric_mean(column):.2f}x" for column in zip(*speedups, strict=True)]
     rows.append(("geometric mean", "", "", *mean, ""))
     return table(("model", "on", "even interleaved", "its layout", "schedules", "both", "best of both"), rows)
@@ -168,17 +168,17 @@ def recipes() -> str:
     """
     rows: list[Row] = []
     for recipe in RECIPES:
-        job, own = _estimated(recipe)
+        job, estimate = _estimated(recipe)
         row: list[object] = [recipe.name + (f" ({recipe.note})" if recipe.note else ""), recipe.gpus]
-        verdict = "fits" if own.fullest.total <= LIMIT else "does not fit"
-        row += [f"{own.step_seconds:.2f}", f"{own.fullest.total / 1e9:.1f} GB, {verdict}"]
+        verdict = "fits" if estimate.fullest.total <= LIMIT else "does not fit"
+        row += [f"{estimate.step_seconds:.2f}", f"{estimate.fullest.total / 1e9:.1f} GB, {verdict}"]
         for schedules in (_STOCK, catalog.NAMES):
             start = time.process_time()
             best = _search(job, recipe.gpus, schedules, True, ()).best[0]
-            taken = time.process_time() - start
-            ratio = own.step_seconds / best.estimate.step_seconds
-            row += [f"{ratio:.3f}", f"{_about(best)} ({taken:.0f} s of search)"]
-            reasons = why(best, Evaluated(best.candidate, own))
+            search_seconds = time.process_time() - start
+            ratio = estimate.step_seconds / best.estimate.step_seconds
+            row += [f"{ratio:.3f}", f"{_about(best)} ({search_seconds:.0f} s of search)"]
+            reasons = why(best, Evaluated(best.candidate, estimate))
         rows.append((*row, reasons))
     head = ("recipe", "GPUs", "step, s", "fullest rank", "over stock's best", "which is")
     head += ("over the best of all", "which is", "and loses there")
@@ -200,8 +200,8 @@ def _described(values: Mapping[str, Any], seq_length: int, batch: int) -> Job:
 
 def _estimated(recipe: Recipe) -> tuple[Job, Estimate]:
     """Return the recipe's model without its sizes, and the estimate with them."""
-    named = isinstance(recipe.model, str)
-    model = model_names.read(recipe.model).values if named else {**_LIKE_LLAMA, **recipe.model}
+    has_name = isinstance(recipe.model, str)
+    model = model_names.read(recipe.model).values if has_name else {**_LIKE_LLAMA, **recipe.model}
     plain, full = (
         _described({**model, **sizes, "tp_comm_overlap": True}, recipe.seq_length, recipe.global_batch_size)
         for sizes in ({}, recipe.sizes)
@@ -219,9 +219,9 @@ def _search(job: Job, gpus: int, schedules: Sequence[str], is_uneven: bool, fixe
     return Search(space, MACHINE, LIMIT, compiles=compiles).run()
 
 
-def _about(one: Evaluated) -> str:
-    layout = (one.candidate.layout or "").replace("|", r"\|")  # as a cell of a table spells it
-    return one.candidate.name + (f" `{layout}`" if layout else "")
+def _about(result: Evaluated) -> str:
+    layout = (result.candidate.layout or "").replace("|", r"\|")  # as a cell of a table spells it
+    return result.candidate.name + (f" `{layout}`" if layout else "")
 
 
 def main(out: Out = RESULTS / "layouts.md") -> None:

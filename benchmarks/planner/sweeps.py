@@ -54,13 +54,16 @@ def _points(folder: Path) -> Iterator[tuple[tuple[str, str], Point]]:
     for run in found(folder):
         if "scale" not in system.read(run.gpu).sustained:
             continue
-        both = [compared(run, machine) for machine in _machines(run.gpu)]
-        if all(one.estimated is not None for one in both):
+        comparisons = [compared(run, machine) for machine in _machines(run.gpu)]
+        if all(comparison.estimated is not None for comparison in comparisons):
             words = list(run.flags)
             if _BATCH[1] in words:
                 del words[(at := words.index(_BATCH[1])) : at + 2]
             name = f"{run.publisher}, {run.precision} on {run.gpu}"
-            yield (name, f"{run.model} {words}"), Point(run.gpus, *(1 / one.ratio for one in both))
+            yield (
+                (name, f"{run.model} {words}"),
+                Point(run.gpus, *(1 / comparison.ratio for comparison in comparisons)),
+            )
 
 
 def sweeps(folder: Path) -> Mapping[tuple[str, str], Sequence[Point]]:
@@ -69,23 +72,25 @@ def sweeps(folder: Path) -> Mapping[tuple[str, str], Sequence[Point]]:
     for name, point in _points(folder):
         if point.gpus >= _NODE:
             by_job[name].append(point)
-    return {name: own for name, own in by_job.items() if len({point.gpus for point in own}) > 1}
+    return {name: points for name, points in by_job.items() if len({point.gpus for point in points}) > 1}
 
 
 def _growth(gpus: Sequence[int], ratios: Sequence[float]) -> float:
-    return linear_regression([math.log2(one) for one in gpus], ratios).slope
+    return linear_regression([math.log2(count) for count in gpus], ratios).slope
 
 
 def main(folder: Annotated[Path, typer.Argument(help="The folder of found_runs.")]) -> None:
     """Print how much each sweep grows with a doubling of GPUs, beyond its estimates."""
     rows: list[Row] = []
     growths = []
-    for (name, _), own in sorted(sweeps(folder).items()):
-        gpus = [point.gpus for point in own]
-        columns = [point.without for point in own], [point.with_scale for point in own]
+    for (name, _), points in sorted(sweeps(folder).items()):
+        gpus = [point.gpus for point in points]
+        columns = [point.without for point in points], [point.with_scale for point in points]
         growth = [_growth(gpus, ratios) for ratios in columns]
         growths.append(growth)
-        rows.append((name, len(own), f"{min(gpus)} to {max(gpus)}", *(f"{one:+.1%}" for one in growth)))
+        rows.append(
+            (name, len(points), f"{min(gpus)} to {max(gpus)}", *(f"{value:+.1%}" for value in growth))
+        )
     middle = (f"{median(column):+.1%}" for column in zip(*growths, strict=True))
     rows.append(("median", "", "", *middle))
     print(table(("job", "runs", "GPUs", "growth for a doubling", "beyond estimates with scale"), rows))

@@ -42,17 +42,17 @@ def validation(every: Iterable[Judged]) -> dict[str, dict[str, Any]]:
     """Return the content of validation.json; see ``error_band``."""
     content = {}
     for kind, rows in by_kind(every).items():
-        tenths = quantiles((1 / one.ratio for one in rows), n=10, method="inclusive")
+        tenths = quantiles((1 / result.ratio for result in rows), n=10, method="inclusive")
         content[kind] = {
             "low": round(tenths[0], 3),
             "high": round(tenths[-1], 3),
             "error": round(error(rows), 3),
             "rows": len(rows),
-            "publishers": len({one.run.publisher for one in rows}),
-            "systems": sorted({one.run.gpu for one in rows}),
-            "schedules": sorted({one.schedule for one in rows}),
-            "length": max(one.run.model["seq_length"] for one in rows),
-            "context": max(one.run.model.get("context_parallel_size") or 1 for one in rows),
+            "publishers": len({result.run.publisher for result in rows}),
+            "systems": sorted({result.run.gpu for result in rows}),
+            "schedules": sorted({result.schedule for result in rows}),
+            "length": max(result.run.model["seq_length"] for result in rows),
+            "context": max(result.run.model.get("context_parallel_size") or 1 for result in rows),
         }
     return content
 
@@ -64,18 +64,18 @@ def baseline(every: Sequence[Judged]) -> dict[str, float]:
     """
     errors = {}
     for kind, rows in by_kind(every).items():
-        devices = grouped(rows, lambda one: one.run.gpu).values()
-        best = {ones[0].run.gpu: median(map(_rate, ones)) for ones in devices}
-        errors[kind] = mean(abs(_rate(one) / best[one.run.gpu] - 1) for one in rows)
+        devices = grouped(rows, lambda result: result.run.gpu).values()
+        best = {group[0].run.gpu: median(map(_rate, group)) for group in devices}
+        errors[kind] = mean(abs(_rate(result) / best[result.run.gpu] - 1) for result in rows)
     return errors
 
 
-def _rate(one: Judged) -> float:
+def _rate(result: Judged) -> float:
     """Return the operations a second of a GPU, in units of the peak; recomputed ones count."""
-    found = one.estimate
-    assert one.run.seconds is not None
-    again = 4 / 3 if one.run.model.get("recompute_granularity") == "full" else 1.0
-    return again * found.utilisation * found.step_seconds / one.run.seconds
+    estimate = result.estimate
+    assert result.run.seconds is not None
+    again = 4 / 3 if result.run.model.get("recompute_granularity") == "full" else 1.0
+    return again * estimate.utilisation * estimate.step_seconds / result.run.seconds
 
 
 def rank_correlation(every: Iterable[Judged]) -> tuple[float, int]:
@@ -84,22 +84,22 @@ def rank_correlation(every: Iterable[Judged]) -> tuple[float, int]:
     A sweep is the jobs of one source with the same model, sequences, GPUs and batch.
     """
     sweeps = defaultdict(list)
-    for one in every:
-        model = one.run.model
+    for result in every:
+        model = result.run.model
         same = ("num_layers", "hidden_size", "seq_length", "global_batch_size", "fp8")
-        sweeps[(one.run.source, one.run.gpus, *(model.get(name) for name in same))].append(one)
+        sweeps[(result.run.source, result.run.gpus, *(model.get(name) for name in same))].append(result)
     large = [rows for rows in sweeps.values() if len(rows) >= _SWEEP]
     jobs = sum(map(len, large))
     return sum(len(rows) * _spearman(rows) for rows in large) / jobs, jobs
 
 
 def _spearman(rows: Sequence[Judged]) -> float:
-    measured = _ranks([one.run.seconds or 0.0 for one in rows])
-    predicted = _ranks([one.estimate.step_seconds for one in rows])
+    measured = _ranks([result.run.seconds or 0.0 for result in rows])
+    predicted = _ranks([result.estimate.step_seconds for result in rows])
     middle = (len(rows) - 1) / 2
-    together = sum((a - middle) * (b - middle) for a, b in zip(measured, predicted, strict=True))
+    covariance = sum((a - middle) * (b - middle) for a, b in zip(measured, predicted, strict=True))
     apart = [sum((a - middle) ** 2 for a in ranks) for ranks in (measured, predicted)]
-    return float(together / (apart[0] * apart[1]) ** 0.5) if all(apart) else 0.0
+    return float(covariance / (apart[0] * apart[1]) ** 0.5) if all(apart) else 0.0
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
@@ -114,9 +114,9 @@ def verdicts(every: Iterable[Judged]) -> list[tuple[Judged, bool]]:
     A run that has a time did fit.
     """
     return [
-        (one, (one.bytes <= _offered(one.run)) is not one.run.ran_out)
-        for one in every
-        if one.run.is_judged_by_memory and (one.run.ran_out or one.run.seconds)
+        (result, (result.bytes <= _offered(result.run)) is not result.run.ran_out)
+        for result in every
+        if result.run.is_judged_by_memory and (result.run.ran_out or result.run.seconds)
     ]
 
 
@@ -138,18 +138,18 @@ def kinds() -> str:
     rows: list[Row] = [
         (
             kind,
-            len(found),
-            f"{error(found):.1%}",
-            f"{mean(one.ratio for one in found) - 1:+.1%}",
+            len(group),
+            f"{error(group):.1%}",
+            f"{mean(result.ratio for result in group) - 1:+.1%}",
             f"{bands[kind]['low']:.2f} to {bands[kind]['high']:.2f}",
             f"{error(fitted[kind]):.1%}",
             f"{plain[kind]:.1%}",
         )
-        for kind, found in held.items()
+        for kind, group in held.items()
     ]
     means = (mean(map(error, kinds.values())) for kinds in (held, fitted))
-    together = [f"{one:.1%}" for one in (*means, mean(plain.values()))]
-    rows.append(("mean of the kinds", len(every), together[0], "", "", *together[1:]))
+    means_shown = [f"{value:.1%}" for value in (*means, mean(plain.values()))]
+    rows.append(("mean of the kinds", len(every), means_shown[0], "", "", *means_shown[1:]))
     rows.append(
         ("all rows", len(every), f"{error(held_out.held_out()):.1%}", "", "", f"{error(every):.1%}", "")
     )
@@ -169,40 +169,54 @@ def kinds() -> str:
 def sources() -> str:
     """The errors by source, each judged with the factors of runs that were held out."""
     rows: list[Row] = [
-        (kind, source, len(ones), f"{error(ones):.1%}", f"{mean(one.ratio for one in ones) - 1:+.1%}")
-        for kind, found in by_kind(held_out.held_out()).items()
-        for source, ones in grouped(found, lambda one: one.run.source).items()
+        (
+            kind,
+            source,
+            len(by_source),
+            f"{error(by_source):.1%}",
+            f"{mean(result.ratio for result in by_source) - 1:+.1%}",
+        )
+        for kind, group in by_kind(held_out.held_out()).items()
+        for source, by_source in grouped(group, lambda result: result.run.source).items()
     ]
     return table(("kind", "source", "runs", "error", "mean"), rows)
 
 
 def memory() -> str:
     """Whether jobs fit, with the headroom that a search keeps, and the bytes of the fullest rank."""
-    found = verdicts(all_judged())
-    wrong = [one for one, is_right in found if not is_right]
-    measured = [one for one in all_judged() if one.run.memory]
+    all_verdicts = verdicts(all_judged())
+    wrong = [result for result, is_right in all_verdicts if not is_right]
+    measured = [result for result in all_judged() if result.run.memory]
     rows = [
-        (source, len(ones), f"{mean(one.bytes / 1e9 / (one.run.memory or 1) for one in ones) - 1:+.1%}")
-        for source, ones in grouped(measured, lambda one: one.run.source).items()
+        (
+            source,
+            len(by_source),
+            f"{mean(result.bytes / 1e9 / (result.run.memory or 1) for result in by_source) - 1:+.1%}",
+        )
+        for source, by_source in grouped(measured, lambda result: result.run.source).items()
     ]
-    text = f"Right about {len(found) - len(wrong)} of {len(found)} runs."
+    text = f"Right about {len(all_verdicts) - len(wrong)} of {len(all_verdicts)} runs."
     if wrong:
-        text += " Wrong: " + "; ".join(f"{one.run.name}, {one.bytes / 1e9:.1f} GB" for one in wrong) + "."
+        text += (
+            " Wrong: "
+            + "; ".join(f"{result.run.name}, {result.bytes / 1e9:.1f} GB" for result in wrong)
+            + "."
+        )
     return f"{text}\n\n{table(('source', 'runs with printed memory', 'estimated over printed, mean'), rows)}"
 
 
 def each() -> str:
     """Every run but those of the small models, of which there are many."""
     rows = [
-        (one.run.source, one.run.name, f"{one.run.seconds:.3f}", *_estimated(one))
-        for one in timed(all_judged())
-        if one.kind != error_band.SMALL
+        (result.run.source, result.run.name, f"{result.run.seconds:.3f}", *_estimated(result))
+        for result in timed(all_judged())
+        if result.kind != error_band.SMALL
     ]
     return table(("source", "job", "measured s", "estimated s", "error"), rows)
 
 
-def _estimated(one: Judged) -> tuple[str, str]:
-    return f"{one.estimate.step_seconds:.3f}", f"{one.ratio - 1:+.1%}"
+def _estimated(result: Judged) -> tuple[str, str]:
+    return f"{result.estimate.step_seconds:.3f}", f"{result.ratio - 1:+.1%}"
 
 
 def draw(path: Path) -> None:
@@ -211,17 +225,17 @@ def draw(path: Path) -> None:
 
     figure = Figure(figsize=(7, 6), layout="constrained")
     axes = figure.add_subplot()
-    for kind, found in by_kind(timed(all_judged())).items():
-        for gpu, ones in grouped(found, lambda one: one.run.gpu).items():
+    for kind, group in by_kind(timed(all_judged())).items():
+        for gpu, by_gpu in grouped(group, lambda result: result.run.gpu).items():
             mark = {"h100": "o", "a100-80g": "^", "b200": "s"}[gpu]
             axes.scatter(
-                [one.run.seconds for one in ones],
-                [one.estimate.step_seconds for one in ones],
+                [result.run.seconds for result in by_gpu],
+                [result.estimate.step_seconds for result in by_gpu],
                 s=14,
                 marker=mark,
                 color=f"C{error_band.KINDS.index(kind)}",
                 alpha=0.6,
-                label=f"{kind}, {gpu}: {len(ones)} runs",
+                label=f"{kind}, {gpu}: {len(by_gpu)} runs",
             )
     ends = (0.05, 200)
     axes.plot(ends, ends, color="grey", linewidth=0.8)

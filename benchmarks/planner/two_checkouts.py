@@ -53,7 +53,7 @@ COMMANDS = (
     "schedule v-haif -p 8 -m 32",
     "estimate --model llama3-8b -- --pipeline-modle-parallel-size 4",
 )
-"""What ``mpp`` does; the last two are typing errors."""
+"""Commands of ``mpp``; the last two are typing errors."""
 
 START = "from megatron_pp_ext.cli import app; app()"
 FUNCTIONS = """
@@ -85,10 +85,10 @@ class Checkout:
         self._cache, self._folder = folder / "schedules", folder / "work"
         self._folder.mkdir(parents=True)
         (self._folder / "vgg16.txt").write_text(vgg16.graph_txt())
-        kept = {"MEGATRON_PP_EXT_CACHE": self._cache, "NUMBA_CACHE_DIR": folder / "loops"}
+        caches = {"MEGATRON_PP_EXT_CACHE": self._cache, "NUMBA_CACHE_DIR": folder / "loops"}
         self._environment = {**os.environ, "PYTHONPATH": str(sources), "OMP_NUM_THREADS": "1"}
         self._environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        self._environment |= {name: str(path) for name, path in kept.items()}
+        self._environment |= {name: str(path) for name, path in caches.items()}
 
     def command(self, words: str, is_cold: bool = False) -> float:
         """Return the seconds of the processor, without the system's, that ``mpp`` takes."""
@@ -122,7 +122,7 @@ def main(
 ) -> None:
     """Measure and write the table."""
     with tempfile.TemporaryDirectory() as folder:
-        there, here = (
+        old, new = (
             Checkout(sources.resolve(), Path(folder, name))
             for name, sources in (("there", before), ("here", HERE))
         )
@@ -139,10 +139,12 @@ def main(
         for what, way in track(ways.items(), "measuring"):
             if only not in what:
                 continue
-            both = {"before": partial(way, there), "now": partial(way, here)}
-            took = in_turns(both, turns, warm_up=1)
-            ratio = median(now / before for before, now in zip(*took.values(), strict=True))
-            rows.append((what, *(f"{median(seconds):.3g}" for seconds in took.values()), f"{ratio:.2f}"))
+            runs = {"before": partial(way, old), "now": partial(way, new)}
+            seconds_of_way = in_turns(runs, turns, warm_up=1)
+            ratio = median(now / before for before, now in zip(*seconds_of_way.values(), strict=True))
+            rows.append(
+                (what, *(f"{median(seconds):.3g}" for seconds in seconds_of_way.values()), f"{ratio:.2f}")
+            )
             print(*rows[-1], flush=True, file=sys.stderr)
     publish(out, "Two checkouts", "", table(["command", "seconds before", "seconds now", "ratio"], rows))
 

@@ -1,4 +1,4 @@
-"""What do messages cost that announce their shapes?  (stages that sleep by tokens, gloo)
+"""How much time do messages cost that announce their shapes?  (stages that sleep by tokens, gloo)
 
     python -m benchmarks.runtime.announced_shapes [--ranks 4] [--microbatches 12] [--forward 0.03]
         [--repeats 3] [--real-time]
@@ -16,7 +16,7 @@ import typer
 
 from benchmarks.report import RESULTS, Out, Row, publish, table
 from benchmarks.runtime.lengths import MESSAGE, UnlikeStage, planned
-from benchmarks.runtime.machine import cores_awake, settle, spans_in_turns, step_seconds
+from benchmarks.runtime.machine import cores_awake, pin_to_core, spans_in_turns, step_seconds
 from benchmarks.runtime.systems import RunStep, World
 from megatron_pp_ext.features.lengths.orders import How
 from megatron_pp_ext.runtime.channels import Channels
@@ -32,7 +32,7 @@ HOW: How = "rule"
 
 
 class Way(NamedTuple):
-    """What announces its shape, and whether receives are posted late."""
+    """The messages that announce their shapes, and whether receives are posted late."""
 
     announced: Announced
     is_late: bool
@@ -51,7 +51,7 @@ def build(world: World, family: str, way: Way, ranks: int, microbatches: int, fo
     plan, costs = planned(family, HOW, ranks, microbatches, forward)
     rank = dist.get_rank()
     announced = way.announced if way.is_late else Announced.NOTHING
-    mine = plan_rank(plan.schedule, rank, announced=announced)
+    own_plan = plan_rank(plan.schedule, rank, announced=announced)
     stages = {stage: UnlikeStage(stage, costs) for stage in plan.schedule.placement.stages_of(rank)}
 
     def channels() -> Channels:
@@ -59,14 +59,14 @@ def build(world: World, family: str, way: Way, ranks: int, microbatches: int, fo
             return world.channels(MESSAGE)
         return world.announcing_channels(has_one_shape=way.announced is Announced.FIRST)
 
-    return lambda: execute(mine, Rank(stages, channels()))
+    return lambda: execute(own_plan, Rank(stages, channels()))
 
 
 def measure(
     rank: int, ranks: int, microbatches: int, forward: float, repeats: int, real_time: bool
 ) -> dict[tuple[str, str], list[tuple[float, float]]]:
     """Run all ways in turns on one rank, and return start and end of every step of each."""
-    settle(rank)
+    pin_to_core(rank)
     if real_time:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     world = World.join(ranks)
@@ -91,11 +91,11 @@ def main(
 ) -> None:
     """Measure, and write a table."""
     with cores_awake():
-        found = run_ranks(measure, ranks, ranks, microbatches, forward, repeats, real_time, timeout=3600)
+        results = run_ranks(measure, ranks, ranks, microbatches, forward, repeats, real_time, timeout=3600)
     rows: list[Row] = []
     for family in FAMILIES:
         plan, costs = planned(family, HOW, ranks, microbatches, forward)
-        medians = {name: median(step_seconds([spans[family, name] for spans in found])) for name in WAYS}
+        medians = {name: median(step_seconds([spans[family, name] for spans in results])) for name in WAYS}
         for name, way in WAYS.items():
             simulated = few_sends.step_seconds(plan.schedule, costs, *way)
             of_known = medians[name] / medians["known"], simulated / plan.seconds

@@ -1,7 +1,7 @@
 """A device whose streams take their time, for a machine that has none.
 
 As with a GPU the host launches work and goes on.  Work begins when it has been launched and what stands
-before it on its stream has ended, and lasts as long as it is told to; the numbers themselves are computed by
+before it on its stream has ended, and lasts for the requested time; the numbers themselves are computed by
 the CPU at the launch.  The host sleeps where it waits for the device: at a stream's or an event's
 ``synchronize``, and before a message leaves.  Waiting for a message stops the host, as gloo does.
 """
@@ -33,12 +33,12 @@ class Stream(streams.Stream):
         _sleep_until(self.free_at)
 
     def wait_stream(self, stream: streams.Stream) -> None:
-        """Let what is launched next begin behind the work that ``stream`` has now."""
+        """Let later launches begin after the work that ``stream`` has now."""
         assert isinstance(stream, Stream)
         self.free_at = max(self.free_at, stream.free_at)
 
     def wait_event(self, event: streams.Event) -> None:
-        """Let what is launched next begin after ``event``."""
+        """Let later launches begin after ``event``."""
         self.free_at = max(self.free_at, event.seconds)
 
     def record_event(self, event: streams.Event | None = None) -> streams.Event:
@@ -53,7 +53,7 @@ class Stream(streams.Stream):
 
 
 class Event(streams.Event):
-    """The end of what a stream had to do when the event was recorded."""
+    """The end of a stream's work at the time when the event was recorded."""
 
     def record(self, stream: streams.Stream | None = None) -> None:
         """Be at the end of what ``stream``, or the current one, has to do now."""
@@ -115,11 +115,11 @@ def install() -> None:
 
 
 def _behind_the_stream(send: Callable[..., Any]) -> Callable[..., Any]:
-    def behind(*args: Any) -> Any:
+    def send_later(*args: Any) -> Any:
         current_stream().synchronize()
         return send(*args)
 
-    return behind
+    return send_later
 
 
 def _sleep_until(seconds: float) -> None:

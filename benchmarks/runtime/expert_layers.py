@@ -2,7 +2,7 @@
 
 Megatron's own layers run, of a tiny model, and compute what they always do.  Beside that each product with a
 weight, and each exchange of tokens, takes the seconds that ``Times`` has, on the stream where it is launched.
-``costs`` says what the schedule's simulator should make of these.
+``costs`` has the simulator's costs of these.
 """
 
 import time
@@ -33,7 +33,7 @@ AROUND_ATTENTION, OF_EXPERTS = 2, 4
 """Products of a layer on a rank, which has two experts."""
 
 SHARES = (0.1, 0.2, 0.3)
-"""What part of a layer's forward and backward its four exchanges of tokens take."""
+"""The part of a layer's forward and backward that its four exchanges of tokens take."""
 
 VOCABULARY = 100
 """No other weight has so many rows."""
@@ -60,7 +60,7 @@ class Times(NamedTuple):
 
 
 def costs(times: Times, chunks: int) -> Costs:
-    """Return what stages cost, and what a pair takes by the plan of a layer; nothing is fitted."""
+    """Return the costs of stages, and of a pair by the plan of a layer; nothing is fitted."""
     around, of_experts = AROUND_ATTENTION * times.product, OF_EXPERTS * times.product
     attention = Part(forward_seconds=around, input_gradient_seconds=around, weight_gradient_seconds=around)
     experts = Part(
@@ -77,9 +77,9 @@ def costs(times: Times, chunks: int) -> Costs:
         input_gradient=rank.input_gradient_seconds,
         weight_gradient=rank.weight_gradient_seconds,
     )
-    alone = attention.forward_seconds + attention.backward_seconds
-    alone += experts.forward_seconds + experts.backward_seconds
-    return replace(of_stages, pair=1 - overlapped(attention, experts) / alone)
+    unpaired = attention.forward_seconds + attention.backward_seconds
+    unpaired += experts.forward_seconds + experts.backward_seconds
+    return replace(of_stages, pair=1 - overlapped(attention, experts) / unpaired)
 
 
 class Step(NamedTuple):
@@ -108,8 +108,8 @@ class Clock:
     def timed(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap Megatron's ``train_step``; gradients are reduced and used when the clock has stopped."""
 
-        def step(forward_step_func: Any, data: Any, model: Any, *others: Any, **options: Any) -> Any:
-            optimizer, scheduler, config, forward_backward_func, *rest = others
+        def step(forward_step_func: Any, data: Any, model: Any, *arguments: Any, **options: Any) -> Any:
+            optimizer, scheduler, config, forward_backward_func, *remaining = arguments
             finalize = config.finalize_model_grads_func
 
             def stop(*args: Any, **kwargs: Any) -> Any:
@@ -129,7 +129,7 @@ class Clock:
                     config.finalize_model_grads_func = finalize
 
             return train_step(
-                forward_step_func, data, model, optimizer, scheduler, config, run, *rest, **options
+                forward_step_func, data, model, optimizer, scheduler, config, run, *remaining, **options
             )
 
         return step
@@ -151,11 +151,11 @@ class Clock:
 
         class Multiplication(stock):  # type: ignore[valid-type,misc]
             @staticmethod
-            def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, *others: Any) -> Any:
+            def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, *arguments: Any) -> Any:
                 ctx.takes_time = len(weight) != VOCABULARY  # the output layer takes none
                 if ctx.takes_time:
                     device.current_stream().run(clock.now.product)
-                return stock.forward(ctx, input, weight, *others)
+                return stock.forward(ctx, input, weight, *arguments)
 
             @staticmethod
             def backward(ctx: Any, *gradients: torch.Tensor) -> Any:

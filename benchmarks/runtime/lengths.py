@@ -1,10 +1,10 @@
-"""Does a step of microbatches of unlike length take what its plan says?  (stages that sleep by tokens, gloo)
+"""Does a step of microbatches of unlike length take its planned time?  (stages that sleep by tokens, gloo)
 
     python -m benchmarks.runtime.lengths [--ranks 4] [--microbatches 8] [--forward 0.05] [--repeats 3]
         [--real-time]
 
 Every family runs on our executor in the order given, by the rule and as a search finds, in turns and in the
-same processes, with W in the holes of the step as in training.  A stage sleeps for what its microbatch costs.
+same processes, with W in the holes of the step as in training.  A stage sleeps for its microbatch's seconds.
 Writes results/lengths_runtime.md.
 """
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 import typer
 
 from benchmarks.report import RESULTS, Out, Row, publish, table
-from benchmarks.runtime.machine import cores_awake, settle, spans_in_turns, step_seconds
+from benchmarks.runtime.machine import cores_awake, pin_to_core, spans_in_turns, step_seconds
 from benchmarks.runtime.stages import Times
 from benchmarks.runtime.systems import RunStep, World
 from megatron_pp_ext.features.lengths.length_costs import LengthCosts
@@ -41,7 +41,7 @@ MESSAGE = Times(0, 0, 0, 8 << 10)
 
 
 class UnlikeStage:
-    """A ``runtime.rank.Stage`` that sleeps for what each microbatch costs."""
+    """A ``runtime.rank.Stage`` that sleeps for the seconds of each microbatch."""
 
     def __init__(self, stage: int, costs: UnitCosts) -> None:
         self._stage, self._costs = stage, costs
@@ -70,11 +70,11 @@ class UnlikeStage:
 def lengths(microbatches: int) -> Microbatches:
     """Return documents of a lognormal distribution, as answers of a reinforcement-learning run have it."""
     random = Random(1)
-    drawn = [
+    documents = [
         [min(20_480, int(random.lognormvariate(8.7, 0.8)) + 1) for _ in range(random.randint(1, 3))]
         for _ in range(microbatches)
     ]
-    return Microbatches.of(drawn)
+    return Microbatches.of(documents)
 
 
 def planned(family: str, how: How, ranks: int, microbatches: int, forward: float) -> tuple[Plan, UnitCosts]:
@@ -93,18 +93,18 @@ def build(world: World, family: str, how: How, ranks: int, microbatches: int, fo
     """Build a step on this rank, as training runs it."""
     plan, costs = planned(family, how, ranks, microbatches, forward)
     rank = dist.get_rank()
-    mine = plan_rank(plan.schedule, rank)
+    own_plan = plan_rank(plan.schedule, rank)
     stages = {stage: UnlikeStage(stage, costs) for stage in plan.schedule.placement.stages_of(rank)}
 
     # New channels for each step, as in training.
-    return lambda: execute(mine, Rank(stages, world.channels(MESSAGE)))
+    return lambda: execute(own_plan, Rank(stages, world.channels(MESSAGE)))
 
 
 def measure(
     rank: int, ranks: int, microbatches: int, forward: float, repeats: int, real_time: bool
 ) -> dict[tuple[str, How], list[tuple[float, float]]]:
     """Run all ways in turns on one rank, and return start and end of every step of each."""
-    settle(rank)
+    pin_to_core(rank)
     if real_time:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     world = World.join(ranks)
@@ -129,12 +129,12 @@ def main(
 ) -> None:
     """Measure, and write a table."""
     with cores_awake():
-        found = run_ranks(measure, ranks, ranks, microbatches, forward, repeats, real_time, timeout=3600)
+        results = run_ranks(measure, ranks, ranks, microbatches, forward, repeats, real_time, timeout=3600)
     rows: list[Row] = []
     for family in FAMILIES:
         for how in HOWS:
             plan, _ = planned(family, how, ranks, microbatches, forward)
-            steps = step_seconds([spans[family, how] for spans in found])
+            steps = step_seconds([spans[family, how] for spans in results])
             of_given = planned(family, "given", ranks, microbatches, forward)[0].seconds
             numbers = (plan.seconds, median(steps), min(steps))
             moved = "yes" if plan.schedule.orders != catalog.build(family, ranks, microbatches).orders else ""

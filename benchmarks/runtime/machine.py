@@ -1,4 +1,4 @@
-"""How the machine is kept from disturbing ranks that sleep, and what a message costs its cores."""
+"""How the machine is kept from disturbing ranks that sleep, and the cost of a message on its cores."""
 
 import ctypes
 import gc
@@ -36,10 +36,10 @@ def core_seconds(message_bytes: int, count: int = 50) -> float:
     return (time.process_time() - before) / count
 
 
-def _read(receiver: socket.socket, left: int) -> None:
+def _read(receiver: socket.socket, remaining: int) -> None:
     buffer = bytearray(1 << 20)
-    while left:
-        left -= receiver.recv_into(buffer, min(left, len(buffer)))
+    while remaining:
+        remaining -= receiver.recv_into(buffer, min(remaining, len(buffer)))
 
 
 def sleep_precisely() -> None:
@@ -72,7 +72,7 @@ def cores_awake() -> Iterator[None]:
             spinner.join()
 
 
-def settle(rank: int) -> None:
+def pin_to_core(rank: int) -> None:
     """Let this rank sleep precisely and keep freed memory, with one thread on one core, round robin."""
     torch.set_num_threads(1)
     sleep_precisely()

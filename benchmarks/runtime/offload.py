@@ -17,7 +17,7 @@ import torch.distributed as dist
 import typer
 
 from benchmarks.report import RESULTS, Out, Row, publish, table
-from benchmarks.runtime.machine import cores_awake, settle
+from benchmarks.runtime.machine import cores_awake, pin_to_core
 from benchmarks.runtime.stages import SleepingLayer, Times
 from benchmarks.runtime.systems import World, module_stages
 from megatron_pp_ext.features.offload.free_plans import share_offloaded
@@ -77,11 +77,11 @@ def planned(family: str, ranks: int, share: float, part: float) -> Timeline:
 
 def measure(rank: int, timelines: list[Timeline], repeats: int) -> list[tuple[list[float], int]]:
     """Return the seconds of every step of each timeline, and the bytes that this rank had at most."""
-    settle(rank)
+    pin_to_core(rank)
     world = World.join(timelines[0].schedule.ranks)
     gc.collect()
     gc.freeze()
-    found = []
+    results = []
     for timeline in timelines:
         schedule = timeline.schedule
         stages = module_stages(schedule, TIMES, SavingLayer)
@@ -97,19 +97,19 @@ def measure(rank: int, timelines: list[Timeline], repeats: int) -> list[tuple[li
             else:
                 with recorder.step():
                     execute(plan, Rank(stages, world.channels(TIMES), recorder, parts=[away]))
-        found.append((seconds, recorder.record.peak_bytes))
-    return found
+        results.append((seconds, recorder.record.peak_bytes))
+    return results
 
 
 def rows_of(ranks: int, repeats: int) -> list[Row]:
     """Return a row for each of ``CASES``."""
     timelines = [planned(name, ranks, share, part) for name, share, part in CASES]
-    found = run_ranks(measure, ranks, timelines, repeats, timeout=3600)
+    results = run_ranks(measure, ranks, timelines, repeats, timeout=3600)
     rows: list[Row] = []
     for at, ((name, _, part), timeline) in enumerate(zip(CASES, timelines, strict=True)):
-        steps = [max(of_ranks) for of_ranks in zip(*(of_rank[at][0] for of_rank in found), strict=True)]
+        steps = [max(of_ranks) for of_ranks in zip(*(of_rank[at][0] for of_rank in results), strict=True)]
         chunks = timeline.schedule.placement.chunks
-        peaks = [of_rank[at][1] // SAVED / chunks for of_rank in found]
+        peaks = [of_rank[at][1] // SAVED / chunks for of_rank in results]
         rows.append(
             (
                 name,

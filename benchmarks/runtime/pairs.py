@@ -44,7 +44,7 @@ from benchmarks.runtime.expert_layers import (
     Times,
     costs,
 )
-from benchmarks.runtime.machine import cores_awake, settle, step_seconds
+from benchmarks.runtime.machine import cores_awake, pin_to_core, step_seconds
 from benchmarks.runtime.systems import Gloo, World, walk
 from megatron_pp_ext import cpu, pretrain_gpt
 from megatron_pp_ext.integration import requested
@@ -102,7 +102,7 @@ SYSTEMS = (
 
 def train(rank: int, flags: Sequence[str], times: Sequence[Times]) -> tuple[list[Step], Schedule | None]:
     """Train a step with each of ``times`` on one rank; return the steps, and the schedule if it is ours."""
-    settle(rank)
+    pin_to_core(rank)
     clock = Clock(times)
     clock.install()
     words = [*training.TINY, "--mock-data", *FLAGS.split(), "--train-iters", str(len(times)), *flags]
@@ -115,12 +115,12 @@ def train(rank: int, flags: Sequence[str], times: Sequence[Times]) -> tuple[list
 
 def send_alone(rank: int, schedule: Schedule, times: Sequence[Costs]) -> list[Step]:
     """Do the steps with gloo's messages and sleeping alone, in as many pipelines as there are experts."""
-    settle(rank)
+    pin_to_core(rank)
     dist.init_process_group("gloo")
     pipeline = list(range(rank % EXPERT_RANKS, WORLD, EXPERT_RANKS))
-    everyone = dist.group.WORLD
-    assert everyone is not None
-    world = World(everyone, *direction_groups(pipeline))
+    all_ranks = dist.group.WORLD
+    assert all_ranks is not None
+    world = World(all_ranks, *direction_groups(pipeline))
     plan = plan_rank(schedule, rank // EXPERT_RANKS)
     steps = []
     for of_stages in times:
@@ -132,7 +132,7 @@ def send_alone(rank: int, schedule: Schedule, times: Sequence[Costs]) -> list[St
 
 
 class Run(NamedTuple):
-    """What a step of ``system`` took; ``share`` is that of exchanges, and 0 where nothing takes time."""
+    """The seconds of a step of ``system``; ``share`` is the exchanges' part, 0 where nothing takes time."""
 
     system: str
     share: float
@@ -149,13 +149,13 @@ def measured(system: System, share: float, steps: int) -> list[Run]:
         ranks = run_ranks(send_alone, WORLD, schedule, [of_stages] * steps)
     else:
         with tempfile.TemporaryDirectory() as folder:
-            found = run_ranks(train, WORLD, system.flags(share, Path(folder)), times)
-        ranks = [steps for steps, _ in found]
-        schedule = found[0][1] or schedule
+            results = run_ranks(train, WORLD, system.flags(share, Path(folder)), times)
+        ranks = [steps for steps, _ in results]
+        schedule = results[0][1] or schedule
     seconds = step_seconds(ranks)
     name = str(system)
     expected = simulate(schedule, costs(times[-1], schedule.placement.chunks)).makespan
-    runs = [Run(name, share, expected, taken) for taken in seconds[-steps:]]
+    runs = [Run(name, share, expected, seconds_of_step) for seconds_of_step in seconds[-steps:]]
     return runs if system.runner == GLOO else [Run(name, 0.0, 0.0, seconds[1]), *runs]
 
 
@@ -172,12 +172,12 @@ def rows_of(runs: Sequence[Run], share: float) -> list[Row]:
         (
             name,
             f"{expected[name]:.3f}",
-            f"{median(found):.3f}",
-            f"{min(found):.3f}",
-            f"{median(found) / expected[name]:.3f}",
-            f"{median(found) / goal:.3f}",
+            f"{median(of_system):.3f}",
+            f"{min(of_system):.3f}",
+            f"{median(of_system) / expected[name]:.3f}",
+            f"{median(of_system) / goal:.3f}",
         )
-        for name, found in seconds.items()
+        for name, of_system in seconds.items()
     ]
 
 
@@ -198,7 +198,7 @@ def without_time(runs: Sequence[Run]) -> str:
     for run in runs:
         if not run.share:
             seconds.setdefault(run.system, []).append(run.seconds)
-    rows = [(name, f"{median(found):.3f}") for name, found in seconds.items()]
+    rows = [(name, f"{median(of_system):.3f}") for name, of_system in seconds.items()]
     about = "Python, autograd and gloo of all eight ranks, where neither products nor exchanges take time."
     return f"## What two cores do in a step\n\n{about}\n\n{table(('schedule', 'median s'), rows)}"
 
@@ -224,11 +224,11 @@ def main(
     runs = kept(keep)
 
     def measure(system: System, share: float) -> None:
-        found = measured(system, share, steps)
-        runs.extend(found)
+        runs_of_job = measured(system, share, steps)
+        runs.extend(runs_of_job)
         if keep is not None:
             with keep.open("a", encoding="utf-8") as file:
-                file.writelines(f"{json.dumps(run)}\n" for run in found)
+                file.writelines(f"{json.dumps(run)}\n" for run in runs_of_job)
 
     with cores_awake():
         for share in map(float, shares.split(",")):

@@ -64,7 +64,7 @@ class Case(NamedTuple):
         """The simulated milliseconds a microbatch."""
         stages = (self.times(stage) for stage in range(self.replicas.stages))
         costs = Costs(
-            tuple(StageCosts(one.forward, one.input_gradient, one.weight_gradient) for one in stages)
+            tuple(StageCosts(times.forward, times.input_gradient, times.weight_gradient) for times in stages)
         )
         return 1e3 * seconds_of_an_update(self.replicas, self.interval, costs, self.updating) / self.interval
 
@@ -83,7 +83,7 @@ CASES = (
 
 
 def sleep_through(rank: int, one: Case, updates: int) -> float:
-    """Run all updates on one rank, and return its milliseconds a microbatch behind the first ones."""
+    """Run all updates on one rank, and return its milliseconds a microbatch after the first ones."""
     torch.set_num_threads(1)
     replicas = one.replicas
     number, world = replicas.stage_of(rank), World.join(replicas.ranks)
@@ -104,12 +104,12 @@ def sleep_through(rank: int, one: Case, updates: int) -> float:
     return 1e3 * (ends[-1] - ends[FILLING - 1]) / (updates * one.interval)
 
 
-def row_of(one: Case, updates: int, repeats: int) -> Row:
+def row_of(case: Case, updates: int, repeats: int) -> Row:
     """Return the row of a case: of several runs the fastest, of which the slowest rank."""
-    measured = min(max(run_ranks(sleep_through, one.replicas.ranks, one, updates)) for _ in range(repeats))
-    shares = "" if set(one.share) == {1.0} else ", ".join(f"{share:g}" for share in one.share)
-    milliseconds = (f"{value:.1f}" for value in (one.busiest, one.estimated, measured))
-    return (one.replicas, one.interval, shares, *milliseconds, f"{measured / one.estimated:.2f}")
+    measured = min(max(run_ranks(sleep_through, case.replicas.ranks, case, updates)) for _ in range(repeats))
+    shares = "" if set(case.share) == {1.0} else ", ".join(f"{share:g}" for share in case.share)
+    milliseconds = (f"{value:.1f}" for value in (case.busiest, case.estimated, measured))
+    return (case.replicas, case.interval, shares, *milliseconds, f"{measured / case.estimated:.2f}")
 
 
 def main(
@@ -122,7 +122,7 @@ def main(
         "replicas", "K", "work of stages", "busiest rank, ms", "estimated ms", "measured ms",
         "measured/estimated",
     )  # fmt: skip
-    rows = [row_of(one, updates, repeats) for one in track(CASES, "measuring")]
+    rows = [row_of(case, updates, repeats) for case in track(CASES, "measuring")]
     about = (
         f"Milliseconds a microbatch. A replica sleeps for F = {1e3 * FORWARD:g} and B = {1e3 * BACKWARD:g} "
         f"ms, times the replicas of its stage and the work of the stage where that is not 1; replicas take "

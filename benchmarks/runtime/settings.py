@@ -9,7 +9,7 @@ MOMENTA = ("0", "0.2", "0.5", "0.8", "0.9", "0.95", "0.98", "0.99", "0.995")
 
 
 class Settings(NamedTuple):
-    """What a way of training chooses for itself: the learning rate, and Adam's beta1 or Muon's momentum."""
+    """The settings that a way of training chooses: the learning rate, and Adam's beta1 or Muon's momentum."""
 
     rate: str
     momentum: str

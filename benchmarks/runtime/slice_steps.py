@@ -14,7 +14,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from benchmarks.report import RESULTS, Out, Row, publish, table
-from benchmarks.runtime.machine import cores_awake, settle
+from benchmarks.runtime.machine import cores_awake, pin_to_core
 from benchmarks.schedules.lengths import steps
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
@@ -39,7 +39,7 @@ CASES = [
     ),
     *(("prolong 64K", family, None) for family in FAMILIES),
 ]
-"""The lengths, the order, and the part of 1F1B's tokens that is the limit, None for what the order takes."""
+"""The lengths, the order, and the part of 1F1B's tokens that is the limit; None: the order's own peak."""
 
 UNIT = 8192
 BYTES = 2
@@ -74,7 +74,7 @@ def planned(name: str, order: str, limit: float | None) -> Timeline:
 def planner_of(placement: Placement) -> Planner:
     """Return a planner whose ranks keep ``BYTES`` of each token; attention costs what else does at 24,576."""
     rates = LengthCosts.with_attention(Costs.per_rank(RANKS, placement.chunks), 1)
-    stages = tuple(replace(one, activation=BYTES * one.activation) for one in rates.stages)
+    stages = tuple(replace(stage, activation=BYTES * stage.activation) for stage in rates.stages)
     return Planner(placement, replace(rates, stages=stages))
 
 
@@ -83,9 +83,9 @@ def _timeline(planner: Planner, plan: Plan) -> Timeline:
 
 
 def measure(rank: int, cases: list[Case], repeats: int) -> list[tuple[list[float], int]]:
-    """Return what ``steps_of`` returns on a rank that is bound to a core."""
-    settle(rank)
-    return steps_of(rank, [(one.schedule, one.costs, scale) for one, scale in cases], repeats)
+    """Return the result of ``steps_of`` on a rank that is bound to a core."""
+    pin_to_core(rank)
+    return steps_of(rank, [(timeline.schedule, timeline.costs, scale) for timeline, scale in cases], repeats)
 
 
 def main(
@@ -94,22 +94,24 @@ def main(
     repeats: Annotated[int, typer.Option(help="Steps of each case that count.")] = 3,
 ) -> None:
     """Measure all cases and write a table."""
-    cases = [Case(one, seconds / one.makespan) for one in (planned(*case) for case in CASES)]
+    cases = [Case(timeline, seconds / timeline.makespan) for timeline in (planned(*case) for case in CASES)]
     with cores_awake():
-        found = run_ranks(measure, RANKS, cases, repeats, timeout=3600)
+        results = run_ranks(measure, RANKS, cases, repeats, timeout=3600)
     rows = list[Row]()
-    for at, ((name, order, limit), (one, _)) in enumerate(zip(CASES, cases, strict=True)):
-        taken = [max(of_ranks) for of_ranks in zip(*(of_rank[at][0] for of_rank in found), strict=True)]
-        peak = max(of_rank[at][1] for of_rank in found)
+    for at, ((name, order, limit), (timeline, _)) in enumerate(zip(CASES, cases, strict=True)):
+        step_times = [
+            max(of_ranks) for of_ranks in zip(*(of_rank[at][0] for of_rank in results), strict=True)
+        ]
+        peak = max(of_rank[at][1] for of_rank in results)
         rows.append(
             (
                 name,
                 order if limit is None else f"{order}, {limit}",
-                one.schedule.microbatches,
+                timeline.schedule.microbatches,
                 f"{1e3 * seconds:.0f}",
-                f"{1e3 * median(taken):.0f}",
-                f"{median(taken) / seconds:.3f}",
-                f"{max(one.peak_memory) / BYTES:,.0f}",
+                f"{1e3 * median(step_times):.0f}",
+                f"{median(step_times) / seconds:.3f}",
+                f"{max(timeline.peak_memory) / BYTES:,.0f}",
                 f"{peak / BYTES:,.0f}",
             )
         )

@@ -83,13 +83,13 @@ def main(
     """Measure, and write a table."""
     systems = [*((name, 1) for name in STOCK), *((name, k) for name in ("1f1b", "v-half") for k in COUNTS)]
     flags = model(tokens, hidden, steps + 1)
-    ways = {one: partial(run, [*flags, *flags_of(*one, tokens)], steps) for one in systems}
+    ways = {system: partial(run, [*flags, *flags_of(*system, tokens)], steps) for system in systems}
     logs = in_turns(ways, rounds)
-    first = max(found.peak for found in logs["stock 1f1b", 1])
+    first = max(measured.peak for measured in logs["stock 1f1b", 1])
     rows: list[Row] = []
-    for (name, count), found in logs.items():
-        seconds = median(second for one in found for second in one.seconds)
-        peak = max(one.peak for one in found)
+    for (name, count), of_system in logs.items():
+        seconds = median(second for measured in of_system for second in measured.seconds)
+        peak = max(measured.peak for measured in of_system)
         numbers = (f"{seconds:.2f}", f"{peak / 2**20:.1f}", f"{peak / first:.3f}")
         rows.append((name, count, *numbers, expected(name)))
     heads = ("schedule", "slices", "step", "MiB kept", "of stock's 1F1B", "bubble without slices")

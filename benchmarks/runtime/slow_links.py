@@ -74,7 +74,7 @@ class Arrival:
 
 
 class Link:
-    """What this rank sends with, ``bandwidth`` bytes a second; it receives as much at the same time.
+    """The link of this rank: it sends ``bandwidth`` bytes a second, and receives as much at the same time.
 
     A transfer begins when those before it are over, and takes its bytes / ``bandwidth``.  A thread sleeps so
     long and then lets gloo do the transfer, while the rank computes on unless it waits for the transfer.
@@ -94,8 +94,8 @@ class Link:
     def _throttled(self, transfer: Callable, share: Callable[[int], float]) -> Callable:
         def later(group: dist.ProcessGroup, tensors: Any, *args: Any) -> Arrival:
             size = sum(tensor.nbytes for tensor in tensors) * share(group.size())
-            then = partial(transfer, group, tensors, *args)
-            return Arrival(self._transfers.submit(self._pass, time.perf_counter(), size, then))
+            started = partial(transfer, group, tensors, *args)
+            return Arrival(self._transfers.submit(self._pass, time.perf_counter(), size, started))
 
         return later
 
@@ -120,7 +120,7 @@ def train(rank: int, argv: list[str], bandwidth: float) -> Curve:
 
 
 class Bench(NamedTuple):
-    """What all runs share; ``folder`` has the text, and keeps the profile and the curves."""
+    """The common state of all runs; ``folder`` has the text, and keeps the profile and the curves."""
 
     folder: Path
     samples: int
@@ -152,7 +152,7 @@ class Bench(NamedTuple):
         return profile, layout_of(partition(profile, [Level(RANKS, bandwidth)], straight=True), profile)
 
     def _profile(self) -> Profile:
-        """Measure every layer on one rank, or read what an earlier run has measured."""
+        """Measure every layer on one rank, or read the measurements of an earlier run."""
         prepare(None, self.folder / "text")
         file = self.folder / "profile.json"
         if not file.exists():
@@ -177,16 +177,16 @@ def rates(tuned: dict[str, dict[str, float]]) -> str:
 
 
 def section(bandwidth: float, profile: Profile, curves: dict[str, Curve], samples: int, loss: float) -> str:
-    """Return the section of a link: what the partitioner says of it, and what was measured."""
-    found = partition(profile, [Level(RANKS, bandwidth)])
+    """Return the section of a link: the partitioner's answer for it, and the measurements."""
+    best = partition(profile, [Level(RANKS, bandwidth)])
     weights = sum(layer.parameter_bytes for layer in profile.layers)
-    answer = "data parallelism" if len(found.stages) == 1 else f"the stages `{layout_of(found, profile)}`"
+    answer = "data parallelism" if len(best.stages) == 1 else f"the stages `{layout_of(best, profile)}`"
     about = (
         f"An all-reduce of all gradients takes {1e3 * ring_share(RANKS) * weights / bandwidth:.3g} ms of a "
         f"link, the message of a microbatch {1e3 * message_bytes(profile) / bandwidth:.3g} ms. "
         f"`mpp partition --workers {RANKS} --bandwidth {bandwidth:g}` chooses {answer}: "
-        f"{1e3 * found.bottleneck_seconds:.1f} ms between microbatches, where data parallelism has "
-        f"{1e3 * found.data_parallel_seconds:.1f} ms."
+        f"{1e3 * best.bottleneck_seconds:.1f} ms between microbatches, where data parallelism has "
+        f"{1e3 * best.data_parallel_seconds:.1f} ms."
     )
     reached = {way: curve.seconds_to(loss) or math.nan for way, curve in curves.items()}
     goal = min(seconds for way, seconds in reached.items() if way.startswith(DATA_PARALLEL))
@@ -221,17 +221,17 @@ def message_bytes(profile: Profile) -> float:
 def draw(links: dict[float, dict[str, Curve]], path: Path) -> None:
     """Draw loss against samples, and against seconds on each link."""
     picture = figure.new_figure(11, 7)
-    against_samples, *others = picture.subplots(math.ceil((1 + len(links)) / 2), 2, sharey=True).flat
+    against_samples, *panels = picture.subplots(math.ceil((1 + len(links)) / 2), 2, sharey=True).flat
     for way, curve in next(iter(links.values())).items():
         counts = [batch(WAYS[way]) * (update + 1) for update in range(len(curve.losses))]
         against_samples.plot(counts, curve.smooth, style(way), label=way)
     against_samples.set(title="any link", xlabel="samples", ylabel="training loss")
     against_samples.legend(frameon=False)
-    for (bandwidth, curves), axes in zip(links.items(), others, strict=False):
+    for (bandwidth, curves), axes in zip(links.items(), panels, strict=False):
         for way, curve in curves.items():
             axes.plot(curve.seconds, curve.smooth, style(way))
         axes.set(title=megabytes(bandwidth), xlabel="seconds", ylabel="training loss")
-    for axes in others[len(links) :]:
+    for axes in panels[len(links) :]:
         axes.remove()
     for axes in picture.axes:
         axes.spines[["top", "right"]].set_visible(False)
@@ -284,7 +284,7 @@ def main(
     picture = picture_of(out, "slow_links")
     with kept_in(keep) as folder:
         bench = Bench(folder, samples)
-        about, *sections = measure(bench, [float(one) for one in bandwidths.split(",")], picture)
+        about, *sections = measure(bench, [float(bandwidth) for bandwidth in bandwidths.split(",")], picture)
     publish(out, "Time to a loss on slow links", about, *sections)
 
 

@@ -169,7 +169,7 @@ def calibrated(times: Times, chunks: int) -> Times:
     core would be measured as autograd's time.
     """
     layer, slot = SleepingLayer(times, chunks), Owner(0, 0)
-    found: list[tuple[float, float, float]] = []
+    tries: list[tuple[float, float, float]] = []
     for _ in range(_TRIES):
         start = time.perf_counter()
         output = layer(torch.empty(times.shape, requires_grad=True))
@@ -178,10 +178,10 @@ def calibrated(times: Times, chunks: int) -> Times:
             torch.autograd.backward(output, grad_tensors=torch.empty(times.shape))
         input_gradient = time.perf_counter()
         STORE.run(slot)
-        found.append((forward - start, input_gradient - forward, time.perf_counter() - input_gradient))
-    wanted = (times.forward, times.input_gradient, times.weight_gradient)
+        tries.append((forward - start, input_gradient - forward, time.perf_counter() - input_gradient))
+    targets = (times.forward, times.input_gradient, times.weight_gradient)
     shorter = (
-        max(0.0, 2 * seconds - chunks * median(taken))
-        for seconds, taken in zip(wanted, zip(*found, strict=True), strict=True)
+        max(0.0, 2 * seconds - chunks * median(measured))
+        for seconds, measured in zip(targets, zip(*tries, strict=True), strict=True)
     )
     return replace(times, **dict(zip(("forward", "input_gradient", "weight_gradient"), shorter, strict=True)))

@@ -52,18 +52,18 @@ PROGRAMS = {
     "`flex` on a V, not in the cache": (f"{NO_CACHE}\n{COMPILE_IMPORTS}", COMPILE),
     "`flex` on a V, in the cache": (COMPILE_IMPORTS, COMPILE),
 }
-"""What is measured: a program's untimed beginning, and the part that is timed."""
+"""The measured programs: an untimed beginning, and the part that is timed."""
 
 
 def seconds(beginning: str, timed: str, repeats: int) -> float:
     """Return the median seconds of ``timed``, each time in a process of its own."""
     clock = "import time; start = time.perf_counter()"
     program = "\n".join([beginning, clock, timed, "print(time.perf_counter() - start)"])
-    found = []
+    times = []
     for _ in range(repeats + 1):
         run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-        found.append(float(run.stdout.split()[-1]))
-    return median(found[1:])
+        times.append(float(run.stdout.split()[-1]))
+    return median(times[1:])
 
 
 def main(
@@ -72,7 +72,7 @@ def main(
 ) -> None:
     """Measure and write the table."""
     rows = [
-        (what, f"{seconds(*program, repeats):.3f}") for what, program in track(PROGRAMS.items(), "measuring")
+        (name, f"{seconds(*program, repeats):.3f}") for name, program in track(PROGRAMS.items(), "measuring")
     ]
     about = f"Schedules are for p = {RANKS}, m = {MICROBATCHES}."
     publish(out, "What the plugin adds to the start of a rank", about, table(["what", "seconds"], rows))

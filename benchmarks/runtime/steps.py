@@ -21,7 +21,7 @@ from rich.progress import track
 
 from benchmarks.measuring import in_turns
 from benchmarks.report import RESULTS, Out, Row, publish, table
-from benchmarks.runtime.machine import core_seconds, cores_awake, settle, step_seconds
+from benchmarks.runtime.machine import core_seconds, cores_awake, pin_to_core, step_seconds
 from benchmarks.runtime.stages import Times, calibrated
 from benchmarks.runtime.systems import SYSTEMS, RunStep, System, World
 from megatron_pp_ext.schedule import catalog
@@ -51,7 +51,7 @@ def measure(
     rank: int, systems: Sequence[System], ranks: int, microbatches: int, times: Times, repeats: int
 ) -> dict[str, list[tuple[float, float]]]:
     """Run all systems in turns on one rank, and return start and end of every step of each."""
-    settle(rank)
+    pin_to_core(rank)
     world = World.join(ranks)
     shorter = [{chunks: calibrated(times, chunks) for chunks in (1, 2)} if rank == 0 else {}]
     dist.broadcast_object_list(shorter)
@@ -79,11 +79,11 @@ def rows_of(systems: Sequence[System], ranks: int, setting: str, repeats: int) -
     """Return a row for each system: predicted and measured milliseconds, their ratios and the goal."""
     times, goal = SETTINGS[setting]
     microbatches = 4 * ranks
-    found = run_ranks(measure, ranks, systems, ranks, microbatches, times, repeats, timeout=3600)
+    results = run_ranks(measure, ranks, systems, ranks, microbatches, times, repeats, timeout=3600)
     rows: list[Row] = []
     for system in systems:
         expected = predicted(system.family, ranks, microbatches, times)
-        steps = step_seconds([spans[system.name] for spans in found])
+        steps = step_seconds([spans[system.name] for spans in results])
         ratio = median(steps) / expected
         met = "met" if ratio <= goal else f"goal {goal}"
         milliseconds = (f"{1e3 * seconds:.1f}" for seconds in (expected, median(steps), min(steps)))

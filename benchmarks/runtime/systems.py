@@ -145,8 +145,8 @@ def gloo(world: World, schedule: Schedule, times: Times) -> RunStep:
 
 def executor(world: World, schedule: Schedule, times: Times) -> RunStep:
     """Build a step of our executor and channels without autograd."""
-    chunks, mine = schedule.placement.chunks, schedule.placement.stages_of(dist.get_rank())
-    stages = {stage: SleepingStage(times, chunks) for stage in mine}
+    chunks, stage_numbers = schedule.placement.chunks, schedule.placement.stages_of(dist.get_rank())
+    stages = {stage: SleepingStage(times, chunks) for stage in stage_numbers}
     return _execution(world, schedule, times, stages)
 
 
@@ -197,8 +197,8 @@ def megatrons(world: World, schedule: Schedule, times: Times) -> RunStep:
         chunk.model_type = ModelType.encoder_or_decoder
 
     def forward_step(_: Iterator[None], chunk: SleepingLayer) -> tuple[torch.Tensor, Callable[..., Any]]:
-        given = torch.empty(times.shape) if chunk.given is None else chunk.given
-        return chunk(given), lambda output: (loss_of(output), {})
+        input = torch.empty(times.shape) if chunk.given is None else chunk.given
+        return chunk(input), lambda output: (loss_of(output), {})
 
     run = (
         stock.forward_backward_pipelining_with_interleaving
@@ -206,11 +206,11 @@ def megatrons(world: World, schedule: Schedule, times: Times) -> RunStep:
         else stock.forward_backward_pipelining_without_interleaving
     )
     sequence, batch, _ = times.shape
-    everyone = dist.group.WORLD
+    all_ranks = dist.group.WORLD
     return partial(
         run,
-        p2p_communicator=P2PCommunicator(everyone, config),
-        pg_collection=ProcessGroupCollection(tp=world.alone, cp=world.alone, pp=everyone),
+        p2p_communicator=P2PCommunicator(all_ranks, config),
+        pg_collection=ProcessGroupCollection(tp=world.alone, cp=world.alone, pp=all_ranks),
         forward_step_func=forward_step,
         data_iterator=[repeat(None)] * chunks,
         model=model,
@@ -224,19 +224,19 @@ def megatrons(world: World, schedule: Schedule, times: Times) -> RunStep:
 def of_torch(class_name: str, _: World, schedule: Schedule, times: Times) -> RunStep:
     """Build a step of a schedule class of torch.distributed.pipelining."""
     placement, rank = schedule.placement, dist.get_rank()
-    mine = placement.stages_of(rank)
+    stage_numbers = placement.stages_of(rank)
     stages = [
         PipelineStage(SleepingLayer(times, placement.chunks), number, placement.stages, CPU)
-        for number in mine
+        for number in stage_numbers
     ]
     make = getattr(torchs, class_name)
     about = {"n_microbatches": schedule.microbatches, "loss_fn": loss_of}
     runner = make(stages[0] if placement.chunks == 1 else stages, **about)
-    sequence, *rest = times.shape
-    batch = torch.empty(sequence * schedule.microbatches, *rest)
-    given = (batch,) if 0 in mine else ()
-    wanted = {"target": batch} if placement.stages - 1 in mine else {}
-    return lambda: runner.step(*given, **wanted)
+    sequence, *other_sizes = times.shape
+    batch = torch.empty(sequence * schedule.microbatches, *other_sizes)
+    inputs = (batch,) if 0 in stage_numbers else ()
+    targets = {"target": batch} if placement.stages - 1 in stage_numbers else {}
+    return lambda: runner.step(*inputs, **targets)
 
 
 ALONE = ("1f1b", "interleaved", "v-min", "v-zb")

@@ -63,7 +63,7 @@ class Timed(NamedTuple):
 
 
 def measure(bench: Bench, bandwidth: float, rounds: int) -> tuple[str, dict[str, Timed]]:
-    """Return the layout of the stages, and what each way took."""
+    """Return the layout of the stages, and the times of each way."""
     _, layout = bench.cut(bandwidth)
     curves = bench.at_all_rates(layout, bandwidth)
     rates = {way: best({rate: curve.last for rate, curve in of.items()}) for way, of in curves.items()}
@@ -80,7 +80,7 @@ def measure(bench: Bench, bandwidth: float, rounds: int) -> tuple[str, dict[str,
     }
 
 
-def rows(found: dict[str, Timed], goals: dict[str, float]) -> list[Row]:
+def rows(timed_ways: dict[str, Timed], goals: dict[str, float]) -> list[Row]:
     """Return the table's rows; the goals are the last losses of 1F1B by optimizer."""
     return [
         (
@@ -89,9 +89,9 @@ def rows(found: dict[str, Timed], goals: dict[str, float]) -> list[Row]:
             batch(timed.flags),
             f"{timed.curve.last:.3f}",
             f"{1e3 * timed.sample_seconds:.1f}",
-            *(cell for name, loss in goals.items() for cell in until(loss, timed, found[GOALS[name]])),
+            *(cell for name, loss in goals.items() for cell in until(loss, timed, timed_ways[GOALS[name]])),
         )
-        for way, timed in found.items()
+        for way, timed in timed_ways.items()
     ]
 
 
@@ -111,8 +111,8 @@ def main(
 ) -> None:
     """Train every way at every rate, time the best ones in turns, and write the page."""
     with kept_in(keep) as folder:
-        layout, found = measure(Bench(folder, samples, WAYS), bandwidth, rounds)
-    goals = {name: found[way].curve.last for name, way in GOALS.items()}
+        layout, timed_ways = measure(Bench(folder, samples, WAYS), bandwidth, rounds)
+    goals = {name: timed_ways[way].curve.last for name, way in GOALS.items()}
     head = ["way", "rate", "samples an update", "last loss", "ms a sample"]
     for name, loss in goals.items():
         head += [f"samples to {loss:.3f}", "seconds", f"speedup over 1F1B with {name}"]
@@ -129,7 +129,7 @@ def main(
         "turns with the others, and seconds are samples x this time. All ways learn from the same samples, "
         "with which their losses rise and fall, so that a mean on the way may be below the last loss. nan: a "
         "way does not come to that loss.",
-        table(head, rows(found, goals)),
+        table(head, rows(timed_ways, goals)),
     )
 
 

@@ -67,10 +67,10 @@ def growing(steps: int) -> list[str]:
 
 def step_seconds(log: str, steps: int) -> dict[int, list[tuple[float, float]]]:
     """Return, by microbatches, the seconds of each step and of its forwards and backwards."""
-    found: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    times: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for step, batch, _, longest in STEP.findall(log):
-        found[int(batch)].append((float(step) / 1e3, float(longest) / 1e3))
-    return {microbatches: seconds[-steps:] for microbatches, seconds in found.items()}
+        times[int(batch)].append((float(step) / 1e3, float(longest) / 1e3))
+    return {microbatches: seconds[-steps:] for microbatches, seconds in times.items()}
 
 
 def recorded(hidden: int, flags: list[str], microbatches: int) -> Timeline:
@@ -102,8 +102,8 @@ def rows_of(hidden: int, rounds: int, steps: int) -> list[Row]:
     times: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for name, logs in in_turns(ways, rounds, title=f"hidden {hidden}").items():
         for log in logs:
-            for microbatches, found in step_seconds(log, steps).items():
-                times[name, microbatches] += found
+            for microbatches, steps_of in step_seconds(log, steps).items():
+                times[name, microbatches] += steps_of
     expected = {name: predictions(hidden, name) for name in track(SYSTEMS, "recording")}
     rows: list[Row] = []
     for microbatches in MICROBATCHES:

@@ -43,7 +43,7 @@ def costs(layers: tuple[int, ...], head: float) -> Costs:
 
 
 def head(hidden: int, vocabulary: int) -> float:
-    """Return the multiplications of the output layer, those of a layer being 1.
+    """Return the multiplications of the output layer, where a layer's are 1.
 
     A layer has 12 products of hidden x hidden for each token, and two of its length x hidden.
     """
@@ -68,7 +68,7 @@ def schedule_of(name: str, how: str) -> Schedule:
 
 
 def predicted(name: str, how: str, layers: tuple[int, ...], output: float) -> float:
-    """Return the simulated step over that of perfectly shared work without a bubble; messages are free."""
+    """Return the simulated step over one of perfectly shared work without a bubble; messages are free."""
     schedule = schedule_of(name, how)
     is_shared = how == SHARED
     of_stages = costs(layers, 0.0).with_split_head(output, RANKS) if is_shared else costs(layers, output)
@@ -110,14 +110,14 @@ def rows_of(hidden: int, vocabulary: int, rounds: int, steps: int) -> list[Row]:
     title = f"hidden {hidden}, vocabulary {vocabulary >> 10}k"
     logs = in_turns(ways, rounds, title=title)
     times = {
-        system: [step for log in found for step in logged_seconds(log)[-steps:]]
-        for system, found in logs.items()
+        system: [step for log in logs_of_system for step in logged_seconds(log)[-steps:]]
+        for system, logs_of_system in logs.items()
     }
     stock = median(times["1f1b", STOCK])
     rows: list[Row] = []
-    for (name, how), found in times.items():
+    for (name, how), seconds in times.items():
         cut = "|".join(map(str, layers[name, how]))
-        numbers = (median(found), min(found), median(found) / stock)
+        numbers = (median(seconds), min(seconds), median(seconds) / stock)
         expected = predicted(name, how, layers[name, how], output)
         rows.append((name, how, cut, *(f"{number:.3f}" for number in (*numbers, expected))))
     return rows
@@ -133,14 +133,14 @@ def memory_rows() -> list[Row]:
             traced = [*v_half, *shared, "--pipeline-trace", str(trace)]
             log = pretrain([*model(256, 32 << 10, 2), *traced], ranks)
             peaks = [record.peak_bytes for record in trace_reading.read(trace).records]
-        found = re.findall(r"parameters on .*model parallel rank \(([0-9, ]+)\): (\d+)", log)
-        parameters = {int(place.split(",")[-1]): int(count) for place, count in found}
+        parameter_lines = re.findall(r"parameters on .*model parallel rank \(([0-9, ]+)\): (\d+)", log)
+        parameters = {int(place.split(",")[-1]): int(count) for place, count in parameter_lines}
         # Weight, gradient and two moments, each in single precision.
         columns.append([(16 * parameters[rank] / 2**20, peaks[rank] / 2**20) for rank in range(ranks)])
     rows: list[Row] = []
     for rank, of_rank in enumerate(zip(*columns, strict=True)):
-        rows.append((rank, *(f"{value:.1f}" for one in of_rank for value in (*one, sum(one)))))
-    totals = [[sum(one) for one in column] for column in columns]
+        rows.append((rank, *(f"{value:.1f}" for pair in of_rank for value in (*pair, sum(pair)))))
+    totals = [[sum(pair) for pair in column] for column in columns]
     spreads = [f"{max(total) - min(total):.1f}" for total in totals]
     rows.append(("highest less lowest", "", "", spreads[0], "", "", spreads[1]))
     return rows
@@ -159,13 +159,15 @@ def main(
     with two_cores():
         for size in map(int, hidden.split(",")):
             for rows in map(int, vocabularies.split(",")):
-                found = rows_of(size, rows, rounds, steps)
+                rows_of_size = rows_of(size, rows, rounds, steps)
                 sections += [
                     f"## Hidden size {size}, {rows >> 10}k rows",
                     f"The output layer is worth {head(size, rows):.1f} layers.",
-                    table(head_line, found),
+                    table(head_line, rows_of_size),
                 ]
-    even_and_shared = [f"{what}, {how}" for how in (EVEN, SHARED) for what in ("state", "activations", "sum")]
+    even_and_shared = [
+        f"{quantity}, {how}" for how in (EVEN, SHARED) for quantity in ("state", "activations", "sum")
+    ]
     sections += [
         "## Memory of the ranks",
         f"V-Half on four ranks, {LAYERS} layers of hidden size 256, 32k rows. MiB of weights, gradients and "

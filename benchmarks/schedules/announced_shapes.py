@@ -52,17 +52,17 @@ def rows(
     ranks: int, microbatches: int, lengths: str, trials: int, is_timed: bool = False, hop: float = 0.0
 ) -> list[Row]:
     """Return a row for each family: the mean of steps over those with known shapes."""
-    found = list[Row]()
+    result = list[Row]()
     for family in FAMILIES:
         schedule = catalog.build(family, ranks, microbatches)
-        some = list(cases(schedule, lengths, trials, is_timed))
-        known = [step_seconds(one, costs, hop=hop) for one, costs in some]
+        steps = list(cases(schedule, lengths, trials, is_timed))
+        known_seconds = [step_seconds(step, costs, hop=hop) for step, costs in steps]
         means = []
         for announced, is_late in WAYS.values():
-            taken = [step_seconds(one, costs, announced, is_late, hop) for one, costs in some]
-            means.append(sum(a / k for a, k in zip(taken, known, strict=True)) / len(some))
-        found.append((family, *(f"{mean:.3f}" for mean in means)))
-    return found
+            seconds = [step_seconds(step, costs, announced, is_late, hop) for step, costs in steps]
+            means.append(sum(a / k for a, k in zip(seconds, known_seconds, strict=True)) / len(steps))
+        result.append((family, *(f"{mean:.3f}" for mean in means)))
+    return result
 
 
 def main(
@@ -78,9 +78,9 @@ def main(
         for lengths, is_timed, hop in tables:
             launch = ", launched by their times" * is_timed
             messages = f", messages take {hop:.0%} of a forward" if hop else ""
-            found = rows(ranks, microbatches, lengths, trials, is_timed, hop)
+            rows_of_table = rows(ranks, microbatches, lengths, trials, is_timed, hop)
             sections.append(f"## {ranks} ranks, {microbatches} microbatches: {lengths}{launch}{messages}")
-            sections.append(table(("schedule", *WAYS), found))
+            sections.append(table(("schedule", *WAYS), rows_of_table))
     about = (
         "Steps over those with known shapes, in whose simulation messages take no time, if nothing else is "
         f"said; means of {trials} steps with unlike lengths in the order of the data. A rank launches as if "

@@ -1,4 +1,4 @@
-"""What the tables of compiled schedules share: costs and verdicts."""
+"""Costs and verdicts, which all tables of compiled schedules share."""
 
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement
@@ -18,8 +18,8 @@ def costs_of(placement: Placement, times: Times) -> Costs:
     return Costs.uniform(placement, forward=forward, input_gradient=i, weight_gradient=w, hop=hop)
 
 
-def verdict(found: float, goal: float) -> str:
-    """Return how the makespan ``found`` compares with the one to reach."""
-    if found < goal * (1 - 1e-9):
-        return f"{100 * (1 - found / goal):.1f}% shorter"
-    return "met" if found <= goal * (1 + 1e-9) else f"**{100 * (found / goal - 1):.1f}% longer**"
+def verdict(makespan: float, goal: float) -> str:
+    """Return how ``makespan`` compares with the one to reach."""
+    if makespan < goal * (1 - 1e-9):
+        return f"{100 * (1 - makespan / goal):.1f}% shorter"
+    return "met" if makespan <= goal * (1 + 1e-9) else f"**{100 * (makespan / goal - 1):.1f}% longer**"

@@ -33,8 +33,8 @@ def costs(chunks: int, copy: float) -> Costs:
 def planned(name: str, copy: float, share: float) -> tuple[Timeline, Timeline]:
     """Return the family without copies, and with this share of its activations on the host."""
     schedule = catalog.build(name, RANKS, MICROBATCHES)
-    own = costs(schedule.placement.chunks, copy)
-    return simulate(schedule, own), with_whole_share(schedule, own, share)
+    unit_costs = costs(schedule.placement.chunks, copy)
+    return simulate(schedule, unit_costs), with_whole_share(schedule, unit_costs, share)
 
 
 def shares() -> str:
@@ -46,15 +46,15 @@ def shares() -> str:
     rows = list[Row]()
     for name in catalog.NAMES:
         for copy in COPIES:
-            found = [planned(name, copy, share) for share in SHARES]
-            alone = found[0][0]
+            steps = [planned(name, copy, share) for share in SHARES]
+            whole = steps[0][0]
             cells = (
-                f"{max(line.peak_microbatches):.4g}, {max(0.0, line.makespan / alone.makespan - 1):.1%}"
-                for _, line in found
+                f"{max(line.peak_microbatches):.4g}, {max(0.0, line.makespan / whole.makespan - 1):.1%}"
+                for _, line in steps
             )
-            free = offload.with_share(alone.schedule, alone.costs, 1.0)
+            free = offload.with_share(whole.schedule, whole.costs, 1.0)
             auto = f"{offload.share_offloaded(free):.0%}, {max(free.peak_microbatches):.4g}"
-            rows.append((name, copy, f"{max(alone.peak_microbatches):.4g}", *cells, auto))
+            rows.append((name, copy, f"{max(whole.peak_microbatches):.4g}", *cells, auto))
     return table(("schedule", "copy", "peak", *(f"{share:.0%}" for share in SHARES), "auto"), rows)
 
 
@@ -68,10 +68,10 @@ def own_limits() -> str:
     for name in catalog.NAMES:
         schedule = catalog.build(name, RANKS, MICROBATCHES)
         for copy in SLOW_COPIES:
-            own = costs(schedule.placement.chunks, copy)
-            alone = simulate(schedule, own).makespan
-            found = [within_limits(schedule, own, [limit] * RANKS) for limit in LIMITS]
-            cells = (f"{max(0.0, line.makespan / alone - 1):.1%}" if line else "-" for line in found)
+            unit_costs = costs(schedule.placement.chunks, copy)
+            whole = simulate(schedule, unit_costs).makespan
+            steps = [within_limits(schedule, unit_costs, [limit] * RANKS) for limit in LIMITS]
+            cells = (f"{max(0.0, line.makespan / whole - 1):.1%}" if line else "-" for line in steps)
             rows.append((name, copy, *cells))
     return table(("schedule", "copy", *(f"{limit:g}" for limit in LIMITS)), rows)
 
@@ -88,10 +88,8 @@ def limits() -> str:
     for limit in LIMITS:
         row: list[object] = [limit]
         for copy in COPIES:
-            found = within(limit, copy)
-            row.append(
-                f"{found.makespan / v_zb() - 1:+.1%} ({found.schedule.name})" if found else "none found"
-            )
+            best = within(limit, copy)
+            row.append(f"{best.makespan / v_zb() - 1:+.1%} ({best.schedule.name})" if best else "none found")
         rows.append(row)
     return table(("limit", *(f"copy {copy}" for copy in COPIES)), rows)
 
@@ -108,21 +106,21 @@ def goals() -> str:
 
 def _goals() -> Iterator[Row]:
     halves = {name: planned(name, 0.5, 0.5) for name in catalog.NAMES}
-    growth = max(timeline.makespan / alone.makespan - 1 for alone, timeline in halves.values())
+    growth = max(timeline.makespan / whole.makespan - 1 for whole, timeline in halves.values())
     least = min(halves, key=lambda name: offload.share_offloaded(halves[name][1]))
     away = offload.share_offloaded(halves[least][1])
-    found = f"{away:.1%} of {least} at the least, {growth:.1%} longer"
+    outcome = f"{away:.1%} of {least} at the least, {growth:.1%} longer"
     yield (
         "half of any family for 1% of the step, copy half of F",
-        found,
+        outcome,
         verdict(away >= 0.5 and growth <= 0.01),
     )
     whole = {name: planned(name, 1.0, 1.0) for name in catalog.NAMES}
-    grown = {name: timeline.makespan / alone.makespan - 1 for name, (alone, timeline) in whole.items()}
+    grown = {name: timeline.makespan / whole.makespan - 1 for name, (whole, timeline) in whole.items()}
     are_all = all(offload.share_offloaded(timeline) == 1 for _, timeline in whole.values())
     longer = ", ".join(f"{name} {growth:.1%}" for name, growth in grown.items() if growth > 5e-4)
-    found = f"{'all' if are_all else 'not all'} of any family; longer: {longer or 'none'}"
-    yield "all of any family, copy a third of F + I + W", found, verdict(are_all)
+    outcome = f"{'all' if are_all else 'not all'} of any family; longer: {longer or 'none'}"
+    yield "all of any family, copy a third of F + I + W", outcome, verdict(are_all)
     quarter = within(2.0, 0.5)
     over = quarter.makespan / v_zb() - 1 if quarter else float("inf")
     yield "a quarter of 1F1B's memory within 3% of V-ZB, copy half of F", f"{over:.1%}", verdict(over <= 0.03)

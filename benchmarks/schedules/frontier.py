@@ -21,20 +21,20 @@ def points(times: Times) -> Iterator[tuple[int, int, dict[int, Compiled], dict[s
         for m in (2 * p, 4 * p):
             costs = costs_of(v(p), times)
             limits = range(2, 2 * p + 1, 2 if p == 16 else 1)
-            found: list[Compiled] = []
+            compiled: list[Compiled] = []
             for limit in limits:
                 new = compile_schedule(p, m, costs, limit, trials=FEWER_TRIALS)
-                if found and found[-1].timeline.makespan < new.timeline.makespan:
+                if compiled and compiled[-1].timeline.makespan < new.timeline.makespan:
                     # What is shorter for less memory is the best for more of it, too.
-                    bound = min(new.lower_bound, found[-1].timeline.makespan)
-                    new = replace(found[-1], lower_bound=bound)
-                found.append(new)
+                    bound = min(new.lower_bound, compiled[-1].timeline.makespan)
+                    new = replace(compiled[-1], lower_bound=bound)
+                compiled.append(new)
             built = [catalog.build(name, p, m) for name in FAMILIES]
             families = {
                 schedule.name: simulate(schedule, costs.merged(schedule.placement.stages))
                 for schedule in built
             }
-            yield p, m, dict(zip(limits, found, strict=True)), families
+            yield p, m, dict(zip(limits, compiled, strict=True)), families
 
 
 def frontiers(path: Path) -> str:
@@ -44,11 +44,11 @@ def frontiers(path: Path) -> str:
     axes = figure.subplots(2, 6)
     parts = []
     for row, times in enumerate((UNIT, UNEQUAL)):
-        for column, (p, m, found, families) in enumerate(points(times)):
+        for column, (p, m, by_limit, families) in enumerate(points(times)):
             plot = axes[row][column]
-            shares = [limit / (2 * p) for limit in found]
-            makespans = [compiled.timeline.makespan for compiled in found.values()]
-            bounds = [compiled.lower_bound for compiled in found.values()]
+            shares = [limit / (2 * p) for limit in by_limit]
+            makespans = [compiled.timeline.makespan for compiled in by_limit.values()]
+            bounds = [compiled.lower_bound for compiled in by_limit.values()]
             plot.plot(shares, makespans, ".-", label="compiled")
             plot.plot(shares, bounds, ":", label="lower bound")
             peaks = {name: max(timeline.peak_activations) for name, timeline in families.items()}
@@ -58,7 +58,7 @@ def frontiers(path: Path) -> str:
             plot.set_title(f"p = {p}, m = {m}", fontsize=9)
             plot.set_ylim(0.97 * bounds[-1], min(makespans[0], 2.2 * makespans[-1]))
             lines = []
-            for limit, compiled in found.items():
+            for limit, compiled in by_limit.items():
                 fitting = [(families[name].makespan, name) for name in families if peaks[name] <= limit]
                 best = "{:.6g} ({})".format(*min(fitting)) if fitting else "none fits"
                 lines.append((limit, compiled.timeline.makespan, compiled.lower_bound, best))

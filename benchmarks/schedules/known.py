@@ -37,10 +37,10 @@ def _searches(label: Row, p: int, m: int, costs: Costs, limit: float, goal: floa
     for trials in (TRIALS, 4 * TRIALS):
         start = time.process_time()
         compiled = compile_schedule(p, m, costs, limit, trials=trials)
-        seconds, found = time.process_time() - start, compiled.timeline.makespan
-        outcome = found, compiled.lower_bound, verdict(found, goal), compiled.origin
+        seconds, makespan = time.process_time() - start, compiled.timeline.makespan
+        outcome = makespan, compiled.lower_bound, verdict(makespan, goal), compiled.origin
         rows.append((*label, limit, goal, *outcome, trials, f"{seconds:.1f}"))
-        if found <= goal * (1 + 1e-9):
+        if makespan <= goal * (1 + 1e-9):
             break
     return rows
 
@@ -58,11 +58,11 @@ def memory_limited() -> str:
         least = max(0.0, 1 - m * (forward + i + w) / around)
         for limit in (p, 2 * p):
             for place in (linear(p), v(p)):
-                found = compile_schedule(p, m, halves, limit, placements=[place], trials=100).timeline
+                timeline = compile_schedule(p, m, halves, limit, placements=[place], trials=100).timeline
                 paper = f"{rate:.4f}" if limit == 2 * p else ""
                 bound = f"{least:.4f}" if place.chunks == 1 else ""
-                ours = f"{found.bubble_span:.4f}", f"{found.bubble:.4f}"
-                rows.append((p, m, limit, place.shape, paper, bound, *ours))
+                bubbles = f"{timeline.bubble_span:.4f}", f"{timeline.bubble:.4f}"
+                rows.append((p, m, limit, place.shape, paper, bound, *bubbles))
     head = (
         "p", "m", "limit (stages)", "placement", "ZB-2p, span", "at least", "bubble in span",
         "bubble in makespan",

@@ -38,7 +38,7 @@ WINDOWS = {"wlbllm 128K": 131_072, "prolong 64K": 65_536, "rl20K": 20_480}
 """The most tokens of a document, and the tokens of a microbatch on average."""
 
 _SLACK = 1.02
-"""The room of a microbatch over the mean: documents are not cut to fit."""
+"""The capacity of a microbatch over the mean: documents are not cut to fit."""
 
 
 def distribution(name: str, files: Path | None) -> Any:
@@ -56,10 +56,10 @@ def steps(name: str, files: Path | None, microbatches: int, trials: int) -> Iter
     """Yield steps of so many ``microbatches``, always the same."""
     lengths, random = distribution(name, files), np.random.default_rng(7)
     for _ in range(trials):
-        drawn: list[int] = []
-        while sum(drawn) + (length := int(random.choice(lengths))) <= microbatches * WINDOWS[name]:
-            drawn.append(length)
-        packed = in_order(drawn, microbatches)
+        documents: list[int] = []
+        while sum(documents) + (length := int(random.choice(lengths))) <= microbatches * WINDOWS[name]:
+            documents.append(length)
+        packed = in_order(documents, microbatches)
         if len(packed) > microbatches:
             while len(packed) > microbatches:
                 packed.sort(key=sum)
@@ -72,17 +72,17 @@ def steps(name: str, files: Path | None, microbatches: int, trials: int) -> Iter
 
 def in_order(lengths: Sequence[int], microbatches: int) -> list[list[int]]:
     """Return documents in microbatches of nearly equal tokens, in the order in which they come."""
-    room = max(*lengths, math.ceil(sum(lengths) / microbatches * _SLACK))
+    capacity = max(*lengths, math.ceil(sum(lengths) / microbatches * _SLACK))
     packed: list[list[int]] = [[]]
     for length in lengths:
-        if packed[-1] and sum(packed[-1]) + length > room:
+        if packed[-1] and sum(packed[-1]) + length > capacity:
             packed.append([])
         packed[-1].append(length)
     while len(packed) < microbatches:
         largest = max(range(len(packed)), key=lambda at: (len(packed[at]) > 1) * sum(packed[at]))
         half = len(packed[largest]) // 2
-        packed[largest], rest = packed[largest][:half], packed[largest][half:]
-        packed.append(rest)
+        packed[largest], second = packed[largest][:half], packed[largest][half:]
+        packed.append(second)
     return packed
 
 
@@ -92,32 +92,35 @@ def costs_by_length(ranks: int, chunks: int) -> LengthCosts:
 
 
 def compared(ranks: int, microbatches: int, drawn: Mapping[str, Sequence[Microbatches]]) -> list[str]:
-    """Return the table of steps and that of peaks for each distribution."""
+    """Return two tables for each distribution: of steps and of peaks."""
     sections = []
-    for name, some in drawn.items():
+    for name, cases in drawn.items():
         length_rows, peak_rows = list[Row](), list[Row]()
         for schedule in SCHEDULES:
-            made = make(named(schedule, ranks, microbatches)).schedule
-            planner, by_length = Planner(made), costs_by_length(ranks, made.placement.chunks)
+            built = make(named(schedule, ranks, microbatches)).schedule
+            planner, by_length = (
+                Planner(built),
+                costs_by_length(ranks, built.placement.chunks),
+            )
             over, peaks = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
-            for step in some:
+            for step in cases:
                 costs = by_length.of(step)
                 for order, plan in side_by_side(planner, costs).items():
-                    shown = timeline(plan, costs)
-                    over[order].append(over_work(shown))
-                    peaks[order].append(peak_tokens(shown) / 1e3)
+                    step_timeline = timeline(plan, costs)
+                    over[order].append(over_work(step_timeline))
+                    peaks[order].append(peak_tokens(step_timeline) / 1e3)
                 alike = Costs(costs.stages)
-                over["equal"].append(simulate(made, alike).makespan * ranks / sum(by_length.work(step)))
-            means = {order: sum(each) / len(each) for order, each in over.items()}
+                over["equal"].append(simulate(built, alike).makespan * ranks / sum(by_length.work(step)))
+            means = {order: sum(values) / len(values) for order, values in over.items()}
             best = means[NAMES[-1]]
             gains = [f"{means[other] / best - 1:+.1%}" for other in ("given", "light-heavy-light")]
             length_rows.append((schedule, *(f"{mean:.3f}" for mean in means.values()), *gains))
-            peak_rows.append((schedule, *(f"{sum(each) / len(each):.0f}" for each in peaks.values())))
+            peak_rows.append((schedule, *(f"{sum(values) / len(values):.0f}" for values in peaks.values())))
         heaviest = [
-            max(work) * len(work) / sum(work) for step in some for work in [costs_by_length(1, 1).work(step)]
+            max(work) * len(work) / sum(work) for step in cases for work in [costs_by_length(1, 1).work(step)]
         ]
         about = (
-            f"{len(some)} steps; the heaviest microbatch is {sum(heaviest) / len(heaviest):.2f} of the mean."
+            f"{len(cases)} steps; the heaviest microbatch is {sum(heaviest) / len(heaviest):.2f} of the mean."
         )
         gained = "given over searched", "light-heavy-light over searched"
         sections += [
@@ -134,39 +137,47 @@ def over_replicas(ranks: int, microbatches: int, replicas: int, files: Path | No
     rows = list[Row]()
     for name in WINDOWS:
         for schedule in ("1f1b", "interleaved", "v-zb"):
-            made = make(named(schedule, ranks, microbatches)).schedule
-            planner, by_length = Planner(made), costs_by_length(ranks, made.placement.chunks)
-            found = defaultdict[str, list[float]](list)
-            drawn = list(steps(name, files, microbatches, replicas * trials))
-            for first in range(0, len(drawn), replicas):
-                shares = drawn[first : first + replicas]
+            built = make(named(schedule, ranks, microbatches)).schedule
+            planner, by_length = (
+                Planner(built),
+                costs_by_length(ranks, built.placement.chunks),
+            )
+            ratios = defaultdict[str, list[float]](list)
+            all_steps = list(steps(name, files, microbatches, replicas * trials))
+            for first in range(0, len(all_steps), replicas):
+                shares = all_steps[first : first + replicas]
                 lengths = [length for share in shares for part in share.documents for length in part]
                 work = sum(sum(by_length.work(share)) for share in shares) / replicas / ranks
                 balanced = [
                     Microbatches.of([lengths[at] for at in part] for part in share)
                     for share in balance(lengths, replicas, microbatches)
                 ]
-                for packing, some in (("in order", shares), ("balanced", balanced)):
+                for packing, share_of_steps in (("in order", shares), ("balanced", balanced)):
                     for how in ("given", "search"):
-                        every = [planner.plan(by_length.of(share), how, budget=0.01) for share in some]
+                        every = [
+                            planner.plan(by_length.of(share), how, budget=0.01) for share in share_of_steps
+                        ]
                         slowest = max(plan.seconds for plan in every)
-                        found[f"{packing}, {how}"].append(slowest / work)
-            rows.append((name, schedule, *(f"{sum(each) / len(each):.3f}" for each in found.values())))
-    return table(("lengths", "schedule", *found), rows)
+                        ratios[f"{packing}, {how}"].append(slowest / work)
+            rows.append((name, schedule, *(f"{sum(values) / len(values):.3f}" for values in ratios.values())))
+    return table(("lengths", "schedule", *ratios), rows)
 
 
 def planning(ranks: int, files: Path | None) -> str:
     """Return the table of the processor time of a plan, in milliseconds."""
     rows = list[Row]()
     for microbatches in (16, 32, 64):
-        some = list(steps("wlbllm 128K", files, microbatches, 5))
+        cases = list(steps("wlbllm 128K", files, microbatches, 5))
         for schedule in SCHEDULES:
-            made = make(named(schedule, ranks, microbatches)).schedule
-            planner, by_length = Planner(made), costs_by_length(ranks, made.placement.chunks)
+            built = make(named(schedule, ranks, microbatches)).schedule
+            planner, by_length = (
+                Planner(built),
+                costs_by_length(ranks, built.placement.chunks),
+            )
             row = []
             for how in ("rule", "search"):
                 took = []
-                for step in some:
+                for step in cases:
                     costs = by_length.of(step)
                     begin = time.process_time()
                     planner.plan(costs, how)  # type: ignore[arg-type]
@@ -190,15 +201,20 @@ def replay(trace: Path) -> str:
     ranks, count = (len(level) for level in kinds[0].columns.levels)
     planner = Planner(make(named("1f1b", ranks, count)).schedule)
 
-    def seconds(some: Sequence[Any], how: Any) -> float:
-        units = [Costs(tuple(StageCosts(float(f), *[float(b) / 2] * 2) for f, b in each)) for each in some]
+    def seconds(microbatches: Sequence[Any], how: Any) -> float:
+        units = [
+            Costs(tuple(StageCosts(float(f), *[float(b) / 2] * 2) for f, b in stages))
+            for stages in microbatches
+        ]
         costs = UnitCosts(units[0].stages, units=tuple(units), tokens=(1,) * count)
         return planner.plan(costs, how, budget=0.005).seconds
 
-    found = defaultdict[str, list[float]](list)
+    seconds_by_way = defaultdict[str, list[float]](list)
     for number, forwards in kinds[0].groupby("step"):
-        both = [each.to_numpy().reshape(-1, ranks, count) for each in (forwards, kinds[1].loc[number])]
-        units = np.stack(both, axis=-1).transpose(0, 2, 1, 3)  # replica, microbatch, stage, F or B
+        tables = [
+            table_of.to_numpy().reshape(-1, ranks, count) for table_of in (forwards, kinds[1].loc[number])
+        ]
+        units = np.stack(tables, axis=-1).transpose(0, 2, 1, 3)  # replica, microbatch, stage, F or B
         if np.isnan(units).any():
             continue
         replicas, every = len(units), units.reshape(-1, ranks, 2)
@@ -206,15 +222,15 @@ def replay(trace: Path) -> str:
         heavier = of_stages[:, of_stages.sum(axis=0).argmax()]
         parts = partition(heavier.tolist(), replicas, equal_sizes=True)
         for how in ("given", "rule", "search"):
-            found[f"order {how}"].append(max(seconds(share, how) for share in units))
+            seconds_by_way[f"order {how}"].append(max(seconds(share, how) for share in units))
         for how in ("rule", "search"):
             name = f"balanced over replicas, order {how}"
-            found[name].append(max(seconds(every[part], how) for part in parts))
-        found["work of the heavier stage"].append(float(heavier.sum()) / replicas)
-    means = {name: sum(each) / len(each) for name, each in found.items()}
+            seconds_by_way[name].append(max(seconds(every[part], how) for part in parts))
+        seconds_by_way["work of the heavier stage"].append(float(heavier.sum()) / replicas)
+    means = {name: sum(table_of) / len(table_of) for name, table_of in seconds_by_way.items()}
     first = means["order given"]
     rows = [(name, f"{mean:.3f}", f"{first / mean - 1:+.1%}") for name, mean in means.items()]
-    return table((f"{len(found['order given'])} steps", "seconds", "gain"), rows)
+    return table((f"{len(seconds_by_way['order given'])} steps", "seconds", "gain"), rows)
 
 
 def main(
@@ -229,8 +245,8 @@ def main(
     replicas: Annotated[int, typer.Option(help="Data-parallel replicas.")] = 8,
 ) -> None:
     """Compare, and write the tables."""
-    drawn = {name: list(steps(name, files, microbatches, trials)) for name in WINDOWS}
-    parts = compared(ranks, microbatches, drawn)
+    steps_by_name = {name: list(steps(name, files, microbatches, trials)) for name in WINDOWS}
+    parts = compared(ranks, microbatches, steps_by_name)
     parts += [
         f"## {replicas} replicas",
         "Steps of the slowest replica over the mean work of a rank, without expert parallelism.",

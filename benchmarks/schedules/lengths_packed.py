@@ -29,7 +29,7 @@ def in_order(lengths: Sequence[int], most_tokens: int, replicas: int) -> Groups:
     """Return documents packed as Megatron's packer does; documents of full packs fill up the last row."""
     packs: list[list[int]] = [[]]
     for number, length in enumerate(lengths):
-        if packs[-1] and sum(lengths[one] for one in packs[-1]) + length > most_tokens:
+        if packs[-1] and sum(lengths[document] for document in packs[-1]) + length > most_tokens:
             packs.append([])
         packs[-1].append(number)
     while len(packs) % replicas:
@@ -51,26 +51,26 @@ def main(
     for name, window in WINDOWS.items():
         lengths = distribution(name, files)
         for schedule in SCHEDULES:
-            found = defaultdict[str, list[float]](list)
+            samples = defaultdict[str, list[float]](list)
             for seed in range(trials):
-                random, drawn = np.random.default_rng(seed), list[int]()
-                while sum(drawn) < replicas * MICROBATCHES * window:
-                    drawn.append(int(random.choice(lengths)))
-                steps = PackedSteps(drawn, schedule, ranks, None, EQUAL_AT, OVERHEAD)
-                given = in_order(drawn, window, replicas)
+                random, documents = np.random.default_rng(seed), list[int]()
+                while sum(documents) < replicas * MICROBATCHES * window:
+                    documents.append(int(random.choice(lengths)))
+                steps = PackedSteps(documents, schedule, ranks, None, EQUAL_AT, OVERHEAD)
+                stock_packs = in_order(documents, window, replicas)
                 begin = time.process_time()
-                chosen = Packing(schedule, ranks, None, window).balanced(given, drawn, replicas)
-                found["seconds"].append(time.process_time() - begin)
+                chosen = Packing(schedule, ranks, None, window).balanced(stock_packs, documents, replicas)
+                samples["seconds"].append(time.process_time() - begin)
                 before, after = (
                     steps.seconds([[group[replica] for group in groups] for replica in range(replicas)])
-                    for groups in (given, chosen)
+                    for groups in (stock_packs, chosen)
                 )
-                found["documents"].append(len(drawn))
-                found["Megatron's microbatches"].append(len(given))
-                found["chosen"].append(len(chosen))
-                found["step"].append(after / before - 1)
-            mean = {what: sum(each) / len(each) for what, each in found.items()}
-            counts = (f"{mean[what]:.0f}" for what in ("documents", "Megatron's microbatches", "chosen"))
+                samples["documents"].append(len(documents))
+                samples["Megatron's microbatches"].append(len(stock_packs))
+                samples["chosen"].append(len(chosen))
+                samples["step"].append(after / before - 1)
+            mean = {column: sum(values) / len(values) for column, values in samples.items()}
+            counts = (f"{mean[column]:.0f}" for column in ("documents", "Megatron's microbatches", "chosen"))
             rows.append((name, schedule, *counts, f"{mean['step']:+.1%}", f"{mean['seconds']:.2f}"))
     about = (
         f"Means of {trials} draws for {ranks} ranks and {replicas} replicas, microbatches ordered by rule, "

@@ -41,7 +41,7 @@ def main(
             schedule = make(request, lambda stages, shared: Costs.per_rank(ranks, stages // ranks)).schedule
             planner, rates = Planner(schedule), costs_by_length(ranks, schedule.placement.chunks)
             units = UnitPlanner(schedule.placement, rates)
-            found = defaultdict[str, list[float]](list)
+            ratios = defaultdict[str, list[float]](list)
             for step in steps(name, files, microbatches, trials):
                 costs, work = rates.of(step), sum(rates.work(step)) / ranks
                 most = max(step.tokens)
@@ -49,15 +49,15 @@ def main(
                 limits = tuple(map(max, request.budget(costs).ranks, least))
                 for how in ("rule", "search"):
                     plan = planner.plan(costs, how, limits=limits)
-                    found[f"order, {how}"].append(plan.seconds / work)
+                    ratios[f"order, {how}"].append(plan.seconds / work)
                 listed = units.plan(step.documents, most, limits)
-                found["list scheduling of whole microbatches"].append(listed.seconds / work)
-            rows.append((name, part, *(f"{sum(each) / len(each):.3f}" for each in found.values())))
+                ratios["list scheduling of whole microbatches"].append(listed.seconds / work)
+            rows.append((name, part, *(f"{sum(values) / len(values):.3f}" for values in ratios.values())))
     about = (
         f"Means of {trials} steps of {microbatches} microbatches on {ranks} ranks, over the work of a rank. "
         "A limit is a part of what 1F1B keeps of the step, and no less than the largest microbatch."
     )
-    publish(out, "Unlike microbatches within a limit", about, table(("lengths", "limit", *found), rows))
+    publish(out, "Unlike microbatches within a limit", about, table(("lengths", "limit", *ratios), rows))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def drawn(random: Random) -> tuple[int, int, Times, str, list[int]]:
         "ends lower": [0, *[more] * (p - 2), 0],
         "any": [random.randint(0, more) for _ in range(p)],
     }
-    return p, m, times, shape, [least + each for each in above[shape]]
+    return p, m, times, shape, [least + extra for extra in above[shape]]
 
 
 def main(
@@ -47,11 +47,11 @@ def main(
         for _ in range(cases):
             p, m, times, shape, limits = drawn(random)
             costs = costs_of(v(p), times)
-            each, least = (
+            of_limits, least = (
                 compile_schedule(p, m, costs, limit, placements=[v(p)]) for limit in (limits, min(limits))
             )
-            found, goal = each.timeline.makespan, least.timeline.makespan
-            lengths = found, goal, each.lower_bound, verdict(found, goal)
+            makespan, goal = of_limits.timeline.makespan, least.timeline.makespan
+            lengths = makespan, goal, of_limits.lower_bound, verdict(makespan, goal)
             rows.append((p, m, times, f"{shape}, {min(limits)} to {max(limits)}", *lengths))
     head = ("p", "m", "F, I, W, hop", "limits", "for each rank", "for the least", "lower bound", "")
     publish(out, "Limits by rank", "Makespans of V placement.", table(head, rows))

@@ -62,7 +62,7 @@ def main(out: Out = RESULTS / "other_lengths.md", trials: int = 3) -> None:
     worse_search = worse_rule = steps = 0
     for name in LENGTHS:
         for schedule in SCHEDULES:
-            found = defaultdict[str, list[float]](list)
+            ratios = defaultdict[str, list[float]](list)
             for ranks in RANKS:
                 for microbatches in MICROBATCHES:
                     planner = Planner(make(named(schedule, ranks, microbatches)).schedule)
@@ -75,13 +75,13 @@ def main(out: Out = RESULTS / "other_lengths.md", trials: int = 3) -> None:
                         planner.plan(costs, "search")
                         times.append(1e3 * (time.process_time() - begin))
                         for order, plan in plans.items():
-                            found[order].append(plan.seconds / work)
+                            ratios[order].append(plan.seconds / work)
                         shortest = min(plan.seconds for order, plan in plans.items() if order != SEARCH)
                         steps += 1
                         worse_search += plans[SEARCH].seconds > shortest * (1 + _ROUNDING)
-                        known = plans["light-heavy-light"].seconds
-                        worse_rule += plans[RULE].seconds > known * (1 + _ROUNDING)
-            rows.append((name, schedule, *(f"{sum(each) / len(each):.3f}" for each in found.values())))
+                        by_weight = plans["light-heavy-light"].seconds
+                        worse_rule += plans[RULE].seconds > by_weight * (1 + _ROUNDING)
+            rows.append((name, schedule, *(f"{sum(values) / len(values):.3f}" for values in ratios.values())))
     times.sort()
     sizes = f"{', '.join(map(str, RANKS))} ranks and {', '.join(map(str, MICROBATCHES))} microbatches"
     about = f"Means of {trials} steps for each of {sizes}; equal stages, messages take no time."
@@ -90,7 +90,7 @@ def main(out: Out = RESULTS / "other_lengths.md", trials: int = 3) -> None:
         f"{worse_rule} longer by rule than light-heavy-light. A search took {times[steps // 2]:.0f} ms of "
         f"processor time in the median and {times[int(0.95 * steps)]:.0f} ms in the 95th percentile."
     )
-    head = ("steps over work", "schedule", *found)
+    head = ("steps over work", "schedule", *ratios)
     publish(out, "Orders for other lengths", about, table(head, rows), counted)
 
 

@@ -31,11 +31,11 @@ def optima() -> str:
     for p, m, times, limit in CASES:
         costs = costs_of(v(p), times)
         compiled = compile_schedule(p, m, costs, limit, placements=[v(p)])
-        found = compiled.timeline.makespan
+        makespan = compiled.timeline.makespan
         proved: list[str] = []
         for ranks in ([p - 1], [p - 2, p - 1], None):
-            least, reached = shortest(v(p), m, costs, [limit] * p, effort=EFFORT, hint=found, ranks=ranks)
+            least, reached = shortest(v(p), m, costs, [limit] * p, effort=EFFORT, hint=makespan, ranks=ranks)
             proved.append(f"{least:g}" if least == reached else f"{least:g} to {reached:g}")
-        rows.append((p, m, times, limit, compiled.lower_bound, *proved, found))
+        rows.append((p, m, times, limit, compiled.lower_bound, *proved, makespan))
     solver = "last rank", "last two", "all ranks"
     return table(("p", "m", "F, I, W, hop", "limit", "lower bound", *solver, "compiled"), rows)

@@ -41,19 +41,19 @@ def unlike(ranks: int, microbatches: int, files: Path | None, trials: int) -> st
     rows, placement = list[Row](), v(ranks)
     rates = costs_by_length(ranks, placement.chunks)
     for name in WINDOWS:
-        drawn = list(steps(name, files, microbatches, trials))
+        steps_drawn = list(steps(name, files, microbatches, trials))
         for size in SIZES:
             planner = Planner(placement, rates, overhead=0.0 if size else OVERHEAD)
             for limit in LIMITS:
-                found = np.array([_planned(planner, step, size, limit, ranks) for step in drawn])
-                mean, bound, took, tokens = found.mean(axis=0)
+                results = np.array([_planned(planner, step, size, limit, ranks) for step in steps_drawn])
+                mean, bound, took, tokens = results.mean(axis=0)
                 rows.append(
                     (
                         name,
                         f"{size:,}" if size else f"chosen, {tokens:,.0f} on average",
                         limit,
                         f"{mean:.3f}",
-                        f"{found[:, 0].max():.3f}",
+                        f"{results[:, 0].max():.3f}",
                         f"{bound:.3f}",
                         f"{1e3 * took:.0f}",
                     )

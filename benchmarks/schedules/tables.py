@@ -34,8 +34,8 @@ def speed() -> str:
             "print(found.timeline.makespan, f'{found.lower_bound:g}', found.origin, sep='; ')"
         )
         use = use_of([sys.executable, "-c", program])
-        found = use.output.strip().split("; ")
-        rows.append((p, m, UNEQUAL, limit, *found, f"{use.processor_seconds:.1f}", f"{use.peak_mib:.0f}"))
+        fields = use.output.strip().split("; ")
+        rows.append((p, m, UNEQUAL, limit, *fields, f"{use.processor_seconds:.1f}", f"{use.peak_mib:.0f}"))
     head = ("p", "m", "F, I, W, hop", "limit", "makespan", "lower bound", "origin", "processor s", "MiB")
     return table(head, rows)
 

@@ -88,7 +88,7 @@ def seconds_of(action: Callable[[], object], device: torch.device) -> float:
 
 
 def kernel_seconds_of(action: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of the kernels of ``action``, without what the host takes to start them.
+    """Return the seconds of the kernels of ``action``, without the time that the host takes to start them.
 
     A GPU replays them from a graph: its host takes some ten microseconds for a product, in which the device
     has done a small one long ago.
@@ -107,10 +107,10 @@ def kernel_seconds_of(action: Callable[[], object], device: torch.device) -> flo
 def matrix_rate(dtype: torch.dtype, shape: tuple[int, int, int], device: torch.device) -> float:
     """Return the operations a second of a product (m, n, k), which has 2 m n k of them."""
     m, n, k = shape
-    left = torch.randn(m, k, device=device).to(dtype)
-    right = torch.randn(k, n, device=device).to(dtype)
+    a = torch.randn(m, k, device=device).to(dtype)
+    b = torch.randn(k, n, device=device).to(dtype)
     out = torch.empty(m, n, device=device, dtype=dtype)
-    return 2 * m * n * k / kernel_seconds_of(lambda: torch.mm(left, right, out=out), device)
+    return 2 * m * n * k / kernel_seconds_of(lambda: torch.mm(a, b, out=out), device)
 
 
 def matrix_rates(device: torch.device) -> Iterator[tuple[str, Rows]]:
@@ -137,11 +137,11 @@ def attention_rates(device: torch.device) -> Rows:
     """
     lengths = GPU_LENGTHS if device.type == "cuda" else CPU_LENGTHS
     short, long = ((length, _attention(length, device) / length) for length in lengths)
-    each = (long[1] - short[1]) / ((long[0] - short[0]) / 2)
-    if each <= 0:
+    per_key = (long[1] - short[1]) / ((long[0] - short[0]) / 2)
+    if per_key <= 0:
         return []
-    around = max(1.0, short[1] / each - short[0] / 2)
-    return [(float(ATTENTION_WIDTH), 4 * ATTENTION_WIDTH * ATTENTION_HEADS / each, around)]
+    around = max(1.0, short[1] / per_key - short[0] / 2)
+    return [(float(ATTENTION_WIDTH), 4 * ATTENTION_WIDTH * ATTENTION_HEADS / per_key, around)]
 
 
 def _attention(length: int, device: torch.device) -> float:
@@ -163,7 +163,7 @@ def copy_rate(device: torch.device) -> float:
 def host_link(device: torch.device) -> Link:
     """Return the link to pinned memory of the host, from the seconds of a tiny copy and of a large one.
 
-    They go both ways at once, on a stream each, as those of a training step do; the rate is that of
+    They go both ways at once, on a stream each, as in a training step; the rate is that of
     one way.
     """
     latency = _both_ways(1, device)
@@ -175,10 +175,10 @@ def _both_ways(size: int, device: torch.device) -> float:
 
 
 def copies_both_ways(size: int, device: torch.device) -> Callable[[], None]:
-    """Return what starts a copy of ``size`` bytes to the host's pinned memory and one from there."""
-    here = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)]
-    there = [torch.zeros(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    ways = [(torch.cuda.Stream(), there[0], here[0]), (torch.cuda.Stream(), here[1], there[1])]
+    """Return a function that copies ``size`` bytes to the host's pinned memory and back."""
+    on_device = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)]
+    on_host = [torch.zeros(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    ways = [(torch.cuda.Stream(), on_host[0], on_device[0]), (torch.cuda.Stream(), on_device[1], on_host[1])]
 
     def start() -> None:
         for stream, target, source in ways:
@@ -257,11 +257,11 @@ def _median_of(count: int, action: Callable[[], object], device: torch.device) -
 
     All ranks of a collective give the same ``count``; ``seconds_of`` would repeat as measured on each rank.
     """
-    taken = []
+    times = []
     for _ in range(count + 2):
         synchronize(device)
         start = time.perf_counter()
         action()
         synchronize(device)
-        taken.append(time.perf_counter() - start)
-    return median(taken[2:])
+        times.append(time.perf_counter() - start)
+    return median(times[2:])

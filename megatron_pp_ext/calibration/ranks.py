@@ -1,4 +1,4 @@
-"""Starts the ranks of a calibration and collects what the first one measured."""
+"""Starts the ranks of a calibration and collects the measurements of the first one."""
 
 import os
 import socket
@@ -22,7 +22,7 @@ _WAITED = "waited"
 """The figure of a calibration that is none of the machine's."""
 
 type Figures = dict[str, Any]
-"""What was measured, by the fields of a ``System``; those of messages need a second rank."""
+"""Measurements by the fields of a ``System``; figures of messages need a second rank."""
 
 
 def available(on_gpu: bool) -> int:
@@ -34,8 +34,8 @@ def available(on_gpu: bool) -> int:
 
 def parts(ranks: int) -> int:
     """Return how many times ``calibrate`` with so many ``ranks`` reports progress."""
-    alone = len(measure.DTYPES) + 4
-    return alone if ranks < 2 else alone + 1 + len(measure.group_sizes(ranks))
+    of_one_rank = len(measure.DTYPES) + 4
+    return of_one_rank if ranks < 2 else of_one_rank + 1 + len(measure.group_sizes(ranks))
 
 
 def calibrate(ranks: int, on_gpu: bool, report: Callable[[str], None]) -> tuple[Figures, float | None]:
@@ -108,7 +108,7 @@ def _run_rank(rank: int, ranks: int, on_gpu: bool, store: str, writer: Any) -> N
                 writer.send(name)
         waits: list[float | None] = [None] * ranks
         dist.all_gather_object(waits, ProcessorTime.now().waited_since(before))
-        figures[_WAITED] = max((one for one in waits if one is not None), default=None)
+        figures[_WAITED] = max((wait for wait in waits if wait is not None), default=None)
         if rank == 0:
             writer.send(figures)
         # The connections of a rank close when it ends, so all ranks end together.
@@ -136,7 +136,7 @@ def _measured(figures: Figures, device: torch.device) -> Iterator[str]:
         return
     figures["node"] = measure.message(device)
     yield "messages"
-    for found in measure.collectives(device):
-        for kind, rows in found.items():
+    for rates in measure.collectives(device):
+        for kind, rows in rates.items():
             figures.setdefault(kind, []).extend(rows)
         yield "collectives"

@@ -1,4 +1,4 @@
-"""The ``mpp`` command: look at schedules, and at what this machine has."""
+"""The ``mpp`` command: look at schedules, and at this machine."""
 
 import sys
 from typing import Any

@@ -73,8 +73,8 @@ def _show(system: System) -> None:
     table = Table("m", "n", "k", *(f"{name}, Gop/s" for name in system.matrix_rates), title=system.name)
     rates = [{tuple(shape): rate for *shape, rate in rows} for rows in system.matrix_rates.values()]
     for shape in rates[0]:
-        known = (f"{some[shape] / 1e9:,.1f}" if shape in some else "" for some in rates)
-        table.add_row(*map(str, shape), *known)
+        cells = (f"{of_dtype[shape] / 1e9:,.1f}" if shape in of_dtype else "" for of_dtype in rates)
+        table.add_row(*map(str, shape), *cells)
     console.print(table)
     console.print(f"copies {system.copy_bytes_per_second / 1e9:.4g} GB/s, read plus written")
     console.print(

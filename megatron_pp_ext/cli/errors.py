@@ -26,17 +26,17 @@ class OneLineErrors(TyperGroup):
 
         The context's ``obj`` is the command line, as a shell reads it.
         """
-        given = list(sys.argv[1:] if args is None else args)
-        extra |= {"standalone_mode": False, "obj": shlex.join([prog_name or "mpp", *given])}
+        arguments = list(sys.argv[1:] if args is None else args)
+        extra |= {"standalone_mode": False, "obj": shlex.join([prog_name or "mpp", *arguments])}
         try:
             with ended_as_by_the_keyboard():
-                sys.exit(super().main(given or ["--help"], prog_name, *rest, **extra))
+                sys.exit(super().main(arguments or ["--help"], prog_name, *rest, **extra))
         except typer.Abort:
             _leave("stopped", 1)
         except OSError as error:
             _leave(f"{error.filename}: {error.strerror}" if error.filename else str(error), 2)
         except ValueError as error:
-            _leave(self._misplaced(given[0], error) or str(error), 2)
+            _leave(self._misplaced(arguments[0], error) or str(error), 2)
         except OverflowError as error:
             _leave(f"a number is too large to count with ({error}): correct what was given", 2)
         except Exception as error:
@@ -45,29 +45,36 @@ class OneLineErrors(TyperGroup):
             message = getattr(error, "format_message", None)
             if message is None:
                 raise
-            _leave(self._misplaced(given[0], error) or message(), 2)
+            _leave(self._misplaced(arguments[0], error) or message(), 2)
 
     def _misplaced(self, command: str, error: Exception) -> str:
-        """Return how to place what is on the wrong side of --; empty for an ``error`` of another kind."""
+        """Return the right place of a word on the wrong side of --, or "" for other errors."""
         from megatron_pp_ext.job import flag_table
 
         parameters = self.commands[command].params if command in self.commands else ()
         if isinstance(error, flag_table.UnknownFlag):
-            options = [option for one in parameters for option in one.opts]
+            options = [option for parameter in parameters for option in parameter.opts]
             return f"{error.flag} is an option of mpp {command}: put it before --" * (error.flag in options)
         option = getattr(error, "option_name", None)
-        if option is None or not any((one.name, one.nargs) == ("flags", -1) for one in parameters):
+        if option is None or not any(
+            (parameter.name, parameter.nargs) == ("flags", -1) for parameter in parameters
+        ):
             return ""
-        known = flag_table.parser()._option_string_actions
-        if option in known:
+        options_of_training = flag_table.parser()._option_string_actions
+        if option in options_of_training:
             return f"{option} is a flag of training: put it after --, as in mpp {command} ... -- {option} ..."
-        guess = "" if getattr(error, "possibilities", None) else flag_table.hint(option, known, "")
+        guess = (
+            "" if getattr(error, "possibilities", None) else flag_table.hint(option, options_of_training, "")
+        )
         return guess and f"{option} is no option of mpp {command}, and training's come after --: {guess}"
 
 
 def _leave(message: str, code: int) -> None:
     line = " ".join(message.split())
     # Words of files stand in it, and a terminal obeys some characters that cannot be printed.
-    shown = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in line)
-    typer.echo(f"mpp: {shown}", err=True)
+    text = "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in line
+    )
+    typer.echo(f"mpp: {text}", err=True)
     sys.exit(code)

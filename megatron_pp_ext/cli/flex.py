@@ -15,7 +15,7 @@ from megatron_pp_ext.schedule.simulate import Timeline, simulate
 _FRACTIONS = (1 / 3, 5 / 12, 1 / 2, 7 / 12, 2 / 3, 5 / 6, 1)
 
 
-def requested(ranks: int, microbatches: int, chunks: int | None, limit: float | None) -> Request:
+def flex_request(ranks: int, microbatches: int, chunks: int | None, limit: float | None) -> Request:
     """The request for ``flex`` within ``limit``, whose meaning ``compiler.limits.requested_budget`` gives.
 
     ValueError without a limit, and for sizes below the least.
@@ -42,9 +42,9 @@ def made(request: Request, costs: CostsOf) -> Made:
     except InfeasibleLimit:
         if limit > LARGEST_FRACTION:
             raise
-        known = costs(request.finest.stages, False)
-        whole = kept_by_1f1b(ranks, request.microbatches, known)
-        least = _least(ranks, replace(known, message=0.0))
+        all_costs = costs(request.finest.stages, False)
+        whole = kept_by_1f1b(ranks, request.microbatches, all_costs)
+        least = _least(ranks, replace(all_costs, message=0.0))
         raise InfeasibleLimit(
             f"memory limit {limit:g} of 1f1b's peak is infeasible, a rank must keep one microbatch's "
             f"activations of all its stages: raise it to at least {least / whole:.4g}"
@@ -54,21 +54,21 @@ def made(request: Request, costs: CostsOf) -> Made:
 def some_limits(
     ranks: int, microbatches: int, costs: Costs, options: tuple[Option, ...] = ()
 ) -> dict[float, Timeline]:
-    """The best schedules found for those of some fractions of 1F1B's peak that are feasible.
+    """Return the best schedules for some fractions of 1F1B's peak, where these are feasible.
 
-    ``options`` are those of features.  More memory never makes the schedule longer: where a longer one is
+    ``options`` are the features'.  More memory never makes the schedule longer: where a longer one is
     found than for the fraction before, the one before is used again.
     """
-    found: dict[float, Timeline] = {}
+    best: dict[float, Timeline] = {}
     for fraction in _FRACTIONS:
         request = named(FLEX, ranks, microbatches, limit=fraction)
         try:
             new = timeline(replace(request, options=options), costs)
         except InfeasibleLimit:
             continue
-        last = next(reversed(found.values()), new)
-        found[fraction] = last if last.makespan < new.makespan else new
-    return found
+        last = next(reversed(best.values()), new)
+        best[fraction] = last if last.makespan < new.makespan else new
+    return best
 
 
 def timeline(request: Request, costs: Costs) -> Timeline:
@@ -79,13 +79,13 @@ def timeline(request: Request, costs: Costs) -> Timeline:
 
 def _least(ranks: int, costs: Costs) -> float:
     """The least memory that every rank must have, in the placement that needs least."""
-    return min(max(least_limits(costs, where)) for where in placements_of(ranks, costs))
+    return min(max(least_limits(costs, placement)) for placement in placements_of(ranks, costs))
 
 
 def undominated(timelines: Sequence[Timeline]) -> list[Timeline]:
     """The timelines that no other beats in both memory and time, by rising memory."""
-    kept: list[Timeline] = []
+    best: list[Timeline] = []
     for timeline in sorted(timelines, key=lambda line: (max(line.peak_microbatches), line.makespan)):
-        if not kept or timeline.makespan < kept[-1].makespan:
-            kept.append(timeline)
-    return kept
+        if not best or timeline.makespan < best[-1].makespan:
+            best.append(timeline)
+    return best

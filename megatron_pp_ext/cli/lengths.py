@@ -1,4 +1,4 @@
-"""What ``mpp schedule --lengths`` and ``mpp compare --lengths`` show: orders of microbatches side by side."""
+"""The output of ``mpp schedule --lengths`` and ``mpp compare --lengths``: orders of microbatches compared."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ from megatron_pp_ext.compiler.request import Request, named
 from megatron_pp_ext.features.pairs.options import paired
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.recorded import Units
+from megatron_pp_ext.schedule.recorded import UnitNames
 from megatron_pp_ext.schedule.simulate import Timeline
 from megatron_pp_ext.schedule.unit_costs import UnitCosts
 
@@ -45,18 +45,18 @@ def show_schedule(
     orders = {None: SEARCH, "given": GIVEN, "rule": RULE, "search": SEARCH}
     if order not in orders:
         raise ValueError(f"--order is {order}: give one of given, rule and search")
-    shown = orders[order]
+    chosen = orders[order]
     in_step = in_step_of(costs, times, lengths)
     with waiting("planning the order of microbatches"):
         plans, steps = orders_of(request, in_step, lengths, make_it)
-        report(steps[shown], bound_of(steps[shown]), units(times), files)
+        report(steps[chosen], bound_of(steps[chosen]), units(times), files)
     table = terminal.Numbers("order", ["step", "over\nwork", "bubble", "peak,\ntokens"])
     for name, step in steps.items():
         tokens = f"{peak_tokens(step):,.0f}"
         table.add_row(name, f"{step.makespan:.5g}", f"{over_work(step):.3f}", f"{step.bubble:.1%}", tokens)
     console.print(table)
     console.print(_ABOUT, style="dim")
-    console.print(f"{shown}: {' '.join(map(str, plans[shown].order))}")
+    console.print(f"{chosen}: {' '.join(map(str, plans[chosen].order))}")
 
 
 def show_comparison(ranks: int, times: ask.Times, lengths: Lengths, pictures: ask.Pictures) -> None:
@@ -74,13 +74,13 @@ def show_comparison(ranks: int, times: ask.Times, lengths: Lengths, pictures: as
             _, steps[name] = orders_of(request, cut, lengths, make)
     console.print(f"{ranks} ranks, {count} microbatches of {sum(in_step.tokens):,} tokens")
     short = [name.replace("-", "-\n").replace(" ", "\n") for name in NAMES]
-    for title, shown in (
+    for title, form in (
         ("step over the work of the busiest rank", lambda step: f"{over_work(step):.3f}"),
         ("peak of the fullest rank in thousand tokens", lambda step: f"{peak_tokens(step) / 1e3:,.0f}"),
     ):
         table = terminal.Numbers("schedule", short, title)
         for name, by_order in steps.items():
-            table.add_row(name, *map(shown, by_order.values()))
+            table.add_row(name, *map(form, by_order.values()))
         console.print(table)
     console.print(_ABOUT, style="dim")
     if pictures.paths:
@@ -105,7 +105,7 @@ def compared(ranks: int, microbatches: int) -> dict[str, Request]:
 
 
 def with_pairs(requests: dict[str, Request], times: ask.Times) -> dict[str, Request]:
-    """Return the requests; with --pair-time those of schedules that have pairs stand there in pairs too."""
+    """Return the requests; with --pair-time also requests with pairs, of the schedules that have them."""
     if times.pair_time is None:
         return requests
     has_pairs = {name: request for name, request in requests.items() if catalog.entry(name).make_paired}
@@ -118,11 +118,11 @@ def in_step_of(costs: Costs, times: ask.Times, lengths: Lengths) -> UnitCosts:
     return lengths.costs(times, costs).of(lengths.microbatches)
 
 
-def units(times: ask.Times) -> Units:
-    """Return what 1 stands for, where microbatches differ."""
+def units(times: ask.Times) -> UnitNames:
+    """Return the meaning of 1 in times, where microbatches differ."""
     if times.costs_file is not None:
         return times.units
-    return Units(
+    return UnitNames(
         f"{times.units.time.removesuffix(' of one microbatch')} of a mean microbatch, without attention",
         times.units.memory,
     )

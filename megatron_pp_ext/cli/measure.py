@@ -9,14 +9,14 @@ from rich.progress import Progress
 
 from megatron_pp_ext.cli.report import console, folding
 from megatron_pp_ext.jobs.command import short_run, training, whole_number, without
-from megatron_pp_ext.jobs.job import WARM_UP, Job, Result, State, Submit, local, run_all
+from megatron_pp_ext.jobs.job import WARM_UP, BatchJob, Result, RunState, Submit, local, run_all
 from megatron_pp_ext.jobs.slurm import Slurm
 from megatron_pp_ext.planner.search.launch_lines import BATCH_SCRIPT, environment
 
 PLACES = ("local", "slurm")
 
 
-class Where(NamedTuple):
+class RunPlace(NamedTuple):
     """Where jobs run, the number of GPUs of each job and of each node, and the script that they run."""
 
     place: str
@@ -31,24 +31,24 @@ class Where(NamedTuple):
         if self.place not in PLACES:
             raise ValueError(f"--submit got {self.place!r}, but takes {' or '.join(PLACES)}: correct it")
         if self.place == "local":
-            here = devices()
-            if self.gpus > here:
+            count = devices()
+            if self.gpus > count:
                 raise ValueError(
-                    f"--measure would run {self.gpus} ranks here, where {here} have a device: set --submit "
+                    f"--measure would run {self.gpus} ranks here, where {count} have a device: set --submit "
                     "slurm, or search for fewer with --gpus"
                 )
 
     def words(self, flags: Sequence[str]) -> list[str]:
-        """Return a job's command line; see ``jobs.job.Job``."""
+        """Return a job's command line; see ``jobs.job.BatchJob``."""
         if self.place == "local":
             variables = [f"{name}={value}" for name, value in environment(flags).items()]
             return [*(["env", *variables] if variables else []), *training(flags, self.gpus, self.script)]
         nodes = -(-self.gpus // self.gpus_per_node)
-        each = min(self.gpus, self.gpus_per_node)
-        set_up = f"--export=ALL,SCRIPT={self.script or ''},GPUS_PER_NODE={each}"
+        gpus = min(self.gpus, self.gpus_per_node)
+        set_up = f"--export=ALL,SCRIPT={self.script or ''},GPUS_PER_NODE={gpus}"
         # The batch script's own signal, ten minutes ahead of the limit, would save and queue the job again.
         signal = "--signal=B:CONT@1"
-        return ["--nodes", str(nodes), f"--gpus-per-node={each}", signal, set_up, BATCH_SCRIPT, *flags]
+        return ["--nodes", str(nodes), f"--gpus-per-node={gpus}", signal, set_up, BATCH_SCRIPT, *flags]
 
 
 def devices() -> int:
@@ -59,19 +59,19 @@ def devices() -> int:
 
 
 def run(
-    candidates: Mapping[str, Sequence[str]], where: Where, folder: Path, steps: int, timeout: float
+    candidates: Mapping[str, Sequence[str]], target: RunPlace, folder: Path, steps: int, timeout: float
 ) -> dict[str, Result]:
     """Run ``candidates`` (name to flags), each in a folder of its name within ``folder``.
 
     ``steps`` steps are timed after those that warm up; ``timeout`` is in seconds for each job.
     """
-    where.check(steps, timeout)
-    submit: Submit = local if where.place == "local" else Slurm()
-    jobs = [_job(name, flags, where, folder.absolute() / name, steps) for name, flags in candidates.items()]
+    target.check(steps, timeout)
+    submit: Submit = local if target.place == "local" else Slurm()
+    jobs = [_job(name, flags, target, folder.absolute() / name, steps) for name, flags in candidates.items()]
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("measuring", total=len(jobs))
 
-        def show_progress(job: Job, state: State) -> None:
+        def show_progress(job: BatchJob, state: RunState) -> None:
             progress.update(task, description=f"{job.name} {state}", advance=int(state.is_final))
 
         progress.advance(task, sum(job.state.is_final for job in jobs))
@@ -103,13 +103,13 @@ def show(results: Mapping[str, Result], estimates: Mapping[str, float]) -> None:
             console.print(f"{result.name}: {result.problem}")
 
 
-def _job(name: str, flags: Sequence[str], where: Where, folder: Path, steps: int) -> Job:
+def _job(name: str, flags: Sequence[str], target: RunPlace, folder: Path, steps: int) -> BatchJob:
     changed: dict[str, object] = {"--log-interval": 1}
-    if where.place == "local" and whole_number(flags, "--pipeline-model-parallel-size") > 1:
+    if target.place == "local" and whole_number(flags, "--pipeline-model-parallel-size") > 1:
         import torch
 
         if not torch.cuda.is_available():
-            # There is no allocator to report a peak, so the recorder measures that of activations.
-            changed["--pipeline-trace"] = Job(name, (), folder).trace
-    kept = list(without(flags))
-    return Job(name, tuple(where.words(short_run(kept, WARM_UP + steps, changed))), folder)
+            # There is no allocator to report a peak, so the recorder measures the activations.
+            changed["--pipeline-trace"] = BatchJob(name, (), folder).trace
+    training_flags = list(without(flags))
+    return BatchJob(name, tuple(target.words(short_run(training_flags, WARM_UP + steps, changed))), folder)

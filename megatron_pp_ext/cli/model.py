@@ -58,7 +58,7 @@ def described(
     sizes: Mapping[str, int | None] | None = None,
     settle: Callable[[RequestedJob], RequestedJob] = lambda asked: asked,
 ) -> tuple[RequestedJob, list[str]]:
-    """Return what is asked of the described model, with its vocabulary, and its flags.
+    """Return the job of the described model, with its vocabulary, and its flags.
 
     See ``planner.described.read``, and ``Described.counted`` for ``settle``.
     """

@@ -16,7 +16,7 @@ import typer
 
 from megatron_pp_ext.schedule.costs import MOST, Costs, StageCosts
 from megatron_pp_ext.schedule.formats.costs_file import read as read_costs
-from megatron_pp_ext.schedule.recorded import SECONDS, Units
+from megatron_pp_ext.schedule.recorded import SECONDS, UnitNames
 
 Ranks = Annotated[int, typer.Option("-p", "--ranks", help="Pipeline-parallel size.")]
 Microbatches = Annotated[int, typer.Option("-m", "--microbatches", help="Microbatches a step.")]
@@ -37,10 +37,10 @@ def require_at_least(flag: str, value: float, least: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """The cost options of a command: the same times for every rank, or a file with those of every stage.
+    """The cost options of a command: the same times for every rank, or a file with the costs of every stage.
 
     The times are a whole rank's, of which each of its chunks takes an equal part, so that schedules with
-    different numbers of chunks compare; with ``chunk_units`` they are those of one chunk.  ``output_layer``
+    different numbers of chunks compare; with ``chunk_units`` they are times of one chunk.  ``output_layer``
     is the time of its forward, input gradient and weight gradient each.
     """
 
@@ -84,11 +84,11 @@ class Times:
                 f"--pair-time is {self.pair_time:g}, but a pair takes half to all of the sum of its actions: "
                 "give 0.5 to 1"
             )
-        given = {flag: value for flag, value in flags.items() if value is not None}
-        others = [*given, *(["chunk-units"] if self.chunk_units else [])]
-        if self.costs_file is not None and others:
-            raise ValueError(f"--costs and --{others[0]} contradict each other: leave one out")
-        for flag, value in given.items():
+        numbers = {flag: value for flag, value in flags.items() if value is not None}
+        options = [*numbers, *(["chunk-units"] if self.chunk_units else [])]
+        if self.costs_file is not None and options:
+            raise ValueError(f"--costs and --{options[0]} contradict each other: leave one out")
+        for flag, value in numbers.items():
             may_be_none = flag in ("hop", "output-layer")
             if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_none):
                 rule = "0 or more" if may_be_none else "above 0"
@@ -123,19 +123,19 @@ class Times:
         return costs.with_split_head(output, ranks)
 
     @property
-    def units(self) -> Units:
-        """What 1 stands for in the costs."""
+    def units(self) -> UnitNames:
+        """The meaning of 1 in the costs."""
         if self.costs_file is not None:
             return SECONDS
-        whole, kept = ("chunk", "chunks") if self.chunk_units else ("rank", "microbatches")
+        whole, memory = ("chunk", "chunks") if self.chunk_units else ("rank", "microbatches")
         if (self.f, self.i, self.w) == (None, None, None):
-            return Units(f"1 = a {whole}'s F, I or W of one microbatch", kept)
-        return Units(f"the unit of --f, --i and --w, which are a {whole}'s", kept)
+            return UnitNames(f"1 = a {whole}'s F, I or W of one microbatch", memory)
+        return UnitNames(f"the unit of --f, --i and --w, which are a {whole}'s", memory)
 
 
 @dataclass(frozen=True, slots=True)
 class Pictures:
-    """The pictures to draw; ValueError if a file's suffix is not that of its option."""
+    """The pictures to draw; ValueError if a file has not the suffix of its option."""
 
     svg: Annotated[Path | None, typer.Option(help="Draw it, to scale without loss.", metavar="FILE")] = None
     png: Annotated[Path | None, typer.Option(help="Draw it, in pixels.", metavar="FILE")] = None
@@ -178,11 +178,11 @@ def takes_groups(command: Callable[..., None]) -> Callable[..., None]:
             parameters.append(parameter)
 
     @wraps(command)
-    def wrapped(**given: Any) -> None:
-        made = {
-            name: group(**{o: given.pop(o) for o in options}) for name, (group, options) in groups.items()
+    def wrapped(**arguments: Any) -> None:
+        grouped = {
+            name: group(**{o: arguments.pop(o) for o in options}) for name, (group, options) in groups.items()
         }
-        command(**given, **made)
+        command(**arguments, **grouped)
 
     keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
     vars(wrapped)["__signature__"] = inspect.Signature(keywords)

@@ -90,9 +90,9 @@ def _measure(file: Path, flags: list[str], script: Path | None) -> None:
         with waiting(f"training for {_STEPS} steps, with the log in {log}"):
             status = run(training(words, ranks=1, script=script), log)
         if status or not written.exists():
-            why = reason(log.read_text(encoding="utf-8", errors="replace"))
+            cause = reason(log.read_text(encoding="utf-8", errors="replace"))
             raise ValueError(
-                f"the profiled run ended with status {status} and no profile: {why} ({log}); correct the "
+                f"the profiled run ended with status {status} and no profile: {cause} ({log}); correct the "
                 "model's flags"
             )
         shutil.copyfile(written, file)

@@ -1,4 +1,4 @@
-"""Reports what a command waits for: a spinner on a terminal, elsewhere a line after two seconds and later."""
+"""Reports the work that a command waits for: a spinner on a terminal, elsewhere a line after two seconds."""
 
 import sys
 import time
@@ -18,23 +18,23 @@ _PAUSE_SECONDS = 10.0
 
 
 @contextmanager
-def waiting(what: str) -> Iterator[Callable[[str], None]]:
-    """Show ``what`` is being done while the context lasts; on stderr where there is no terminal.
+def waiting(work: str) -> Iterator[Callable[[str], None]]:
+    """Show that ``work`` is being done while the context lasts; on stderr where there is no terminal.
 
-    What the package logs of its progress meanwhile is shown after it, and so is what is given to the function
+    Progress that the package logs meanwhile is shown after it, and so are lines passed to the function
     that this yields.
     """
     if console.is_terminal:
         # As Text, since names of files may look like markup.
-        with console.status(Text(what)) as status:
+        with console.status(Text(work)) as status:
 
             def update(line: str) -> None:
-                status.update(Text(f"{what}: {line}"))
+                status.update(Text(f"{work}: {line}"))
 
             with heard(update):
                 yield update
         return
-    lines = _Lines(what)
+    lines = _ProgressLines(work)
     late = Timer(_PATIENCE_SECONDS, lines.show)
     late.daemon = True
     late.start()
@@ -46,15 +46,15 @@ def waiting(what: str) -> Iterator[Callable[[str], None]]:
 
 
 def heard(show: Callable[[str], None]) -> AbstractContextManager[None]:
-    """Return the context in which ``show`` gets what the package logs of its progress."""
+    """Return the context in which ``show`` gets the progress that the package logs."""
     return log_lines.shown("megatron_pp_ext", show)
 
 
-class _Lines:
+class _ProgressLines:
     """The latest line about ``what``, for stderr: shown when asked for, and from then on now and then."""
 
-    def __init__(self, what: str) -> None:
-        self._what = self._latest = what
+    def __init__(self, work: str) -> None:
+        self._what = self._latest = work
         self._stream = sys.stderr
         self._next = float("inf")
 

@@ -99,16 +99,16 @@ def rehearse(
         environments = {
             rank: {**launch_lines.environment(job), **environment(asked, rank, world)} for rank in chosen
         }
-        for some in batched(chosen, at_once):
+        for batch in batched(chosen, at_once):
             commands = {
                 rank: (
                     training(rehearsal_flags(job, iterations, files[rank]), ranks=None, script=script),
                     environments[rank],
                 )
-                for rank in some
+                for rank in batch
             }
-            with waiting(f"rehearsing rank {', '.join(map(str, some))} of {size}"):
-                run_together(commands, {rank: files[rank].with_suffix(".log") for rank in some})
+            with waiting(f"rehearsing rank {', '.join(map(str, batch))} of {size}"):
+                run_together(commands, {rank: files[rank].with_suffix(".log") for rank in batch})
         measured = {rank: rehearsal_file.read(file) for rank, file in files.items()}
         first = measured[chosen[0]]
         schedule = replace(csv_file.read(files[chosen[0]].with_suffix(".csv")), name=first.schedule)
@@ -137,9 +137,9 @@ def environment(asked: RequestedJob, rank: int, world: int) -> dict[str, str]:
             f"--world-size {world} is not a multiple of {copy}, the ranks of one copy of the model; "
             "correct it"
         )
-    apart = copy // size if asked.flags.use_tp_pp_dp_mapping else world // size
+    distance = copy // size if asked.flags.use_tp_pp_dp_mapping else world // size
     variables = {
-        "RANK": rank * apart,
+        "RANK": rank * distance,
         "WORLD_SIZE": world,
         "LOCAL_RANK": 0,
         "LOCAL_WORLD_SIZE": 1,
@@ -151,18 +151,18 @@ def environment(asked: RequestedJob, rank: int, world: int) -> dict[str, str]:
 
 def rehearsal_flags(flags: Sequence[str], iterations: int, file: Path) -> list[str]:
     """Return the flags of a rehearsal of ``flags`` that writes ``file``."""
-    kept = list(without(flags))
+    training_flags = list(without(flags))
     words = words_of(flags)
     fixed_scale = ["--loss-scale", "1"] if "--fp16" in words else []
     if fixed_scale and "--loss-scale" not in words:
         # Under a scale that adapts itself Megatron makes none of these checks.
         fixed_scale.append("--no-check-for-nan-in-loss-and-grad")
     changed = {"--rehearse-pipeline": file}
-    return [*short_run(kept, _WARM_UP + iterations, changed), "--fake-process-group", *fixed_scale]
+    return [*short_run(training_flags, _WARM_UP + iterations, changed), "--fake-process-group", *fixed_scale]
 
 
 def numbers(rehearsal: Rehearsal, measured: Mapping[int, RankRehearsal]) -> dict[str, object]:
-    """Return what --json writes.
+    """Return the content of the file of --json.
 
     Seconds and what disturbed them, bytes, and for each rank which one was measured in its place.
     """
@@ -175,17 +175,17 @@ def numbers(rehearsal: Rehearsal, measured: Mapping[int, RankRehearsal]) -> dict
         "outside_seconds": rehearsal.outside_seconds,
         "bubble": timeline.bubble,
         "ranks": [{**asdict(rank), "total": rank.total} for rank in rehearsal.ranks],
-        "device_bytes": {rank: one.device_bytes for rank, one in measured.items()},
+        "device_bytes": {rank: rehearsed.device_bytes for rank, rehearsed in measured.items()},
         "disturbed": rehearsal_noise.disturbance(measured.values()),
         "costs": as_written(timeline.costs),
     }
 
 
 def _show_bytes(rehearsal: Rehearsal, measured: Mapping[int, RankRehearsal]) -> None:
-    rows: dict[str, list[str]] = {"run as rank": [str(held.rehearsed_on) for held in rehearsal.ranks]}
+    rows: dict[str, list[str]] = {"run as rank": [str(memory.rehearsed_on) for memory in rehearsal.ranks]}
     for name in ("weights", "gradients", "optimizer", "activations", "messages", "total"):
-        rows[name] = [f"{getattr(held, name) / 2**20:,.1f}" for held in rehearsal.ranks]
-    device = {rank: one.device_bytes for rank, one in measured.items() if one.device_bytes}
+        rows[name] = [f"{getattr(memory, name) / 2**20:,.1f}" for memory in rehearsal.ranks]
+    device = {rank: rehearsed.device_bytes for rank, rehearsed in measured.items() if rehearsed.device_bytes}
     if device:
         peaks = (device.get(rank) for rank in range(len(rehearsal.ranks)))
         rows["device peak"] = [f"{peak / 2**20:,.1f}" if peak else "" for peak in peaks]

@@ -14,7 +14,7 @@ from megatron_pp_ext.compiler.bounds import lower_bound
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.files import write_json
 from megatron_pp_ext.schedule.formats import csv_file, trace_file
-from megatron_pp_ext.schedule.recorded import Units
+from megatron_pp_ext.schedule.recorded import UnitNames
 from megatron_pp_ext.schedule.simulate import Timeline
 from megatron_pp_ext.view import terminal
 
@@ -33,7 +33,7 @@ def folding(*names: str) -> Table:
 def bound_of(timeline: Timeline) -> float:
     """Return a bound on the makespan of all orders with this placement and no higher peak on any rank.
 
-    Where a schedule has copies it is one on all orders, since what is on the device then bounds none.
+    Where a schedule has copies it bounds all orders, since memory on the device then bounds none.
     """
     schedule, costs = timeline.schedule, timeline.costs
     limits = timeline.peak_activations
@@ -43,7 +43,7 @@ def bound_of(timeline: Timeline) -> float:
     return min(bound, timeline.makespan)
 
 
-def record(timeline: Timeline, bound: float, units: Units) -> dict[str, Any]:
+def record(timeline: Timeline, bound: float, units: UnitNames) -> dict[str, Any]:
     """Return the numbers of a schedule for a JSON file."""
     schedule = timeline.schedule
     return {
@@ -75,10 +75,12 @@ def require_size(request: Request, files: Files | None = None) -> None:
     if files is not None and files.paths:
         from megatron_pp_ext.view import picture
 
-        picture.require_room(request.ranks, actions)
+        picture.require_fit(request.ranks, actions)
 
 
-def report(timeline: Timeline, bound: float, units: Units, files: Files, notes: Iterable[str] = ()) -> None:
+def report(
+    timeline: Timeline, bound: float, units: UnitNames, files: Files, notes: Iterable[str] = ()
+) -> None:
     """Print ``timeline``, whose numbers are in ``units``, with ``notes``, and write the requested files."""
     schedule = timeline.schedule
     show({schedule.name: timeline}, units, files.paths)
@@ -95,7 +97,7 @@ def report(timeline: Timeline, bound: float, units: Units, files: Files, notes: 
         trace_file.write_timeline(files.trace, timeline, units)
 
 
-def show(timelines: Mapping[str, Timeline], units: Units, pictures: tuple[Path, ...]) -> None:
+def show(timelines: Mapping[str, Timeline], units: UnitNames, pictures: tuple[Path, ...]) -> None:
     """Print a sketch of each timeline and a table of all, and draw the requested pictures."""
     for timeline in timelines.values():
         console.print(terminal.Sketch(timeline))
@@ -114,15 +116,15 @@ def show_by_rank(title: str, rows: Mapping[str, Sequence[str]]) -> None:
     ranks = len(next(iter(rows.values())))
     names = max(map(len, (title, *rows))) + _BETWEEN
     widest = max(len(text) for texts in rows.values() for text in texts)
-    for some in batched(range(ranks), max(1, (_COLUMNS - names) // (max(widest, 4) + _BETWEEN))):
-        columns = (Column(str(rank), justify="right") for rank in some)
+    for batch in batched(range(ranks), max(1, (_COLUMNS - names) // (max(widest, 4) + _BETWEEN))):
+        columns = (Column(str(rank), justify="right") for rank in batch)
         table = Table(title, *columns, box=None, pad_edge=False, padding=(0, _BETWEEN, 0, 0))
         for name, texts in rows.items():
-            table.add_row(name, *(texts[rank] for rank in some))
+            table.add_row(name, *(texts[rank] for rank in batch))
         console.print(table)
 
 
-def print_units(units: Units) -> None:
-    """Print what the numbers of a summary stand for."""
+def print_units(units: UnitNames) -> None:
+    """Print the meaning of the numbers of a summary."""
     console.print(f"times: {units.time}", style="dim")
     console.print("peak memory: activations of the fullest rank, in microbatches", style="dim")

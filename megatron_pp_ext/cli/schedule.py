@@ -97,7 +97,7 @@ def schedule(
     if can.takes_limit:
         from megatron_pp_ext.cli import flex
 
-        request = flex.requested(ranks, count, chunks, memory_limit)
+        request = flex.flex_request(ranks, count, chunks, memory_limit)
         make_it, about = flex.made, "compiling flex"
     else:
         if memory_limit is not None:
@@ -136,13 +136,13 @@ def schedule(
         return costs
 
     with waiting(about):
-        made = make_it(slicing.added_to(offload.added_to(request)), costs_of)
-        timeline = simulate(made.schedule, slicing.costs(costs.merged(made.schedule.placement.stages)))
+        result = make_it(slicing.added_to(offload.added_to(request)), costs_of)
+        timeline = simulate(result.schedule, slicing.costs(costs.merged(result.schedule.placement.stages)))
         notes = [*offload.notes(request, costs_of, timeline, files)]
-        bound = bound_of(timeline) if made.lower_bound is None else made.lower_bound
+        bound = bound_of(timeline) if result.lower_bound is None else result.lower_bound
         report(timeline, bound, times.units, files, notes)
-    if made.origin:
-        console.print(f"found by: {made.origin}")
+    if result.origin:
+        console.print(f"found by: {result.origin}")
 
 
 @app.command("simulate")

@@ -13,7 +13,7 @@ from megatron_pp_ext.cli.model import print_flags, to_be_started
 from megatron_pp_ext.cli.options import takes_groups
 from megatron_pp_ext.cli.progress import heard, waiting
 from megatron_pp_ext.cli.report import console
-from megatron_pp_ext.cli.search_options import MOST_SEQUENCES, Job, Machines, Measuring, Outputs, Tried
+from megatron_pp_ext.cli.search_options import MOST_SEQUENCES, JobOptions, Machines, Measuring, Outputs, Tried
 from megatron_pp_ext.costs import system as systems
 from megatron_pp_ext.files import require_folder, write_json, write_whole
 from megatron_pp_ext.job.flag_effects import not_counted
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def search(
     context: typer.Context,
     *,
-    job: Job,
+    job: JobOptions,
     machines: Machines,
     tried: Tried,
     outputs: Outputs,

@@ -20,7 +20,7 @@ from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.names import FLEX
 
 if TYPE_CHECKING:
-    from megatron_pp_ext.cli.measure import Where
+    from megatron_pp_ext.cli.measure import RunPlace
     from megatron_pp_ext.planner.search.configurations import Space
     from megatron_pp_ext.planner.search.result import Compiles
 
@@ -34,7 +34,7 @@ _ALL = "all"
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class JobOptions:
     """What is to be trained."""
 
     flags: Flags = None
@@ -244,11 +244,11 @@ class Measuring:
     steps: Annotated[int, typer.Option(help="Steps that --measure times in each.")] = 5
     timeout: Annotated[float, typer.Option(help="Seconds that --measure gives each.")] = 900.0
 
-    def where(self, gpus: int, gpus_per_node: int) -> "Where":
+    def where(self, gpus: int, gpus_per_node: int) -> "RunPlace":
         """Return where jobs on so many GPUs run."""
-        from megatron_pp_ext.cli.measure import Where
+        from megatron_pp_ext.cli.measure import RunPlace
 
-        return Where(self.submit, gpus, gpus_per_node, self.script)
+        return RunPlace(self.submit, gpus, gpus_per_node, self.script)
 
     def check(self, gpus: int, gpus_per_node: int) -> None:
         """Raise ValueError where jobs on so many GPUs cannot run."""

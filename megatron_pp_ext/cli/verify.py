@@ -92,14 +92,14 @@ def verify(
         gradients=gradients,
         repeat=not on_cpu if repeat is None else repeat,
     )
-    why = reference_runs.differs_with_dropout(name) if keep_dropout else None
-    if why:
-        console.print(f"A difference is expected: {why}.", soft_wrap=True)
+    expected = reference_runs.differs_with_dropout(name) if keep_dropout else None
+    if expected:
+        console.print(f"A difference is expected: {expected}.", soft_wrap=True)
 
     def report(run: reference_runs.Run) -> None:
         at = f"run {runs.index(run) + 1} of {len(runs)}: {run.what}"
-        here = Path.cwd()
-        log = run.log.relative_to(here) if run.log.is_relative_to(here) else run.log
+        folder_here = Path.cwd()
+        log = run.log.relative_to(folder_here) if run.log.is_relative_to(folder_here) else run.log
         console.print(f"{at}\n    log: {log}", soft_wrap=True)
 
     reference_runs.start(runs, world, path, on_cpu, report, environment(flags))
@@ -112,7 +112,7 @@ def verify(
         gradients,
     )
     _show(verdict, name)
-    if why and not verdict.is_equal:
+    if expected and not verdict.is_equal:
         console.print("This was expected: without --keep-dropout the two can be compared.")
     raise typer.Exit(0 if verdict.is_equal else 1)
 
@@ -130,13 +130,13 @@ def _has_gpus(ranks: int) -> bool:
     """Whether this machine has GPUs; ValueError if it has fewer than ``ranks``."""
     import torch
 
-    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if 0 < here < ranks:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if 0 < gpus < ranks:
         raise ValueError(
-            f"the flags need {ranks} ranks and this machine has {here} GPUs: give smaller parallel sizes, or "
+            f"the flags need {ranks} ranks and this machine has {gpus} GPUs: give smaller parallel sizes, or "
             "--cpu"
         )
-    return here > 0
+    return gpus > 0
 
 
 def _show(verdict: "Verdict", name: str) -> None:
@@ -162,12 +162,12 @@ def _report(kind: str, rows: "list[Row]", largest: "Row") -> None:
     from megatron_pp_ext.verification.verdict import GRADIENT
 
     if kind == GRADIENT:
-        where = (
+        place = (
             f"in {largest.name}" if largest.difference else f"in all {len(rows)} tensors of the first step"
         )
     else:
-        where = f"in step {largest.step}" if largest.difference else f"in all {len(rows)} steps"
-    console.print(f"largest difference of a {kind}: {largest.difference:.3g} {where}", soft_wrap=True)
+        place = f"in step {largest.step}" if largest.difference else f"in all {len(rows)} steps"
+    console.print(f"largest difference of a {kind}: {largest.difference:.3g} {place}", soft_wrap=True)
     for tolerance in dict.fromkeys(row.tolerance for row in rows):
         console.print(f"    allowed {tolerance}: {tolerance.why}", soft_wrap=True, style="dim")
     wrong = sorted((row for row in rows if not row.is_equal), key=lambda row: -row.difference)

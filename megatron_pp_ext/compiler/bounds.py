@@ -5,13 +5,13 @@ There are five arguments, each about one rank at a time; the bound of a placemen
 path    One microbatch goes through all stages and back, and its last W follows.
 work    A rank does all its F, I and W one after the other, and the first microbatch has to reach it.
 window  Until the first gradient reaches a rank it can only do F, and no more than memory holds.
-        After its last F it can only do I and W of what it still keeps, while the last microbatch
+        After its last F it can only do I and W of microbatches that it keeps, while the last microbatch
         goes on to the end and comes back.  The rank is idle for the rest of these two times.
 memory  Little's law: a microbatch keeps a stage's activations at least as long as its way from F to
         the end of I, and W after it.  All microbatches together cannot keep more than the limit times
-        the makespan, less what the rank cannot use of the limit while it fills up and runs empty.
-turns   A microbatch that is on its way after a stage keeps what the rank has of it up to this stage, for
-        a V's last rank two activations.  So only some can be there at once, and the others wait for their
+        the makespan, less the part of the limit that the rank cannot use while it fills up and runs empty.
+turns   A microbatch that is on its way after a stage keeps the rank's activations of it up to this stage, for
+        a V's last rank two.  So only some can be there at once, and the others wait for their
         turn; where the limit is a multiple of what each keeps, until all W before them have run.
 
 The arguments hold for any order, with split or whole backwards; a whole backward keeps activations longer.
@@ -48,13 +48,13 @@ def lower_bound(
     part = shared.scores + shared.weight_gradient if shared else 0.0
     for rank, limit in enumerate(limits):
         stages = placement.stages_of(rank)
-        own = [costs.stages[stage] for stage in stages]
+        stage_costs = [costs.stages[stage] for stage in stages]
         head = route.starts[stages[0]]
-        work = sum(cost.forward + cost.seconds(Kind.B) for cost in own)
+        work = sum(cost.forward + cost.seconds(Kind.B) for cost in stage_costs)
         bounds.append(head + microbatches * (work + part))
-        bounds.append(_window(route, stages, own, microbatches, limit))
-        bounds.append(head + _memory(route, stages, own, microbatches, limit))
-        bounds += _turns(route, stages, own, microbatches, limit)
+        bounds.append(_window(route, stages, stage_costs, microbatches, limit))
+        bounds.append(head + _memory(route, stages, stage_costs, microbatches, limit))
+        bounds += _turns(route, stages, stage_costs, microbatches, limit)
     return max(bounds)
 
 
@@ -68,9 +68,9 @@ def _of_units(placement: Placement, costs: Costs, paired: bool) -> float:
     bounds = [route.path for route in routes]
     for rank in range(placement.ranks):
         stages = placement.stages_of(rank)
-        own = [unit.stages[stage] for unit in units for stage in stages]
+        stage_costs = [unit.stages[stage] for unit in units for stage in stages]
         shared = [unit.head for unit in units if unit.head and placement.splits_head]
-        work = math.fsum(cost.forward + cost.seconds(Kind.B) for cost in own)
+        work = math.fsum(cost.forward + cost.seconds(Kind.B) for cost in stage_costs)
         work += math.fsum(part.scores + part.weight_gradient for part in shared)
         bounds.append(min(route.starts[stages[0]] for route in routes) + work)
     return max(bounds)
@@ -79,7 +79,7 @@ def _of_units(placement: Placement, costs: Costs, paired: bool) -> float:
 class _Route:
     """The times of one microbatch alone: F through all stages, then I back.
 
-    ``starts[k]`` and ``ends[k]`` are those of its k-th station: stage k's F for k < stages, then the
+    ``starts[k]`` and ``ends[k]`` are the times of its k-th station: stage k's F for k < stages, then the
     I from the last stage to the first.  ``tails[k]`` is the time from the end of station k until
     everything that follows it, W included, is done.  ``path`` is the end of the last W.
     """
@@ -116,26 +116,26 @@ class _Route:
 
 
 def _weight(cost: StageCosts) -> float:
-    """Return what a W adds to its I at least: it may run inside of that."""
+    """Return the least time that a W adds to its I: it may run inside of that."""
     return cost.weight_gradient - cost.hidden
 
 
 def _until_weight(cost: StageCosts) -> float:
-    """Return what is kept from an F to the end of the W at least; only after an I alone there may be more."""
+    """Return the least memory kept from an F to the end of its W; only after an I alone there may be more."""
     return min(cost.activation, cost.activation - cost.released_by_input_gradient)
 
 
 def _window(
-    route: _Route, stages: Sequence[int], own: Sequence[StageCosts], microbatches: int, limit: float
+    route: _Route, stages: Sequence[int], stage_costs: Sequence[StageCosts], microbatches: int, limit: float
 ) -> float:
     """Return the window bound: idle time before the first gradient and after the last forward."""
-    forward = microbatches * sum(cost.forward for cost in own)
-    backward = microbatches * sum(cost.seconds(Kind.B) for cost in own)
+    forward = microbatches * sum(cost.forward for cost in stage_costs)
+    backward = microbatches * sum(cost.seconds(Kind.B) for cost in stage_costs)
     first_gradient = route.starts[route.gradient(stages[-1])]
     early = min(
         forward,
         first_gradient - route.starts[stages[0]],
-        _most(limit, min(cost.activation for cost in own), max(cost.forward for cost in own)),
+        _most(limit, min(cost.activation for cost in stage_costs), max(cost.forward for cost in stage_costs)),
     )
     if early >= forward * (1 - 1e-9):  # equal but for rounding: no F is left to follow the first gradient
         return first_gradient + backward
@@ -143,15 +143,15 @@ def _window(
         backward,
         _most(
             limit,
-            min(map(_until_weight, own)),
-            max(cost.seconds(Kind.B) for cost in own),
+            min(map(_until_weight, stage_costs)),
+            max(cost.seconds(Kind.B) for cost in stage_costs),
         ),
     )
     return first_gradient + forward + backward - early + max(0.0, route.tails[stages[-1]] - late)
 
 
 def _memory(
-    route: _Route, stages: Sequence[int], own: Sequence[StageCosts], microbatches: int, limit: float
+    route: _Route, stages: Sequence[int], stage_costs: Sequence[StageCosts], microbatches: int, limit: float
 ) -> float:
     """Return the memory bound: Little's law from the rank's first F on.
 
@@ -160,63 +160,64 @@ def _memory(
     W, when those that still count need both their I and their W.  The bound is the longer of two: until
     the last W of the rank, and until the last I, after which other ranks have their I.
     """
-    kept = sum(
+    area = sum(
         cost.activation * (route.ends[route.gradient(stage)] - route.starts[stage])
         + _until_weight(cost) * _weight(cost)
-        for stage, cost in zip(stages, own, strict=True)
+        for stage, cost in zip(stages, stage_costs, strict=True)
     )
-    largest = max(cost.activation for cost in own)
-    if kept == 0:
+    largest = max(cost.activation for cost in stage_costs)
+    if area == 0:
         return 0.0
-    if all(_until_weight(cost) == cost.activation == largest for cost in own):
+    if all(_until_weight(cost) == cost.activation == largest for cost in stage_costs):
         limit = largest * _whole(limit / largest)
     steps = math.ceil(limit / largest)
-    missing = (steps - 1) * (limit - largest * steps / 2)  # what is not kept yet, summed over these steps
-    fill = min(cost.forward for cost in own)
-    last = min(cost.input_gradient for cost in own)
-    both = min(cost.seconds(Kind.B) for cost in own)
+    missing = (steps - 1) * (limit - largest * steps / 2)  # memory still free, summed over these steps
+    fill = min(cost.forward for cost in stage_costs)
+    last = min(cost.input_gradient for cost in stage_costs)
+    shortest = min(cost.seconds(Kind.B) for cost in stage_costs)
     tail = route.tails[route.gradient(stages[0])]
     # What is kept at the end of the last I counts only while its W runs, and one W runs at a time.
-    at_end = min(largest * tail, limit * max(cost.weight_gradient for cost in own))
+    at_end = min(largest * tail, limit * max(cost.weight_gradient for cost in stage_costs))
 
     def filled(counted: float, empty: float) -> float:
         plain, ramps = counted / limit, fill + empty
         longer = plain + missing * ramps / limit
         return longer if longer >= steps * ramps else plain
 
-    until_last_weight = filled(microbatches * kept, both)
-    until_last_gradient = filled(microbatches * kept - at_end, last)
+    until_last_weight = filled(microbatches * area, shortest)
+    until_last_gradient = filled(microbatches * area - at_end, last)
     return max(until_last_weight, until_last_gradient + tail)
 
 
 def _turns(
-    route: _Route, stages: Sequence[int], own: Sequence[StageCosts], microbatches: int, limit: float
+    route: _Route, stages: Sequence[int], stage_costs: Sequence[StageCosts], microbatches: int, limit: float
 ) -> Iterator[float]:
     """Yield bounds for each stage of the rank, after which microbatches go on in turns.
 
-    A turn lasts from a microbatch's F of the stage to its I, during which the rank keeps all it has of it up
-    to this stage; or, if W gives back what counts, to the first W of these.
+    A turn lasts from a microbatch's F of the stage to its I, during which the rank keeps its activations up
+    to this stage; or, if a W frees those that count, to the first W of these.
     """
     for count, stage in enumerate(stages, start=1):
-        kept, start = own[:count], route.starts[stage]
-        returns = [route.ends[route.gradient(each)] - start for each in stages[:count]]
-        done = [back + _weight(cost) for back, cost in zip(returns, kept, strict=True)]
+        costs_so_far, start = stage_costs[:count], route.starts[stage]
+        returns = [route.ends[route.gradient(stage_before)] - start for stage_before in stages[:count]]
+        done = [back + _weight(cost) for back, cost in zip(returns, costs_so_far, strict=True)]
         # On the rank, all these W and the I of the stages before come after the I of the stage.
-        rest = sum(cost.seconds(Kind.B) for cost in kept) - kept[-1].input_gradient
-        until_all = max(returns[-1] + rest, *done)
-        after = max(route.tails[route.gradient(stage)], rest)
-        parts = list(map(_until_weight, kept))
-        turns = {sum(cost.activation for cost in kept): returns[-1]}
+        remaining = sum(cost.seconds(Kind.B) for cost in costs_so_far) - costs_so_far[-1].input_gradient
+        until_all = max(returns[-1] + remaining, *done)
+        after = max(route.tails[route.gradient(stage)], remaining)
+        parts = list(map(_until_weight, costs_so_far))
+        turns = {sum(cost.activation for cost in costs_so_far): returns[-1]}
         turns[sum(parts)] = min(done)
-        for each, turn in turns.items():
-            if each:
-                at_once = max(1, _whole(limit / each))
-                more = _most(max(0.0, limit - at_once * each), min(parts), 1)
+        for size, turn in turns.items():
+            if size:
+                at_once = max(1, _whole(limit / size))
+                more = _most(max(0.0, limit - at_once * size), min(parts), 1)
                 all_done = until_all
                 if at_once == 1 and more == 0:
-                    # The next microbatch's F of the stages before have room only after the first W.
-                    all_done = max(all_done, returns[-1] + rest + sum(cost.forward for cost in kept[:-1]))
-                last = _last_start(microbatches, at_once, more, turn, all_done, kept[-1].forward)
+                    # The next microbatch's F of the stages before fit into memory only after the first W.
+                    earlier = costs_so_far[:-1]
+                    all_done = max(all_done, returns[-1] + remaining + sum(cost.forward for cost in earlier))
+                last = _last_start(microbatches, at_once, more, turn, all_done, costs_so_far[-1].forward)
                 yield start + last + returns[-1] + after
 
 
@@ -244,9 +245,9 @@ def _last_start(
     return starts[-1]
 
 
-def _most(limit: float, each: float, seconds: float) -> float:
+def _most(limit: float, size: float, seconds: float) -> float:
     """Return how long work can last on what ``limit`` holds: ``seconds`` for every ``each`` of memory."""
-    return math.inf if each == 0 else _whole(limit / each) * seconds
+    return math.inf if size == 0 else _whole(limit / size) * seconds
 
 
 def _whole(value: float) -> int:

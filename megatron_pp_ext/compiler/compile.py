@@ -67,7 +67,7 @@ def compile_schedule(
     *,
     placements: Sequence[Placement] | None = None,
     trials: int = TRIALS,
-    turn: cache.Turn = nullcontext,
+    turn: cache.Lock = nullcontext,
 ) -> Compiled:
     """Return the shortest schedule found for ``ranks`` and ``microbatches`` within ``memory_limit``.
 

@@ -1,4 +1,4 @@
-"""The memory limit of a rank: what a requested limit means, and the lowest limit that any order can keep.
+"""The memory limit of a rank: the meaning of a requested limit, and the lowest that any order can keep.
 
 A limit holds activations, and also messages where ``Costs.message`` is above 0.
 """
@@ -28,7 +28,7 @@ def of_each_rank(limit: float | Sequence[float], ranks: int) -> tuple[float, ...
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What each of the ``ranks`` may keep, in the unit of ``StageCosts.activation``.
+    """The memory budget of each of the ``ranks``, in the unit of ``StageCosts.activation``.
 
     It holds activations, and also messages where ``holds_messages``.
     """
@@ -80,8 +80,8 @@ def kept_by_1f1b(ranks: int, microbatches: int, costs: Costs) -> float:
 
 def _most_in_a_row(costs: Costs, stage: int, length: int, microbatches: int) -> float:
     """Return the most that ``stage`` keeps of ``length`` microbatches in a row."""
-    kept = [costs.kept(Action(stage, Kind.F, microbatch)) for microbatch in range(microbatches)]
-    most = max(math.fsum(kept[first : first + length]) for first in range(microbatches - length + 1))
+    sizes = [costs.kept(Action(stage, Kind.F, microbatch)) for microbatch in range(microbatches)]
+    most = max(math.fsum(sizes[first : first + length]) for first in range(microbatches - length + 1))
     return most + max(costs.growth(Action(stage, Kind.I, microbatch)) for microbatch in range(microbatches))
 
 
@@ -91,7 +91,7 @@ def least_limits(
     """Return the lowest limit of each rank, in the unit of ``StageCosts.activation``.
 
     It holds one microbatch's activations of all the rank's stages, as the backward of the first of them waits
-    for the forward of the last, what the backward of each takes while those before it wait for theirs, and
+    for the forward of the last, the memory of each backward while the forwards before it wait for theirs, and
     ``least_messages``, which are as many for more ``microbatches``.  No order keeps less, and the one that
     does one microbatch at a time keeps no more.
     """
@@ -105,12 +105,12 @@ def least_limits(
 
 def _least_activations(stages: Sequence[StageCosts]) -> float:
     """Return the most that a rank keeps of one microbatch alone, by the backwards that take less."""
-    kept = [stage.activation for stage in stages]
+    sizes = [stage.activation for stage in stages]
     takes = (
-        math.fsum([*kept[: at + 1], min(stage.growth(Kind.I), stage.growth(Kind.B))])
+        math.fsum([*sizes[: at + 1], min(stage.growth(Kind.I), stage.growth(Kind.B))])
         for at, stage in enumerate(stages)
     )
-    return max(math.fsum(kept), *takes)
+    return max(math.fsum(sizes), *takes)
 
 
 def least_messages(placement: Placement, rank: int, microbatches: int) -> int:
@@ -118,8 +118,8 @@ def least_messages(placement: Placement, rank: int, microbatches: int) -> int:
 
     These are the sent messages that may be unfinished, and the one that an action takes.
     """
-    each = _sent(placement, rank)
-    return min(microbatches * each, SENDS_AHEAD + 1) + (each > 0)
+    per_microbatch = _sent(placement, rank)
+    return min(microbatches * per_microbatch, SENDS_AHEAD + 1) + (per_microbatch > 0)
 
 
 @lru_cache(maxsize=4096)
@@ -137,11 +137,11 @@ def _sent(placement: Placement, rank: int) -> int:
 def without_messages(
     placement: Placement, microbatches: int, costs: Costs, limits: Sequence[float]
 ) -> tuple[float, ...]:
-    """Return what every limit leaves for activations at most; all of it where a rank keeps no activations."""
-    needed = least_limits(replace(costs, message=0.0), placement)
+    """Return the most that every limit leaves for activations; all of it where a rank keeps none."""
+    least_activations = least_limits(replace(costs, message=0.0), placement)
     return tuple(
         limit - least_messages(placement, rank, microbatches) * costs.message if least else limit
-        for rank, (limit, least) in enumerate(zip(limits, needed, strict=True))
+        for rank, (limit, least) in enumerate(zip(limits, least_activations, strict=True))
     )
 
 

@@ -1,6 +1,6 @@
 """The schedules of a run: what ``make`` returns, for any number of microbatches and all with one placement.
 
-The placement is settled with the flags, since the model is built by it.
+The placement is fixed with the flags, since the model is built by it.
 """
 
 from collections.abc import Sequence
@@ -33,12 +33,12 @@ class Source:
         self._known: dict[bool, Costs] = {}
         stages = request.finest.stages
 
-        def known(stages: int, is_shared: bool) -> Costs:
+        def costs_of(stages: int, is_shared: bool) -> Costs:
             if is_shared not in self._known:
                 self._known[is_shared] = costs(stages, is_shared)
             return self._known[is_shared]
 
-        self._first = make(request, known)
+        self._first = make(request, costs_of)
         self.request = request
         self._can = catalog.abilities(request.schedule)
         # A compiler may have chosen among placements, and a feature whether the head is split.
@@ -48,7 +48,7 @@ class Source:
             splits_head=self.placement.splits_head,
             ordinary=request.microbatches,
         )
-        self._costs: CostsOf = lambda fewer, is_shared: known(stages, is_shared).merged(fewer)
+        self._costs: CostsOf = lambda fewer, is_shared: costs_of(stages, is_shared).merged(fewer)
         self._made: dict[tuple[object, ...], Schedule] = {(request.microbatches, None, ()): self.ordinary}
 
     @property
@@ -79,7 +79,7 @@ class Source:
 
     @property
     def note(self) -> str:
-        """What people should know of the ordinary schedule; empty for nothing."""
+        """A note for users on the ordinary schedule; empty for none."""
         return self._first.note or self._first.about
 
     def schedule(
@@ -87,21 +87,21 @@ class Source:
     ) -> Schedule:
         """Return the schedule of a step with so many ``microbatches``.
 
-        ``free`` are the bytes that each rank has left for a step, of which ``auto`` takes what it can use;
-        None in the first training step, before whose end the optimizer has not allocated its state.
+        ``free`` are the bytes that each rank has left for a step, of which ``auto`` takes as many as it can
+        use; None in the first training step, before whose end the optimizer has not allocated its state.
         ``options`` are those that only the built model decides (``Request.with_option``).  A schedule that
         never flushes shows only its order and the microbatches in flight.
         """
         if not self._can.flushes:
             microbatches = max(microbatches, self.placement.ranks)
-        kept = None if free is None else tuple(free)
-        key = microbatches, kept, options
+        free_bytes = None if free is None else tuple(free)
+        key = microbatches, free_bytes, options
         if key not in self._made:
             trials = self.request.trials
             request = replace(
                 self.settled,
                 microbatches=microbatches,
-                free=kept,
+                free=free_bytes,
                 trials=trials if microbatches == self.request.microbatches else trials // _FEWER,
             )
             for option in options:

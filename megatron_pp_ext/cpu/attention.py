@@ -54,7 +54,7 @@ def attend_to_all_ranks(
     group = getattr(self.pg_collection, "cp", None)
     if group is not None and group.size() > 1:
         # Megatron's gather along the first dimension, whose gradients are summed over the ranks.
-        key, value = (gather_from_sequence_parallel_region(one, group=group) for one in (key, value))
+        key, value = (gather_from_sequence_parallel_region(tensor, group=group) for tensor in (key, value))
         places = _places(query.size(0), group)
         attention_mask = (
             # A batch has the rows of this rank's queries, and a column for each key in its true place.

@@ -48,7 +48,7 @@ def _starter(holder: Any, name: str) -> Callable[..., Any] | None:
 
 
 def _fork(start: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``start``, and let it fork what it starts, whatever the call requests."""
+    """Call ``start``, and let it fork its processes, whatever the call requests."""
     call = bound(start, *args, **kwargs)
     call.arguments["mp_mode"] = "fork"
     return start(*call.args, **call.kwargs)
@@ -65,8 +65,8 @@ def copy_shared(preload: Callable[..., Any]) -> staticmethod:
     @functools.wraps(preload)
     def preload_tensors(*args: Any, **kwargs: Any) -> list[Any]:
         return [
-            (file, key, (others, [(item, _own(tensor)) for item, tensor in tensors]))
-            for file, key, (others, tensors) in preload(*args, **kwargs)
+            (file, key, (other_data, [(item, _own(tensor)) for item, tensor in tensors]))
+            for file, key, (other_data, tensors) in preload(*args, **kwargs)
         ]
 
     return staticmethod(preload_tensors)

@@ -51,10 +51,10 @@ def redirected(
     def call(*args: Any, **kwargs: Any) -> Any:
         if at is not None and len(args) > at:
             args = (*args[:at], translate(args[at]), *args[at + 1 :])
-        kept = {name: value for name, value in kwargs.items() if name not in drops}
-        if name in kept:
-            kept[name] = translate(kept[name])
-        return function(*args, **kept)
+        keywords = {name: value for name, value in kwargs.items() if name not in drops}
+        if name in keywords:
+            keywords[name] = translate(keywords[name])
+        return function(*args, **keywords)
 
     return call
 
@@ -87,8 +87,8 @@ def install() -> None:
     for names, holder in ((FACTORIES, torch), (TENSOR_FACTORIES, torch.Tensor)):
         for name in names:
             # Pinning is a property of memory that a GPU reads.
-            made = redirected(getattr(holder, name), "device", on_cpu, drops=("pin_memory",))
-            setattr(holder, name, made)
+            redirected_factory = redirected(getattr(holder, name), "device", on_cpu, drops=("pin_memory",))
+            setattr(holder, name, redirected_factory)
     replacements: dict[str, Any] = {
         "to": redirected(torch.Tensor.to, "device", on_cpu, at=1),
         "type": _type_as_on_gpu(torch.Tensor.type),

@@ -32,15 +32,15 @@ ENVIRONMENT = {
 }
 
 
-def with_cpu_flags(argv: Sequence[str], known: Collection[str] | None = None) -> list[str]:
+def with_cpu_flags(argv: Sequence[str], accepted: Collection[str] | None = None) -> list[str]:
     """Return ``argv`` and, after it, every flag that a CPU needs and ``argv`` does not set.
 
-    ``known`` holds the flags that Megatron's parser accepts: a needed flag that this release of Megatron
-    does not have yet, or no longer has, is left out. By default they are those of the installed Megatron.
+    ``accepted`` holds the flags that Megatron's parser accepts: a needed flag that this release of Megatron
+    does not have yet, or no longer has, is left out. By default it is the installed Megatron's.
     """
-    known = megatron_flags() if known is None else known
-    given = {word.partition("=")[0] for word in argv}
-    added = [word for flag in CPU_FLAGS if flag[0] in known and flag[0] not in given for word in flag]
+    accepted = megatron_flags() if accepted is None else accepted
+    flags = {word.partition("=")[0] for word in argv}
+    added = [word for flag in CPU_FLAGS if flag[0] in accepted and flag[0] not in flags for word in flag]
     return [*argv, *added]
 
 
@@ -54,7 +54,7 @@ def megatron_flags() -> set[str]:
 
 
 def set_cpu_environment() -> None:
-    """Set what is not set yet, before torch._dynamo is imported, which reads TORCHDYNAMO_DISABLE."""
+    """Set the variables that are unset, before torch._dynamo is imported, which reads TORCHDYNAMO_DISABLE."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     # OMP_NUM_THREADS has been read by now if torch was imported before.

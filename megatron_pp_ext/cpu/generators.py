@@ -1,4 +1,4 @@
-"""The random state of "the current CUDA device" is that of the CPU generator.
+"""The random state of "the current CUDA device" is the CPU generator's.
 
 Tensors are on the CPU, so dropout and initialization draw from the CPU generator whatever Megatron saves,
 seeds and restores. Letting torch.cuda's calls reach that generator keeps Megatron's tracker of per-rank

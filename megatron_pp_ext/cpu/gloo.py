@@ -33,7 +33,7 @@ def _without_device_ids(barrier: Callable[..., Any], *args: Any, **kwargs: Any) 
 def _alias_what_is_sent(isend: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``isend`` to send an alias, which keeps the numbers in memory until they are sent.
 
-    The interleaved schedule of Megatron 0.17 frees an output that gloo may still be reading; that of 0.18
+    The interleaved schedule of Megatron 0.17 frees an output that gloo may still be reading; in 0.18 it
     waits.
     """
     return isend(tensor.detach(), *args, **kwargs)
@@ -66,14 +66,14 @@ def _as_numbers(sizes: Any) -> Any:
 def _gather_unequal_parts(
     gather: Callable[..., Any],
     parts: list[torch.Tensor],
-    own: torch.Tensor,
+    own_part: torch.Tensor,
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
     """Wrap ``all_gather`` for parts of different sizes, by which Muon's replicas exchange their weights."""
     if async_op or len({part.shape for part in parts}) == 1:
-        return gather(parts, own, group, async_op)
-    parts[dist.get_rank(group)].copy_(own)
+        return gather(parts, own_part, group, async_op)
+    parts[dist.get_rank(group)].copy_(own_part)
     for rank, part in enumerate(parts):
         dist.broadcast(part, group=group, group_src=rank)
     return None

@@ -46,7 +46,7 @@ def give_own_counters(load_state_dict: Callable[..., Any], self: Any, *args: Any
 
 @around
 def load_without_gradients(load: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Load what was saved in one file without gradients, which weights that are the model's own require."""
+    """Load a checkpoint of one file without gradients, which weights that are the model's own require."""
     with torch.no_grad():
         return load(self, *args, **kwargs)
 
@@ -56,6 +56,6 @@ def keep_own_step(
     set_states: Callable[..., Any], self: Any, model_param: Any, tensors: dict[str, Any]
 ) -> Any:
     """Keep the step: it was loaded with the groups, and the parameters' own state has none or an old one."""
-    own = self._get_main_param_and_optimizer_states(model_param)
-    step = {"step": own["step"]} if "step" in own else {}
+    states = self._get_main_param_and_optimizer_states(model_param)
+    step = {"step": states["step"]} if "step" in states else {}
     return set_states(self, model_param, {**tensors, **step})

@@ -7,7 +7,7 @@ its weights as soon as its own backwards are done.
 from megatron_pp_ext.job import replicas
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.families.pipedream import Weights
+from megatron_pp_ext.schedule.families.pipedream import WeightVersion
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 from megatron_pp_ext.schedule.names import PIPEDREAM
 from megatron_pp_ext.schedule.updates import Updates
@@ -28,9 +28,9 @@ def described(job: Job, name: str, interval: int) -> Updates:
     """Return the updates of the schedule ``name`` as ``job`` has them otherwise, unchecked."""
     given = job.pipeline
     if catalog.abilities(name).has_two_versions:
-        weights = Weights.PREVIOUS
+        weights = WeightVersion.PREVIOUS
     else:
-        weights = Weights.SAME if given.pipeline_vertical_sync else Weights.LATEST
+        weights = WeightVersion.SAME if given.pipeline_vertical_sync else WeightVersion.LATEST
     return Updates(interval, weights, given.pipeline_allow_waits, replicas.of_stages(job))
 
 

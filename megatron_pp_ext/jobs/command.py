@@ -51,9 +51,9 @@ def last(words: Sequence[str], name: str) -> str | None:
 
 def whole_number(words: Sequence[str], name: str, default: int = 1) -> int:
     """Return the number after the last flag ``name``, or ``default`` where it is not given."""
-    given = last(words, name)
+    value = last(words, name)
     try:
-        return default if given is None else int(given)
+        return default if value is None else int(value)
     except ValueError:
         raise ValueError(f"{name} needs a whole number after it: correct the model's flags") from None
 
@@ -61,10 +61,10 @@ def whole_number(words: Sequence[str], name: str, default: int = 1) -> int:
 def missing(flags: Sequence[str]) -> list[str]:
     """Return placeholders for the flags that Megatron needs for training and ``flags`` lack.
 
-    None of them changes what a step costs.  The model's sizes are not among them.
+    None of them changes the costs of a step.  The model's sizes are not among them.
     """
     words = words_of(flags)
-    given = set(words)
+    words_given = set(words)
     length = last(words, "--seq-length")
     is_computed_again = last(words, "--recompute-granularity") == "full"
     placeholders: tuple[tuple[Collection[str], list[str]], ...] = (
@@ -78,15 +78,18 @@ def missing(flags: Sequence[str]) -> list[str]:
         (_DATA, ["--mock-data"]),
         (("--recompute-method",), ["--recompute-method", "uniform"] if is_computed_again else []),
         (("--recompute-num-layers",), ["--recompute-num-layers", "1"] if is_computed_again else []),
-        (("--save-interval",), ["--save-interval", "1000"] if "--save" in given else []),
+        (("--save-interval",), ["--save-interval", "1000"] if "--save" in words_given else []),
     )
     return [
-        word for names, placeholder in placeholders if not given.intersection(names) for word in placeholder
+        word
+        for names, placeholder in placeholders
+        if not words_given.intersection(names)
+        for word in placeholder
     ]
 
 
 def short_run(flags: Sequence[str], steps: int, changed: Mapping[str, Any]) -> list[str]:
-    """Return ``flags`` for a run of ``steps`` steps without evaluation, overridden by those of ``changed``.
+    """Return ``flags`` for a run of ``steps`` steps without evaluation, overridden by ``changed``.
 
     If a flag is given twice, Megatron takes the last.  Flags that Megatron misses are filled in.
     """
@@ -99,7 +102,7 @@ def short_run(flags: Sequence[str], steps: int, changed: Mapping[str, Any]) -> l
 
 
 def without(flags: Iterable[str], names: Mapping[str, int] = _FILES) -> Iterator[str]:
-    """Yield ``flags`` without those of ``names``, each of which has so many words after it.
+    """Yield ``flags`` without those named in ``names``, each of which has so many words after it.
 
     By default these are the flags that name files of the real run.
     """

@@ -26,7 +26,7 @@ _STEP = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+)")
 _MEMORY = re.compile(r"memory \(MB\).*?max allocated: ([0-9.]+)")
 
 
-class State(StrEnum):
+class RunState(StrEnum):
     """The state of a job."""
 
     INIT = "init"
@@ -39,11 +39,11 @@ class State(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        return self in (State.COMPLETED, State.OOM, State.TIMEOUT, State.FAIL)
+        return self in (RunState.COMPLETED, RunState.OOM, RunState.TIMEOUT, RunState.FAIL)
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class BatchJob:
     """A run of a few training steps that logs each of them.
 
     ``command`` is the command line: the whole of it on this machine, what follows ``sbatch`` on a cluster.
@@ -65,30 +65,32 @@ class Job:
         return self.directory / "trace.json"
 
     @property
-    def state(self) -> State:
+    def state(self) -> RunState:
         """The recorded state; INIT if the folder was left by a job with another command."""
         try:
             same = (self.directory / "command").read_text(encoding="utf-8") == self._written
             return (
-                State((self.directory / "state").read_text(encoding="utf-8").strip()) if same else State.INIT
+                RunState((self.directory / "state").read_text(encoding="utf-8").strip())
+                if same
+                else RunState.INIT
             )
         except (FileNotFoundError, ValueError):
-            return State.INIT
+            return RunState.INIT
 
     def begin(self) -> None:
-        """Make the folder, empty of what an earlier run left."""
+        """Make the folder, without any files of an earlier run."""
         self.directory.mkdir(parents=True, exist_ok=True)
         for name in ("log.txt", "trace.json", "slurm_id"):
             (self.directory / name).unlink(missing_ok=True)
         write_whole(self.directory / "command", self._written)
-        self.become(State.INIT)
+        self.become(RunState.INIT)
 
-    def become(self, state: State) -> None:
+    def become(self, state: RunState) -> None:
         """Record ``state`` atomically."""
         write_whole(self.directory / "state", f"{state}\n")
 
     def output(self) -> str:
-        """Return what the run has logged so far."""
+        """Return the log of the run so far."""
         try:
             return self.log.read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
@@ -109,36 +111,36 @@ class Result:
     """
 
     name: str
-    state: State
+    state: RunState
     step_seconds: float | None = None
     device_bytes: float | None = None
     activation_bytes: tuple[int, ...] | None = None
     problem: str = ""
 
 
-OnChange = Callable[[Job, State], None]
+OnChange = Callable[[BatchJob, RunState], None]
 """Called at each change of a job's state."""
 
-Submit = Callable[[Sequence[Job], float, OnChange], None]
+Submit = Callable[[Sequence[BatchJob], float, OnChange], None]
 """Runs jobs to their end, each for at most so many seconds."""
 
 
 def run_all(
-    jobs: Sequence[Job], submit: Submit, timeout: float, on_change: OnChange = lambda job, state: None
+    jobs: Sequence[BatchJob], submit: Submit, timeout: float, on_change: OnChange = lambda job, state: None
 ) -> dict[str, Result]:
     """Run the jobs that have not ended yet, and return all results by name.
 
     A job that fails is reported in its result, and the others continue.  ``timeout`` is in seconds for each
     job.  Raises ValueError for two jobs with the same name or folder.
     """
-    for what in ("name", "directory"):
-        if len({getattr(job, what) for job in jobs}) < len(jobs):
-            raise ValueError(f"two jobs have the same {what}: give each its own")
+    for field in ("name", "directory"):
+        if len({getattr(job, field) for job in jobs}) < len(jobs):
+            raise ValueError(f"two jobs have the same {field}: give each its own")
     submit([job for job in jobs if not job.state.is_final], timeout, on_change)
     return {job.name: read(job) for job in jobs}
 
 
-def local(jobs: Sequence[Job], timeout: float, on_change: OnChange) -> None:
+def local(jobs: Sequence[BatchJob], timeout: float, on_change: OnChange) -> None:
     """Run jobs on this machine, one after the other.
 
     Raises ValueError for a job that an interrupted search left running.
@@ -154,34 +156,34 @@ def local(jobs: Sequence[Job], timeout: float, on_change: OnChange) -> None:
                     f"job {job.name} is still running from an interrupted search: wait for it, or end it"
                 ) from None
             job.begin()
-            change(job, State.RUNNING, on_change)
+            change(job, RunState.RUNNING, on_change)
             try:
                 status = process.run(job.command, job.log, timeout=timeout, keep_open=[lock.fileno()])
             except OSError as error:
                 write_whole(job.log, f"OSError: {error}\n")
                 status = -1
-            ended = State.TIMEOUT if status is None else State.FAIL if status else State.COMPLETED
+            ended = RunState.TIMEOUT if status is None else RunState.FAIL if status else RunState.COMPLETED
             change(job, ended, on_change)
 
 
-def change(job: Job, state: State, on_change: OnChange) -> None:
+def change(job: BatchJob, state: RunState, on_change: OnChange) -> None:
     """Move ``job`` to ``state``, or to the more exact state that its log shows, and report a change."""
-    if state is State.FAIL and is_out_of_memory(job.output()):
-        state = State.OOM
-    if state is State.COMPLETED and len(_STEP.findall(job.output())) <= WARM_UP:
-        state = State.FAIL
+    if state is RunState.FAIL and is_out_of_memory(job.output()):
+        state = RunState.OOM
+    if state is RunState.COMPLETED and len(_STEP.findall(job.output())) <= WARM_UP:
+        state = RunState.FAIL
     if job.state is not state:
         job.become(state)
         on_change(job, state)
 
 
-def read(job: Job) -> Result:
+def read(job: BatchJob) -> Result:
     """Return the measurements of ``job``, or why it did not complete."""
     state, output = job.state, job.output()
-    if state is State.TIMEOUT:
+    if state is RunState.TIMEOUT:
         return Result(job.name, state, problem=f"took too long: {job.log}")
-    if state is not State.COMPLETED:
-        return Result(job.name, state, problem=f"{reason(output, state is State.OOM)} ({job.log})")
+    if state is not RunState.COMPLETED:
+        return Result(job.name, state, problem=f"{reason(output, state is RunState.OOM)} ({job.log})")
     steps = [float(ms) / 1e3 for ms in _STEP.findall(output)[WARM_UP:]]
     megabytes = max((float(most) for most in _MEMORY.findall(output)), default=0.0)
     peaks = None

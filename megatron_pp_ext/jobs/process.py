@@ -55,25 +55,25 @@ def started(
 
 
 def _end(process: subprocess.Popen[bytes], mark: str) -> None:
-    """Ask the group of ``process``, which ends its ranks, to end; kill what is left of the ``mark``."""
+    """Ask the group of ``process``, which ends its ranks, to end; kill what remains of the ``mark``."""
     with suppress(ProcessLookupError, subprocess.TimeoutExpired):
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(GRACE_SECONDS)
     last = time.monotonic() + GRACE_SECONDS
-    while (left := list(_marked(mark))) and time.monotonic() < last:
-        for one in left:
+    while (remaining := list(_marked(mark))) and time.monotonic() < last:
+        for process_of_run in remaining:
             with suppress(psutil.Error):
-                one.kill()
+                process_of_run.kill()
         time.sleep(0.02)
     process.poll()
 
 
 def _marked(mark: str) -> Iterator[psutil.Process]:
     """Yield the processes that come from the start with this mark and have not ended."""
-    for one in psutil.process_iter():
+    for process in psutil.process_iter():
         with suppress(psutil.Error):  # it is gone by now, or another user's
-            if mark in one.environ().get(MARKS, "").split():
-                yield one
+            if mark in process.environ().get(MARKS, "").split():
+                yield process
 
 
 def run(
@@ -108,5 +108,5 @@ def run_together(
             running[rank] = stack.enter_context(started(command, output, environment))
         for rank, process in running.items():
             if status := process.wait():
-                why = reason(logs[rank].read_text(encoding="utf-8", errors="replace"))
-                raise ValueError(f"the run of rank {rank} ended with status {status}: {why}")
+                cause = reason(logs[rank].read_text(encoding="utf-8", errors="replace"))
+                raise ValueError(f"the run of rank {rank} ended with status {status}: {cause}")

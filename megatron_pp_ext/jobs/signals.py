@@ -1,4 +1,4 @@
-"""Signals that end a command: those of batch systems and terminals count as Ctrl-C."""
+"""Signals that end a command: batch systems' and terminals' signals count as Ctrl-C."""
 
 import os
 import signal
@@ -10,10 +10,10 @@ from contextlib import contextmanager
 @contextmanager
 def ended_as_by_the_keyboard() -> Iterator[None]:
     """Treat SIGTERM of a batch system and SIGHUP of a lost terminal like Ctrl-C, so that runs are ended."""
-    here = os.getpid()
+    process = os.getpid()
 
     def interrupt(number: int, frame: object) -> None:
-        if os.getpid() != here:
+        if os.getpid() != process:
             os._exit(128 + number)  # a forked process ends as it would without this handler
         raise KeyboardInterrupt
 

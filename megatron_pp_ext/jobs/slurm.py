@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_pp_ext.files import write_whole
-from megatron_pp_ext.jobs.job import Job, OnChange, State, change
+from megatron_pp_ext.jobs.job import BatchJob, OnChange, RunState, change
 
 _STATES = {
-    "PENDING": State.PENDING,
-    "CONFIGURING": State.PENDING,
-    "REQUEUED": State.PENDING,
-    "SUSPENDED": State.PENDING,
-    "RUNNING": State.RUNNING,
-    "COMPLETING": State.RUNNING,
-    "COMPLETED": State.COMPLETED,
-    "OUT_OF_MEMORY": State.OOM,
-    "TIMEOUT": State.TIMEOUT,
-    "DEADLINE": State.TIMEOUT,
+    "PENDING": RunState.PENDING,
+    "CONFIGURING": RunState.PENDING,
+    "REQUEUED": RunState.PENDING,
+    "SUSPENDED": RunState.PENDING,
+    "RUNNING": RunState.RUNNING,
+    "COMPLETING": RunState.RUNNING,
+    "COMPLETED": RunState.COMPLETED,
+    "OUT_OF_MEMORY": RunState.OOM,
+    "TIMEOUT": RunState.TIMEOUT,
+    "DEADLINE": RunState.TIMEOUT,
 }
 """Jobs by their state in SLURM; all other states (FAILED, CANCELLED, NODE_FAIL ...) are failures."""
 
@@ -40,31 +40,31 @@ class Slurm:
 
     poll_seconds: float = 15.0
 
-    def __call__(self, jobs: Sequence[Job], timeout: float, on_change: OnChange) -> None:
+    def __call__(self, jobs: Sequence[BatchJob], timeout: float, on_change: OnChange) -> None:
         """Submit the jobs that SLURM does not have yet, and wait for all."""
         if jobs and shutil.which("sbatch") is None:
             raise ValueError("there is no sbatch here: run where SLURM is, or run the jobs on this machine")
         waiting = {number: job for job in jobs if (number := _submitted(job, timeout, on_change))}
         unknown = dict.fromkeys(waiting, 0)
         while waiting := {number: job for number, job in waiting.items() if not job.state.is_final}:
-            known = _states(_QUEUE, None, list(waiting))
-            gone = [number for number in waiting if number not in known]
-            known |= _states(_ACCOUNTS, "|", gone) if gone else {}
+            states = _states(_QUEUE, None, list(waiting))
+            ended = [number for number in waiting if number not in states]
+            states |= _states(_ACCOUNTS, "|", ended) if ended else {}
             for number, job in waiting.items():
-                unknown[number] = 0 if number in known else unknown[number] + 1
-                if number in known:
-                    change(job, known[number], on_change)
+                unknown[number] = 0 if number in states else unknown[number] + 1
+                if number in states:
+                    change(job, states[number], on_change)
                 elif unknown[number] > UNKNOWN_AT_MOST:
                     # A cluster without accounts: ``change`` finds a failure in the log.
-                    change(job, State.COMPLETED, on_change)
+                    change(job, RunState.COMPLETED, on_change)
             if any(not job.state.is_final for job in waiting.values()):
                 time.sleep(self.poll_seconds)
 
 
-def _submitted(job: Job, timeout: float, on_change: OnChange) -> str | None:
+def _submitted(job: BatchJob, timeout: float, on_change: OnChange) -> str | None:
     """Return SLURM's number for ``job``; None if SLURM refuses it, which fails the job."""
     number_file = job.directory / "slurm_id"
-    if job.state in (State.PENDING, State.RUNNING) and number_file.exists():
+    if job.state in (RunState.PENDING, RunState.RUNNING) and number_file.exists():
         return number_file.read_text(encoding="utf-8").strip()
     job.begin()
     minutes = str(max(1, math.ceil(timeout / 60)))
@@ -75,14 +75,14 @@ def _submitted(job: Job, timeout: float, on_change: OnChange) -> str | None:
         number = _output(["sbatch", *options, *job.command]).strip().partition(";")[0]
     except ValueError as error:
         write_whole(job.log, f"{error}\n")
-        change(job, State.FAIL, on_change)
+        change(job, RunState.FAIL, on_change)
         return None
     write_whole(number_file, number)
-    change(job, State.PENDING, on_change)
+    change(job, RunState.PENDING, on_change)
     return number
 
 
-def _states(command: Sequence[str], separator: str | None, numbers: list[str]) -> dict[str, State]:
+def _states(command: Sequence[str], separator: str | None, numbers: list[str]) -> dict[str, RunState]:
     """Return the states of jobs by number as ``command`` lists them; empty if it knows none of them."""
     try:
         printed = _output([*command, "--jobs", ",".join(numbers)])
@@ -90,11 +90,11 @@ def _states(command: Sequence[str], separator: str | None, numbers: list[str]) -
         return {}
     rows = [line.split(separator) for line in printed.splitlines()]
     # "CANCELLED by 1000"
-    return {row[0]: _STATES.get(row[1].split()[0], State.FAIL) for row in rows if len(row) == 2 and row[1]}
+    return {row[0]: _STATES.get(row[1].split()[0], RunState.FAIL) for row in rows if len(row) == 2 and row[1]}
 
 
 def _output(words: list[str]) -> str:
-    """Return what a command of SLURM prints; ValueError with its error message."""
+    """Return the output of a command of SLURM; ValueError with its error message."""
     try:
         run = subprocess.run(words, capture_output=True, text=True, check=False)
     except FileNotFoundError:

@@ -43,8 +43,8 @@ class FlushFreeSteps:
     """Runs a training step as one update of a pipeline that never empties.
 
     An evaluation is a flushed step, over channels of its own: it uses the newest weights and does not touch
-    what is in flight.  Nor does a checkpoint.  Megatron counts the samples of a step as consumed when their
-    backwards are done, so what is in flight at the end is read again on resuming.
+    microbatches in flight.  Nor does a checkpoint.  Megatron counts the samples of a step as consumed when
+    their backwards are done, so samples in flight at the end are read again on resuming.
     """
 
     def __init__(self, pipeline: requested.Pipeline) -> None:
@@ -120,7 +120,7 @@ class _RunningPipeline:
         (model,) = inputs.model
         self._stage = place.make_stage(inputs)
         self._versions = WeightVersions(model.parameters())
-        require_room(self._updates, place.stage, self._versions.bytes_of_one)
+        require_memory(self._updates, place.stage, self._versions.bytes_of_one)
         version_of = partial(pipedream.version, self._updates.weights, **about)
         self._versioned = VersionedStage(self._stage, self._versions, version_of)
         self.most_version_bytes = 0
@@ -171,10 +171,10 @@ def steps_to_come(settings: Settings, inputs: StepInputs) -> int:
     return settings.train_steps() - settings.steps_done(inputs.training_steps)
 
 
-def require_room(updates: Updates, stage: int, bytes_of_one: int) -> None:
+def require_memory(updates: Updates, stage: int, bytes_of_one: int) -> None:
     """Raise ValueError, on all ranks of the job, if some device cannot hold its versions.
 
-    ``bytes_of_one`` is the size of one version of this rank's weights, those of ``stage``.
+    ``bytes_of_one`` is the size of one version of this rank's weights, which are of ``stage``.
     """
     devices: list[tuple[int, int, int]] = [(0, 0, 0)] * dist.get_world_size()
     dist.all_gather_object(devices, (stage, bytes_of_one, free_memory.free_bytes()))

@@ -1,4 +1,4 @@
-"""Measures what each layer costs, while Megatron trains under its own schedules.
+"""Measures the costs of each layer, while Megatron trains under its own schedules.
 
 A rank times the pieces of the chunks it holds: the embedding, every layer of the decoder, and what follows it
 (final norm, output layer, loss).  Forwards are timed by module hooks.  Backwards are timed where gradients
@@ -62,7 +62,7 @@ def profiling(group: dist.ProcessGroup, model: list[torch.nn.Module], forward_on
 
 
 @dataclass
-class Piece:
+class ModelPiece:
     """The measurements of one layer; ``number`` orders the pieces of all ranks."""
 
     number: int
@@ -120,13 +120,13 @@ class _ChunkProfiler:
     def __init__(self, chunk: Any, meter: ActivationMeter) -> None:
         self._meter = meter
         self._counts_bytes = self._is_measuring = False
-        self._open: Piece | None = None
+        self._open: ModelPiece | None = None
         self._watch = ExitStack()
         self._began = _now()
         self._marks: list[tuple[list[float], Any, Any]] = []
         self._tensors: list[torch.Tensor | None] = []
         self._layers = list(chunk.decoder.layers)
-        self._embedding: Piece | None = None
+        self._embedding: ModelPiece | None = None
         if chunk.pre_process:
             self._embedding = _piece(chunk, 0, "embedding", "E", chunk.embedding.parameters())
         self._output = _output(chunk) if chunk.post_process else None
@@ -161,14 +161,14 @@ class _ChunkProfiler:
         if first is not None:
             self._begin(first)
 
-    def _layer_begins(self, piece: Piece, layer: torch.nn.Module, args: Any, kwargs: Any) -> None:
+    def _layer_begins(self, piece: ModelPiece, layer: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if not self._is_measuring:
             return
         if self._open is not None:
             self._end(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
         self._begin(piece)
 
-    def _layer_ends(self, piece: Piece, layer: torch.nn.Module, args: Any, output: Any) -> None:
+    def _layer_ends(self, piece: ModelPiece, layer: torch.nn.Module, args: Any, output: Any) -> None:
         if not self._is_measuring:
             return
         self._end(output[0] if isinstance(output, tuple) else output)
@@ -183,7 +183,7 @@ class _ChunkProfiler:
         if not self._counts_bytes:
             self._await_gradients()
 
-    def _begin(self, piece: Piece) -> None:
+    def _begin(self, piece: ModelPiece) -> None:
         self._open = piece
         if self._counts_bytes:
             piece.saved_bytes.append(-self._meter.live_bytes)
@@ -230,7 +230,7 @@ def _now() -> Any:
     return event
 
 
-def _output(chunk: Any) -> Piece:
+def _output(chunk: Any) -> ModelPiece:
     """Return the piece after the layers, with the weights it would have on a stage of its own.
 
     There, the output layer has a copy of weights that are tied to the embedding's.
@@ -238,17 +238,17 @@ def _output(chunk: Any) -> Piece:
     elsewhere = {id(parameter) for layer in chunk.decoder.layers for parameter in layer.parameters()}
     if chunk.pre_process:
         elsewhere |= {id(parameter) for parameter in chunk.embedding.parameters()}
-    own = [parameter for parameter in chunk.parameters() if id(parameter) not in elsewhere]
+    parameters = [parameter for parameter in chunk.parameters() if id(parameter) not in elsewhere]
     if chunk.pre_process and chunk.share_embeddings_and_output_weights:
-        own.append(chunk.shared_embedding_or_output_weight())
-    return _piece(chunk, chunk.config.num_layers + 1, "output", "L", own)
+        parameters.append(chunk.shared_embedding_or_output_weight())
+    return _piece(chunk, chunk.config.num_layers + 1, "output", "L", parameters)
 
 
-def _piece(chunk: Any, number: int, name: str, letter: str, parameters: Iterable[torch.Tensor]) -> Piece:
+def _piece(chunk: Any, number: int, name: str, letter: str, parameters: Iterable[torch.Tensor]) -> ModelPiece:
     """Return a piece without measurements.
 
     ``letter`` stands for the piece in a pipeline layout, which only GPTs have; a hybrid model is cut by its
     pattern.
     """
     size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-    return Piece(number, name, letter if isinstance(chunk, GPTModel) else "", size)
+    return ModelPiece(number, name, letter if isinstance(chunk, GPTModel) else "", size)

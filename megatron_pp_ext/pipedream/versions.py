@@ -30,7 +30,7 @@ class _Reference(NamedTuple):
 
 
 class WeightVersions:
-    """The versions of those of the ``parameters`` that need a gradient; the others never change."""
+    """The versions of the ``parameters`` that need a gradient; the others never change."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
@@ -54,30 +54,30 @@ class WeightVersions:
     @contextmanager
     def using(self, version: int) -> Iterator[None]:
         """Compute a forward or a backward with ``version`` of the weights; KeyError if it was not kept."""
-        own = self._own()
-        self._put(self._data(version, own))
+        data = self._own()
+        self._put(self._data(version, data))
         references = _References(self.parameters, watching())
         try:
             with torch.autograd.graph.saved_tensors_hooks(references.pack, references.unpack):
                 yield
         finally:
-            self._put(own)
+            self._put(data)
 
     def update_follows(self, still_needed: Iterable[int]) -> None:
         """Keep the versions that are ``still_needed`` after the update that the optimizer is about to make.
 
         ``still_needed`` may name the newest version and older ones; all others are released.
         """
-        needed = set(still_needed)
-        for version in self._kept.keys() - needed:
+        versions = set(still_needed)
+        for version in self._kept.keys() - versions:
             del self._kept[version]
-        if self.newest in needed:
+        if self.newest in versions:
             self._keep_newest()
         self.newest += 1
 
-    def _data(self, version: int, own: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the numbers to compute with under ``version``, where ``own`` are those of the parameters."""
-        return own if version == self.newest else self._kept[version]
+    def _data(self, version: int, newest: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the data of the weights under ``version``, where ``newest`` is the parameters' data."""
+        return newest if version == self.newest else self._kept[version]
 
     def _keep_newest(self) -> None:
         self._kept[self.newest] = [data.clone() for data in self._own()]
@@ -122,7 +122,7 @@ class _References:
         self._starts = [parameter.data_ptr() for parameter in self._sorted]
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Return what autograd keeps of ``tensor``: a reference if it is a weight."""
+        """Return the object that autograd keeps for ``tensor``: a reference if it is a weight."""
         position = bisect_right(self._starts, tensor.data_ptr()) - 1
         if position < 0:
             return self._keep_other(tensor)
@@ -132,14 +132,14 @@ class _References:
         return _Reference(parameter, tensor.shape, tensor.stride(), beyond // parameter.element_size())
 
     @staticmethod
-    def unpack(kept: Any) -> torch.Tensor:
+    def unpack(saved: Any) -> torch.Tensor:
         """Return the tensor for the backward; a whole parameter is returned itself, with its attributes."""
-        if isinstance(kept, torch.Tensor):
-            return kept
-        if not isinstance(kept, _Reference):
-            return ActivationMeter.unpack(kept)
-        parameter = kept.parameter
-        if kept.shape == parameter.shape and kept.stride == parameter.stride():
+        if isinstance(saved, torch.Tensor):
+            return saved
+        if not isinstance(saved, _Reference):
+            return ActivationMeter.unpack(saved)
+        parameter = saved.parameter
+        if saved.shape == parameter.shape and saved.stride == parameter.stride():
             return parameter
         data = parameter.data
-        return data.as_strided(kept.shape, kept.stride, data.storage_offset() + kept.offset)
+        return data.as_strided(saved.shape, saved.stride, data.storage_offset() + saved.offset)

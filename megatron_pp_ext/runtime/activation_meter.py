@@ -6,7 +6,7 @@ go, storage by storage, gives the live bytes on a CPU too, where no allocator co
 
 Megatron empties some storages while tensors of them are saved, and has the backward fill them again: the
 results of modules in --recompute-modules (``CheckpointWithoutOutput``), the inputs of a plan's nodes.
-Torch has no hook for this, so the sizes of what a forward saved are read again at its end.
+Torch has no hook for this, so the sizes of saved tensors are read again at a forward's end.
 """
 
 import weakref
@@ -41,8 +41,8 @@ class ActivationMeter:
 
     ``parameters`` are not activations, though layers save them, nor is anything that shares their
     storage.  A storage that several saved tensors share counts once, and one that its forward emptied not
-    at all: what a backward puts back there is not kept.  What a deferred weight gradient holds on to, which
-    such a storage may be, counts until its W has run (see ``split``).
+    at all: data that a backward puts back there is not kept.  Tensors of a deferred weight gradient, which
+    may have such a storage, count until its W has run (see ``split``).
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
@@ -62,7 +62,7 @@ class ActivationMeter:
         return len(self._owned)
 
     def reset_peak(self) -> None:
-        """Set the peaks to what is alive now."""
+        """Set the peaks to the present amounts."""
         self.peak_bytes, self.peak_microbatches = self.live_bytes, self.live_microbatches
 
     @contextmanager
@@ -85,23 +85,23 @@ class ActivationMeter:
 
     def pack(self, tensor: torch.Tensor) -> _Kept:
         """Return the object that autograd keeps in place of ``tensor``; see ``watching``."""
-        kept = _Kept(tensor)
+        holder = _Kept(tensor)
         if self._owner is not None:
-            self.hold(self._owner, tensor, kept)
-        return kept
+            self.hold(self._owner, tensor, holder)
+        return holder
 
     @staticmethod
-    def unpack(kept: _Kept) -> torch.Tensor:
-        """Return the tensor that ``kept`` stands for."""
-        return kept.tensor
+    def unpack(holder: _Kept) -> torch.Tensor:
+        """Return the tensor that ``holder`` stands for."""
+        return holder.tensor
 
     def hold(self, owner: Owner | None, tensor: torch.Tensor, holder: object) -> None:
         """Count ``tensor`` for as long as ``holder`` lives; without an ``owner`` its bytes alone."""
-        found = storages(tensor)
-        if any(storage in self._ignored for storage in found):
+        sizes = storages(tensor)
+        if any(storage in self._ignored for storage in sizes):
             # A quantized weight is ignored whole, with the transposed copy that its first forward made.
             return
-        for storage, size in found.items():
+        for storage, size in sizes.items():
             self._count(storage, size)
             self._uses[storage] += 1
             if owner is not None:
@@ -116,7 +116,7 @@ class ActivationMeter:
         self.live_bytes += change
 
     def _read_again(self, owner: Owner) -> int:
-        """Return by how much what is held for ``owner`` has grown; it is negative where some was emptied."""
+        """Return the growth of the memory held for ``owner``; it is negative where some was emptied."""
         before = self.live_bytes
         for storage in tuple(self._owned.get(owner, ())):
             self._count(storage, storage.nbytes())

@@ -1,7 +1,7 @@
 """Ordered point-to-point messages between pipeline ranks.
 
 Two ranks that exchange anything have one channel in each direction, and a channel is first in,
-first out: the receiver knows from the schedule what the sender will send next, so no message
+first out: the receiver knows from the schedule the next message of the sender, so no message
 carries a tag.  The plan states when each receive is posted (``schedule.messages``, with the proof that
 no pipeline can hang whatever the hardware's queues, buffers and synchronizations are): nothing here
 posts a receive by itself, and nothing relies on messages passing each other.
@@ -78,10 +78,10 @@ class Channels:
 
     ``ranks[r]`` is the global rank of pipeline rank r; ``down`` and ``up`` are process groups
     over all of them, for messages to a higher and to a lower pipeline rank.  Every message is a
-    tensor of ``dtype`` on ``device``.  Its shape is that of its microbatch in ``shapes`` where there are any,
+    tensor of ``dtype`` on ``device``.  Its shape is its microbatch's in ``shapes`` where there are any,
     and ``shape`` elsewhere.  With an empty ``shape`` every message may have another one, which is sent ahead
     of it; the receiver's host then stops where the receive is posted, until the message comes.  A gradient
-    has the shape of what it is the gradient of, and announces none.  The shapes that are announced are added
+    has the shape of its tensor, and announces none.  The shapes that are announced are added
     to ``announced``, if it is given, by microbatch.  Where each microbatch ``has_one_shape`` on all stages,
     messages may repeat an earlier one's, and announce none either.
     """
@@ -99,11 +99,11 @@ class Channels:
         has_one_shape: bool = False,
     ) -> None:
         self.is_closed = False
-        here, self._ranks = ranks.index(dist.get_rank()), ranks
+        rank, self._ranks = ranks.index(dist.get_rank()), ranks
         # The groups' own methods are called below: torch's isend and irecv look the peer up every time.
         self._peers = [dist.get_group_rank(down, rank) for rank in ranks]
-        self._to = [down if here < peer else up for peer in range(len(ranks))]
-        self._from = [down if peer < here else up for peer in range(len(ranks))]
+        self._to = [down if rank < peer else up for peer in range(len(ranks))]
+        self._from = [down if peer < rank else up for peer in range(len(ranks))]
         self._shape, self._dtype, self._device = tuple(shape), dtype, device
         self._shapes = tuple(map(tuple, shapes))
         self._announced, self._has_one_shape = announced, has_one_shape
@@ -135,7 +135,7 @@ class Channels:
         self._posted[message] = _Posted(peer, *self._receive(peer, shape, self._dtype))
 
     def receive(self, peer: int, message: Message) -> torch.Tensor:
-        """Return the tensor of ``message`` from pipeline rank ``peer``; what is computed next waits for it.
+        """Return the tensor of ``message`` from pipeline rank ``peer``; the next computation waits for it.
 
         ValueError if its receive was not posted.
         """
@@ -217,10 +217,10 @@ class Channels:
     def _lost(self, peer: int | None, activity: str, error: RuntimeError) -> PeerLost:
         """Return the error of this rank, which ``error`` of the connection to ``peer`` has interrupted."""
         name = "a rank of the pipeline" if peer is None else f"rank {self._ranks[peer]}"
-        here = f"rank {dist.get_rank()}" if dist.is_initialized() else "this one"
+        this_rank = f"rank {dist.get_rank()}" if dist.is_initialized() else "this one"
         cause = " ".join(str(error).split())
         return PeerLost(
-            f"{name} has ended, or does not answer, while {here} was {activity} "
+            f"{name} has ended, or does not answer, while {this_rank} was {activity} "
             f"({cause[:160]}); see what that rank printed, and go on from a checkpoint"
         )
 

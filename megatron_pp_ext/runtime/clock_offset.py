@@ -45,19 +45,21 @@ def processor_seconds() -> float:
 
 
 def offset_to_first(group: dist.ProcessGroup, device: torch.device) -> Offset:
-    """Measure how far this rank's clock is from that of ``group``'s first rank.
+    """Measure the offset of this rank's clock from the clock of ``group``'s first rank.
 
     Collective over ``group``, whose ranks compute on ``device``; the host waits for every message.
     """
-    first, *others = dist.get_process_group_ranks(group)
+    first, *peers = dist.get_process_group_ranks(group)
     number = torch.zeros(1, dtype=torch.float64, device=wire_of(group, device))
     if dist.get_rank() != first:
-        return min((_round_trip(first, number, group) for _ in range(ROUNDS)), key=lambda one: one.error)
-    for other in others:
+        return min(
+            (_round_trip(first, number, group) for _ in range(ROUNDS)), key=lambda offset: offset.error
+        )
+    for peer in peers:
         for _ in range(ROUNDS):
-            _receive(number, other, group)
+            _receive(number, peer, group)
             number.fill_(now())
-            dist.send(number, other, group=group)
+            dist.send(number, peer, group=group)
     return Offset(0.0, 0.0)
 
 

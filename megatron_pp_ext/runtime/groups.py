@@ -1,9 +1,9 @@
 """The two process groups that carry a pipeline's messages: one to higher ranks, one to lower ones.
 
 A backend either gives every two ranks of a group a communicator and a stream of their own, so that messages
-to one rank never queue behind those to another, or the whole group shares one.  The first is requested
-where torch has it, and nothing relies on it: receives are placed so that neither can lead to a circle
-(``schedule.messages``).
+to one rank never wait in a queue for messages to another, or the whole group shares one.  The first is
+requested where torch has it, and nothing relies on it: receives are placed so that neither can lead to a
+circle (``schedule.messages``).
 
 What a backend's name means depends on torch's release, so torch's registry is looked up (as read in 2.15's
 ``torch/distributed/distributed_c10d.py``).  In 2.15 "nccl" is "nccl2", with one communicator for each group
@@ -32,7 +32,7 @@ _NCCL = {"nccl", "nccl-legacy", *_CLASSES}
 class GroupOptions:
     """Options of NCCL's process groups; None leaves a value to NCCL, and other backends ignore them all.
 
-    The names are those of ``ProcessGroupNCCL.Options`` and its ``config``.  ``max_ctas`` and ``min_ctas``
+    The names are taken from ``ProcessGroupNCCL.Options`` and its ``config``.  ``max_ctas`` and ``min_ctas``
     are blocks of a message's kernel, ``cga_cluster_size`` is the number of blocks in a cluster, and
     ``net_name`` is the network module ("IB", "Socket").
     """
@@ -61,10 +61,10 @@ def message_backend(default: str = "nccl", bound: bool = False) -> MessageBacken
     can carry messages.
     """
     name = _backend_for_messages(default)
-    own = _described(name, bound)
-    if name in _NCCL and not own.streams_per_peer and _available("nccl-lazy"):
+    backend = _described(name, bound)
+    if name in _NCCL and not backend.streams_per_peer and _available("nccl-lazy"):
         return _described("nccl-lazy", bound)
-    return own
+    return backend
 
 
 def wire_of(group: dist.ProcessGroup, device: torch.device) -> torch.device:
@@ -110,8 +110,8 @@ def direction_groups(
     # torch without lazy_init name a group that only its members make by a count that differs between
     # ranks.  In both cases all ranks make all groups.
     members_only = backend.name == "nccl-lazy" and hasattr(dist.ProcessGroupNCCL.Options(), "lazy_init")
-    mine = sorted(ranks)
-    pipelines = [mine] if members_only else _all_pipelines(mine)
+    members = sorted(ranks)
+    pipelines = [members] if members_only else _all_pipelines(members)
 
     def make(pipeline: list[int], description: str) -> Any:
         return dist.new_group(
@@ -123,8 +123,11 @@ def direction_groups(
             group_desc=description,
         )
 
-    made = {tuple(one): [make(one, f"PIPELINE_{way}") for way in ("DOWN", "UP")] for one in pipelines}
-    down, up = made[tuple(mine)]
+    groups = {
+        tuple(pipeline): [make(pipeline, f"PIPELINE_{way}") for way in ("DOWN", "UP")]
+        for pipeline in pipelines
+    }
+    down, up = groups[tuple(members)]
     _greet_neighbours(ranks, down, up, device, edges)
     return down, up
 
@@ -145,21 +148,21 @@ def collective_group(
     """
     _, device = _default_backend()
     name = dist.get_backend()
-    mine = sorted(ranks)
-    made: dict[tuple[int, ...], Any] = {
+    own_ranks = sorted(ranks)
+    groups: dict[tuple[int, ...], Any] = {
         tuple(members): dist.new_group(
             members,
             timeout=timeout,
             pg_options=_nccl_options(options, timeout, lazy=False) if name in _NCCL else None,
             group_desc=f"PIPELINE_{feature.upper()}",
         )
-        for members in _all_pipelines(mine)
+        for members in _all_pipelines(own_ranks)
     }
-    found = made[tuple(mine)]
+    group = groups[tuple(own_ranks)]
     greeting = torch.zeros(1, device=device)
-    dist.all_reduce(greeting, group=found)
+    dist.all_reduce(greeting, group=group)
     greeting.item()
-    return found
+    return group
 
 
 def _default_backend() -> tuple[MessageBackend, torch.device]:
@@ -182,9 +185,9 @@ def _default_backend() -> tuple[MessageBackend, torch.device]:
     return backend, world.bound_device_id or torch.device("cuda", torch.cuda.current_device())
 
 
-def _all_pipelines(mine: list[int]) -> list[list[int]]:
+def _all_pipelines(members: list[int]) -> list[list[int]]:
     gathered: list[list[int]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
+    dist.all_gather_object(gathered, members)
     return [list(pipeline) for pipeline in sorted({*map(tuple, gathered)})]
 
 
@@ -203,16 +206,16 @@ def _greet_neighbours(
     group before any does in the other, since a communicator that a group shares may be made when each of
     its ranks first sends or receives.
     """
-    here, size = ranks.index(dist.get_rank()), len(ranks)
+    rank_here, size = ranks.index(dist.get_rank()), len(ranks)
     greeting = torch.zeros(1, device=device)
     neighbours = {(rank, (rank + 1) % size) for rank in range(size)}
     pairs = sorted({(min(pair), max(pair)) for pair in neighbours.union(edges) if pair[0] != pair[1]})
     for group, sender_first in ((down, True), (up, False)):
         for pair in pairs:
             sender, receiver = pair if sender_first else pair[::-1]
-            if here == sender:
+            if rank_here == sender:
                 dist.send(greeting, ranks[receiver], group=group)
-            elif here == receiver:
+            elif rank_here == receiver:
                 dist.recv(greeting, ranks[sender], group=group)
     greeting.item()  # on a GPU the host has only launched the messages: here it waits, and errors show
 
@@ -261,6 +264,6 @@ def _described(name: str, bound: bool) -> MessageBackend:
     if name == "nccl-lazy" or (name in _NCCL and not is_nccl2(name) and not bound):
         return MessageBackend(name, True, "every two ranks have a communicator and a stream of their own")
     if name in _NCCL:
-        why = "" if is_nccl2(name) else ", since init_process_group was called with device_id"
-        return MessageBackend(name, False, f"all messages of one direction share a stream{why}")
+        reason = "" if is_nccl2(name) else ", since init_process_group was called with device_id"
+        return MessageBackend(name, False, f"all messages of one direction share a stream{reason}")
     return MessageBackend(name, False, "never tried: NCCL and gloo are what this package is made for")

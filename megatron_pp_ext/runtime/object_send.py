@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_pp_ext.runtime.groups import wire_of
-from megatron_pp_ext.runtime.packing import Place, Placed, pack, unpack
+from megatron_pp_ext.runtime.packing import Placed, TensorPlace, pack, unpack
 
 _PROBLEM = ""
 """The name under which the problem of a tree travels that cannot; no part of a tree has it."""
@@ -63,10 +63,10 @@ class ObjectSend:
         def arrived(on_host: bool) -> torch.Tensor:
             return numbers.to("cpu" if on_host else self._device)
 
-        def tensor_at(place: Place) -> torch.Tensor:
+        def tensor_at(place: TensorPlace) -> torch.Tensor:
             # Cloned, since a view in another dtype has to begin at a multiple of its size.
-            own = arrived(place.on_host)[place.start : place.end].clone()
-            return own.view(place.dtype).reshape(place.shape)
+            numbers_of = arrived(place.on_host)[place.start : place.end].clone()
+            return numbers_of.view(place.dtype).reshape(place.shape)
 
         parts = unpack(self._form, tensor_at)
         if _PROBLEM in parts:

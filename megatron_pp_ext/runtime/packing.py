@@ -17,7 +17,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorPlace:
     """Stands in a form for a plain tensor, whose numbers are bytes ``start`` to ``end`` of all."""
 
     dtype: torch.dtype
@@ -27,15 +27,15 @@ class Place:
     on_host: bool
 
 
-Placed = tuple[Place, torch.Tensor]
+Placed = tuple[TensorPlace, torch.Tensor]
 
 _SEQUENCES: dict[type, str] = {
     kind: kind.__name__ for kind in (list, tuple, set, frozenset, deque, torch.Size)
 }
 _MAPPINGS: dict[type, str] = {kind: kind.__name__ for kind in (dict, OrderedDict, defaultdict)}
 _FACTORIES: dict[Any, str] = {kind: kind.__name__ for kind in (int, float, str, list, tuple, set, dict)}
-_DTYPES = {one: str(one) for one in vars(torch).values() if isinstance(one, torch.dtype)}
-_LAYOUTS = {one: str(one) for one in vars(torch).values() if isinstance(one, torch.layout)}
+_DTYPES = {dtype: str(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_LAYOUTS = {layout: str(layout) for layout in vars(torch).values() if isinstance(layout, torch.layout)}
 _NUMBERS = "biufc"
 """NumPy's letters of kinds of numbers."""
 
@@ -52,8 +52,8 @@ def pack(tree: Any, name: str = "") -> tuple[bytes, list[Placed]]:
     return json.dumps(described, separators=(",", ":")).encode(), list(packer.placed.values())
 
 
-def unpack(form: bytes, tensor_at: Callable[[Place], torch.Tensor]) -> Any:
-    """Return the tree of ``form``, whose plain tensors are what ``tensor_at`` returns.
+def unpack(form: bytes, tensor_at: Callable[[TensorPlace], torch.Tensor]) -> Any:
+    """Return the tree of ``form``, whose plain tensors ``tensor_at`` returns.
 
     ValueError for bytes that are no form.
     """
@@ -62,8 +62,8 @@ def unpack(form: bytes, tensor_at: Callable[[Place], torch.Tensor]) -> Any:
     try:
         return unpacker.value(json.loads(form))
     except (KeyError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
-        why = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"these bytes are no form of a tree ({why})") from None
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"these bytes are no form of a tree ({reason})") from None
 
 
 class _Packer:
@@ -79,7 +79,7 @@ class _Packer:
         kind = type(value)
         if value is None or kind in (bool, int, float, str):
             return value
-        if any(value is one for one in self._around):
+        if any(value is outer for outer in self._around):
             raise ValueError(f"{name} cannot be copied (it contains itself)")
         self._around.append(value)
         try:
@@ -98,11 +98,11 @@ class _Packer:
         return described
 
     def _items(self, value: Mapping[Any, Any], name: str) -> list[Any]:
-        found = []
+        items = []
         for key, part in value.items():
             path = f"{name}[{key!r}]" if name else str(key)
-            found.append([self.described(key, f"the key of {path}"), self.described(part, path)])
-        return found
+            items.append([self.described(key, f"the key of {path}"), self.described(part, path)])
+        return items
 
     def _other(self, value: Any, name: str) -> list[Any]:
         match value:
@@ -123,9 +123,12 @@ class _Packer:
             return ["parameter", self._tensor(value.detach(), name), value.requires_grad]
         attributes = vars(value) if type(value) is torch.Tensor else {}
         if attributes:
-            of_names = [[one, self.described(part, f"{name}.{one}")] for one, part in attributes.items()]
+            of_names = [
+                [attribute, self.described(part, f"{name}.{attribute}")]
+                for attribute, part in attributes.items()
+            ]
             return ["attributes", self._of_kind(value.detach(), name), *of_names]
-        # Kept by the tensor itself, which a tree may have twice, and not by what is made of it here.
+        # By the tensor itself, which a tree may have twice, and not by a detached copy of it.
         return self._plain(value) if _is_plain(value) else self._of_kind(value.detach(), name)
 
     def _of_kind(self, value: Any, name: str) -> list[Any]:
@@ -135,10 +138,16 @@ class _Packer:
             return plain(value)
         if value.is_nested and value.layout is torch.jagged:
             lengths = value.lengths()
-            known = None if lengths is None else plain(lengths)
-            return ["jagged", plain(value.values()), plain(value.offsets()), known, value._ragged_idx]
+            packed_lengths = None if lengths is None else plain(lengths)
+            return [
+                "jagged",
+                plain(value.values()),
+                plain(value.offsets()),
+                packed_lengths,
+                value._ragged_idx,
+            ]
         if value.is_nested:
-            return ["nested", *(plain(one) for one in value.unbind())]
+            return ["nested", *(plain(tensor) for tensor in value.unbind())]
         if value.is_quantized and value.dtype in _QUANTIZED:
             if value.qscheme() is torch.per_tensor_affine:
                 return ["quantized", plain(value.int_repr()), value.q_scale(), value.q_zero_point()]
@@ -156,14 +165,14 @@ class _Packer:
             places = value.ccol_indices(), value.row_indices()
         else:
             raise ValueError(f"{name} cannot be copied (it is of type {type(value).__qualname__})")
-        parts = [plain(one) for one in (*places, value.values())]
+        parts = [plain(tensor) for tensor in (*places, value.values())]
         return ["compressed", *parts, list(value.shape), _LAYOUTS[value.layout]]
 
     def _plain(self, value: torch.Tensor) -> list[Any]:
         if id(value) not in self.placed:
             start, self._end = self._end, self._end + value.numel() * value.element_size()
             on_host = value.device.type == "cpu"
-            self.placed[id(value)] = Place(value.dtype, value.shape, start, self._end, on_host), value
+            self.placed[id(value)] = TensorPlace(value.dtype, value.shape, start, self._end, on_host), value
         place, _ = self.placed[id(value)]
         return ["tensor", _DTYPES[place.dtype], list(place.shape), place.start, place.end, place.on_host]
 
@@ -171,7 +180,7 @@ class _Packer:
 class _Unpacker:
     """Makes the values of one form."""
 
-    def __init__(self, tensor_at: Callable[[Place], torch.Tensor]) -> None:
+    def __init__(self, tensor_at: Callable[[TensorPlace], torch.Tensor]) -> None:
         self._tensor_at = tensor_at
 
     def value(self, described: Any) -> Any:
@@ -210,12 +219,14 @@ class _Unpacker:
     def _tensor(self, kind: str, *about: Any) -> torch.Tensor:
         if kind == "tensor":
             dtype, shape, start, end, on_host = about
-            return self._tensor_at(Place(_DTYPES_OF[dtype], torch.Size(shape), start, end, on_host))
+            return self._tensor_at(TensorPlace(_DTYPES_OF[dtype], torch.Size(shape), start, end, on_host))
         if kind == "meta":
             dtype, shape = about
             return torch.empty(shape, dtype=_DTYPES_OF[dtype], device="meta")
         # A plain tensor among the parts is a list with its kind first; a shape is a list of numbers.
-        parts = [self.value(one) if isinstance(one, list) and one[:1] == ["tensor"] else one for one in about]
+        parts = [
+            self.value(part) if isinstance(part, list) and part[:1] == ["tensor"] else part for part in about
+        ]
         match kind:
             case "parameter":
                 return torch.nn.Parameter(self.value(about[0]), requires_grad=bool(about[1]))

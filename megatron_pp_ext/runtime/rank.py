@@ -1,4 +1,4 @@
-"""What the operations of one rank work with: its stages, its channels, and what one leaves for the next."""
+"""The state that one rank's operations share: its stages, its channels, and tensors between operations."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +17,7 @@ class Stage(Protocol):
     """One stage of the model on this rank.
 
     Tensors that pass between stages are detached: a stage makes its input require a gradient
-    itself and keeps what its backward will need, by microbatch.
+    itself and keeps the state for its backward, by microbatch.
     """
 
     def forward(self, microbatch: int, activation: torch.Tensor | None) -> torch.Tensor:
@@ -80,10 +80,10 @@ class Rank:
 
     def part[P](self, kind: type[P]) -> P:
         """Return the part of this class; ValueError where the rank has none."""
-        found = self.find(kind)
-        if found is None:
+        part = self.find(kind)
+        if part is None:
             raise ValueError(f"the plan needs a {kind.__name__}, which this rank lacks: add it to Rank.parts")
-        return found
+        return part
 
     def take(self, message: Message | None) -> torch.Tensor | None:
         """Return the tensor of ``message``, which this rank no longer holds then; None for no message.

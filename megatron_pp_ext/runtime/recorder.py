@@ -45,7 +45,7 @@ class StepRecorder:
         self._spans: list[tuple[Label, _Mark, _Mark]] = []
 
     def forget(self) -> None:
-        """Drop what is recorded and start new peaks; tensors that are alive stay counted."""
+        """Drop all records and start new peaks; tensors that are alive stay counted."""
         self._events, self._reductions, self._reducing, self._spans = [], [], {}, []
         self._origin = None
         self.meter.reset_peak()
@@ -55,7 +55,7 @@ class StepRecorder:
         """Record the step inside, after the steps that are recorded already.
 
         Counting bytes takes time in every forward.  Unless ``metered``, only seconds are recorded, and
-        the bytes stay what they were.
+        the bytes stay as before.
         """
         self._is_metered = metered
         if self._origin is None and torch.accelerator.is_available():

@@ -1,4 +1,4 @@
-"""One answer to what all ranks of a job report, before any process group exists.
+"""One answer to the reports of all ranks of a job, before any process group exists.
 
 The ranks meet at torch's rendezvous store, the one that the default process group is made with afterwards:
 it is reached over TCP from the hosts, so that no device takes part.  Where torchrun serves no store, rank 0
@@ -26,8 +26,8 @@ _kept: list[dist.Store] = []
 def can_rendezvous() -> bool:
     """Whether this process is a rank of a job with others whose default process group is yet to be made."""
     variables = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    known = all(os.environ.get(name) for name in variables)
-    return known and int(os.environ["WORLD_SIZE"]) > 1 and not dist.is_initialized()
+    has_address = all(os.environ.get(name) for name in variables)
+    return has_address and int(os.environ["WORLD_SIZE"]) > 1 and not dist.is_initialized()
 
 
 def meet(report: str, judge: Judge, patience: timedelta, store: dist.Store | None = None) -> str:

@@ -27,13 +27,13 @@ WeightWork = Callable[[], None]
 """Computes one weight's gradient and adds it where it belongs."""
 
 
-class Layer(Enum):
-    """What a layer does with the gradient of its input in I, before it leaves its weight's for W."""
+class LayerKind(Enum):
+    """The state of a layer's input gradient in I, when its weight gradient is left for W."""
 
     SENDS = auto()
-    """It is on its way to other tensor-parallel ranks, as that of a column-parallel layer."""
+    """It is on its way to other tensor-parallel ranks, as in a column-parallel layer."""
     SENDS_NOTHING = auto()
-    """It is complete, as that of a row-parallel layer."""
+    """It is complete, as in a row-parallel layer."""
     IS_EXPERT = auto()
     """It is complete, and its tokens go back to the ranks that they came from."""
 
@@ -46,7 +46,7 @@ class _Product(NamedTuple):
 
     work: WeightWork
     parts: Sequence[OwnPart]
-    layer: Layer
+    layer: LayerKind
     is_free: bool
 
 
@@ -111,10 +111,10 @@ class WeightGradientStore:
     def beside(self, slot: Owner) -> Iterator[None]:
         """Run work of ``slot`` while messages of the backward that collects inside are under way.
 
-        Each message of tensor parallelism hides one piece of work: first that of layers which sent none
-        themselves, such as row-parallel ones, whose products are smaller.  Each exchange of tokens hides that
-        of one expert layer.  ``slot`` may be the one that collects; otherwise its own backward has ended.
-        What is left runs in its W as ever.
+        Each message of tensor parallelism hides one piece of work: first of layers which sent none
+        themselves, such as row-parallel ones, whose products are smaller.  Each exchange of tokens hides the
+        work of one expert layer.  ``slot`` may be the one that collects; otherwise its own backward has
+        ended.  The remaining work runs in its W as ever.
         """
         self._beside = slot
         try:
@@ -123,7 +123,7 @@ class WeightGradientStore:
             self._beside = None
 
     def run_part(self) -> None:
-        """Run what the slot that collects in parts has so far; nothing where none does."""
+        """Run the work so far of the slot that collects in parts, if there is one."""
         if self._slot is not None and self._runs_in_parts:
             _run(self._work[self._slot])
 
@@ -132,12 +132,12 @@ class WeightGradientStore:
         work: WeightWork,
         *tensors: torch.Tensor,
         parts: Sequence[OwnPart] = (),
-        layer: Layer = Layer.SENDS_NOTHING,
+        layer: LayerKind = LayerKind.SENDS_NOTHING,
         is_free: bool = True,
     ) -> None:
         """Leave ``work``, which holds on to ``tensors``, for the W of the slot that is collecting.
 
-        It gathers ``parts`` again, and is that of a ``layer``.  Work on a weight with a second use, whose
+        It gathers ``parts`` again, and is of a ``layer``.  Work on a weight with a second use, whose
         gradient comes in I, is not ``is_free``: it runs in W alone, after all that I adds to the same sum.
 
         It will run under the autocast of this moment, which the layer's backward has restored.  Where no slot
@@ -151,7 +151,7 @@ class WeightGradientStore:
         if self.meter is not None:
             for tensor in tensors:
                 self.meter.hold(self._slot, tensor, holder=work)
-        if layer is Layer.SENDS:
+        if layer is LayerKind.SENDS:
             self._has_sent = True
             self._run_beside(self._beside_message())
         else:
@@ -167,7 +167,7 @@ class WeightGradientStore:
         self._run_beside(self._beside_exchange())
 
     def _start_beside(self) -> None:
-        """Launch the gathers of what the next message hides; one launched after the message would wait."""
+        """Launch the gathers of the next hidden product; launched after the message, they would wait."""
         if self._beside != self._slot and (product := self._beside_message()) is not None:
             _start(product)
 
@@ -179,7 +179,7 @@ class WeightGradientStore:
         del work[next(place for place, other in enumerate(work) if other is product)]
         _run(deque([product]))
 
-    def _lent(self, layer: Layer) -> _Product | None:
+    def _lent(self, layer: LayerKind) -> _Product | None:
         """Return the first work that may run now, of layers of this kind."""
         if self._beside is None:
             return None
@@ -189,13 +189,13 @@ class WeightGradientStore:
     def _beside_message(self) -> _Product | None:
         """Return the work that a message of tensor parallelism hides.
 
-        None of a layer of this very slot that sends, whose own message is what is to be hidden.
+        No product of a layer of this very slot that sends, whose own message is the one to be hidden.
         """
-        silent = self._lent(Layer.SENDS_NOTHING)
-        return silent if silent is not None or self._beside == self._slot else self._lent(Layer.SENDS)
+        silent = self._lent(LayerKind.SENDS_NOTHING)
+        return silent if silent is not None or self._beside == self._slot else self._lent(LayerKind.SENDS)
 
     def _beside_exchange(self) -> _Product | None:
-        return self._lent(Layer.IS_EXPERT)
+        return self._lent(LayerKind.IS_EXPERT)
 
     def _run_what_stays_whole(self) -> None:
         """Run the work of this very slot whose operands stayed whole, and which no message has hidden.
@@ -203,7 +203,7 @@ class WeightGradientStore:
         Operands are whole for nothing where no layer sends a message.
         """
         if self._slot is not None and self._beside == self._slot and self._has_sent:
-            while (product := self._lent(Layer.SENDS_NOTHING)) is not None:
+            while (product := self._lent(LayerKind.SENDS_NOTHING)) is not None:
                 self._run_beside(product)
 
     def run(self, slot: Owner) -> None:
@@ -228,8 +228,8 @@ class WeightGradientStore:
 
 
 _AHEAD = 2
-"""The products before whose turn gathers are launched.  A transformer's layer has two long ones and two that
-are shorter than a gather, which the long ones therefore have to hide as well."""
+"""The number of products for which gathers are launched ahead.  A transformer's layer has two long ones and
+two that are shorter than a gather, which the long ones therefore have to hide as well."""
 
 
 def _under_present_autocast(work: WeightWork) -> WeightWork:

@@ -10,28 +10,28 @@ from typing import Any
 import torch
 
 
-def plain_tensors(held: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors with memory of their own in ``held``: a tensor, a wrapper, or a list of these.
+def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors with memory of their own in ``value``: a tensor, a wrapper, or a list of these.
 
-    A wrapper names its tensors by torch's ``__tensor_flatten__``.  What Transformer Engine quantizes has it
-    since 2.20, and before that ``get_data_tensors``, which leaves out the scales.
+    A wrapper names its tensors by torch's ``__tensor_flatten__``.  Quantized tensors of Transformer Engine
+    have it since 2.20, and before that ``get_data_tensors``, which leaves out the scales.
     """
-    if isinstance(held, list | tuple):
-        for one in held:
-            yield from plain_tensors(one)
-    elif hasattr(held, "__tensor_flatten__"):
-        names, _ = held.__tensor_flatten__()
-        yield from plain_tensors([getattr(held, name) for name in names])
-    elif hasattr(held, "get_data_tensors"):
-        yield from plain_tensors(held.get_data_tensors())
-    elif isinstance(held, torch.Tensor):
-        yield held
+    if isinstance(value, list | tuple):
+        for part in value:
+            yield from plain_tensors(part)
+    elif hasattr(value, "__tensor_flatten__"):
+        names, _ = value.__tensor_flatten__()
+        yield from plain_tensors([getattr(value, name) for name in names])
+    elif hasattr(value, "get_data_tensors"):
+        yield from plain_tensors(value.get_data_tensors())
+    elif isinstance(value, torch.Tensor):
+        yield value
 
 
-def storages(held: Any) -> dict[torch.UntypedStorage, int]:
-    """Return the bytes of each storage of the tensors in ``held`` that has any; see ``plain_tensors``.
+def storages(value: Any) -> dict[torch.UntypedStorage, int]:
+    """Return the bytes of each storage of the tensors in ``value`` that has any; see ``plain_tensors``.
 
     An address would not do for a storage: it passes to another where the first is emptied.
     """
-    found = (tensor.untyped_storage() for tensor in plain_tensors(held))
-    return {storage: size for storage in found if (size := storage.nbytes())}
+    all_storages = (tensor.untyped_storage() for tensor in plain_tensors(value))
+    return {storage: size for storage in all_storages if (size := storage.nbytes())}

@@ -1,4 +1,4 @@
-"""What a schedule can do.  All other code asks this (``catalog.abilities``), and never what it is called."""
+"""Abilities of a schedule.  All other code asks for these (``catalog.abilities``), never for its name."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What sets a schedule apart from one that simply has its order."""
+    """Properties of a schedule that its order alone does not show."""
 
     splits_backward: bool = False
     """Whether any backward may come in two halves, so that weight gradients must be deferrable."""

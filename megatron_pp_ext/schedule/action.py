@@ -1,7 +1,7 @@
 """The actions that schedules consist of.
 
-An action is one letter of work on one microbatch by one stage.  The letters F, I, W and B are those of
-torch.distributed.pipelining, so that this project, torch and torchtitan can exchange schedules as files
+An action is one letter of work on one microbatch by one stage.  The letters F, I, W and B are
+torch.distributed.pipelining's, so that this project, torch and torchtitan can exchange schedules as files
 (``formats.csv_file``).  S and T are this project's own: where the head is split over the ranks
 (``Placement.splits_head``), every rank does a part of it.
 """

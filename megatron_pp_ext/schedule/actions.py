@@ -1,4 +1,4 @@
-"""Schedules: the order of the actions of every rank, and what an action waits for."""
+"""Schedules: the order of the actions of every rank, and the needs of an action."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -36,7 +36,7 @@ class Schedule:
     layer by layer, so that each half computes while the other one communicates.  The two start and end
     together.  Everything that counts actions, activations or messages reads the order as it stands.
 
-    ``copies`` are those of activations to the host and back; without any, all activations stay on the device.
+    ``copies`` move activations to the host and back; without any, all activations stay on the device.
 
     Where sequences are cut into slices, microbatches are *units*: a slice, or a pack of short sequences.
     ``units`` then has the name of each by its number, and is empty elsewhere.
@@ -66,7 +66,7 @@ class Schedule:
         return self.whole_microbatches / self.microbatches
 
     def unit_name(self, microbatch: int) -> str:
-        """Return what people call the unit of this number: ``3``, or ``3.1`` for slice 1 of microbatch 3."""
+        """Return the name of the unit of this number: ``3``, or ``3.1`` for slice 1 of microbatch 3."""
         return str(self.units[microbatch] if self.units else microbatch)
 
     @property
@@ -100,7 +100,7 @@ class Schedule:
     def turned_over(self) -> Self:
         """The same schedule with the ranks counted from the other end; ValueError unless the placement folds.
 
-        Stages keep their numbers, and so do S and T, which have that of their rank's first stage.
+        Stages keep their numbers, and so do S and T, which carry the number of their rank's first stage.
         """
         return replace(self, placement=self.placement.turned_over, orders=self.orders[::-1])
 
@@ -116,9 +116,9 @@ class Schedule:
             text += "\nunits " + ",".join(map(str, self.units))
         if self.durations:
             text += f"\ndurations {self.durations}"
-        where = self.placement
-        shape = f"{where.shape}/{where.ranks}/{where.chunks}" + "/shared" * where.splits_head
-        shape += "/ends on last" * where.ends_on_last
+        placement = self.placement
+        shape = f"{placement.shape}/{placement.ranks}/{placement.chunks}" + "/shared" * placement.splits_head
+        shape += "/ends on last" * placement.ends_on_last
         return hashlib.sha256(f"{shape}\n{text}".encode()).hexdigest()
 
     def __iter__(self) -> Iterator[Action]:

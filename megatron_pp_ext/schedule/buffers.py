@@ -20,13 +20,13 @@ def most_buffers(walk: Walk) -> tuple[int, ...]:
       one that it has just sent.  When each of them is done is known on the machine alone, so that many are
       counted from beginning to end, but no more than the rank sends.
 
-    This is an upper bound of what a rank's channels keep: receives are posted and taken in no other places,
-    and sends can only be done earlier.  What a stage hands to another one of its rank is no message.
+    This is an upper bound of the buffers of a rank's channels: receives are posted and taken in no other
+    places, and sends can only be done earlier.  Between two stages of one rank there is no message.
     """
     program, (_, line) = walk.program, in_line(walk)
     count, ranks = program.count, program.ranks
-    *kept, most = map(program.make.zeros, (count, count, count + ranks, ranks, ranks, ranks))
-    _count_buffers(program.columns, line, SENDS_AHEAD + 1, *kept, most)
+    *counts, most = map(program.make.zeros, (count, count, count + ranks, ranks, ranks, ranks))
+    _count_buffers(program.columns, line, SENDS_AHEAD + 1, *counts, most)
     return tuple(as_list(most))
 
 
@@ -42,10 +42,10 @@ def _count_buffers(
     sent: Column,
     most: Column,
 ) -> None:
-    """Count the ``most`` buffers of every rank, with the actions launched as they stand in ``line``.
+    """Count the ``most`` buffers of every rank, with the actions launched in the order of ``line``.
 
-    ``receiver`` is that of an action's message, plus 1, and 0 where it sends none; ``takes`` is 1 where it
-    takes one.  Rank r posts receives in front of each of its actions, and after the last: at
+    ``receiver`` is the rank that an action sends to, plus 1, and 0 where it sends nothing; ``takes`` is 1
+    where it takes one.  Rank r posts receives in front of each of its actions, and after the last: at
     ``bounds[r] + r`` in ``posted`` and on.
     """
     _, kind, _, rank_of, _, bounds, begins, needed, wires = columns

@@ -205,14 +205,15 @@ def register(entry: Entry) -> None:
         raise ValueError(f"a schedule is called {entry.name!r} already: choose another name")
     built = entry.build(2, 4)
     check(built)
-    for what, stated, found in (
+    for field, stated, built_as in (
         ("name", entry.name, built.name),
         ("placement", entry.placement(2), built.placement),
         ("splits_backward", entry.splits_backward, built.splits_backward),
     ):
-        if stated != found:
+        if stated != built_as:
             raise ValueError(
-                f"the entry of {entry.name!r} states {what} {stated}, but builds {found}: correct one of them"
+                f"the entry of {entry.name!r} states {field} {stated}, but builds {built_as}: "
+                "correct one of them"
             )
     ENTRIES[entry.name] = entry
     NAMES = tuple(ENTRIES)
@@ -245,14 +246,14 @@ def entry(name: str) -> Entry:
         raise ValueError(f"schedule {name!r} is not offered here: {NOT_HERE[name]}")
     if name.startswith(CSV_PREFIX):
         raise ValueError(f"schedule {name!r} is a file: read it by read_csv, or look at it by mpp simulate")
-    known = [*NAMES, *(other.name for other in OTHERS)]
-    hint = did_you_mean(_plain(name), [*known, *ALIASES])
+    names = [*NAMES, *(other.name for other in OTHERS)]
+    hint = did_you_mean(_plain(name), [*names, *ALIASES])
     guess = f" ({hint})" if hint else ""
-    raise ValueError(f"no schedule is called {name!r}{guess}, choose one of: {', '.join(known)}")
+    raise ValueError(f"no schedule is called {name!r}{guess}, choose one of: {', '.join(names)}")
 
 
 def abilities(name: str | None) -> Abilities:
-    """Return what the schedule ``name`` can do, those of Megatron's own for None, or for an unknown name."""
+    """Return the abilities of schedule ``name``; of Megatron's own for None or for an unknown name."""
     if name in ENTRIES:
         return ENTRIES[name].abilities
     if name is not None and name.startswith(CSV_PREFIX):
@@ -267,13 +268,13 @@ def _plain(name: str) -> str:
     return name.strip().lower().replace("_", "-")
 
 
-def require_pairs(found: Entry) -> None:
+def require_pairs(entry: Entry) -> None:
     """Raise ValueError, with the names of the schedules that have pairs, unless ``found`` is one of them."""
-    if found.make_paired is None:
-        others = ", ".join(name for name, one in ENTRIES.items() if one.make_paired)
+    if entry.make_paired is None:
+        paired = ", ".join(name for name, other in ENTRIES.items() if other.make_paired)
         raise ValueError(
-            f"schedule {found.name!r} has no order in which a forward and a backward run as a pair: leave "
-            f"pairs out, or use one of: {others}"
+            f"schedule {entry.name!r} has no order in which a forward and a backward run as a pair: leave "
+            f"pairs out, or use one of: {paired}"
         )
 
 
@@ -287,10 +288,10 @@ def build(
     forward and a backward.  Raises ValueError for an unknown name, for chunks the entry does not accept, for
     sizes it cannot be built for, and for pairs where the schedule has none.
     """
-    found = entry(name)
+    definition = entry(name)
     if paired:
-        require_pairs(found)
-    schedule = found.build(ranks, microbatches, chunks, paired)
+        require_pairs(definition)
+    schedule = definition.build(ranks, microbatches, chunks, paired)
     check(schedule)
     return schedule
 

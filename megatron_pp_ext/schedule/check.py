@@ -1,4 +1,4 @@
-"""Check that a schedule is valid; errors name the rank, the action, and what it waits for.
+"""Check that a schedule is valid; errors name the rank, the action, and its missing need.
 
 A schedule is valid when every stage does every microbatch once, on the rank that holds the stage, when
 every rank does its part of a split head, and when all ranks, each working strictly in its order, reach
@@ -57,10 +57,10 @@ def require_one_forward_order(schedule: Schedule) -> None:
         if action.kind is Kind.F:
             forwards[action.stage].append(action.microbatch)
     for stage, order in enumerate(forwards):
-        for place, (first, here) in enumerate(zip(forwards[0], order, strict=True)):
-            if first != here:
+        for place, (first, other) in enumerate(zip(forwards[0], order, strict=True)):
+            if first != other:
                 raise InvalidSchedule(
-                    f"place {place} of the forwards is microbatch {first} on stage 0 and {here} on stage "
+                    f"place {place} of the forwards is microbatch {first} on stage 0 and {other} on stage "
                     f"{stage}, but each reads the next sample: give all stages one order of F"
                 )
 
@@ -86,10 +86,10 @@ def _check_actions(schedule: Schedule) -> None:
                     f"rank {rank}: {action} is a part of the head, which the placement does not split: "
                     "remove it"
                 )
-            count, what = (placement.stages, "stages") if is_of_stage else (placement.ranks, "ranks")
+            count, unit = (placement.stages, "stages") if is_of_stage else (placement.ranks, "ranks")
             if not 0 <= action.stage < count:
                 raise InvalidSchedule(
-                    f"rank {rank}: {action} is unknown, {what} are 0..{count - 1}: remove it"
+                    f"rank {rank}: {action} is unknown, {unit} are 0..{count - 1}: remove it"
                 )
             if not 0 <= action.microbatch < schedule.microbatches:
                 raise InvalidSchedule(
@@ -152,23 +152,23 @@ def _check_pairs(schedule: Schedule) -> None:
         raise InvalidSchedule(
             f"schedule {schedule.name!r} has pairs, and its ranks split the head: leave one of the two out"
         )
-    left = set(schedule.paired)
+    pairs = set(schedule.paired)
     for rank, order in enumerate(schedule.orders):
         for action, following in zip_longest(order, order[1:]):
-            if action not in left:
+            if action not in pairs:
                 continue
-            left.remove(action)
+            pairs.remove(action)
             if action.kind is not Kind.F or following is None or following.kind not in (Kind.I, Kind.B):
                 raise InvalidSchedule(
                     f"rank {rank}: {action} begins a pair, and {following or 'nothing'} follows it: a "
                     "pair is an F with an I or a B after it"
                 )
-    if left:
-        raise InvalidSchedule(f"{min(left)} is to begin a pair, but no rank does it: add it or take it out")
+    if pairs:
+        raise InvalidSchedule(f"{min(pairs)} is to begin a pair, but no rank does it: add it or take it out")
 
 
 def _check_copies(schedule: Schedule) -> None:
-    """Raise unless what is offloaded is freed and reloaded, in this order, between its F and its backward."""
+    """Raise unless offloaded activations are freed, then reloaded, between their F and their backward."""
     if not schedule.copies:
         return
     reloads, placement = schedule.copies.reloads, schedule.placement
@@ -192,21 +192,21 @@ def _check_copies(schedule: Schedule) -> None:
                         f"rank {rank}: {forward} is copied to the host, but has no backward: remove the copy"
                     )
                 freed = schedule.copies.frees.get((stage, microbatch), action)
-                for what, one, last in (("is reloaded", action, backward), ("is freed", freed, action)):
-                    if wrong := _not_between(forward, one, last, place, seconds):
-                        raise InvalidSchedule(f"rank {rank}: {forward} {what} before {one}, {wrong}")
+                for step, before, last in (("is reloaded", action, backward), ("is freed", freed, action)):
+                    if wrong := _not_between(forward, before, last, place, seconds):
+                        raise InvalidSchedule(f"rank {rank}: {forward} {step} before {before}, {wrong}")
 
 
 def _not_between(
     forward: Action, action: Action, last: Action, place: Mapping[Action, int], seconds: Container[Action]
 ) -> str:
-    """Return what is wrong with ``action`` as one after ``forward`` and not after ``last``, and the fix."""
+    """Return why ``action`` is not after ``forward`` and up to ``last``, and the fix; "" if it is."""
     if action not in place:
         return f"which the rank does not do: choose an action between {forward} and {last}"
     if not place[forward] < place[action] <= place[last]:
         return f"which does not stand between it and {last}: choose an action that does"
     if action in seconds:
-        first = next(one for one, at in place.items() if at == place[action] - 1)
+        first = next(earlier for earlier, at in place.items() if at == place[action] - 1)
         return f"the second of a pair: choose the first, {first}"
     return ""
 
@@ -216,36 +216,40 @@ def _deadlock(schedule: Schedule, walk: Walk) -> str:
     orders, paired = schedule.orders, schedule.paired
     begins = walk.program.columns.bounds
     to_come = [order[at - begin :] for order, at, begin in zip(orders, walk.at, begins, strict=False)]
-    done = {delivers(action) for number, action in enumerate(walk.program.actions) if walk.step_of[number]}
+    delivered = {
+        delivers(action) for number, action in enumerate(walk.program.actions) if walk.step_of[number]
+    }
 
     def blocked(rank: int) -> tuple[Action, Action]:
-        rest = to_come[rank]
+        remaining = to_come[rank]
         return next(
             (action, need)
-            for action in rest[: 1 + (rest[0] in paired)]
+            for action in remaining[: 1 + (remaining[0] in paired)]
             for need in needs(action, schedule.placement)
-            if need not in done
+            if need not in delivered
         )
 
-    here, is_whole = frozenset(schedule), not schedule.splits_backward
+    actions, is_whole = frozenset(schedule), not schedule.splits_backward
 
-    def named(need: Action) -> Action:
+    def as_scheduled(need: Action) -> Action:
         """Return a needed backward as the schedule has it: a whole one is no I (``needs``)."""
         whole = need._replace(kind=Kind.B)
-        return whole if need.kind is Kind.I and need not in here and (is_whole or whole in here) else need
+        return (
+            whole if need.kind is Kind.I and need not in actions and (is_whole or whole in actions) else need
+        )
 
-    rank = next(rank for rank, rest in enumerate(to_come) if rest)
+    rank = next(rank for rank, remaining in enumerate(to_come) if remaining)
     path: list[int] = []
     while rank not in path:
         path.append(rank)
-        action, wanted = blocked(rank)
-        rank = schedule.placement.rank_of(wanted.stage)
-        if all(delivers(other) != wanted for other in to_come[rank]):
-            lacking = named(wanted)
+        action, need = blocked(rank)
+        rank = schedule.placement.rank_of(need.stage)
+        if all(delivers(other) != need for other in to_come[rank]):
+            lacking = as_scheduled(need)
             return f"rank {path[-1]}: {action} waits for {lacking}, which no rank does: add it to rank {rank}"
     circle = path[path.index(rank) :]
     waits = [(r, *blocked(r)) for r in circle]
-    links = [f"rank {r}: {action} waits for {named(need)}" for r, action, need in waits]
+    links = [f"rank {r}: {action} waits for {as_scheduled(need)}" for r, action, need in waits]
     if len(links) > _ACTIONS_NAMED:
         links[_ACTIONS_NAMED:] = [f"and {len(links) - _ACTIONS_NAMED} more ranks"]
     return f"deadlock: {', '.join(links)}: reorder one of them"

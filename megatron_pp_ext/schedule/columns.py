@@ -1,4 +1,4 @@
-"""Columns of numbers: lists for what is done once, arrays for what compiled loops repeat (``loops``)."""
+"""Columns of numbers: lists for work that is done once, arrays for compiled loops (``loops``)."""
 
 from collections.abc import Iterable
 from itertools import chain, repeat

@@ -34,7 +34,7 @@ class Copies:
     at the latest.  A pair is one launch, so that the action is never the second one of a pair.
 
     ``frees`` has the action of the same rank before which the memory on the device is freed, after the F and
-    at the latest where the copy back is launched; ``freed_before`` is where that is for what it leaves out.
+    at the latest where the copy back is launched; ``freed_before`` chooses the place for those without one.
     """
 
     reloads: Mapping[Kept, Action] = field(default_factory=dict, hash=False)
@@ -45,16 +45,17 @@ class Copies:
         return bool(self.reloads)
 
     def __str__(self) -> str:
-        """All copies as text, in the same order whatever that of ``reloads``."""
+        """All copies as text, in an order that does not depend on that of ``reloads``."""
         return ",".join(
-            f"{kept[0]}.{kept[1]}-{self.frees.get(kept, '')}@{self.reloads[kept]}"
-            for kept in sorted(self.reloads)
+            f"{unit[0]}.{unit[1]}-{self.frees.get(unit, '')}@{self.reloads[unit]}"
+            for unit in sorted(self.reloads)
         )
 
     def with_actions(self, change: Callable[[Action], Action]) -> Self:
         """Return the same copies at the actions that ``change`` makes of those here."""
         reloads, frees = (
-            {kept: change(action) for kept, action in one.items()} for one in (self.reloads, self.frees)
+            {unit: change(action) for unit, action in actions.items()}
+            for actions in (self.reloads, self.frees)
         )
         return replace(self, reloads=reloads, frees=frees)
 
@@ -63,11 +64,11 @@ class Copies:
 
         Those before one action are launched in the order of the backwards that wait for them.
         """
-        found: dict[Action, list[Kept]] = {}
+        units: dict[Action, list[Kept]] = {}
         for stage, kind, microbatch in order:
             if kind in ("I", "B") and (action := self.reloads.get((stage, microbatch))):
-                found.setdefault(action, []).append((stage, microbatch))
-        return found
+                units.setdefault(action, []).append((stage, microbatch))
+        return units
 
     def freed_before(self, launches: Sequence[Sequence[Action]]) -> dict[Action, list[Kept]]:
         """Return whose memory on the device is freed, by the action of a rank before which it is.
@@ -84,20 +85,20 @@ class Copies:
             for place, actions in enumerate(launches)
             if actions[0] in reloading or any(action.kind == "F" for action in actions)
         ]
-        found: dict[Action, list[Kept]] = {}
+        units: dict[Action, list[Kept]] = {}
         for action, place in places.items():
-            kept = action.stage, action.microbatch
-            if action.kind == "F" and kept in self.reloads:
+            unit = action.stage, action.microbatch
+            if action.kind == "F" and unit in self.reloads:
                 later = takers[bisect(takers, place + 1) :][:1]
-                if kept in self.frees:
-                    later = [places[self.frees[kept]]]
-                before = min([*later, places[self.reloads[kept]]])
-                found.setdefault(launches[before][0], []).append(kept)
-        return found
+                if unit in self.frees:
+                    later = [places[self.frees[unit]]]
+                before = min([*later, places[self.reloads[unit]]])
+                units.setdefault(launches[before][0], []).append(unit)
+        return units
 
 
 def label(way: Way, stage: int, microbatch: int) -> Label:
-    """Return what a copy of the activations of ``stage`` and ``microbatch`` is called in a trace."""
+    """Return the label in a trace of a copy of the activations of ``stage`` and ``microbatch``."""
     words = WAYS[way]
     about = ("stage", stage), ("microbatch", microbatch), ("way", way)
     return Label("copy", f"{stage}.{microbatch} {words}", f"copies {words}", about)

@@ -1,9 +1,9 @@
 """Copies to the host and back as steps of a walk, on a copy engine each way for every rank.
 
-A copy is a step after two others: the one before it on its engine, and what it waits for on its rank.  The
-rank in turn waits for a copy to the host where it frees the memory, and for one back before the backward.
-All of that was launched before it on the same rank, so that copies never make ranks wait in a circle: they
-are put into a walk that was found without them, as often as there are plans.
+A copy is a step after two others: the copy before it on its engine, and the action that it waits for on its
+rank.  The rank in turn waits for a copy to the host where it frees the memory, and for one back before the
+backward.  All of that was launched before it on the same rank, so that copies never make ranks wait in a
+circle: they are put into a walk that was found without them, as often as there are plans.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,52 +14,52 @@ from megatron_pp_ext.schedule.columns import Column
 from megatron_pp_ext.schedule.copies import Kept
 from megatron_pp_ext.schedule.loops import Loop
 from megatron_pp_ext.schedule.program import OWN, Columns
-from megatron_pp_ext.schedule.walk import CopySteps, Steps, Walk
+from megatron_pp_ext.schedule.walk import CopySteps, Walk, WalkSteps
 
 
 def with_copies(walk: Walk, schedule: Schedule) -> Walk:
-    """Return ``walk``, which is that of all of ``schedule`` without copies, with those of ``schedule``."""
+    """Return ``walk``, a walk of all of ``schedule`` without copies, with the copies of ``schedule``."""
     program, make, copies = walk.program, walk.program.make, schedule.copies
     actions = program.actions
     freed: dict[Action, list[Kept]] = {}
     for order in schedule.orders:
         freed |= copies.freed_before(list(together(order, schedule.paired)))
-    kept, begins = _in_front(actions, copies.reloaded_before(actions))
+    reloaded, begins = _in_front(actions, copies.reloaded_before(actions))
     to_free, free_begins = _in_front(actions, freed)
-    number = {one: at for at, one in enumerate(kept, 1)}
+    number = {unit: at for at, unit in enumerate(reloaded, 1)}
 
     def numbers(*kinds: Kind) -> Column:
         return make.of(number.get((stage, of), 0) if kind in kinds else 0 for stage, kind, of in actions)
 
-    found, size = copy(walk), len(walk.steps.before) + 5 * len(kept)
-    found.step_of = make.zeros(program.count + 1)
-    found.steps = Steps(*(make.zeros(size) for _ in Steps._fields))
-    found.copies = CopySteps(kept, *(make.zeros(len(kept)) for _ in CopySteps._fields[1:]))
+    result, size = copy(walk), len(walk.steps.before) + 5 * len(reloaded)
+    result.step_of = make.zeros(program.count + 1)
+    result.steps = WalkSteps(*(make.zeros(size) for _ in WalkSteps._fields))
+    result.copies = CopySteps(reloaded, *(make.zeros(len(reloaded)) for _ in CopySteps._fields[1:]))
     _insert(
         program.columns,
         make.of(walk.line),
         (make.of(begins), numbers(Kind.F), numbers(Kind.I, Kind.B)),
-        (make.of(free_begins), make.of(number[one] - 1 for one in to_free)),
+        (make.of(free_begins), make.of(number[unit] - 1 for unit in to_free)),
         (program.no_work, program.no_work + 1 + len(program.pairs)),
         (walk.step_of, walk.steps, make.zeros(len(walk.steps.before))),
         tuple(make.zeros(program.ranks) for _ in range(3)),
-        found.step_of,
-        found.steps,
-        found.copies[1:],
+        result.step_of,
+        result.steps,
+        result.copies[1:],
     )
-    return found
+    return result
 
 
 def _in_front(
-    actions: Sequence[Action], found: Mapping[Action, Sequence[Kept]]
+    actions: Sequence[Action], units: Mapping[Action, Sequence[Kept]]
 ) -> tuple[list[Kept], list[int]]:
-    """Return what is ``found`` in front of ``actions``, in their order, and where that of each begins."""
-    kept: list[Kept] = []
+    """Return the ``units`` in front of ``actions`` in one row, and where those of each action begin."""
+    row: list[Kept] = []
     begins = [0]
     for action in actions:
-        kept += found.get(action, ())
-        begins.append(len(kept))
-    return kept, begins
+        row += units.get(action, ())
+        begins.append(len(row))
+    return row, begins
 
 
 @Loop
@@ -69,13 +69,13 @@ def _insert(
     numbers: tuple[Column, Column, Column],
     freeing: tuple[Column, Column],
     places: tuple[int, int],
-    without: tuple[Column, Steps, Column],
+    without: tuple[Column, WalkSteps, Column],
     latest: tuple[Column, Column, Column],
     step_of: Column,
-    steps: Steps,
+    steps: WalkSteps,
     copied: tuple[Column, Column, Column, Column],
 ) -> None:
-    """Fill ``step_of``, ``steps`` and ``copied`` from what they are ``without`` copies.
+    """Fill ``step_of``, ``steps`` and ``copied``, from the steps ``without`` copies.
 
     The copies back from ``begins[a]`` to ``begins[a + 1]`` are launched before action a; the copy to the host
     ``outgoing[a]`` is launched after it, and it waits for the copy back ``waiting[a]``, both counted from 1.
@@ -94,14 +94,14 @@ def _insert(
         first = at
         while at < len(line) and old_of[line[at]] == step:
             at += 1
-        own = moved[old_before[step]]
+        prior = moved[old_before[step]]
         for action in line[first:at]:
             rank = rank_of[action]
             for entry in range(free_begins[action], free_begins[action + 1]):
                 filled += 1
-                before[filled], sends[filled] = own, out[to_free[entry]]
+                before[filled], sends[filled] = prior, out[to_free[entry]]
                 wire[filled], place[filled] = OWN, no_work
-                own = on_rank[rank] = freed[to_free[entry]] = filled
+                prior = on_rank[rank] = freed[to_free[entry]] = filled
             for number in range(begins[action], begins[action + 1]):
                 filled += 2
                 before[filled - 1], sends[filled - 1] = from_host[rank], on_rank[rank]
@@ -114,10 +114,10 @@ def _insert(
                 number = waiting[action] - 1
                 wire[back[number]], place[back[number]] = OWN, first_place + stage_of[action]
                 filled += 1
-                before[filled], sends[filled], wire[filled], place[filled] = own, back[number], OWN, no_work
-                own = filled
+                before[filled], sends[filled], wire[filled], place[filled] = prior, back[number], OWN, no_work
+                prior = filled
         filled += 1
-        before[filled], sends[filled] = own, moved[old_sends[step]]
+        before[filled], sends[filled] = prior, moved[old_sends[step]]
         wire[filled], place[filled] = old_wire[step], old_place[step]
         moved[step] = filled
         for action in line[first:at]:

@@ -15,5 +15,5 @@ def in_files(name: str) -> str:
 
 
 def as_written(value: "DataclassInstance") -> dict[str, Any]:
-    """Return the fields of ``value``, and of what it is made of, by their names in files."""
+    """Return the fields of ``value``, nested ones too, by their names in files."""
     return asdict(value, dict_factory=lambda fields: {in_files(name): field for name, field in fields})

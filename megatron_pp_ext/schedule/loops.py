@@ -2,12 +2,12 @@
 
 Such a loop has one form alone, so that no second one could take other decisions.  Given arrays, it runs
 compiled; given lists, or without numba, it is Python that takes the same decisions about a hundred times more
-slowly, but at once, which is quicker for what is done a single time.
+slowly, but at once, which is quicker for a single run.
 
 The code is kept on disk, for each processor and each state of the sources: numba by itself looks at the file
-of a loop, and not at what it takes from other files.  Nothing relies on the files.  Code that cannot be read
+of a loop, and not at the files that it imports.  Nothing relies on the files.  Code that cannot be read
 is compiled again, and code that cannot be written serves one process.  With NUMBA_DISABLE_JIT=1 nothing is
-compiled.  The files are pickles, which run what is written in them: they are read from a folder that only the
+compiled.  The files are pickles, which run code when they are read: they are read from a folder that only the
 user may write.  Numba is imported by the first loop that is compiled, and not by this module.
 """
 
@@ -112,14 +112,14 @@ def _source(function: Callable[..., Any]) -> Path:
 def _folder(source: Path) -> Path:
     """Return the folder of the code for loops in ``source``: in NUMBA_CACHE_DIR, or else in the user's own.
 
-    It goes by all sources of the room (the package's folder) that ``source`` is in.
+    It goes by all sources of the package that ``source`` is in.
     """
     import llvmlite.binding as llvm
 
-    room = next((folder for folder in source.parents if folder.parent == _PACKAGE), source.parent)
+    package = next((folder for folder in source.parents if folder.parent == _PACKAGE), source.parent)
     state = hashlib.sha256()
-    for one in sorted(room.rglob("*.py")):
-        state.update(one.read_bytes())
+    for file in sorted(package.rglob("*.py")):
+        state.update(file.read_bytes())
     config = _numba().config
     for part in (_numba().__version__, llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()):
         state.update(part.encode())

@@ -1,8 +1,8 @@
-"""A program: what all ranks launch, in their order, and what each of these actions waits for, as numbers.
+"""A program: the actions of all ranks in their order, and the needs of each action, as numbers.
 
 An action goes by its number: those of the first rank come first, in its order, then those of the next.  A
-column has a number for each action.  What an action waits for is defined by ``actions.needs`` alone, of which
-``_waits`` is a table.
+column has a number for each action.  ``actions.needs`` alone defines the needs of an action; ``_waits`` is a
+table of them.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ F, I, W, B, S, T = range(len(KINDS))
 
 _CODES = bytes.maketrans("".join(KINDS).encode(), bytes(range(len(KINDS))))
 _DELIVERED = {Kind.F: 0, Kind.I: 1, Kind.S: 2}
-"""What actions wait for; a whole backward delivers what its I would."""
+"""Kinds of actions that others wait for; a whole backward delivers as its I would."""
 
 WIRES = P2P, HIDDEN, SUMS, OWN = range(4)
 """The wires over which an output comes.
@@ -31,14 +31,14 @@ to the backward of the last stage, and there from the one of the same rank.
 """
 
 NO_WORK, PAIRS = 2, 3
-"""Places of durations after those of the stages, S and T: that of no work, and that of the first pair."""
+"""Places of durations after the stages, S and T: one for no work, then the pairs."""
 
 type Orders = Sequence[Sequence[Action]]
 """One list of actions a rank."""
 
 
 class Columns(NamedTuple):
-    """What loops read of a program.
+    """Columns of a program for compiled loops.
 
     Each action has a ``stage``, the code of its ``kind``, a ``microbatch``, its ``rank`` and the ``place`` of
     its duration: four for each stage, then S, T, no work and the different pairs; the first action of a pair
@@ -60,10 +60,10 @@ class Columns(NamedTuple):
 
 
 class Program:
-    """Actions of stages as in ``placement``, whose ranks need not be those of the program.
+    """Actions of stages as in ``placement``, whose ranks need not be the program's.
 
     ``pairs`` are the places of the two durations of each different pair, and the pair's own.  ``durations``
-    are those of the schedule.
+    are the schedule's.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Program:
     ) -> None:
         """Take columns, which are all lists or all arrays, and the numbers of actions that begin pairs.
 
-        Where ``is_open``, what is not here was done before, and nobody waits for it.
+        Where ``is_open``, actions that are missing were done before, and nobody waits for them.
         """
         self.durations = durations
         self.make = make = Lists() if isinstance(stage, list) else Arrays()
@@ -88,13 +88,13 @@ class Program:
         rank = make.repeated(range(self.ranks), sizes)
         numbers = set(as_list(microbatch)) or {0}
         first, microbatches = min(numbers), 1 + max(numbers) - min(numbers)
-        made = make.repeated([self.count], [len(_DELIVERED) * placement.stages * microbatches])
+        makers = make.repeated([self.count], [len(_DELIVERED) * placement.stages * microbatches])
         most = 2 * self.count + placement.splits_head * placement.ranks * microbatches
-        found = make.zeros(self.count + 1), make.zeros(most), make.zeros(most)
+        needs = make.zeros(self.count + 1), make.zeros(most), make.zeros(most)
         place = make.zeros(self.count)
-        self.columns = Columns(stage, kind, microbatch, rank, place, bounds, *found)
+        self.columns = Columns(stage, kind, microbatch, rank, place, bounds, *needs)
         table = tuple(map(make.of, _waits(placement)))
-        _find(self.columns, *table, placement.stages, first, microbatches, is_open, made)
+        _find(self.columns, *table, placement.stages, first, microbatches, is_open, makers)
         self.pairs: dict[tuple[int, int], int] = {}
         for number in firsts:
             halves = int(place[number]), int(place[number + 1])
@@ -144,7 +144,7 @@ class Program:
 
 @lru_cache(maxsize=256)
 def _waits(placement: Placement) -> tuple[list[int], list[int], list[int]]:
-    """Return what actions of every stage and kind, the stage's kinds in a row, wait for.
+    """Return the needs of actions of every stage and kind, the stage's kinds in a row.
 
     These are columns of where the needs of each begin, of what they are (three rows of stages, by
     ``_DELIVERED``), and of the wires.
@@ -170,9 +170,9 @@ def _find(
     first: int,
     microbatches: int,
     is_open: bool,
-    made: Column,
+    makers: Column,
 ) -> None:
-    """Fill in places and needs; ``made`` are the actions that make what is needed."""
+    """Fill in places and needs; ``makers`` has the action that makes each result."""
     stage, kind, microbatch, _, place, _, begins, needed, wires = columns
     count = len(kind)
     for action in range(count):
@@ -181,12 +181,12 @@ def _find(
         place[action] = 4 * stage[action] + code if is_of_stage else 4 * stages + code - S
         row = 0 if code == F else 2 if code == S else -1 if code in (W, T) else 1
         if row >= 0:
-            made[(row * stages + stage[action]) * microbatches + microbatch[action] - first] = action
+            makers[(row * stages + stage[action]) * microbatches + microbatch[action] - first] = action
     filled = 0
     for action in range(count):
         work = 6 * stage[action] + kind[action]
         for entry in range(table_begins[work], table_begins[work + 1]):
-            need = made[table_needed[entry] * microbatches + microbatch[action] - first]
+            need = makers[table_needed[entry] * microbatches + microbatch[action] - first]
             if need < count or not is_open:
                 needed[filled] = need
                 wires[filled] = table_wires[entry]

@@ -16,14 +16,14 @@ type KindSeconds = dict[tuple[int, Kind], float]
 """Seconds by stage and kind of action."""
 
 
-class Units(NamedTuple):
-    """What the numbers of a step are counted in, in words for people."""
+class UnitNames(NamedTuple):
+    """Units of the numbers of a step, as they are printed."""
 
     time: str
     memory: str
 
 
-SECONDS = Units("seconds", "bytes")
+SECONDS = UnitNames("seconds", "bytes")
 """The units of recorded steps, and of simulated ones with measured costs."""
 
 
@@ -90,7 +90,7 @@ class RankRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """The records of all ranks of a pipeline in one step; ``records[r]`` is that of rank r.
+    """The records of all ranks of a pipeline in one step; ``records[r]`` is rank r's.
 
     A simulated step has other ``units`` where its costs were not measured.
     """
@@ -98,7 +98,7 @@ class RecordedStep:
     name: str
     placement: Placement
     records: tuple[RankRecord, ...]
-    units: Units = SECONDS
+    units: UnitNames = SECONDS
 
     @property
     def paired(self) -> frozenset[Action]:
@@ -135,9 +135,9 @@ def kind_seconds(records: Iterable[RankRecord], statistic: Callable[[list[float]
         paired = record.paired
         is_second = False
         for action, start, end, *_ in record.events:
-            found = in_pairs if is_second or action in paired else alone
+            durations = in_pairs if is_second or action in paired else alone
             is_second = action in paired
-            found.setdefault((action.stage, action.kind), []).append(end - start)
+            durations.setdefault((action.stage, action.kind), []).append(end - start)
     return {key: statistic(values) for key, values in (in_pairs | alone).items()}
 
 
@@ -147,7 +147,7 @@ def stage_costs(
     """Return the costs of ``stage`` from the ``seconds`` of its actions (``kind_seconds``).
 
     A whole backward counts half for each gradient: its parts are not measured.  The bytes of activations
-    are those of ``record``, if one that counted them is given; otherwise activations count 1.
+    are taken from ``record``, if one that counted them is given; otherwise activations count 1.
     """
     if whole := seconds.get((stage, Kind.B)):
         backward = whole / 2, whole / 2
@@ -159,7 +159,7 @@ def stage_costs(
 
 
 def head_costs(records: Sequence[RankRecord]) -> HeadCosts:
-    """Return the costs of a rank's part of a split head, from those of all ranks.
+    """Return the costs of a rank's part of a split head, from the records of all ranks.
 
     Seconds are medians, and the bytes those that an S adds.  Its exchanges are not measured apart.  Where no
     rank has a T, as in an evaluation, a T counts as an S, and nothing is kept for it.
@@ -181,7 +181,7 @@ def head_costs(records: Sequence[RankRecord]) -> HeadCosts:
 
 
 def _kept_bytes(record: RankRecord, stage: int) -> tuple[float, float]:
-    """Return the bytes that a microbatch of ``stage`` keeps from its forward on, and what its I gives back.
+    """Return the bytes that a microbatch of ``stage`` keeps from its forward on, and those that its I frees.
 
     Both are medians over the microbatches in ``record``.  The latter is below 0 where an I keeps more than it
     gives back, as under recomputation.  A whole backward gives all back at its end.

@@ -15,14 +15,15 @@ _SHORTEST = 1e-9
 def measured_costs(steps: Sequence[RecordedStep]) -> Costs:
     """Return the costs measured in ``steps`` of one placement, in which all backwards are split in halves.
 
-    Bytes are those of the first step, the only one that must have counted them.  Seconds are medians over all
-    microbatches of the other steps, where there are others, since counting takes time.  The P2P latency is
-    the median time under way of the messages for which their receiver was waiting.
+    Bytes are taken from the first step, the only one that must have counted them.  Seconds are medians over
+    all microbatches of the other steps, where there are others, since counting takes time.  The P2P latency
+    is the median time under way of the messages for which their receiver was waiting.
     """
-    first, *others = steps
-    timed = others or [first]
+    first, *later = steps
+    timed = later or [first]
     seconds = kind_seconds(
-        (record for step in timed for record in step.records), lambda found: max(_SHORTEST, median(found))
+        (record for step in timed for record in step.records),
+        lambda durations: max(_SHORTEST, median(durations)),
     )
     latencies = [seconds for step in timed for seconds in message_seconds(step)]
     placement = first.placement
@@ -37,15 +38,15 @@ def measured_costs(steps: Sequence[RecordedStep]) -> Costs:
 
 
 def costs_by_microbatch(step: RecordedStep) -> tuple[Costs, ...]:
-    """Return what each microbatch of ``step`` has cost, in whose record all backwards are split in halves.
+    """Return the costs of each microbatch of ``step``, in whose record all backwards are split in halves.
 
     Activations are not counted.
     """
     seconds: dict[int, dict[tuple[int, Kind], float]] = {}
     for record in step.records:
         for action, start, end, *_ in record.events:
-            found = seconds.setdefault(action.microbatch, {})
-            found[action.stage, action.kind] = max(_SHORTEST, end - start)
+            of_microbatch = seconds.setdefault(action.microbatch, {})
+            of_microbatch[action.stage, action.kind] = max(_SHORTEST, end - start)
     stages = range(step.placement.stages)
     return tuple(
         Costs(tuple(stage_costs(stage, seconds[number]) for stage in stages)) for number in sorted(seconds)

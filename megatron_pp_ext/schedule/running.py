@@ -1,4 +1,4 @@
-"""Times a pipeline that never flushes, from update to update, until its pace is that of a long run.
+"""Times a pipeline that never flushes, from update to update, until it has the pace of a long run.
 
 The actions are those that training runs (``families.pipedream.step``), and their times follow the rules of
 ``timing``: a rank works strictly in its order, and an action starts as soon as the rank is free and its
@@ -36,7 +36,7 @@ def seconds_of_an_update(
 ) -> float:
     """Return the seconds from one update to the next, ``interval`` microbatches later, in a long run.
 
-    ``costs`` are those of the stages, and ``updating`` the seconds in which each stage reduces its gradients
+    ``costs`` are of the stages, and ``updating`` the seconds in which each stage reduces its gradients
     and updates its weights.  With ``all_wait`` all stages wait for each other at an update.  ValueError where
     the replicas would do unequally many microbatches.
     """
@@ -94,14 +94,14 @@ class _Running:
                 self._free[rank] = done
 
     def position(self, update: int) -> Hashable:
-        """Return where the pipeline is after ``update``; from the same position it goes on the same way.
+        """Return the state of the pipeline after ``update``; from equal states it goes on the same way.
 
-        Times count from that of the first rank, and microbatches from the first one of the next update.
+        Times count from the first rank's, and microbatches from the first one of the next update.
         """
         first = (update + 1) * self._interval
         return tuple(map(self._since, self._free)), frozenset(
-            (stage, kind, microbatch - first, self._since(left))
-            for (stage, kind, microbatch), left in self._left.items()
+            (stage, kind, microbatch - first, self._since(time))
+            for (stage, kind, microbatch), time in self._left.items()
         )
 
     def _since(self, time: float) -> int:

@@ -49,10 +49,10 @@ class Copied(NamedTuple):
 class Timeline:
     """A simulated schedule: ``events[r]`` are the actions of rank r with their times, in order.
 
-    ``copies[r]`` are those of rank r in the order in which they are reloaded, and empty where it has none.
+    ``copies[r]`` are rank r's in the order in which they are reloaded, and empty where it has none.
 
     There are two lengths.  ``makespan`` is the time from the first start to the last end over all ranks,
-    which is what a step with a synchronous optimizer takes.  ``span`` is the longest time that any one rank
+    the time of a step with a synchronous optimizer.  ``span`` is the longest time that any one rank
     takes from its own first start to its own last end.  It is the papers' cost, and is reached only when
     optimizer steps do not wait for the whole pipeline.
 
@@ -106,8 +106,8 @@ class Timeline:
         def peak(copies: tuple[Copied, ...]) -> float:
             changes = [(0.0, 0.0)]
             for copied in copies:
-                kept = self.costs.kept(Action(copied.stage, Kind.F, copied.microbatch))
-                changes += [(copied.out[0], kept), (copied.back[1], -kept)]
+                size = self.costs.kept(Action(copied.stage, Kind.F, copied.microbatch))
+                changes += [(copied.out[0], size), (copied.back[1], -size)]
             return max(accumulate(amount for _, amount in sorted(changes)))
 
         return tuple(map(peak, self.copies)) or (0.0,) * len(self.events)
@@ -121,7 +121,7 @@ class Timeline:
     def peak_memory(self) -> tuple[float, ...]:
         """``peak_activations`` plus ``Costs.message`` for each of ``peak_messages``.
 
-        Memory limits apply to this amount.  It is an upper bound of what a rank keeps, as the two peaks need
+        Memory limits apply to this amount.  It is an upper bound of a rank's memory, as the two peaks need
         not be at the same moment.
         """
         if not self.costs.message:
@@ -149,7 +149,7 @@ class Timeline:
     def memory(self, rank: int) -> Iterator[tuple[float, float]]:
         """Yield (time, live activations from then on): the steps of the rank's memory curve.
 
-        A rank does one thing at a time, so what an action gave back at its end is gone when a
+        A rank does one thing at a time, so memory that an action freed at its end is gone when a
         forward starts at that very moment.
         """
         changes = self.changes(rank)
@@ -157,8 +157,8 @@ class Timeline:
             changes = sorted([*changes, *changes_by(self.copies[rank], self.costs)])
         live = 0.0
         yield self.start, live
-        for time, kept in changes:
-            live += kept
+        for time, change in changes:
+            live += change
             yield time, live
 
     def changes(self, rank: int) -> list[tuple[float, float]]:
@@ -185,9 +185,9 @@ class Timeline:
 def changes_by(copies: Iterable[Copied], costs: Costs) -> Iterator[tuple[float, float]]:
     """Yield (time, activations that are kept from then on), or freed, by ``copies``."""
     for stage, microbatch, _, freed, launched, _ in copies:
-        kept = costs.kept(Action(stage, Kind.F, microbatch))
-        yield freed, -kept
-        yield launched, kept
+        size = costs.kept(Action(stage, Kind.F, microbatch))
+        yield freed, -size
+        yield launched, size
 
 
 def peak_messages(schedule: Schedule) -> tuple[int, ...]:
@@ -198,7 +198,7 @@ def peak_messages(schedule: Schedule) -> tuple[int, ...]:
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """Simulate ``schedule`` with ``costs``.
 
-    Raises ValueError when ``costs`` are for another number of stages, or lack those of a split head,
+    Raises ValueError when ``costs`` are for another number of stages, or lack the costs of a split head,
     and InvalidSchedule (see ``check``) when the ranks wait for each other.
     """
     placement = schedule.placement
@@ -217,8 +217,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         schedule,
         costs,
         tuple(
-            tuple(Event(action, starts[step], ends[step]) for action, step in zip(order, own, strict=True))
-            for order, own in zip(schedule.orders, timer.steps, strict=True)
+            tuple(Event(action, starts[step], ends[step]) for action, step in zip(order, steps, strict=True))
+            for order, steps in zip(schedule.orders, timer.steps, strict=True)
         ),
         _copied(timer.walk, placement, starts, ends),
     )
@@ -228,8 +228,8 @@ def _copied(walk: Walk, placement: Placement, starts: Column, ends: Column) -> t
     """Return the copies of every rank of ``walk`` with their times; none where no rank has any."""
     if walk.copies is None:
         return ()
-    found: list[list[Copied]] = [[] for _ in range(placement.ranks)]
+    copies: list[list[Copied]] = [[] for _ in range(placement.ranks)]
     for (stage, microbatch), out, freed, launch, back in zip(*walk.copies, strict=True):
         copied = (starts[out], ends[out]), ends[freed], ends[launch], (starts[back], ends[back])
-        found[placement.rank_of(stage)].append(Copied(stage, microbatch, *copied))
-    return tuple(map(tuple, found))
+        copies[placement.rank_of(stage)].append(Copied(stage, microbatch, *copied))
+    return tuple(map(tuple, copies))

@@ -1,10 +1,10 @@
-"""What a rank does apart from its actions, as recorded and shown in a trace: copies, exchanges of tokens."""
+"""Spans: work of a rank apart from its actions, as recorded and shown in a trace (copies, all-to-alls)."""
 
 from typing import NamedTuple
 
 
 class Label(NamedTuple):
-    """What a span is: its ``category``, which a feature chooses, its ``name``, and more ``about`` it.
+    """A span's description: its ``category``, which a feature chooses, its ``name``, and more ``about`` it.
 
     Spans with a ``track`` are shown in a row of that name, where none overlaps another of its rank.  Others
     are shown with the actions, which they may overlap.
@@ -17,7 +17,7 @@ class Label(NamedTuple):
 
 
 class Span(NamedTuple):
-    """What ``label`` says took from ``start`` to ``end``, in seconds."""
+    """The work that ``label`` describes, from ``start`` to ``end``, in seconds."""
 
     label: Label
     start: float

@@ -23,7 +23,7 @@ _USUAL_HEAD = HeadCosts(scores=0.2, weight_gradient=0.1)
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class RankSpan:
     """The times at which a rank starts its first action and ends its last one, and its working time."""
 
     start: float
@@ -141,11 +141,11 @@ class ScheduleTimer:
         stages, kinds, *_ = self.walk.program.columns
         return list(zip(as_list(stages), as_list(kinds), strict=True))
 
-    def spans(self, costs: Costs) -> tuple[Span, ...]:
+    def spans(self, costs: Costs) -> tuple[RankSpan, ...]:
         """Every rank's span; starts and ends are those of ``simulate(schedule, costs)`` to the last digit."""
         starts, ends = self.times(costs)
         return tuple(
-            Span(float(starts[own[0]]), float(ends[own[-1]]), busy)
+            RankSpan(float(starts[own[0]]), float(ends[own[-1]]), busy)
             for own, busy in zip(self.steps, self._busy(costs, starts, ends), strict=True)
         )
 

@@ -12,10 +12,10 @@ from megatron_pp_ext.schedule.costs import Costs
 class UnitCosts(Costs):
     """Costs with ``units``, one for each microbatch of the schedule, in its order.
 
-    ``stages`` and ``vocabulary`` are those of a mean microbatch, by which memory is counted in microbatches;
-    what actions take and keep are their microbatch's own.  Messages take ``hop``, and pairs ``pair``,
-    whichever microbatches they are of.  ``tokens`` are those of each microbatch.  ValueError for a unit with
-    another number of stages, and for tokens of another number of microbatches.
+    ``stages`` and ``vocabulary`` are of a mean microbatch, by which memory is counted in microbatches;
+    seconds and memory of an action are its microbatch's own.  Messages take ``hop``, and pairs ``pair``,
+    whichever microbatches they are of.  ``tokens`` has the number for each microbatch.  ValueError for a unit
+    with another number of stages, and for tokens of another number of microbatches.
     """
 
     units: tuple[Costs, ...] = ()
@@ -45,7 +45,7 @@ class UnitCosts(Costs):
         return self._of(action).seconds(action)
 
     def growth(self, action: Action) -> float:
-        """Return the memory that ``action`` takes at its start; its end gives back what it does not keep."""
+        """Return the memory that ``action`` takes at its start; its end frees what is not kept."""
         return self._of(action).growth(action)
 
     def kept(self, action: Action) -> float:

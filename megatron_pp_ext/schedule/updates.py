@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron_pp_ext.schedule.families.pipedream import Weights, most_versions
+from megatron_pp_ext.schedule.families.pipedream import WeightVersion, most_versions
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 
 
@@ -10,12 +10,12 @@ from megatron_pp_ext.schedule.families.round_robin import Replicas
 class Updates:
     """The updates of a pipeline that never flushes, one every ``interval`` microbatches.
 
-    ``replicas`` are those of its stages.  With ``waits`` the stages may wait for each other at every update,
-    as under Megatron's own schedules.
+    ``replicas`` has the copies of each stage.  With ``waits`` the stages may wait for each other at every
+    update, as under Megatron's own schedules.
     """
 
     interval: int
-    weights: Weights
+    weights: WeightVersion
     waits: bool
     replicas: Replicas
 

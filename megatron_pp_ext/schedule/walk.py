@@ -1,4 +1,4 @@
-"""The walk: all ranks go through a program, each in its order, and no action before what it waits for.
+"""The walk: all ranks go through a program, each in its order, and no action before its needs.
 
 It is the one loop in which the ranks run.  Without a clock it finds the steps of a program, in an order in
 which each follows all that it waits for, or the places at which the ranks wait for each other.  What an
@@ -17,7 +17,7 @@ from megatron_pp_ext.schedule.loops import Loop
 from megatron_pp_ext.schedule.program import OWN, SUMS, Columns, Program
 
 
-class Steps(NamedTuple):
+class WalkSteps(NamedTuple):
     """The steps of a walk, counted from 1; each follows those that it waits for, and 0 is no step.
 
     A step is an action or a pair.  It follows the step ``before`` it on its rank and the one that ``sends``
@@ -35,8 +35,8 @@ class CopySteps(NamedTuple):
     """The steps of copies, in the order in which each rank launches those back.
 
     ``kept`` has the stage and the microbatch of each, ``out`` the step of its copy to the host and ``back``
-    that of its copy back, which is launched at the end of the step ``launch``.  At the end of ``freed`` the
-    memory is free.
+    the step of its copy back, which is launched at the end of the step ``launch``.  At the end of ``freed``
+    the memory is free.
     """
 
     kept: Sequence[Kept]
@@ -61,10 +61,10 @@ class Walk:
         self.step_of, self.at = make.zeros(count + 1), make.of(columns.bounds[:-1])
         # In addition to an action's own, a step for each further input, which only the backward after an S
         # has.
-        steps = Steps(*(make.zeros(1 + len(columns.needed) - count) for _ in Steps._fields))
+        steps = WalkSteps(*(make.zeros(1 + len(columns.needed) - count) for _ in WalkSteps._fields))
         waiting = make.zeros(count + 1), make.zeros(ranks), make.of(range(ranks)), make.zeros(ranks)
         filled = _walk(columns, program.no_work, *waiting, self.at, self.step_of, steps)
-        self.steps = Steps(*(column[: filled + 1] for column in steps))
+        self.steps = WalkSteps(*(column[: filled + 1] for column in steps))
 
     @property
     def is_complete(self) -> bool:
@@ -100,14 +100,14 @@ class Walk:
         of_pair: Callable[[float, float], float] = max,
         copy_seconds: Sequence[float] = (),
     ) -> tuple[Column, Column]:
-        """Return what ``times`` does where each action has ``seconds``, of which a pair takes a part.
+        """Return ``times`` for ``seconds`` of each action, of which a pair takes a part.
 
-        ``copy_seconds`` are those of a copy of each stage.
+        ``copy_seconds`` has the time of a copy for each stage.
         """
         durations, latest = [0.0] * len(self.steps.before), 0
         for action, step in enumerate(as_list(self.step_of)[:-1]):
-            own = seconds[action]
-            durations[step] = of_pair(seconds[action - 1], own) if step == latest else own
+            alone = seconds[action]
+            durations[step] = of_pair(seconds[action - 1], alone) if step == latest else alone
             latest = step
         if self.copies:
             for (stage, _), out, _, _, back in zip(*self.copies, strict=True):
@@ -138,7 +138,7 @@ def _walk(
     latest: Column,
     at: Column,
     step_of: Column,
-    steps: Steps,
+    steps: WalkSteps,
 ) -> int:
     """Fill ``at``, ``step_of`` and ``steps``; return how many steps there are.
 
@@ -168,7 +168,7 @@ def _walk(
                     next_waiting[last] = rank
                 last_waiting[missing] = rank + 1
                 break
-            own, sender, over = latest[rank], 0, 0
+            step, sender, over = latest[rank], 0, 0
             for entry in range(begins[first], begins[after]):
                 need, by = needed[entry], wires[entry]
                 if rank_of[need] == rank:
@@ -177,11 +177,11 @@ def _walk(
                     by = OWN
                 if sender:
                     filled += 1
-                    before[filled], sends[filled], wire[filled], place[filled] = own, sender, over, no_work
-                    own = filled
+                    before[filled], sends[filled], wire[filled], place[filled] = step, sender, over, no_work
+                    step = filled
                 sender, over = step_of[need], by
             filled += 1
-            before[filled], sends[filled], wire[filled], place[filled] = own, sender, over, place_of[first]
+            before[filled], sends[filled], wire[filled], place[filled] = step, sender, over, place_of[first]
             latest[rank] = filled
             at[rank] = after
             for action in range(first, after):
@@ -199,7 +199,7 @@ def _walk(
 
 
 @Loop
-def _time(steps: Steps, durations: Column, delays: Column, starts: Column, ends: Column) -> None:
+def _time(steps: WalkSteps, durations: Column, delays: Column, starts: Column, ends: Column) -> None:
     before, sends, wire, place = steps
     for step in range(1, len(before)):
         start = ends[before[step]]
@@ -212,7 +212,9 @@ def _time(steps: Steps, durations: Column, delays: Column, starts: Column, ends:
 
 
 @Loop
-def _follow(steps: Steps, starts: Column, ends: Column, halves: Column, pair: float, counts: Column) -> float:
+def _follow(
+    steps: WalkSteps, starts: Column, ends: Column, halves: Column, pair: float, counts: Column
+) -> float:
     """Count the durations on the critical path, and return its end."""
     before, sends, _, place = steps
     step = 0

@@ -34,7 +34,7 @@ _PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One of the runs: its name, what it does in words, and its flags.  ``folder`` holds what it writes."""
+    """One of the runs: its name, its purpose in words, and its flags.  ``folder`` holds its output."""
 
     name: str
     what: str
@@ -48,7 +48,7 @@ class Run:
 
     @property
     def records(self) -> Path:
-        """The folder for what its ranks record."""
+        """The folder for the records of its ranks."""
         return self.folder / self.name
 
 
@@ -106,32 +106,34 @@ def planned(
     ``repeat`` runs stock a second time.  Raises ValueError for flags that cannot be compared.
     """
     name = schedule_of(flags)
-    load = checkpoint or (Path(given) if (given := last(words_of(flags), "--load")) else None)
+    load = checkpoint or (Path(load_flag) if (load_flag := last(words_of(flags), "--load")) else None)
     if load is not None and not (load / "latest_checkpointed_iteration.txt").is_file():
         raise ValueError(
             f"{load} holds no checkpoint (no latest_checkpointed_iteration.txt): correct --load or "
             "--checkpoint, or leave it out, and one is made"
         )
     no_dropout = {} if keep_dropout else {"--attention-dropout": 0, "--hidden-dropout": 0}
-    ours = list(without(flags))
-    theirs = list(stock_flags(ours))
+    schedule_flags = list(without(flags))
+    flags_of_stock = list(stock_flags(schedule_flags))
     runs = []
     if load is None:
         load = folder / "weights"
-        made = short_run(theirs, 1, {**no_dropout, "--save": load, "--save-interval": 1})
-        made += ["--ckpt-format", "torch_dist", "--no-save-optim", "--no-save-rng"]
-        runs.append(Run(CHECKPOINT, "one step of stock's 1F1B makes the checkpoint", tuple(made), folder))
+        checkpoint_flags = short_run(flags_of_stock, 1, {**no_dropout, "--save": load, "--save-interval": 1})
+        checkpoint_flags += ["--ckpt-format", "torch_dist", "--no-save-optim", "--no-save-rng"]
+        runs.append(
+            Run(CHECKPOINT, "one step of stock's 1F1B makes the checkpoint", tuple(checkpoint_flags), folder)
+        )
 
-    def resumed(run: str, what: str, chosen: Sequence[str]) -> Run:
+    def resumed(run: str, purpose: str, base: Sequence[str]) -> Run:
         changed = {**no_dropout, "--load": load, "--verify-pipeline": folder / run}
         switches = ["--finetune", *["--verify-pipeline-gradients"] * gradients]
-        return Run(run, what, (*short_run(chosen, steps, changed), *switches), folder)
+        return Run(run, purpose, (*short_run(base, steps, changed), *switches), folder)
 
     # The schedule first: flags that it refuses are then found before stock has run.
-    runs.append(resumed(SCHEDULE, f"{name} from the checkpoint on", ours))
-    runs.append(resumed(STOCK, "stock's 1F1B from the checkpoint on", theirs))
+    runs.append(resumed(SCHEDULE, f"{name} from the checkpoint on", schedule_flags))
+    runs.append(resumed(STOCK, "stock's 1F1B from the checkpoint on", flags_of_stock))
     if repeat:
-        runs.append(resumed(AGAIN, "stock's 1F1B once more, for its own spread", theirs))
+        runs.append(resumed(AGAIN, "stock's 1F1B once more, for its own spread", flags_of_stock))
     return runs
 
 
@@ -148,25 +150,25 @@ def start(
     ``environment`` is added to this process's own.  Raises ValueError, naming the log, for a run that fails.
     """
     for run in runs:
-        for left in (run.log, *run.records.glob("*")):
-            left.unlink(missing_ok=True)
+        for file in (run.log, *run.records.glob("*")):
+            file.unlink(missing_ok=True)
         run.folder.mkdir(parents=True, exist_ok=True)
         report(run)
         if status := process.run(training(run.flags, ranks, script, cpu), run.log, environment):
-            why = reason(run.log.read_text(encoding="utf-8", errors="replace"))
-            raise ValueError(f"the run {run.name} ended with status {status}: {why} ({run.log})")
+            cause = reason(run.log.read_text(encoding="utf-8", errors="replace"))
+            raise ValueError(f"the run {run.name} ended with status {status}: {cause} ({run.log})")
 
 
 def recorded(runs: Iterable[Run], steps: int) -> dict[str, RunRecord]:
-    """Return what the runs that were resumed recorded; ValueError, naming the log, where one did not."""
-    found = {}
+    """Return the records of the runs that were resumed; ValueError, naming the log, where one has none."""
+    records = {}
     for run in runs:
         if run.name != CHECKPOINT:
             try:
-                found[run.name] = run_record.read(run.records, steps)
+                records[run.name] = run_record.read(run.records, steps)
             except ValueError as error:
                 raise ValueError(f"the run {run.name}: {error} ({run.log})") from error
-    return found
+    return records
 
 
 def stock_flags(flags: Sequence[str]) -> Iterator[str]:
@@ -197,8 +199,8 @@ def _merged_pattern(text: str, ranks: int) -> str:
 
 
 def _merged(stages: Sequence[str], ranks: int) -> Iterator[str]:
-    each, left = divmod(len(stages), ranks)
-    if left:
+    stages_per_rank, remainder = divmod(len(stages), ranks)
+    if remainder:
         raise ValueError(f"{len(stages)} stages cannot be shared evenly by {ranks} ranks: correct the layout")
     for rank in range(ranks):
-        yield "".join(stages[rank * each : (rank + 1) * each])
+        yield "".join(stages[rank * stages_per_rank : (rank + 1) * stages_per_rank])

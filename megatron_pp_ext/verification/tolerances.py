@@ -55,8 +55,10 @@ class Tolerance:
         """Return the tolerance where two runs of stock differ by ``spread``."""
         if NOISE * spread <= self.allowed:
             return self
-        why = f"stock differs from stock by {spread:.3g} on this machine, of which {NOISE:g} times is allowed"
-        return Tolerance(NOISE * spread, why)
+        reason = (
+            f"stock differs from stock by {spread:.3g} on this machine, of which {NOISE:g} times is allowed"
+        )
+        return Tolerance(NOISE * spread, reason)
 
 
 BITS = Tolerance(0.0, "the same kernels on the same numbers, summed in the same order")
@@ -64,10 +66,10 @@ BITS = Tolerance(0.0, "the same kernels on the same numbers, summed in the same 
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """What of a job's flags decides about its last bits.
+    """The properties of a job that decide about its last bits.
 
     ``clip`` is the norm from which gradients are clipped, 0 for never; ``replicas`` is the number of ranks
-    over which each gradient is summed.  ``sums`` is what a feature does to these sums.  ``apart`` is how
+    over which each gradient is summed.  ``sums`` is a feature's effect on these sums.  ``apart`` is how
     often a microbatch adds to the gradient of the output weight after its first time, where stock sums all
     of that first.
     """
@@ -81,7 +83,7 @@ class Arithmetic:
 
     @classmethod
     def of_flags(cls, words: Sequence[str], ranks: int) -> "Arithmetic":
-        """Return that of a job of ``ranks`` ranks; ValueError for a flag without its number."""
+        """Return the arithmetic of a job of ``ranks`` ranks; ValueError for a flag without its number."""
         parallel = whole_number(words, "--tensor-model-parallel-size")
         parallel *= whole_number(words, "--pipeline-model-parallel-size")
         return cls(
@@ -95,28 +97,28 @@ class Arithmetic:
 
     def losses(self, stock: RunRecord, step: int) -> Tolerance:
         """The tolerance for the losses of ``step``, counted from 0."""
-        why = list(self._reasons(stock, step))
-        if not why:
+        reasons = list(self._reasons(stock, step))
+        if not reasons:
             return BITS
         if self.precision == "fp32":
-            allowed = 1e-6 if step == 0 or why == [_CLIPPED] else 1e-4
+            allowed = 1e-6 if step == 0 or reasons == [_CLIPPED] else 1e-4
         else:
             allowed = 1e-2 if self.experts else 1e-3
-            why.append(f"and in {self.precision} that last bit decides how a weight rounds")
+            reasons.append(f"and in {self.precision} that last bit decides how a weight rounds")
             if self.experts:
-                why.append("and may send a token to another expert")
-        return Tolerance(allowed, ", ".join(why))
+                reasons.append("and may send a token to another expert")
+        return Tolerance(allowed, ", ".join(reasons))
 
     def norms(self, stock: RunRecord, step: int) -> Tolerance:
         """The tolerance for the gradient norm of ``step``, counted from 0."""
         # An update moves a norm by about four times as much as a loss, and in a lower precision each adds
         # to what those before it have moved.
         later = self.losses(stock, step)
-        moved = 4 * later.allowed * (1 if self.precision == "fp32" else step)
-        if moved > NORM:
-            return Tolerance(moved, later.why)
-        if self.precision != "fp32" and (why := self._rounds_gradients()):
-            return Tolerance(1e-3 if self.precision == "fp16" else _ONE_ROUNDING, why)
+        allowed = 4 * later.allowed * (1 if self.precision == "fp32" else step)
+        if allowed > NORM:
+            return Tolerance(allowed, later.why)
+        if self.precision != "fp32" and (reason := self._rounds_gradients()):
+            return Tolerance(1e-3 if self.precision == "fp16" else _ONE_ROUNDING, reason)
         return Tolerance(NORM, "a norm is summed rank by rank, and the ranks hold other layers")
 
     def gradient(self, name: str) -> Tolerance:
@@ -168,8 +170,8 @@ def _apart(words: Sequence[str]) -> int:
 
 
 def _clip(words: Sequence[str]) -> float:
-    given = last(words, "--clip-grad")
+    value = last(words, "--clip-grad")
     try:
-        return _CLIP_BY_DEFAULT if given is None else float(given)
+        return _CLIP_BY_DEFAULT if value is None else float(value)
     except ValueError:
         raise ValueError("--clip-grad needs a number after it: correct the job's flags") from None

@@ -1,4 +1,4 @@
-"""Compare what two runs recorded: every loss, gradient norm and gradient, each with its tolerance."""
+"""Compare the records of two runs: every loss, gradient norm and gradient, each with its tolerance."""
 
 import math
 from collections.abc import Iterator
@@ -59,70 +59,82 @@ class Verdict:
 
 def compare(
     stock: RunRecord,
-    ours: RunRecord,
+    run: RunRecord,
     arithmetic: Arithmetic,
     again: RunRecord | None = None,
     gradients: bool = False,
 ) -> Verdict:
-    """Return how ``ours`` differs from ``stock``.
+    """Return the differences of ``run`` from ``stock``.
 
     ``again`` is a second run of stock, whose distance from the first widens the tolerances.  With
-    ``gradients``, those of the first step are compared too, if the runs recorded them.
+    ``gradients``, the gradients of the first step are compared too, if the runs recorded them.
     """
-    rows = list(_rows(stock, ours, arithmetic, gradients))
+    rows = list(_rows(stock, run, arithmetic, gradients))
     if again is not None:
         spread = {(row.name, row.step): row.difference for row in _rows(stock, again, arithmetic, gradients)}
         rows = [_with_noise(row, spread.get((row.name, row.step), 0.0)) for row in rows]
     return Verdict(tuple(rows))
 
 
-def relative(one: float | None, other: float | None) -> float:
+def relative(first: float | None, second: float | None) -> float:
     """Return the distance of two numbers relative to the larger; two skipped steps are equal."""
-    if one is None or other is None:
-        return 0.0 if one is other else math.inf
-    return _part(abs(one - other), max(abs(one), abs(other)))
+    if first is None or second is None:
+        return 0.0 if first is second else math.inf
+    return _part(abs(first - second), max(abs(first), abs(second)))
 
 
 def _with_noise(row: Row, spread: float) -> Row:
     return replace(row, tolerance=row.tolerance.with_noise(spread)) if math.isfinite(spread) else row
 
 
-def _rows(stock: RunRecord, ours: RunRecord, arithmetic: Arithmetic, gradients: bool) -> Iterator[Row]:
-    for step, (theirs, mine) in enumerate(zip(stock.losses, ours.losses, strict=False)):
-        for name in dict.fromkeys([*theirs, *mine]):
-            one, other = theirs.get(name), mine.get(name)
+def _rows(stock: RunRecord, run: RunRecord, arithmetic: Arithmetic, gradients: bool) -> Iterator[Row]:
+    for step, (stock_losses, run_losses) in enumerate(zip(stock.losses, run.losses, strict=False)):
+        for name in dict.fromkeys([*stock_losses, *run_losses]):
+            stock_value, run_value = stock_losses.get(name), run_losses.get(name)
             tolerance = arithmetic.losses(stock, step)
-            yield Row(LOSS, name, step + 1, one, other, relative(one, other), tolerance)
-    for step, (one, other) in enumerate(zip(stock.norms, ours.norms, strict=False)):
-        yield Row(NORM, NORM, step + 1, one, other, relative(one, other), arithmetic.norms(stock, step))
+            yield Row(
+                LOSS, name, step + 1, stock_value, run_value, relative(stock_value, run_value), tolerance
+            )
+    for step, (stock_value, run_value) in enumerate(zip(stock.norms, run.norms, strict=False)):
+        yield Row(
+            NORM,
+            NORM,
+            step + 1,
+            stock_value,
+            run_value,
+            relative(stock_value, run_value),
+            arithmetic.norms(stock, step),
+        )
     if gradients:
-        for name, whole, part in _common_gradients(stock.folder, ours.folder):
+        for name, whole, part in _common_gradients(stock.folder, run.folder):
             yield Row(GRADIENT, name, 1, None, None, _apart(whole, part), arithmetic.gradient(name))
 
 
 def _common_gradients(
-    one: Path | None, other: Path | None
+    first: Path | None, second: Path | None
 ) -> Iterator[tuple[str, "torch.Tensor | None", "torch.Tensor | None"]]:
     """Yield every name with the gradients of both runs, by their folders; None where a run has none of it."""
     from megatron_pp_ext.runtime import gradients_file  # torch takes a second to import
 
-    files, others = (gradients_file.files_by_name(folder) if folder else {} for folder in (one, other))
+    first_files, second_files = (
+        gradients_file.files_by_name(folder) if folder else {} for folder in (first, second)
+    )
 
     def read(file: Path | None, name: str) -> "torch.Tensor | None":
         return gradients_file.read(file)[name] if file else None
 
-    for name in dict.fromkeys([*files, *others]):
-        yield name, read(files.get(name), name), read(others.get(name), name)
+    for name in dict.fromkeys([*first_files, *second_files]):
+        yield name, read(first_files.get(name), name), read(second_files.get(name), name)
 
 
-def _apart(one: "torch.Tensor | None", other: "torch.Tensor | None") -> float:
+def _apart(first: "torch.Tensor | None", second: "torch.Tensor | None") -> float:
     """Return the largest distance of two numbers of two gradients, relative to the largest number."""
-    if one is None or other is None or one.shape != other.shape:
+    if first is None or second is None or first.shape != second.shape:
         return math.inf
-    if one.numel() == 0:
+    if first.numel() == 0:
         return 0.0
-    largest = max(one.abs().max().item(), other.abs().max().item())
-    return _part((one.double() - other.double()).abs().max().item(), largest)
+    largest = max(first.abs().max().item(), second.abs().max().item())
+    return _part((first.double() - second.double()).abs().max().item(), largest)
 
 
 def _part(distance: float, largest: float) -> float:

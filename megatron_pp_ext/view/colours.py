@@ -11,7 +11,7 @@ COPIES = {"out": "#c0504d", "back": "#d99694"}
 """The colours of copies to the host and back: dark and light red."""
 
 _DARKER = 0.72
-"""The ratio of the lightness of one chunk to that of the chunk before."""
+"""The ratio of the lightness of one chunk to the chunk before."""
 
 
 def parts(kind: Kind) -> tuple[Kind, ...]:

@@ -21,7 +21,7 @@ GREY = "#5a646e"
 
 
 def require_picture(path: Path) -> None:
-    """Raise ValueError unless the suffix of ``path`` is that of a picture."""
+    """Raise ValueError unless ``path`` has the suffix of a picture."""
     if path.suffix.lower() not in SUFFIXES:
         raise ValueError(f"{path} is no picture file: end its name in one of {', '.join(SUFFIXES)}")
 
@@ -38,8 +38,8 @@ def save(figure: Figure, path: Path, over: str = "") -> None:
     if path.suffix.lower() == ".svg" and over:
         text = StringIO()
         figure.savefig(text, format="svg")
-        drawn, end, rest = text.getvalue().rpartition("</svg>")
-        write_whole(path, f"{drawn}{over}{end}{rest}")
+        start, end, rest = text.getvalue().rpartition("</svg>")
+        write_whole(path, f"{start}{over}{end}{rest}")
         return
     with whole(path) as unfinished:
         if path.suffix.lower() == ".png":

@@ -17,7 +17,7 @@ def write_names(axes: Any, names: Mapping[tuple[float, float], str], size: float
     the names before it, and stays within the figure.  Where no side is free it takes the least covered one.
     """
     renderer = axes.figure.canvas.get_renderer()
-    taken = _drawn(axes, renderer)
+    occupied = _drawn(axes, renderer)
     for number, (place, name) in enumerate(sorted(names.items(), reverse=True)):
         label = axes.annotate(
             name, place, xytext=_SIDES[0], textcoords="offset points", fontsize=size, color=colour, zorder=5,
@@ -28,14 +28,14 @@ def write_names(axes: Any, names: Mapping[tuple[float, float], str], size: float
             label.set(position=side, horizontalalignment="left" if side[0] > 0 else "right")
             box = label.get_window_extent(renderer)
             outside = box.width * box.height - _common(box, axes.figure.bbox)
-            return sum(_common(box, other) for other in taken) + outside
+            return sum(_common(box, other) for other in occupied) + outside
 
         covered(min(_SIDES, key=covered))
-        taken.append(label.get_window_extent(renderer))
+        occupied.append(label.get_window_extent(renderer))
 
 
 def _drawn(axes: Any, renderer: Any) -> list[Bbox]:
-    """Return as boxes what is drawn in ``axes``: each point, each piece of a line, the texts, the legend."""
+    """Return boxes of all elements of ``axes``: each point, each piece of a line, the texts, the legend."""
     pixel = axes.figure.dpi / 72
     boxes = [text.get_window_extent(renderer) for text in axes.texts]
     if legend := axes.get_legend():

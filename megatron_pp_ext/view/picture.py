@@ -64,7 +64,7 @@ def draw_groups(groups: Sequence[Mapping[str, Timeline]], path: str | Path, time
     if not timelines:
         raise ValueError("no timelines to draw: give at least one")
     orders = [events for timeline in timelines for events in timeline.events]
-    require_room(len(orders), sum(map(len, orders)))
+    require_fit(len(orders), sum(map(len, orders)))
     memory = max(max(timeline.peak_microbatches) for timeline in timelines)
     columns = max(_makespan(group) / _typical_action(group) for group in groups)
     width = min(max(_LEFT + columns * _COLUMN + _RIGHT, _NARROWEST), _WIDEST)
@@ -100,7 +100,7 @@ def draw_groups(groups: Sequence[Mapping[str, Timeline]], path: str | Path, time
     save(figure, path, tooltips.group(hints))
 
 
-def require_room(ranks: int, actions: int) -> None:
+def require_fit(ranks: int, actions: int) -> None:
     """Raise ValueError unless a picture can hold ``ranks`` rows and ``actions`` boxes in all its panels."""
     if ranks > MOST_RANKS or actions > MOST_ACTIONS:
         raise ValueError(
@@ -180,10 +180,12 @@ def _draw_copies(axes: Axes, timeline: Timeline) -> None:
         boxes = [
             [(left, rank + top), (right, rank + top), (right, rank + bottom), (left, rank + bottom)]
             for rank, copies in enumerate(timeline.copies)
-            for left, right in ((time - timeline.start for time in getattr(one, way)) for one in copies)
+            for left, right in ((time - timeline.start for time in getattr(copied, way)) for copied in copies)
         ]
-        drawn = PolyCollection(boxes, facecolors=COPIES[way], edgecolors="white", linewidths=0.3, zorder=3)
-        axes.add_collection(drawn, autolim=False)
+        collection = PolyCollection(
+            boxes, facecolors=COPIES[way], edgecolors="white", linewidths=0.3, zorder=3
+        )
+        axes.add_collection(collection, autolim=False)
 
 
 def _draw_memory(axes: Axes, timeline: Timeline, most: float) -> None:
@@ -236,12 +238,12 @@ def _legend(timelines: Sequence[Timeline]) -> list[Patch]:
         Kind.T: "T its weight gradient",
     }
     chunks = max(timeline.schedule.placement.chunks for timeline in timelines)
-    drawn = {part for timeline in timelines for action in timeline.schedule for part in parts(action.kind)}
-    kinds = [Patch(facecolor=colour(kind, 0), label=name) for kind, name in names.items() if kind in drawn]
+    present = {part for timeline in timelines for action in timeline.schedule for part in parts(action.kind)}
+    kinds = [Patch(facecolor=colour(kind, 0), label=name) for kind, name in names.items() if kind in present]
     shades = [
         Patch(facecolor=colour(Kind.F, chunk), label=f"darker: chunk {chunk}") for chunk in range(1, chunks)
     ]
-    kept = Patch(facecolor=_MEMORY, edgecolor=_MEMORY_EDGE, label="activations kept, in microbatches")
+    memory = Patch(facecolor=_MEMORY, edgecolor=_MEMORY_EDGE, label="activations kept, in microbatches")
     ways = {"out": "copy to the host", "back": "copy back"}
     copies = [Patch(facecolor=COPIES[way], label=label) for way, label in ways.items()]
-    return [*kinds, *shades, *(copies if any(timeline.copies for timeline in timelines) else []), kept]
+    return [*kinds, *shades, *(copies if any(timeline.copies for timeline in timelines) else []), memory]

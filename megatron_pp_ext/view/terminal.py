@@ -29,8 +29,8 @@ class Sketch:
     """A timeline to print with rich: one line of coloured letters for each rank, within the console's width.
 
     A column is as long as the shortest action, or longer where the timeline would not fit, which a line then
-    says; it shows what the rank does in the middle of it.  In a pair, columns show its forward and its
-    backward in turn.  Chunks after the first have darker colours.  Of many ranks only the first and the last
+    reports; it shows the action of the rank in the middle of it.  In a pair, columns show its forward and its
+    backward by turns.  Chunks after the first have darker colours.  Of many ranks only the first and the last
     are shown.  Where activations wait on the host, two more lines show a rank's copies to it and back.
     """
 
@@ -91,8 +91,8 @@ class Sketch:
             if event is None or event.start > middle:
                 line.append("·", style="dim")
                 continue
-            shown = event.action if other is None or index % 2 else other.action
-            kind, chunk = shown.kind, placement.chunk_of(shown.stage)
+            action = event.action if other is None or index % 2 else other.action
+            kind, chunk = action.kind, placement.chunk_of(action.stage)
             style = Style(color=ink(chunk), bgcolor=colour(parts(kind)[-1], chunk))
             line.append(str(kind), style=style)
         return line
@@ -176,7 +176,7 @@ def summary_table(timelines: Mapping[str, Timeline], *, with_messages: bool = Tr
 
 
 def recorded_tables(title: str, step: RecordedStep) -> Iterator[Numbers]:
-    """Yield three tables with a row for each rank: its idle time, what it waited for, and its memory.
+    """Yield three tables with a row for each rank: its idle time, the causes of it, and its memory.
 
     Idle times of a step in seconds are in milliseconds.
     """

@@ -1,4 +1,4 @@
-"""Tooltips for pictures as SVG: what an action is and when it runs, where a box has no room for it."""
+"""Tooltips for pictures as SVG: the name and times of an action, where its box is too small for them."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ def of_actions(
 ) -> Iterator[str]:
     """Yield an invisible box for every action; all sizes are in inches, from the picture's upper left corner.
 
-    ``width`` is that of a unit of time, ``row`` the distance of two ranks and ``height`` that of an action.
+    ``width`` is of a unit of time, ``row`` the distance of two ranks and ``height`` of an action.
     """
     for rank, events in enumerate(timeline.events):
         for action, start, end in events:

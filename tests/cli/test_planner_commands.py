@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_pp_ext.cli import measure, report
-from megatron_pp_ext.jobs.job import Result, State
+from megatron_pp_ext.jobs.job import Result, RunState
 from megatron_pp_ext.planner.search.best_first import Search
 from tests.support import browser
 
@@ -360,10 +360,10 @@ def test_the_fastest_measured_is_told(mpp, model, monkeypatch):
 
     def run(commands, *_):
         seconds = {name: 9.0 - number for number, name in enumerate(commands)}
-        return {name: Result(name, State.COMPLETED, seconds[name]) for name in commands}
+        return {name: Result(name, RunState.COMPLETED, seconds[name]) for name in commands}
 
     monkeypatch.setattr(measure, "run", run)
-    monkeypatch.setattr(measure.Where, "check", lambda *_: None)
+    monkeypatch.setattr(measure.RunPlace, "check", lambda *_: None)
     output = mpp(*SEARCH, "--top", 2, "--measure", "--model", model()).output
     estimated, measured = output.split("To run the best:")[1].split("To run the fastest measured:")
     best, fastest = (text.split("Placeholders")[0] for text in (estimated, measured))

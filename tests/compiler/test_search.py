@@ -12,7 +12,7 @@ from megatron_pp_ext.compiler.limits import least_limits
 from megatron_pp_ext.compiler.search import portfolio
 from megatron_pp_ext.compiler.search.annealing import anneal, walk
 from megatron_pp_ext.compiler.search.integer_timing import time_orders
-from megatron_pp_ext.compiler.search.list_scheduling import Knobs, Rules, list_schedule
+from megatron_pp_ext.compiler.search.list_scheduling import DueRules, Knobs, list_schedule
 from megatron_pp_ext.compiler.search.portfolio import search
 from megatron_pp_ext.compiler.search.problem import problem_of
 from megatron_pp_ext.compiler.search.proposals import one_at_a_time
@@ -161,7 +161,7 @@ def test_no_list_schedule_gets_stuck_where_an_input_gradient_takes_more(data):
     costs = Costs(tuple(stages), draw(st.integers(0, 3)))
     problem = problem_of(placement, draw(st.integers(1, 6)), costs, limits)
     delay, patience = draw(st.sampled_from([0, 20, 1 << 50])), draw(st.tuples(*[st.integers(0, 4)] * 2))
-    rules = Rules(delay, 1 << 50, *patience, makes_room=draw(st.booleans()))
+    rules = DueRules(delay, 1 << 50, *patience, frees_memory=draw(st.booleans()))
     due = tuple(draw(st.integers(-20, 90)) for _ in range(problem.stations))
     gaps = tuple(draw(st.integers(0, 20)) for _ in range(problem.microbatches))
     done = list_schedule(problem, Knobs(due, gaps, rules))

@@ -10,7 +10,7 @@ from megatron_pp_ext.integration.runners import free_memory
 from megatron_pp_ext.job import updates
 from megatron_pp_ext.pipedream import flush_free
 from megatron_pp_ext.schedule.families import one_f_one_b
-from megatron_pp_ext.schedule.families.pipedream import Weights
+from megatron_pp_ext.schedule.families.pipedream import WeightVersion
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 from megatron_pp_ext.schedule.formats import trace_reading
 from tests.support import frozen, rounding
@@ -129,8 +129,8 @@ def test_room_for_versions(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(flush_free.dist, "get_world_size", lambda: 4)
         monkeypatch.setattr(flush_free.dist, "all_gather_object", gather)
         monkeypatch.setattr(free_memory, "free_bytes", lambda: free)
-        straight = updates.Updates(1, Weights.LATEST, False, Replicas.straight(4))
-        flush_free.require_room(straight, 0, 100)
+        straight = updates.Updates(1, WeightVersion.LATEST, False, Replicas.straight(4))
+        flush_free.require_memory(straight, 0, 100)
 
     check(300)
     with pytest.raises(
@@ -156,6 +156,6 @@ def test_a_buffer_that_changes_is_refused() -> None:
 
 def test_another_number_of_microbatches_under_way_is_refused() -> None:
     running = object.__new__(flush_free._RunningPipeline)
-    running._updates = updates.Updates(4, Weights.PREVIOUS, False, Replicas.straight(4))
+    running._updates = updates.Updates(4, WeightVersion.PREVIOUS, False, Replicas.straight(4))
     with pytest.raises(RuntimeError, match="2 microbatches while updates every 4 are under way"):
         running.update(SimpleNamespace(microbatches=2), None)

@@ -8,7 +8,7 @@ from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core import stage_optimizer
 from megatron_pp_ext.integration.trainer import stage_statistics
-from megatron_pp_ext.schedule.families.pipedream import Weights
+from megatron_pp_ext.schedule.families.pipedream import WeightVersion
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 from megatron_pp_ext.schedule.updates import Updates
 
@@ -17,8 +17,8 @@ from megatron_pp_ext.schedule.updates import Updates
     ("updates", "waits"),
     [
         (None, True),
-        (Updates(1, Weights.LATEST, True, Replicas.straight(2)), True),
-        (Updates(1, Weights.LATEST, False, Replicas.straight(2)), False),
+        (Updates(1, WeightVersion.LATEST, True, Replicas.straight(2)), True),
+        (Updates(1, WeightVersion.LATEST, False, Replicas.straight(2)), False),
     ],
 )
 def test_a_stage_keeps_its_own_value(updates: Updates | None, waits: bool) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_pp_ext.jobs import slurm
-from megatron_pp_ext.jobs.job import WARM_UP, Job, State, local, run_all
+from megatron_pp_ext.jobs.job import WARM_UP, BatchJob, RunState, local, run_all
 from megatron_pp_ext.jobs.slurm import Slurm
 
 STEP = "iteration {n}/ 5 | elapsed time per iteration (ms): {ms} | learning rate: 1 |"
@@ -25,8 +25,8 @@ WARMED_UP = "\n".join(STEP.format(n=n, ms=900.0) for n in range(WARM_UP))
 """A run without a step to measure."""
 
 
-def job(folder: Path, name: str, script: str) -> Job:
-    return Job(name, ("bash", "-c", script), folder / name)
+def job(folder: Path, name: str, script: str) -> BatchJob:
+    return BatchJob(name, ("bash", "-c", script), folder / name)
 
 
 def test_a_failing_job_is_reported_and_the_others_go_on(tmp_path: Path) -> None:
@@ -35,10 +35,10 @@ def test_a_failing_job_is_reported_and_the_others_go_on(tmp_path: Path) -> None:
         job(tmp_path, "bad", "echo starting; echo 'ValueError: 7 heads are not divisible by 2' >&2; exit 1"),
         job(tmp_path, "full", "echo 'torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB'; exit 1"),
         job(tmp_path, "short", f"cat <<'E'\n{WARMED_UP}\nE"),
-        Job("absent", ("/no/such/program",), tmp_path / "absent"),
+        BatchJob("absent", ("/no/such/program",), tmp_path / "absent"),
         job(tmp_path, "good", f"cat <<'E'\n{GOOD}\nE\necho '{trace}' > {tmp_path}/good/trace.json"),
     ]
-    changes: list[tuple[str, State]] = []
+    changes: list[tuple[str, RunState]] = []
     results = run_all(jobs, local, 60.0, lambda job, state: changes.append((job.name, state)))
     states = [result.state for result in results.values()]
     assert states == ["fail", "oom", "fail", "fail", "completed"]
@@ -48,7 +48,7 @@ def test_a_failing_job_is_reported_and_the_others_go_on(tmp_path: Path) -> None:
     good = results["good"]
     # The first two steps warm up; the most that any rank allocated; the recorder's peaks.
     assert (good.step_seconds, good.device_bytes, good.activation_bytes) == (0.12, 7.25 * 2**20, (5, 3))
-    assert changes[:2] == [("bad", State.RUNNING), ("bad", State.FAIL)]
+    assert changes[:2] == [("bad", RunState.RUNNING), ("bad", RunState.FAIL)]
     assert [(tmp_path / name / "state").read_text() for name in ("full", "good")] == ["oom\n", "completed\n"]
 
 
@@ -69,15 +69,15 @@ def test_an_interrupted_search_goes_on(tmp_path: Path) -> None:
     results = run_all(jobs, local, 60.0)
     runs = {name: (tmp_path / f"{name}.runs").read_text().count("run") for name in ("done", "cut", "changed")}
     assert runs == {"done": 1, "cut": 2, "changed": 2}
-    assert all(result.state is State.COMPLETED for result in results.values())
+    assert all(result.state is RunState.COMPLETED for result in results.values())
 
 
 def test_a_killed_search_does_not_run_a_job_twice_at_once(tmp_path: Path) -> None:
     started = tmp_path / "started"
     code = (
         "from pathlib import Path; from megatron_pp_ext.jobs.job import *;"
-        f"run_all([Job('a', ('bash', '-c', 'echo $$ > {started}; exec sleep 60'), Path('{tmp_path}/a'))],"
-        "local, 60)"
+        f"run_all([BatchJob('a', ('bash', '-c', 'echo $$ > {started}; exec sleep 60'), Path('{tmp_path}/a'))"
+        "], local, 60)"
     )
     search = subprocess.Popen([sys.executable, "-c", code])
     while not (started.exists() and started.read_text().strip()):
@@ -163,10 +163,17 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_slurm(cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm, "UNKNOWN_AT_MOST", 2)
-    kinds = {"good": State.COMPLETED, "full": State.OOM, "killed": State.OOM, "late": State.TIMEOUT,
-             "cancelled": State.FAIL, "refused": State.FAIL, "lost": State.COMPLETED}  # fmt: skip
-    jobs = [Job(kind, ("--nodes", "2", "train.sbatch", kind), tmp_path / kind) for kind in kinds]
-    changes: list[tuple[str, State]] = []
+    kinds = {
+        "good": RunState.COMPLETED,
+        "full": RunState.OOM,
+        "killed": RunState.OOM,
+        "late": RunState.TIMEOUT,
+        "cancelled": RunState.FAIL,
+        "refused": RunState.FAIL,
+        "lost": RunState.COMPLETED,
+    }
+    jobs = [BatchJob(kind, ("--nodes", "2", "train.sbatch", kind), tmp_path / kind) for kind in kinds]
+    changes: list[tuple[str, RunState]] = []
     results = run_all(jobs, Slurm(poll_seconds=0), 90.0, lambda job, state: changes.append((job.name, state)))
     assert {kind: result.state for kind, result in results.items()} == kinds
     assert [state for name, state in changes if name == "good"] == ["pending", "running", "completed"]
@@ -179,18 +186,18 @@ def test_slurm(cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_job_that_is_forgotten_now_and_then_is_waited_for(cluster, tmp_path, monkeypatch):
     """Only queries in a row for which nobody knows it are an end."""
     monkeypatch.setattr(slurm, "UNKNOWN_AT_MOST", 2)
-    flaky = Job("flaky", ("train.sbatch", "flaky"), tmp_path / "flaky")
+    flaky = BatchJob("flaky", ("train.sbatch", "flaky"), tmp_path / "flaky")
     flaky.begin()
-    flaky.become(State.PENDING)
+    flaky.become(RunState.PENDING)
     (flaky.directory / "slurm_id").write_text("1")
     (cluster / "1.job").write_text("gone gone RUNNING gone gone RUNNING gone TIMEOUT")
-    assert run_all([flaky], Slurm(poll_seconds=0), 90.0)["flaky"].state is State.TIMEOUT
+    assert run_all([flaky], Slurm(poll_seconds=0), 90.0)["flaky"].state is RunState.TIMEOUT
 
 
 def test_a_search_finds_its_slurm_jobs_again(cluster: Path, tmp_path: Path) -> None:
-    again = Job("good", ("train.sbatch", "good"), tmp_path / "good")
+    again = BatchJob("good", ("train.sbatch", "good"), tmp_path / "good")
     again.begin()
-    again.become(State.PENDING)
+    again.become(RunState.PENDING)
     (again.directory / "slurm_id").write_text("1")
     (cluster / "1.job").write_text("RUNNING COMPLETED")
     again.log.write_text(GOOD)
@@ -201,4 +208,4 @@ def test_a_search_finds_its_slurm_jobs_again(cluster: Path, tmp_path: Path) -> N
 def test_no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match="there is no sbatch here: run where SLURM is"):
-        run_all([Job("a", ("train.sbatch",), tmp_path / "a")], Slurm(), 60.0)
+        run_all([BatchJob("a", ("train.sbatch",), tmp_path / "a")], Slurm(), 60.0)

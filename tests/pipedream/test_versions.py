@@ -12,7 +12,7 @@ from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import plan_orders
 from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.schedule.families import pipedream
-from megatron_pp_ext.schedule.families.pipedream import Weights
+from megatron_pp_ext.schedule.families.pipedream import WeightVersion
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 from tests.support import plain_stages, rounding
 from tests.support.module_stage import ModuleStage
@@ -27,16 +27,16 @@ OPTIMIZERS = {
     "adam": partial(torch.optim.Adam, lr=0.01),
 }
 CASES = [
-    ("1-1-1", 1, Weights.LATEST),
-    ("1-1-1-1", 2, Weights.LATEST),
-    ("1-1-1", 1, Weights.SAME),
-    ("1-1-1-1", 3, Weights.SAME),
-    ("1-1", 2, Weights.PREVIOUS),
-    ("1-1-1-1", 4, Weights.PREVIOUS),
-    ("2-1", 2, Weights.LATEST),
-    ("1-2-1", 2, Weights.LATEST),
-    ("1-2", 2, Weights.SAME),
-    ("2-1", 4, Weights.PREVIOUS),
+    ("1-1-1", 1, WeightVersion.LATEST),
+    ("1-1-1-1", 2, WeightVersion.LATEST),
+    ("1-1-1", 1, WeightVersion.SAME),
+    ("1-1-1-1", 3, WeightVersion.SAME),
+    ("1-1", 2, WeightVersion.PREVIOUS),
+    ("1-1-1-1", 4, WeightVersion.PREVIOUS),
+    ("2-1", 2, WeightVersion.LATEST),
+    ("1-2-1", 2, WeightVersion.LATEST),
+    ("1-2", 2, WeightVersion.SAME),
+    ("2-1", 4, WeightVersion.PREVIOUS),
 ]
 
 
@@ -44,7 +44,9 @@ def loss(output: torch.Tensor, microbatch: int) -> torch.Tensor:
     return (output - microbatch_data(-microbatch - 1)).square().mean()
 
 
-def train_pipeline(rank: int, replicas: Replicas, interval: int, weights: Weights, optimizer: str) -> dict:
+def train_pipeline(
+    rank: int, replicas: Replicas, interval: int, weights: WeightVersion, optimizer: str
+) -> dict:
     """Train one stage, or a replica of it, for all updates; tell its parameters and what versions took."""
     dist.init_process_group("gloo")
     groups = [dist.new_group(list(replicas.ranks_of(stage))) for stage in range(replicas.stages)]
@@ -100,13 +102,13 @@ def put(module: torch.nn.Module, weights: list[torch.Tensor]) -> None:
         parameter.data = numbers.clone()
 
 
-def age_of(weights: Weights, microbatch: int, stage: int, counts: list[int], interval: int) -> int:
+def age_of(weights: WeightVersion, microbatch: int, stage: int, counts: list[int], interval: int) -> int:
     """The papers' rules in words: how many updates the weights had seen that a microbatch meets."""
     own_update = microbatch // interval
-    if weights is Weights.PREVIOUS:
+    if weights is WeightVersion.PREVIOUS:
         return max(own_update - 1, 0)
     # A replica's forward comes in before its backward that is as many behind as its warm-up has forwards.
-    stage = stage if weights is Weights.LATEST else 0
+    stage = stage if weights is WeightVersion.LATEST else 0
     warm_up = (sum(counts[stage:]) - 1) // counts[stage]
     return max(0, (microbatch // counts[stage] - warm_up) // (interval // counts[stage]))
 
@@ -128,11 +130,11 @@ def test_parameters_after_twenty_updates(written, interval, weights, optimizer) 
         assert one["versions"] == most_versions(weights, replicas.stage_of(rank), counts, interval)
 
 
-def most_versions(weights: Weights, stage: int, counts: list[int], interval: int) -> int:
+def most_versions(weights: WeightVersion, stage: int, counts: list[int], interval: int) -> int:
     """What the papers say, beside the newest: n - s - 1 for PipeDream, one for 2BW."""
-    if weights is Weights.PREVIOUS:
+    if weights is WeightVersion.PREVIOUS:
         return 1
-    stage = stage if weights is Weights.LATEST else 0
+    stage = stage if weights is WeightVersion.LATEST else 0
     warm_up = (sum(counts[stage:]) - 1) // counts[stage]
     return -(-warm_up * counts[stage] // interval)
 

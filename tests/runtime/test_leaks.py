@@ -126,7 +126,7 @@ def _flush(plan, stages, channels, recorder, step: int) -> None:
 def _never_flush(rank: int, stage, versions, channels, recorder, step: int) -> None:
     replicas = Replicas.straight(RANKS)
     about = {"stage": rank, "replicas": replicas, "interval": MICROBATCHES}
-    weights = pipedream.Weights.PREVIOUS
+    weights = pipedream.WeightVersion.PREVIOUS
     versioned = VersionedStage(stage, versions, partial(pipedream.version, weights, **about))
     # Every hundred steps the pipeline runs empty: what is left then is left for ever.
     done, total = step % WARM_UP, WARM_UP

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_pp_ext.runtime.packing import Place, pack, unpack
+from megatron_pp_ext.runtime.packing import TensorPlace, pack, unpack
 
 NUMBERS = torch.tensor([[1.5, float("nan"), -0.0], [2.0, 3.0, 4.0]])
 LENGTHS = [torch.arange(3.0), torch.arange(5.0)]
@@ -195,4 +195,4 @@ def test_bytes_that_are_no_form_run_nothing(form: bytes) -> None:
 
 def test_only_a_tensor_that_needs_no_numbers_leaves_none() -> None:
     _, placed = pack([torch.empty(3, device="meta"), torch.zeros(0)])
-    assert placed == [(Place(torch.float32, torch.Size([0]), 0, 0, True), placed[0][1])]
+    assert placed == [(TensorPlace(torch.float32, torch.Size([0]), 0, 0, True), placed[0][1])]

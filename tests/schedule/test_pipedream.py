@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_pp_ext.schedule.actions import Kind, delivers, needs
 from megatron_pp_ext.schedule.families import one_f_one_b, pipedream, round_robin
-from megatron_pp_ext.schedule.families.pipedream import Weights
+from megatron_pp_ext.schedule.families.pipedream import WeightVersion
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 from megatron_pp_ext.schedule.placement import linear
 
@@ -52,13 +52,13 @@ def test_versions_of_the_paper() -> None:
     straight = Replicas.straight(stages)
     for stage in range(stages):
         behind = stages - 1 - stage
-        assert len(pipedream.versions_kept(Weights.LATEST, 50, stage, straight, 1)) == behind
-        assert len(pipedream.versions_kept(Weights.SAME, 50, stage, straight, 1)) == stages - 1
-        assert len(pipedream.versions_kept(Weights.PREVIOUS, 50, stage, straight, 4)) == 1
+        assert len(pipedream.versions_kept(WeightVersion.LATEST, 50, stage, straight, 1)) == behind
+        assert len(pipedream.versions_kept(WeightVersion.SAME, 50, stage, straight, 1)) == stages - 1
+        assert len(pipedream.versions_kept(WeightVersion.PREVIOUS, 50, stage, straight, 4)) == 1
 
 
 @settings(deadline=None)
-@given(st.sampled_from(Weights), REPLICAS, st.integers(1, 9), st.data())
+@given(st.sampled_from(WeightVersion), REPLICAS, st.integers(1, 9), st.data())
 def test_most_versions_are_those_of_the_fullest_update(weights, replicas, rounds, data) -> None:
     stage, interval = data.draw(st.integers(0, replicas.stages - 1)), rounds * replicas.full_round
     counts = [
@@ -68,11 +68,11 @@ def test_most_versions_are_those_of_the_fullest_update(weights, replicas, rounds
 
 
 @settings(deadline=None)
-@given(st.sampled_from(Weights), REPLICAS, st.integers(1, 4))
+@given(st.sampled_from(WeightVersion), REPLICAS, st.integers(1, 4))
 def test_a_version_is_there_when_it_is_used(weights, replicas, rounds) -> None:
     """Never newer than what a stage has at the forward, and kept until the backward."""
     interval, updates = rounds * replicas.full_round, 8
-    if weights is Weights.PREVIOUS and interval < replicas.ranks - 1:
+    if weights is WeightVersion.PREVIOUS and interval < replicas.ranks - 1:
         return
     for update in range(updates):
         for rank, order in enumerate(pipedream.step(replicas, interval, update, updates)):
@@ -82,7 +82,7 @@ def test_a_version_is_there_when_it_is_used(weights, replicas, rounds) -> None:
             for action in order:
                 used = pipedream.version(weights, action.microbatch, stage, replicas, interval)
                 assert used in has, (action, used)
-                if weights is Weights.LATEST and action.kind is Kind.F:
+                if weights is WeightVersion.LATEST and action.kind is Kind.F:
                     assert used == update
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from megatron_pp_ext.cli import app, measure
 from megatron_pp_ext.jobs import process
 from megatron_pp_ext.jobs.command import training
-from megatron_pp_ext.jobs.job import State
+from megatron_pp_ext.jobs.job import RunState
 from tests.scripts.conftest import BOTH, FLAGS, PER_GPU, ROOT
 from tests.support.slurm_cluster import Cluster, log_of, missing, running
 
@@ -117,8 +117,8 @@ def test_a_search_measures_on_a_cluster(cluster, tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     good = ["--cpu", *V_HALF]
     candidates = {"good": good, "bad": [*good, "--pipeline-memory-limit", "2"]}
-    results = measure.run(candidates, measure.Where("slurm", RANKS, 2, None), tmp_path, 1, 300)
-    assert results["good"].state is State.COMPLETED, (tmp_path / "good/log.txt").read_text()
+    results = measure.run(candidates, measure.RunPlace("slurm", RANKS, 2, None), tmp_path, 1, 300)
+    assert results["good"].state is RunState.COMPLETED, (tmp_path / "good/log.txt").read_text()
     assert results["good"].step_seconds
-    assert results["bad"].state is State.FAIL
+    assert results["bad"].state is RunState.FAIL
     assert results["bad"].problem.startswith("megatron_pp_ext: --pipeline-memory-limit"), results["bad"]

@@ -4,7 +4,7 @@ The makespan is the length of a chain of actions, each of which starts the momen
 or its message arrives.  Only a change to that chain can shorten the schedule, so a move takes an action of
 it and puts it some places earlier or later in its rank's order (the neighbourhood of Nowicki and Smutnicki,
 Management Science 42(6), 1996, with longer moves, and now and then of two or three actions in a row).  Where
-a move breaks the memory limit, W are pulled forward to make room.  The obstacle may also be an action that
+a move breaks the memory limit, W are pulled forward to free memory.  The obstacle may also be an action that
 is not on the chain, so some moves take any action of the rank.
 
 A move is first judged from the actions that change places alone: what reaches them, and what follows them,
@@ -84,7 +84,7 @@ def walk(
     warm: int,
     floor: int,
 ) -> None:
-    """Make those of all ``moves`` from ``first_move`` to ``last_move``; leave the best order in ``best``.
+    """Make moves ``first_move`` to ``last_move`` of all ``moves``; leave the best order in ``best``.
 
     ``lengths`` are the makespan and the sum of the ranks' ends, of ``state`` and of ``best``.
     """

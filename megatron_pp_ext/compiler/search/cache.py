@@ -3,8 +3,8 @@
 The rest are the copies to the host, and where the order comes from.
 
 No file is trusted: one that is missing, cut off, of another version or without the digest that it should
-have counts as absent, and so does what is no file at all.  The schedule is then compiled again, and takes the
-place of what was there.
+have counts as absent, and so does anything that is no file.  The schedule is then compiled again, and takes
+the place of the old one.
 """
 
 import hashlib
@@ -27,14 +27,14 @@ from megatron_pp_ext.schedule.formats import csv_file
 from megatron_pp_ext.schedule.names import FLEX
 from megatron_pp_ext.schedule.placement import Placement
 
-Turn = Callable[[str], AbstractContextManager[object]]
+Lock = Callable[[str], AbstractContextManager[object]]
 """Returns the context in which the schedule of this name in the cache is compiled, maybe one at a time."""
 
 
 def directory() -> Path:
     """Return the folder of compiled schedules: MEGATRON_PP_EXT_CACHE, or one in the user's XDG cache."""
-    if own := os.environ.get("MEGATRON_PP_EXT_CACHE"):
-        return Path(own)
+    if folder := os.environ.get("MEGATRON_PP_EXT_CACHE"):
+        return Path(folder)
     return user_folder() / "schedules"
 
 
@@ -51,17 +51,17 @@ def spelled(placement: Placement, costs: Costs) -> list[object]:
     return [placement.shape.value, placement.ranks, placement.chunks, *shared, stages]
 
 
-def in_cache[Found](
-    name: str, turn: Turn, kept: Callable[[], Found | None], made: Callable[[], Found]
-) -> Found:
-    """Return what is ``kept`` under ``name``, or else what is ``made``, and stored, in a turn."""
-    found = kept()
-    if found is None:
-        with turn(name):
-            found = kept()  # somebody may have compiled it meanwhile
-            if found is None:
-                found = made()
-    return found
+def in_cache[Result](
+    name: str, lock: Lock, read: Callable[[], Result | None], compile: Callable[[], Result]
+) -> Result:
+    """Return what ``read`` has of ``name``; else enter the lock, and ``compile``, which also stores it."""
+    stored = read()
+    if stored is None:
+        with lock(name):
+            stored = read()  # somebody may have compiled it meanwhile
+            if stored is None:
+                stored = compile()
+    return stored
 
 
 def load(name: str) -> tuple[Schedule, str] | None:
@@ -86,7 +86,7 @@ def store(name: str, schedule: Schedule, origin: str) -> None:
     """
     rows, about = _files(name)
     reloads, frees = schedule.copies.reloads, schedule.copies.frees
-    copies = [[*kept, *reloads[kept], *frees.get(kept, ())] for kept in sorted(reloads)]
+    copies = [[*unit, *reloads[unit], *frees.get(unit, ())] for unit in sorted(reloads)]
     notes = {"key": name, "digest": schedule.digest, "origin": origin, "copies": copies}
     try:
         rows.parent.mkdir(parents=True, exist_ok=True)
@@ -109,13 +109,13 @@ def _copies(rows: list[list[Any]]) -> Copies:
         for stage, of, *rest in rows
     }
     return Copies(
-        {kept: reload for kept, (reload, *_) in actions.items()},
-        {kept: free for kept, (_, *found) in actions.items() for free in found},
+        {unit: reload for unit, (reload, *_) in actions.items()},
+        {unit: free for unit, (_, *frees) in actions.items() for free in frees},
     )
 
 
 def _make_way(path: Path) -> None:
-    """Remove what is no file from ``path``: a link, a pipe or an empty folder."""
+    """Remove anything at ``path`` that is no file: a link, a pipe or an empty folder."""
     if path.is_dir() and not path.is_symlink():
         path.rmdir()
     elif os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):

@@ -28,33 +28,33 @@ def heap_of(count: int) -> Heap:
 
 
 @part_of_loop
-def push(heap: Heap, waiting: int, time: int, action: int) -> int:
-    """Add ``action`` to the ``waiting`` ones unless it is among them, and return how many there are."""
+def push(heap: Heap, size: int, time: int, action: int) -> int:
+    """Add ``action`` to the ``size`` actions of the heap unless it is among them; return the new size."""
     if heap.waits[action]:
-        return waiting
+        return size
     heap.waits[action] = True
-    items, at = heap.items, waiting
+    items, at = heap.items, size
     item = time * len(items) + action
     while at and items[(at - 1) >> 1] > item:
         items[at] = items[(at - 1) >> 1]
         at = (at - 1) >> 1
     items[at] = item
-    return waiting + 1
+    return size + 1
 
 
 @part_of_loop
-def pop(heap: Heap, waiting: int) -> int:
-    """Take the action of the least time, of equal ones the first, from the ``waiting`` ones."""
+def pop(heap: Heap, size: int) -> int:
+    """Take the action of the least time, of equal ones the first, from the ``size`` of the heap."""
     items = heap.items
     action = items[0] % len(items)
     heap.waits[action] = False
-    item = items[waiting - 1]
+    item = items[size - 1]
     at = 0
     while True:
         below = 2 * at + 1
-        if below >= waiting - 1:
+        if below >= size - 1:
             break
-        if below + 1 < waiting - 1 and items[below + 1] < items[below]:
+        if below + 1 < size - 1 and items[below + 1] < items[below]:
             below += 1
         if items[below] >= item:
             break

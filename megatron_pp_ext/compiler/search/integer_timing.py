@@ -12,7 +12,7 @@ from megatron_pp_ext.schedule.walk import Walk
 class TimedOrders(NamedTuple):
     """When each rank's actions start, in integer time units, and when the last of all ends.
 
-    The first start, that of F of stage 0, is at time 0.
+    The first start, of stage 0's F, is at time 0.
     """
 
     starts: list[Integers]

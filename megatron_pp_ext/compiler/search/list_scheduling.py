@@ -2,7 +2,7 @@
 
 Urgency follows from a building block's timetable (arXiv 2405.15362, section 2): station x of microbatch j
 is due at ``due[x]`` plus the sum of the first j ``gaps``.  The timetable gives priorities, not times: an
-action starts when its input is there, the rank is free and memory has room.
+action starts when its input is there, the rank is free and the memory suffices.
 
 Three rules keep the memory limit.  A rank never keeps more than its limit; an input gradient that would, as
 it keeps more than its forward did, comes after W that wait.  A forward leaves memory for the input gradient
@@ -23,21 +23,21 @@ from megatron_pp_ext.compiler.search.tables import CODE, Integers, Tables, table
 from megatron_pp_ext.schedule.loops import Loop
 
 
-class Rules(NamedTuple):
+class DueRules(NamedTuple):
     """How a list schedule follows a timetable.
 
     W of a stage is due ``weight_delay`` after its I.  A rank starts no action that is due more than ``slack``
     later than its most urgent one, whether that one has its input or not.  It waits up to ``patience`` for a
     more urgent action instead of starting a forward or an input gradient, and up to ``weight_patience``
-    instead of starting a W.  With ``makes_room``, a rank does a W first when memory holds back an action that
-    is more urgent than all that it could do, and whose input is there by the end of the W.
+    instead of starting a W.  With ``frees_memory``, a rank does a W first when memory holds back an action
+    that is more urgent than all that it could do, and whose input is there by the end of the W.
     """
 
     weight_delay: int
     slack: int
     patience: int
     weight_patience: int
-    makes_room: bool
+    frees_memory: bool
 
 
 class Knobs(NamedTuple):
@@ -49,7 +49,7 @@ class Knobs(NamedTuple):
 
     due: tuple[int, ...]
     gaps: tuple[int, ...]
-    rules: Rules
+    rules: DueRules
 
 
 def list_schedule(problem: Problem, knobs: Knobs) -> tuple[int, Orders] | None:
@@ -92,7 +92,7 @@ def _schedule(
     slack: int,
     patience: int,
     weight_patience: int,
-    makes_room: bool,
+    frees_memory: bool,
 ) -> int:
     """Fill ``orders`` (ranks, actions of each) and return the makespan, or -1 where there is none.
 
@@ -100,10 +100,10 @@ def _schedule(
     """
     stages, microbatches = tables.stages, tables.microbatches
     duration, delay, home = tables.duration, tables.delay, tables.home
-    kept, growth, limits, own = tables.kept, tables.growth, tables.limits, tables.own
+    kept, growth, limits, stations_by_rank = tables.kept, tables.growth, tables.limits, tables.own
     ranks, actions = orders.shape
     stations = 2 * stages
-    chunks = own.shape[1] // 2
+    chunks = stations_by_rank.shape[1] // 2
 
     done = np.zeros(stations, np.int64)
     # How many inputs each station was sent, when they arrive, and those that a rank still waits for.
@@ -118,10 +118,10 @@ def _schedule(
     weights_done = np.zeros(ranks, np.int64)
     live = np.zeros(ranks, np.int64)
     # What each rank would keep if all W that wait had run, and the most that an input gradient of it takes.
-    settled = np.zeros(ranks, np.int64)
+    after_weights = np.zeros(ranks, np.int64)
     largest = np.zeros(ranks, np.int64)
     for rank in range(ranks):
-        for station in own[rank, chunks:]:
+        for station in stations_by_rank[rank, chunks:]:
             largest[rank] = max(largest[rank], growth[station])
     free_at = np.zeros(ranks, np.int64)
     started = np.zeros(ranks, np.int64)
@@ -129,8 +129,8 @@ def _schedule(
     # When each rank next decides; ties go to the lower rank.
     decides = np.zeros(ranks, np.int64)
     makespan = 0
-    left = ranks * actions
-    while left:
+    remaining = ranks * actions
+    while remaining:
         rank = 0
         for other in range(1, ranks):
             if decides[other] < decides[rank]:
@@ -147,7 +147,7 @@ def _schedule(
 
         best, best_due = -1, NEVER
         first_due, blocked_due, wake, expected = NEVER, NEVER, NEVER, 0
-        for station in own[rank]:
+        for station in stations_by_rank[rank]:
             count = done[station]
             if count == microbatches:
                 continue
@@ -161,12 +161,12 @@ def _schedule(
                     blocked_due = min(blocked_due, at)
                 continue
             if station < stages:
-                if settled[rank] + kept[station] + largest[rank] > limits[rank]:
+                if after_weights[rank] + kept[station] + largest[rank] > limits[rank]:
                     continue
-                oldest = done[own[rank, chunks - 1]]
+                oldest = done[stations_by_rank[rank, chunks - 1]]
                 if count > oldest:
                     ahead = 0
-                    for chunk in own[rank, :chunks]:
+                    for chunk in stations_by_rank[rank, :chunks]:
                         after = done[chunk] - oldest + (1 if chunk == station else 0)
                         ahead += kept[chunk] * max(1, after)
                     if ahead + largest[rank] > limits[rank]:
@@ -181,7 +181,7 @@ def _schedule(
         if best >= 0 and best_due > first_due + slack:
             best, best_due = -1, NEVER
         if has_weight:
-            if makes_room and blocked_due < best_due:
+            if frees_memory and blocked_due < best_due:
                 best, best_due = next_weight, blocked_due
             elif weight_due < best_due:
                 best, best_due = next_weight, weight_due
@@ -203,7 +203,7 @@ def _schedule(
         end = now + duration[best]
         orders[rank, started[rank]] = best
         started[rank] += 1
-        left -= 1
+        remaining -= 1
         makespan = max(makespan, end)
         free_at[rank] = end
         live[rank] += kept[best]
@@ -213,7 +213,7 @@ def _schedule(
             continue
         microbatch = done[best]
         done[best] += 1
-        settled[rank] += kept[best] if best < stages else -kept[stations - 1 - best]
+        after_weights[rank] += kept[best] if best < stages else -kept[stations - 1 - best]
         if best >= stages:
             weight_dues[rank, weights_known[rank]] = due[best] + weight_delay
             weights[rank, weights_known[rank]] = 2 * stations - 1 - best

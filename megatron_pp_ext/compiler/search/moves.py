@@ -13,7 +13,7 @@ _REACH = 64
 
 @part_of_loop
 def rearranged(
-    tables: Tables, timed: TimedOrder, rank: int, at: int, width: int, steps: int, new: Integers
+    tables: Tables, state: TimedOrder, rank: int, at: int, width: int, steps: int, new: Integers
 ) -> tuple[int, int]:
     """Write into ``new`` the order of ``rank`` in which ``width`` actions from ``at`` on go ``steps`` places.
 
@@ -21,7 +21,7 @@ def rearranged(
     is broken.  Return the first place that changes and the one after the last; equal ones mean that there is
     none, or that the limit cannot be kept.
     """
-    row = timed.order[rank]
+    row = state.order[rank]
     width = min(width, len(row) - at)
     steps = _possible(tables, row, at, width, steps)
     if steps == 0:
@@ -34,19 +34,19 @@ def rearranged(
         new[place + width] = row[place]
     for place in range(at + width, last):
         new[place - width] = row[place]
-    live = timed.live[rank, first]
+    live = state.live[rank, first]
     place, repairs = first, 0
     while place < last:
         code = new[place] // tables.microbatches
         if live + tables.growth[code] > tables.limits[rank]:
-            found = -1 if repairs == _REPAIRS else _weight(tables, timed, rank, new, first, place, last)
-            if found < 0:
+            pulled = -1 if repairs == _REPAIRS else _weight(tables, state, rank, new, first, place, last)
+            if pulled < 0:
                 return first, first
-            while last <= found:
+            while last <= pulled:
                 new[last] = row[last]
                 last += 1
-            weight = new[found]
-            for later in range(found, place, -1):
+            weight = new[pulled]
+            for later in range(pulled, place, -1):
                 new[later] = new[later - 1]
             new[place] = weight
             code = weight // tables.microbatches
@@ -73,18 +73,18 @@ def _possible(tables: Tables, row: Integers, at: int, width: int, steps: int) ->
 
 
 @part_of_loop
-def _has_to_stay(tables: Tables, one: int, other: int) -> bool:
-    """Whether two actions of a rank have one order alone: those of a stage and kind, and of a microbatch.
+def _has_to_stay(tables: Tables, first: int, second: int) -> bool:
+    """Whether two actions of a rank have a fixed order: equal stage and kind, or the same microbatch.
 
     A W has to stay after its I only.
     """
     m = tables.microbatches
-    if one // m == other // m:
+    if first // m == second // m:
         return True
-    if one % m != other % m:
+    if first % m != second % m:
         return False
-    are_stations = one < 2 * tables.stages * m and other < 2 * tables.stages * m
-    return are_stations or other == _partner(tables, one)
+    are_stations = first < 2 * tables.stages * m and second < 2 * tables.stages * m
+    return are_stations or second == _partner(tables, first)
 
 
 @part_of_loop
@@ -92,25 +92,25 @@ def _partner(tables: Tables, action: int) -> int:
     """Return the W of an I, the I of a W, and -1 for a forward."""
     code = action // tables.microbatches
     # The codes of the two add up to this; their microbatches are the same.
-    both = 4 * tables.stages - 1
-    return action + (both - 2 * code) * tables.microbatches if code >= tables.stages else -1
+    code_sum = 4 * tables.stages - 1
+    return action + (code_sum - 2 * code) * tables.microbatches if code >= tables.stages else -1
 
 
 @part_of_loop
 def _weight(
-    tables: Tables, timed: TimedOrder, rank: int, new: Integers, first: int, place: int, last: int
+    tables: Tables, state: TimedOrder, rank: int, new: Integers, first: int, place: int, last: int
 ) -> int:
     """Return where the next W after ``place`` is whose I is before it; -1 where none is near.
 
     ``new`` has the places from ``first`` to ``last``.
     """
-    row = timed.order[rank]
+    row = state.order[rank]
     for later in range(place + 1, min(place + _REACH, len(row))):
         action = new[later] if later < last else row[later]
         if action // tables.microbatches < 2 * tables.stages:
             continue
         gradient = _partner(tables, action)
-        if timed.place[gradient] < first:
+        if state.place[gradient] < first:
             return later
         for earlier in new[first:place]:
             if earlier == gradient:

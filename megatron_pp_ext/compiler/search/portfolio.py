@@ -1,4 +1,4 @@
-"""Run the searches in turn, each with its share of a fixed number of trials.
+"""Run the searches one after the other, each with its share of a fixed number of trials.
 
 List scheduling looks for building blocks on a pipeline with few microbatches, on which many can be tried.
 The best blocks are carried over to the full number of microbatches and adapted once more.  What results, and
@@ -39,7 +39,7 @@ _MOST_MOVES = 9000
 """The most moves for each trial."""
 
 _TURNS = ((4, 1), (2, 1), (1, 6))
-"""How many orders compete in each turn of annealing, and how many eighths of the moves they share.
+"""How many orders compete in each round of annealing, and how many eighths of the moves they share.
 
 One long walk finds more than several short ones, and where it begins matters little.
 """
@@ -65,17 +65,17 @@ def search(
     """Yield the makespan, orders and origin of each result of ``trials`` trials; all keep the limits.
 
     ``starts`` are orders with their origins, which may have whole backwards and break the limits.  ``floor``
-    is a lower bound on the makespan, at which annealing ends.  Whoever has what they need stops asking.
+    is a lower bound on the makespan, at which annealing ends.  A caller may stop iterating at any time.
     """
     pool: list[Found] = []
-    for found in chain(_known(problem, starts), _listed(problem, trials)):
-        yield found
-        pool.append(found)
+    for result in chain(_known(problem, starts), _listed(problem, trials)):
+        yield result
+        pool.append(result)
     moves = trials * min(_MOST_MOVES, _MOVES + problem.size // 16)
     turns = (*_TURNS, *_AGAIN) if problem.size < _FEW else _TURNS
     for turn, (rivals, eighths) in enumerate(turns):
-        pool = sorted(pool, key=lambda found: found[0])[:rivals]
-        pool = [found for found in pool if found[0] * _CHANCE <= pool[0][0] * (_CHANCE + 1)]
+        pool = sorted(pool, key=lambda result: result[0])[:rivals]
+        pool = [result for result in pool if result[0] * _CHANCE <= pool[0][0] * (_CHANCE + 1)]
         for at, (_, orders, origin) in enumerate(pool):
             share = moves * eighths // (8 * len(pool))
             annealed = f"{origin}, annealed" if turn == 0 else origin
@@ -84,7 +84,7 @@ def search(
 
 
 def _known(problem: Problem, starts: Sequence[tuple[Orders, str]]) -> Iterator[Found]:
-    """Yield those of ``starts`` that keep the limits, with their backwards split."""
+    """Yield the ``starts`` that keep the limits, with their backwards split."""
     for orders, origin in starts:
         split = problem.split(orders)
         timed = time_orders(problem, split) if problem.fits(split) else None
@@ -100,12 +100,12 @@ def _listed(problem: Problem, trials: int) -> Iterator[Found]:
     for number in range(max(1, lists // _ROUND)):
         random = Random(f"{problem.placement.ranks}/{problem.microbatches}/{number}")
         each_leg = problem.placement.chunks > 2 and number % 4 == 1
-        found = tune(short, min(lists, _ROUND), random, each_leg=each_leg)
+        plans = tune(short, min(lists, _ROUND), random, each_leg=each_leg)
         if short.microbatches < problem.microbatches:
-            found = best(problem, [plan for _, plan in found])
-            if found:
-                found[0] = improve(problem, found[0], min(_lists(trials, problem), _ROUND) // 4, random)
-        for _, plan in found:
+            plans = best(problem, [plan for _, plan in plans])
+            if plans:
+                plans[0] = improve(problem, plans[0], min(_lists(trials, problem), _ROUND) // 4, random)
+        for _, plan in plans:
             done = list_schedule(problem, plan.knobs(problem))
             if done is not None:
                 yield *done, "list scheduling"

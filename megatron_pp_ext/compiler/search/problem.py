@@ -34,7 +34,7 @@ _MOST_TIME_STEPS = 1 << 40
 _MEMORY_BITS = 40
 
 NEVER = 1 << 62
-"""A time later than all others, that of a W with the longest delay included."""
+"""A time later than all others, including a W with the longest delay."""
 
 Orders = list[list[int]]
 """One list of codes a rank."""
@@ -155,18 +155,18 @@ def _spell(
     microbatches of its I, in their order.
     """
     for at in range(len(codes)):
-        row, own = codes[at] // stages, codes[at] % stages
+        row, owner = codes[at] // stages, codes[at] % stages
         if row == I:
-            own = stages - 1 - own
-        stage[at], kind[at] = own, row
+            owner = stages - 1 - owner
+        stage[at], kind[at] = owner, row
         counted = B if row == I else row
-        number = done[4 * own + counted]
-        done[4 * own + counted] += 1
+        number = done[4 * owner + counted]
+        done[4 * owner + counted] += 1
         if row == W:
-            number = halved[own * microbatches + number]
+            number = halved[owner * microbatches + number]
         elif row == I:
-            halved[own * microbatches + done[4 * own + I]] = number
-            done[4 * own + I] += 1
+            halved[owner * microbatches + done[4 * owner + I]] = number
+            done[4 * owner + I] += 1
         microbatch[at] = number
 
 
@@ -187,13 +187,15 @@ def problem_of(placement: Placement, microbatches: int, costs: Costs, limits: Se
     whole = [_whole(cost, scale, grain) for cost in costs.stages]
     by_code = [(stage, kind) for kind in OF_STAGES for stage in whole[:: -1 if kind is Kind.I else 1]]
     hop, last = round(costs.hop * scale), 2 * placement.stages - 1
-    own = tuple(placement.stages_of(rank) for rank in range(placement.ranks))
+    stages_of_ranks = tuple(placement.stages_of(rank) for rank in range(placement.ranks))
     return Problem(
         placement=placement,
         microbatches=microbatches,
-        stations_by_rank=tuple((*forth, *(last - stage for stage in reversed(forth))) for forth in own),
+        stations_by_rank=tuple(
+            (*forth, *(last - stage for stage in reversed(forth))) for forth in stages_of_ranks
+        ),
         duration=tuple(int(stage.seconds(kind)) for stage, kind in by_code),
-        delay=(*(hop if here != there else 0 for here, there in pairwise(route)), 0),
+        delay=(*(hop if rank != following else 0 for rank, following in pairwise(route)), 0),
         home=(*route, *forwards, *forwards),
         kept=tuple(int(stage.kept(kind)) for stage, kind in by_code),
         growth=tuple(int(stage.growth(kind)) for stage, kind in by_code),
@@ -236,7 +238,9 @@ def _scale(values: Sequence[float], actions: int) -> float:
         raise OverflowError(f"{actions} actions of {longest:g} each take longer than a float can say")
     for scale in _EXACT_SCALES:
         scaled = [value * scale for value in values]
-        if longest * scale <= most and all(abs(one - round(one)) <= TOLERANCE * one for one in scaled):
+        if longest * scale <= most and all(
+            abs(value - round(value)) <= TOLERANCE * value for value in scaled
+        ):
             return scale
     return min(_TIME_STEPS, most) / longest
 

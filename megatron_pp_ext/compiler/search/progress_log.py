@@ -1,4 +1,4 @@
-"""What a search logs: that it began and with which sizes, now and then how far it is, and what it took.
+"""The log of a search: its begin and sizes, its progress now and then, and the time that it took.
 
 The clock is read for these lines alone: nothing that a search finds depends on it.
 """

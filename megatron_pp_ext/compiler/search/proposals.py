@@ -2,7 +2,7 @@
 
 A limit has to hold messages in addition to activations.  How many messages a rank holds follows from the
 complete orders of all ranks, so no search can count them on its way.  A search is given limits that leave
-room for messages, and its results are then judged with their own number of messages.
+memory for messages, and its results are then judged with their own number of messages.
 """
 
 import math
@@ -28,7 +28,7 @@ Start = tuple[Orders, str]
 """Orders and where they come from."""
 
 _ATTEMPTS = 3
-"""The number of times that a search may run, with more room left for messages each time."""
+"""The number of times that a search may run, with more memory left for messages each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ def from_families(
     problem: Problem, costs: Costs, limits: Sequence[float], families: Sequence[Start]
 ) -> list[Proposal]:
     """Return the shortest ``families`` that keep the limits, or else the order that always does."""
-    families = [one for one in families if problem.fits(one[0])]
-    kept = _shortest(_timed(problem, costs, families), limits)
-    return kept or [*_timed(problem, costs, [(one_at_a_time(problem), "one microbatch at a time")])]
+    families = [family for family in families if problem.fits(family[0])]
+    shortest = _shortest(_timed(problem, costs, families), limits)
+    return shortest or [*_timed(problem, costs, [(one_at_a_time(problem), "one microbatch at a time")])]
 
 
 def families_of(problem: Problem) -> list[Start]:
@@ -78,8 +78,8 @@ def published(placement: Placement, microbatches: int) -> Iterator[Schedule]:
                 continue
 
 
-def _timed(problem: Problem, costs: Costs, found: Iterable[Start]) -> Iterator[Proposal]:
-    for orders, origin in found:
+def _timed(problem: Problem, costs: Costs, starts: Iterable[Start]) -> Iterator[Proposal]:
+    for orders, origin in starts:
         timed = time_orders(problem, orders)
         if timed is not None:
             yield Proposal(timed.makespan / problem.scale, problem, orders, costs, origin)
@@ -96,54 +96,56 @@ def from_search(
     """Return the shortest results of a search that keep ``limits``; no makespan is below ``bound``.
 
     A search ends with the first of its results that meets the bound and keeps the limits.  It may use the
-    room next to the fewest messages that there can be.  Where the best result has more
-    messages, and they do not fit, the search begins anew with room for that many.
+    memory that the fewest possible messages leave.  Where the best result has more
+    messages, and they do not fit, the search begins anew with memory for that many.
     """
     placement, microbatches = problem.placement, problem.microbatches
-    rooms = without_messages(placement, microbatches, costs, limits)
-    needed = least_limits(replace(costs, message=0.0), placement)
+    budgets = without_messages(placement, microbatches, costs, limits)
+    least_activations = least_limits(replace(costs, message=0.0), placement)
     floor = math.ceil(bound * problem.scale * (1 - TOLERANCE))
-    kept: list[Proposal] = []
+    proposals: list[Proposal] = []
     progress_log = ProgressLog(problem, limits, bound)
     for _ in range(_ATTEMPTS):
-        found = []
+        results = []
         for length, orders, origin in search(problem, trials, floor, families):
-            found.append(Proposal(length / problem.scale, problem, orders, costs, origin))
-            progress_log.found(found[-1].makespan)
-            if length <= floor and _keeps(found[-1], limits):
+            results.append(Proposal(length / problem.scale, problem, orders, costs, origin))
+            progress_log.found(results[-1].makespan)
+            if length <= floor and _keeps(results[-1], limits):
                 break
-        shortest = _shortest(found, limits)
-        kept += shortest
-        best = min(found, key=lambda one: one.makespan, default=None)
-        if best is None or any(one is best for one in shortest):
+        shortest = _shortest(results, limits)
+        proposals += shortest
+        best = min(results, key=lambda proposal: proposal.makespan, default=None)
+        if best is None or any(proposal is best for proposal in shortest):
             break
         timeline = best.timeline
-        by_rank = zip(limits, timeline.peak_messages, timeline.peak_memory, rooms, needed, strict=True)
-        # A rank that keeps no activations cannot make room by keeping fewer.
-        less = tuple(
-            room if at_most(peak, limit) else max(least or room, limit - messages * costs.message)
-            for limit, messages, peak, room, least in by_rank
+        by_rank = zip(
+            limits, timeline.peak_messages, timeline.peak_memory, budgets, least_activations, strict=True
         )
-        if less == rooms:
+        # A rank that keeps no activations cannot free memory by keeping fewer.
+        less = tuple(
+            budget if at_most(peak, limit) else max(least or budget, limit - messages * costs.message)
+            for limit, messages, peak, budget, least in by_rank
+        )
+        if less == budgets:
             break
-        rooms = less
-        problem = problem_of(placement, microbatches, costs, rooms)
+        budgets = less
+        problem = problem_of(placement, microbatches, costs, budgets)
     progress_log.end()
-    return kept
+    return proposals
 
 
-def _shortest(found: Iterable[Proposal], limits: Sequence[float]) -> list[Proposal]:
-    """Return those of ``found`` that keep ``limits`` and are ``CLOSE`` to the shortest of these, in order.
+def _shortest(proposals: Iterable[Proposal], limits: Sequence[float]) -> list[Proposal]:
+    """Return the ``proposals`` that keep ``limits`` and are ``CLOSE`` to the shortest of these, in order.
 
     They are judged from the shortest on, since counting messages takes longer than most of a search.
     """
-    kept: dict[int, Proposal] = {}
-    for at, one in sorted(enumerate(found), key=lambda item: item[1].makespan):
-        if kept and one.makespan > next(iter(kept.values())).makespan * (1 + CLOSE):
+    chosen: dict[int, Proposal] = {}
+    for at, proposal in sorted(enumerate(proposals), key=lambda item: item[1].makespan):
+        if chosen and proposal.makespan > next(iter(chosen.values())).makespan * (1 + CLOSE):
             break
-        if _keeps(one, limits):
-            kept[at] = one
-    return [kept[at] for at in sorted(kept)]
+        if _keeps(proposal, limits):
+            chosen[at] = proposal
+    return [chosen[at] for at in sorted(chosen)]
 
 
 def _keeps(proposal: Proposal, limits: Sequence[float]) -> bool:

@@ -17,7 +17,7 @@ from megatron_pp_ext.schedule.loops import Loop, part_of_loop
 
 
 class TimedOrder(NamedTuple):
-    """An order (ranks, actions of each), and what is known of every action.
+    """An order (ranks, actions of each), with the times and memory of every action.
 
     An action starts at ``start``, and from there it is ``tail`` to the end of all that waits for it, its own
     duration included.  It is at ``place`` in its rank's order.  ``live[r]`` is the memory that rank r keeps
@@ -49,7 +49,7 @@ def timed_order(problem: Problem, orders: Orders, starts: Sequence[Integers]) ->
         new[by_code] = row[by_code] * problem.microbatches + np.arange(actions) % problem.microbatches
     start = np.empty(codes.size, np.int64)
     start[numbers.ravel()] = np.concatenate(starts)
-    timed = TimedOrder(
+    state = TimedOrder(
         numbers,
         start,
         np.zeros(codes.size, np.int64),
@@ -60,135 +60,134 @@ def timed_order(problem: Problem, orders: Orders, starts: Sequence[Integers]) ->
         np.empty(codes.size, np.int64),
         np.zeros(codes.size, np.bool_),
     )
-    _fill(tables(problem), timed, np.argsort(-start, kind="stable"))
-    return timed
+    _fill(tables(problem), state, np.argsort(-start, kind="stable"))
+    return state
 
 
 @Loop
-def _fill(tables: Tables, timed: TimedOrder, latest_first: Integers) -> None:
+def _fill(tables: Tables, state: TimedOrder, latest_first: Integers) -> None:
     """Enter what follows from the order and its starts."""
-    for rank in range(len(timed.order)):
-        _note(tables, timed, rank, 0, timed.order.shape[1])
+    for rank in range(len(state.order)):
+        _note(tables, state, rank, 0, state.order.shape[1])
     for action in latest_first:
-        timed.tail[action] = _tail(tables, timed, action)
+        state.tail[action] = _tail(tables, state, action)
 
 
 @part_of_loop
-def _note(tables: Tables, timed: TimedOrder, rank: int, first: int, last: int) -> None:
+def _note(tables: Tables, state: TimedOrder, rank: int, first: int, last: int) -> None:
     """Note the places from ``first`` to ``last`` of ``rank``, and the memory before each."""
     for place in range(first, last):
-        action = timed.order[rank, place]
+        action = state.order[rank, place]
         code = action // tables.microbatches
-        timed.place[action] = place
-        timed.live[rank, place + 1] = timed.live[rank, place] + tables.kept[code]
+        state.place[action] = place
+        state.live[rank, place + 1] = state.live[rank, place] + tables.kept[code]
 
 
 @part_of_loop
-def ends(tables: Tables, timed: TimedOrder) -> tuple[int, int]:
+def ends(tables: Tables, state: TimedOrder) -> tuple[int, int]:
     """Return the latest end of a rank, and the sum of all, by the starts of the trial."""
     latest = total = 0
-    for action in timed.order[:, -1]:
-        end = timed.trial[action] + tables.duration[action // tables.microbatches]
+    for action in state.order[:, -1]:
+        end = state.trial[action] + tables.duration[action // tables.microbatches]
         latest = max(latest, end)
         total += end
     return latest, total
 
 
 @part_of_loop
-def _ready(tables: Tables, timed: TimedOrder, action: int, before: int) -> int:
+def _ready(tables: Tables, state: TimedOrder, action: int, before: int) -> int:
     """Return when ``action`` can start on a rank that is free at ``before``, by the starts of the trial."""
     code = action // tables.microbatches
     if 0 < code < 2 * tables.stages:
-        sent = timed.trial[action - tables.microbatches] + tables.duration[code - 1]
+        sent = state.trial[action - tables.microbatches] + tables.duration[code - 1]
         return max(before, sent + tables.delay[code - 1])
     return before
 
 
 @part_of_loop
-def _free(tables: Tables, timed: TimedOrder, rank: int, place: int) -> int:
-    """Return when ``rank`` ends what it does before ``place``, by the starts of the trial."""
+def _free(tables: Tables, state: TimedOrder, rank: int, place: int) -> int:
+    """Return the end of the action of ``rank`` before ``place``, by the starts of the trial."""
     if place == 0:
         return 0
-    before = timed.order[rank, place - 1]
-    return timed.trial[before] + tables.duration[before // tables.microbatches]
+    before = state.order[rank, place - 1]
+    return state.trial[before] + tables.duration[before // tables.microbatches]
 
 
 @part_of_loop
-def _tail(tables: Tables, timed: TimedOrder, action: int) -> int:
+def _tail(tables: Tables, state: TimedOrder, action: int) -> int:
     """Return the time from the start of ``action`` to the end of all after it, by their tails."""
     code = action // tables.microbatches
-    row, place = timed.order[tables.home[code]], timed.place[action]
-    then = timed.tail[row[place + 1]] if place + 1 < len(row) else 0
+    row, place = state.order[tables.home[code]], state.place[action]
+    longest = state.tail[row[place + 1]] if place + 1 < len(row) else 0
     if code < 2 * tables.stages - 1:
-        then = max(then, tables.delay[code] + timed.tail[action + tables.microbatches])
-    return then + tables.duration[code]
+        longest = max(longest, tables.delay[code] + state.tail[action + tables.microbatches])
+    return longest + tables.duration[code]
 
 
 @part_of_loop
-def estimate(tables: Tables, timed: TimedOrder, rank: int, new: Integers, first: int, last: int) -> int:
+def estimate(tables: Tables, state: TimedOrder, rank: int, new: Integers, first: int, last: int) -> int:
     """Return about how long the longest chain through ``new``, at ``first`` to ``last``, becomes."""
-    m, row = tables.microbatches, timed.order[rank]
-    now = _free(tables, timed, rank, first)
+    m, row = tables.microbatches, state.order[rank]
+    now = _free(tables, state, rank, first)
     for action in new[first:last]:
-        now = timed.trial[action] = _ready(tables, timed, action, now)
+        now = state.trial[action] = _ready(tables, state, action, now)
         now += tables.duration[action // m]
-    then = timed.tail[row[last]] if last < len(row) else 0
+    tail = state.tail[row[last]] if last < len(row) else 0
     longest = 0
     for place in range(last - 1, first - 1, -1):
         action = new[place]
         code = action // m
         if code < 2 * tables.stages - 1:
-            then = max(then, tables.delay[code] + timed.tail[action + m])
-        then += tables.duration[code]
-        longest = max(longest, timed.trial[action] + then)
+            tail = max(tail, tables.delay[code] + state.tail[action + m])
+        tail += tables.duration[code]
+        longest = max(longest, state.trial[action] + tail)
     for action in new[first:last]:
-        timed.trial[action] = timed.start[action]
+        state.trial[action] = state.start[action]
     return longest
 
 
 @part_of_loop
 def try_move(
-    tables: Tables, timed: TimedOrder, rank: int, new: Integers, first: int, last: int, longest: int
+    tables: Tables, state: TimedOrder, rank: int, new: Integers, first: int, last: int, longest: int
 ) -> tuple[int, bool]:
-    """Exchange the places ``first`` to ``last`` of ``rank`` with those of ``new``, and time the trial.
+    """Exchange places ``first`` to ``last`` of ``rank`` with the same places of ``new``, and time the trial.
 
     Return how many actions ``changed`` then lists, and whether a makespan of ``longest`` is still possible.
     """
-    cut = timed.start[timed.order[rank, last - 1]]
-    _exchange(timed, rank, new, first, last)
-    return _forward(tables, timed, rank, first, last, cut, longest)
+    cut = state.start[state.order[rank, last - 1]]
+    _exchange(state, rank, new, first, last)
+    return _forward(tables, state, rank, first, last, cut, longest)
 
 
 @part_of_loop
-def undo_move(timed: TimedOrder, rank: int, new: Integers, first: int, last: int, changed: int) -> None:
+def undo_move(state: TimedOrder, rank: int, new: Integers, first: int, last: int, changed: int) -> None:
     """Take back what ``try_move`` did, which ``changed`` so many actions."""
-    _exchange(timed, rank, new, first, last)
-    for action in timed.changed[:changed]:
-        timed.trial[action] = timed.start[action]
+    _exchange(state, rank, new, first, last)
+    for action in state.changed[:changed]:
+        state.trial[action] = state.start[action]
 
 
 @part_of_loop
-def keep_move(tables: Tables, timed: TimedOrder, rank: int, first: int, last: int, changed: int) -> None:
+def keep_move(tables: Tables, state: TimedOrder, rank: int, first: int, last: int, changed: int) -> None:
     """Enter all that follows from ``try_move``, which ``changed`` so many actions."""
-    for action in timed.changed[:changed]:
-        timed.start[action] = timed.trial[action]
-    _note(tables, timed, rank, first, last)
-    _backward(tables, timed, rank, first, last)
+    for action in state.changed[:changed]:
+        state.start[action] = state.trial[action]
+    _note(tables, state, rank, first, last)
+    _backward(tables, state, rank, first, last)
 
 
 @part_of_loop
-def _exchange(timed: TimedOrder, rank: int, new: Integers, first: int, last: int) -> None:
-    """Exchange the places from ``first`` to ``last`` of ``rank`` and of ``new``."""
+def _exchange(state: TimedOrder, rank: int, new: Integers, first: int, last: int) -> None:
     for place in range(first, last):
         action = new[place]
-        new[place] = timed.order[rank, place]
-        timed.order[rank, place] = action
-        timed.place[action] = place
+        new[place] = state.order[rank, place]
+        state.order[rank, place] = action
+        state.place[action] = place
 
 
 @part_of_loop
 def _forward(
-    tables: Tables, timed: TimedOrder, rank: int, first: int, last: int, cut: int, longest: int
+    tables: Tables, state: TimedOrder, rank: int, first: int, last: int, cut: int, longest: int
 ) -> tuple[int, bool]:
     """Put into ``trial`` the starts that change with the places ``first`` to ``last`` of ``rank``.
 
@@ -196,75 +195,75 @@ def _forward(
     An action that started later than ``cut`` has nothing after it that changed places, so that its tail
     holds.  Where ranks wait for each other, their actions start ever later.
     """
-    row, heap = timed.order[rank], timed.heap
-    changed = waiting = 0
-    free = _free(tables, timed, rank, first)
+    row, heap = state.order[rank], state.heap
+    changed = size = 0
+    free = _free(tables, state, rank, first)
     for action in row[first:last]:
-        now = _ready(tables, timed, action, free)
+        now = _ready(tables, state, action, free)
         free = now + tables.duration[action // tables.microbatches]
-        if now != timed.trial[action]:
-            changed = _change(timed, changed, action, now)
+        if now != state.trial[action]:
+            changed = _change(state, changed, action, now)
             if action // tables.microbatches < 2 * tables.stages - 1:
                 after = action + tables.microbatches
-                waiting = push(heap, waiting, timed.start[after], after)
+                size = push(heap, size, state.start[after], after)
     if last < len(row):
-        waiting = push(heap, waiting, timed.start[row[last]], row[last])
+        size = push(heap, size, state.start[row[last]], row[last])
     possible = True
-    while waiting and possible:
-        action = pop(heap, waiting)
-        waiting -= 1
+    while size and possible:
+        action = pop(heap, size)
+        size -= 1
         code = action // tables.microbatches
-        home, place = tables.home[code], timed.place[action]
-        now = _ready(tables, timed, action, _free(tables, timed, home, place))
-        if now == timed.trial[action]:
+        home, place = tables.home[code], state.place[action]
+        now = _ready(tables, state, action, _free(tables, state, home, place))
+        if now == state.trial[action]:
             continue
-        changed = _change(timed, changed, action, now)
-        tail = timed.tail[action] if timed.start[action] > cut else 0
+        changed = _change(state, changed, action, now)
+        tail = state.tail[action] if state.start[action] > cut else 0
         possible = now + tail <= longest
-        if place + 1 < timed.order.shape[1]:
-            after = timed.order[home, place + 1]
-            waiting = push(heap, waiting, timed.start[after], after)
+        if place + 1 < state.order.shape[1]:
+            after = state.order[home, place + 1]
+            size = push(heap, size, state.start[after], after)
         if code < 2 * tables.stages - 1:
             after = action + tables.microbatches
-            waiting = push(heap, waiting, timed.start[after], after)
-    while waiting:
-        pop(heap, waiting)
-        waiting -= 1
-    for action in timed.changed[:changed]:
-        timed.listed[action] = False
+            size = push(heap, size, state.start[after], after)
+    while size:
+        pop(heap, size)
+        size -= 1
+    for action in state.changed[:changed]:
+        state.listed[action] = False
     return changed, possible
 
 
 @part_of_loop
-def _change(timed: TimedOrder, changed: int, action: int, start: int) -> int:
+def _change(state: TimedOrder, changed: int, action: int, start: int) -> int:
     """Enter the new ``start`` of ``action``; return how many actions have changed."""
-    timed.trial[action] = start
-    if timed.listed[action]:
+    state.trial[action] = start
+    if state.listed[action]:
         return changed
-    timed.listed[action] = True
-    timed.changed[changed] = action
+    state.listed[action] = True
+    state.changed[changed] = action
     return changed + 1
 
 
 @part_of_loop
-def _backward(tables: Tables, timed: TimedOrder, rank: int, first: int, last: int) -> None:
+def _backward(tables: Tables, state: TimedOrder, rank: int, first: int, last: int) -> None:
     """Renew the tails that change with the places ``first`` to ``last`` of ``rank``."""
-    row, heap = timed.order[rank], timed.heap
-    waiting = 0
+    row, heap = state.order[rank], state.heap
+    size = 0
     for place in range(last - 1, first - 2, -1):
         if place >= 0:
-            waiting = push(heap, waiting, -timed.start[row[place]], row[place])
-    while waiting:
-        action = pop(heap, waiting)
-        waiting -= 1
-        tail = _tail(tables, timed, action)
-        if tail == timed.tail[action]:
+            size = push(heap, size, -state.start[row[place]], row[place])
+    while size:
+        action = pop(heap, size)
+        size -= 1
+        tail = _tail(tables, state, action)
+        if tail == state.tail[action]:
             continue
-        timed.tail[action] = tail
+        state.tail[action] = tail
         code = action // tables.microbatches
-        if timed.place[action]:
-            before = timed.order[tables.home[code], timed.place[action] - 1]
-            waiting = push(heap, waiting, -timed.start[before], before)
+        if state.place[action]:
+            before = state.order[tables.home[code], state.place[action] - 1]
+            size = push(heap, size, -state.start[before], before)
         if 0 < code < 2 * tables.stages:
             before = action - tables.microbatches
-            waiting = push(heap, waiting, -timed.start[before], before)
+            size = push(heap, size, -state.start[before], before)

@@ -17,7 +17,7 @@ from itertools import accumulate
 from random import Random
 from typing import Any
 
-from megatron_pp_ext.compiler.search.list_scheduling import Knobs, Rules, list_makespan
+from megatron_pp_ext.compiler.search.list_scheduling import DueRules, Knobs, list_makespan
 from megatron_pp_ext.compiler.search.problem import NEVER, Problem, with_value
 
 _SUB = 64
@@ -43,7 +43,7 @@ _CHAINS = 4
 
 
 @dataclass(frozen=True, order=True, slots=True)
-class Plan:
+class BlockPlan:
     """A building block and the rules by which a list schedule follows it.
 
     ``pauses`` (one a leg), ``turns`` (one between two legs), ``shifts`` (one a station), ``period``,
@@ -56,7 +56,7 @@ class Plan:
     turns: tuple[int, ...]
     shifts: tuple[int, ...]
     period: int
-    rules: Rules
+    rules: DueRules
     jitter: tuple[int, ...]
 
     def knobs(self, problem: Problem) -> Knobs:
@@ -79,7 +79,7 @@ class Plan:
         return Knobs(tuple(due), tuple(gaps), self.rules)
 
 
-Found = tuple[int, Plan]
+Found = tuple[int, BlockPlan]
 """A makespan and the plan that has it."""
 
 
@@ -90,12 +90,12 @@ def tune(problem: Problem, trials: int, random: Random, *, each_leg: bool) -> li
     is spent on all chains alike, and a sixth each on the better two and on the best.  With ``each_leg``, half
     of the starting points have an independent pause for every leg: a wave's legs need not go in pairs.
     """
-    found = best(problem, {_start(problem, random, each_leg) for _ in range(max(1, trials // 3))})
+    plans = best(problem, {_start(problem, random, each_leg) for _ in range(max(1, trials // 3))})
     for share, chains in ((3, _CHAINS), (6, _CHAINS // 2), (6, 1)):
-        for chain, start in enumerate(found[:chains]):
-            found[chain] = improve(problem, start, trials // (share * chains), random)
-        found.sort()
-    return found
+        for chain, start in enumerate(plans[:chains]):
+            plans[chain] = improve(problem, start, trials // (share * chains), random)
+        plans.sort()
+    return plans
 
 
 def improve(problem: Problem, start: Found, trials: int, random: Random) -> Found:
@@ -112,17 +112,17 @@ def improve(problem: Problem, start: Found, trials: int, random: Random) -> Foun
     return length, plan
 
 
-def best(problem: Problem, plans: Iterable[Plan]) -> list[Found]:
+def best(problem: Problem, plans: Iterable[BlockPlan]) -> list[Found]:
     """Return the shortest few of ``plans``, shortest first."""
-    found: list[Found] = []
+    shortest: list[Found] = []
     for plan in plans:
-        length = _length(problem, plan, found[-1][0] if len(found) == _CHAINS else NEVER)
+        length = _length(problem, plan, shortest[-1][0] if len(shortest) == _CHAINS else NEVER)
         if length is not None:
-            found = sorted([*found, (length, plan)])[:_CHAINS]
-    return found
+            shortest = sorted([*shortest, (length, plan)])[:_CHAINS]
+    return shortest
 
 
-def _length(problem: Problem, plan: Plan, longest: int = NEVER) -> int | None:
+def _length(problem: Problem, plan: BlockPlan, longest: int = NEVER) -> int | None:
     return list_makespan(problem, plan.knobs(problem), longest)
 
 
@@ -141,23 +141,23 @@ def _period(problem: Problem) -> int:
     By Little's law a rank keeps the activations of as many microbatches as begin while one is on its way.
     """
     stages = problem.placement.stages
-    each = map(sum, zip(problem.duration, problem.delay, strict=False))
-    starts = tuple(accumulate(each, initial=0))
-    kept = [0] * problem.placement.ranks
+    steps = map(sum, zip(problem.duration, problem.delay, strict=False))
+    starts = tuple(accumulate(steps, initial=0))
+    areas = [0] * problem.placement.ranks
     for stage in range(stages):
         gradient = 2 * stages - 1 - stage
         way = starts[gradient] - starts[stage] + problem.duration[gradient]
         weight = problem.duration[problem.weight_of(gradient)]
-        kept[problem.home[stage]] += problem.kept[stage] * (way + weight)
+        areas[problem.home[stage]] += problem.kept[stage] * (way + weight)
     # A rank that keeps nothing may have a limit of nothing.
-    limited = zip(kept, problem.limits, strict=True)
+    limited = zip(areas, problem.limits, strict=True)
     by_memory = max((area // limit for area, limit in limited if area), default=0)
     work = _work(problem)
     # Plans start with up to twice this period, so a little more than the work's is among them anyway.
     return by_memory if by_memory > 2 * work else work
 
 
-def _start(problem: Problem, random: Random, each_leg: bool) -> Plan:
+def _start(problem: Problem, random: Random, each_leg: bool) -> BlockPlan:
     """Draw a published kind of block or one between two of them, to be followed more or less strictly."""
     legs = 2 * problem.placement.chunks
     quarter = _tick(problem) * _SUB // 4
@@ -167,23 +167,23 @@ def _start(problem: Problem, random: Random, each_leg: bool) -> Plan:
     by_leg = pauses * problem.placement.chunks
     if each_leg and random.randrange(2):
         by_leg = tuple(random.choice(_LEG_PAUSES) for _ in range(legs))
-    return Plan(
+    return BlockPlan(
         pauses=tuple(pause * quarter for pause in by_leg),
         turns=(0,) * (legs - 1),
         shifts=(0,) * problem.stations,
         period=_period(problem) * _SUB * random.choice(_PERIODS) // 4,
-        rules=Rules(
+        rules=DueRules(
             weight_delay=random.choice((_LONG, _LONG, 16 * quarter)),
             slack=slack if slack == _LONG else slack * quarter,
             patience=patience,
             weight_patience=patience,
-            makes_room=random.randrange(2) == 0,
+            frees_memory=random.randrange(2) == 0,
         ),
         jitter=(0,) * (2 * _EDGE),
     )
 
 
-def _change(plan: Plan, tick: int, random: Random) -> Plan:
+def _change(plan: BlockPlan, tick: int, random: Random) -> BlockPlan:
     fine = tick * _SUB
     match random.randrange(12):
         case 0:
@@ -216,7 +216,7 @@ def _change(plan: Plan, tick: int, random: Random) -> Plan:
         case 7:
             return replace(plan, shifts=with_value(plan.shifts, random.randrange(len(plan.shifts)), 0))
         case 8:
-            return _with_rules(plan, makes_room=not plan.rules.makes_room)
+            return _with_rules(plan, frees_memory=not plan.rules.frees_memory)
         case 9 | 10:
             at = random.randrange(len(plan.jitter))
             jitter = plan.jitter[at] + random.randrange(-2 * fine, 2 * fine + 1)
@@ -225,5 +225,5 @@ def _change(plan: Plan, tick: int, random: Random) -> Plan:
             return replace(plan, period=plan.period * random.randrange(950, 1100) // 1000)
 
 
-def _with_rules(plan: Plan, **changes: Any) -> Plan:
+def _with_rules(plan: BlockPlan, **changes: Any) -> BlockPlan:
     return replace(plan, rules=plan.rules._replace(**changes))

@@ -16,11 +16,13 @@ def what_to_merge(inputs: Mapping[int, int], names: Sequence[str]) -> str:
         ("layers that follow each other without a branch", True),
         ("layers with those that only they read", False),
     ):
-        groups = sorted((one for one in groups_of(inputs, within_branch) if len(one) > 1), key=len)[::-1]
+        groups = sorted((group for group in groups_of(inputs, within_branch) if len(group) > 1), key=len)[
+            ::-1
+        ]
         if groups:
-            named = ", ".join(f"{names[one[0]]} to {names[one[-1]]}" for one in groups[:_MOST_NAMED])
+            spans = ", ".join(f"{names[group[0]]} to {names[group[-1]]}" for group in groups[:_MOST_NAMED])
             more = f", and {len(groups) - _MOST_NAMED} more" if len(groups) > _MOST_NAMED else ""
-            return f"merge {merged} into one: {named}{more}"
+            return f"merge {merged} into one: {spans}{more}"
     return "merge layers of its branches into one"
 
 

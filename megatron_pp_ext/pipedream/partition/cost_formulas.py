@@ -8,7 +8,7 @@ cross the cut before it and b those after it, and B the bandwidth of a worker's 
     reference  max((T + 4 (r-1) W / (B r)) / r, 2 max(a, b) / (B r))
 
 ``paper`` is PipeDream's own (SOSP 2019, section 3.1), and ``reference`` that of its authors' public
-optimizer.  A formula sees one stage at a time, so the seconds of a pipeline are those of its slowest stage,
+optimizer.  A formula sees one stage at a time, so the seconds of a pipeline are its slowest stage's,
 and the dynamic programme stays exact.
 """
 
@@ -19,9 +19,9 @@ import numpy as np
 
 
 class StageLoad(NamedTuple):
-    """What a stage has to do for one microbatch; numbers may be arrays, which broadcast.
+    """The work of a stage on one microbatch; numbers may be arrays, which broadcast.
 
-    ``seconds`` are those of one replica, ``weights`` its bytes.  ``bytes_in`` cross the cut before the stage
+    ``seconds`` are of one replica, ``weights`` its bytes.  ``bytes_in`` cross the cut before the stage
     and ``bytes_out`` the one after it, forward as activations and backward as gradients.  A replica is a
     machine of ``machines`` parts of the level below, 1 if it is a single worker.  ``is_first`` means that the
     pipeline of this level begins with the stage, so that the cut before it is one of a level above.
@@ -72,7 +72,7 @@ def reference(stage: StageLoad) -> Any:
 
     The worker waits for the gradients.  Both cuts of a stage count, but none of the first stage.  The parts
     of a machine share the sending of gradients, though only in the first stage.
-    docs/without-a-flush.md says where the answers are not the optimizer's.
+    docs/without-a-flush.md lists where the answers are not the optimizer's.
     """
     shared_by = stage.machines if stage.is_first else 1
     gradients = 4 * (stage.replicas - 1) * stage.weights / stage.replicas / shared_by / stage.bandwidth

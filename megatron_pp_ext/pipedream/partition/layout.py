@@ -37,7 +37,7 @@ def replicas_flag(partition: Partition) -> str:
 
 
 def training_flags(partition: Partition, profile: Profile) -> str:
-    """Return the flags that train a partition, without those of the model.
+    """Return the flags that train a partition, without the model's flags.
 
     ValueError for one stage, which is no pipeline, and for a model that is not Megatron's.
     """

@@ -17,7 +17,7 @@ import numpy as np
 from megatron_pp_ext.pipedream.partition.antichains import States, states_of
 from megatron_pp_ext.pipedream.partition.cost_formulas import FORMULAS, StageLoad, worker_bytes
 from megatron_pp_ext.pipedream.partition.in_flight import in_flight
-from megatron_pp_ext.pipedream.partition.recurrence import Block, Level, MemoryWorker, Worker, hierarchy
+from megatron_pp_ext.pipedream.partition.recurrence import Level, MemoryWorker, StageBlock, Worker, hierarchy
 from megatron_pp_ext.schedule.formats.profile import Profile
 
 MOST_WORKERS = 4096
@@ -31,7 +31,7 @@ MOST_STATE = 1e6
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class PartitionStage:
     """A stage: the positions of its ``layers`` in the profile, and the number of its ``replicas``.
 
     ``seconds`` is forward and backward of one microbatch on one replica.  ``memory_bytes`` on each worker
@@ -47,9 +47,9 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """The best pipeline found: its seconds between microbatches, next to those of simpler arrangements."""
+    """The best pipeline: its seconds between microbatches, next to the seconds of simpler arrangements."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[PartitionStage, ...]
     bottleneck_seconds: float
     data_parallel_seconds: float
     single_worker_seconds: float
@@ -172,10 +172,10 @@ def _check(
         )
 
 
-def _stages(states: States, worker: Worker, blocks: Sequence[Block]) -> tuple[Stage, ...]:
+def _stages(states: States, worker: Worker, blocks: Sequence[StageBlock]) -> tuple[PartitionStage, ...]:
     depths = in_flight([block.replicas for block in blocks])
     return tuple(
-        Stage(
+        PartitionStage(
             layers=states.layers(block.start, block.end),
             replicas=block.replicas,
             seconds=float(states.seconds[block.end] - states.seconds[block.start]),

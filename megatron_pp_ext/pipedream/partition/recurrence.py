@@ -37,7 +37,7 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class StageBlock:
     """One stage: the layers between two states, on ``replicas`` workers."""
 
     start: int
@@ -77,7 +77,7 @@ class Solver(Protocol):
         They are infinite where k..``end`` is no block or cannot be run.
         """
 
-    def split(self, start: int, end: int, downstream: float) -> list[Block]:
+    def split(self, start: int, end: int, downstream: float) -> list[StageBlock]:
         """Return the stages of the best pipeline of one block, in order."""
 
 
@@ -106,11 +106,11 @@ class Worker:
     def bytes(self, start: int, end: int, depths: Array) -> Array:
         """Return the bytes that a worker keeps of these blocks, in the shape of ``seconds``."""
         weights = self._states.weights[end] - self._states.weights[start:end]
-        kept = self._states.kept[end] - self._states.kept[start:end]
-        return depths[:, np.newaxis] * (kept + weights) + self._state_per_weight * weights
+        activations = self._states.kept[end] - self._states.kept[start:end]
+        return depths[:, np.newaxis] * (activations + weights) + self._state_per_weight * weights
 
-    def split(self, start: int, end: int, downstream: float) -> list[Block]:
-        return [Block(start, end, 1)]
+    def split(self, start: int, end: int, downstream: float) -> list[StageBlock]:
+        return [StageBlock(start, end, 1)]
 
 
 class MemoryWorker(Worker):
@@ -147,17 +147,19 @@ class Machine:
     def seconds(self, start: int, end: int, depths: Array) -> Array:
         return np.stack([self._table(float(depth))[start:end, end] for depth in depths])
 
-    def split(self, start: int, end: int, downstream: float) -> list[Block]:
+    def split(self, start: int, end: int, downstream: float) -> list[StageBlock]:
         """See ``Solver``.  Among equally good ones, late stages have as few replicas as possible."""
         solved = self._solve(start, 1, downstream)[0]
-        stages: list[Block] = []
+        stages: list[StageBlock] = []
         workers = self._level.workers
         while workers:
             first, replicas = self._last_stage(solved, start, end, workers, downstream)
             workers -= replicas
             after = float(self._downstream(replicas, np.asarray(workers), downstream))
             inner = self._inner.split(first, end, after)
-            stages = [Block(one.start, one.end, one.replicas * replicas) for one in inner] + stages
+            stages = [
+                StageBlock(block.start, block.end, block.replicas * replicas) for block in inner
+            ] + stages
             end = first
         return stages
 
@@ -188,11 +190,11 @@ class Machine:
             for replicas, row in choices.rows.items():
                 firsts = first[row[0], :rows]
                 best[: len(firsts), replicas] = np.minimum(best[: len(firsts), replicas], firsts)
-                both = space[:, 1 : workers + 1 - replicas, :end]
+                pipelines = space[:, 1 : workers + 1 - replicas, :end]
                 stage = later[row[1:]] if row[0] < row[-1] else later[row[:1]]
-                np.maximum(solved[:, 1 : workers + 1 - replicas, :end], stage, out=both)
+                np.maximum(solved[:, 1 : workers + 1 - replicas, :end], stage, out=pipelines)
                 after = best[:, 1 + replicas :]
-                np.minimum(after, both.min(axis=-1, initial=np.inf), out=after)
+                np.minimum(after, pipelines.min(axis=-1, initial=np.inf), out=after)
             solved[:, :, end] = best
         return solved
 
@@ -240,17 +242,17 @@ class Machine:
         self, solved: Array, start: int, end: int, workers: int, downstream: float
     ) -> tuple[int, int]:
         """Return first state and replicas of the last stage in the best pipeline of start..end."""
-        wanted = solved[workers, end - start]
+        best = solved[workers, end - start]
         choices = self._choices(downstream)
         first, later = self._stages(choices, start, end)
         for replicas, row in choices.rows.items():
             before = workers - replicas
-            if before == 0 and first[row[0], 0] <= wanted:
+            if before == 0 and first[row[0], 0] <= best:
                 return start, replicas
             if before > 0:
-                both = np.maximum(solved[before, : end - start], later[row[before]])
-                if both.min() <= wanted:
-                    return start + int(np.argmin(both)), replicas
+                pipelines = np.maximum(solved[before, : end - start], later[row[before]])
+                if pipelines.min() <= best:
+                    return start + int(np.argmin(pipelines)), replicas
         raise AssertionError("the recurrence gave a time that none of its own choices has")
 
 

@@ -24,7 +24,7 @@ from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement
-from megatron_pp_ext.schedule.timing import Span
+from megatron_pp_ext.schedule.timing import RankSpan
 
 MARGIN = 0.05
 """The memory that allocators leave unused and that is not modelled, as a fraction of the memory that comes
@@ -290,7 +290,7 @@ def estimate_request(job: Job, system: System, request: Request, margin: float =
     return replace(estimated, note=next(filter(None, cautions), made.note))
 
 
-def waits_around(work: Workload, spans: tuple[Span, ...]) -> float:
+def waits_around(work: Workload, spans: tuple[RankSpan, ...]) -> float:
     """Return the seconds that a step takes beyond its pipeline.
 
     An overlapped reduction has the rank's last backward, and the time until the last rank ends, to hide

@@ -1,1 +1,1 @@
-"""What a rank can do in a step: one class an operation, which runs itself (``operation.Operation``)."""
+"""The operations of a rank in a step, one class each, which run themselves (``operation.Operation``)."""

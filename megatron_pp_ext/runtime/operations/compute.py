@@ -19,7 +19,7 @@ Around = Callable[[Rank], AbstractContextManager[None]]
 
 @dataclass(frozen=True, slots=True)
 class Compute(Recorded):
-    """An F, I, W or B: takes the tensor of ``source``, if any, and leaves that of ``target``, if any.
+    """An F, I, W or B: takes the tensor ``source``, if any, and leaves the tensor ``target``, if any.
 
     Features may surround a forward with contexts of theirs, ``around``.  While messages of an I travel,
     products of its ``lender`` run, which is a W (``schedule.beside``).

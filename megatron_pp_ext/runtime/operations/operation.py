@@ -1,4 +1,4 @@
-"""What every operation can do."""
+"""The protocol of every operation."""
 
 from abc import abstractmethod
 from contextlib import AbstractContextManager, nullcontext

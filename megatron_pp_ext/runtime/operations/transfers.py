@@ -1,4 +1,4 @@
-"""Messages between ranks.  What a stage hands to another one of its rank needs none of these."""
+"""Messages between ranks.  Stages of one rank exchange tensors without them."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from megatron_pp_ext.schedule.messages import Message
 class Post(Operation):
     """Post the receive of a message, for an action that may come much later.
 
-    Where no shapes are known, one that ``repeats`` has that of the microbatch's earlier messages.
+    Where no shapes are known, one that ``repeats`` has the shape of the microbatch's earlier messages.
     """
 
     peer: int
@@ -24,7 +24,7 @@ class Post(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Receive(Operation):
-    """Let what is computed next wait for a message whose receive is posted."""
+    """Let the next computation wait for a message whose receive is posted."""
 
     peer: int
     message: Message
@@ -35,7 +35,7 @@ class Receive(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Send(Operation):
-    """Begin to send what an action has made for another rank; see ``Post``."""
+    """Begin to send an action's output to another rank; see ``Post``."""
 
     peer: int
     message: Message

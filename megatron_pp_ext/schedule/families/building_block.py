@@ -5,7 +5,7 @@ microbatch each period.  In the V placement a microbatch goes down and up the ra
 four legs: F of the first chunk (down), F of the second (up), I of the second (down), I of the
 first (up).  A period is six ticks, one for each leg and one for each of the two W.
 
-The block settles memory: a rank keeps a chunk from its F to its W, so the shorter that time, the
+The block determines memory: a rank keeps a chunk from its F to its W, so the shorter that time, the
 fewer microbatches are alive.  The paper turns a repeated block into a schedule in steps: squeeze
 out the idle ticks, rewrite warm-up and cool-down, put W back where a rank waits.  ``unroll`` does
 all of it in one run of the pipeline on paper, in which the block is not a timetable but a list of

@@ -12,7 +12,7 @@ the two run one after the other.  Rank r, which holds chunk 0 and chunk 1, goes 
 5. B1 F1+B0, no F0 left:                                               p - r - 1
 6. B1 B0, from the middle on I1 I0, gradients for other ranks first:   r + 1
 7. W I0:                                                               p - r - 1
-8. W, what is left:                                                    r + 1
+8. the remaining W:                                                    r + 1
 
 W is the oldest one that waits, of either chunk.
 """
@@ -35,17 +35,17 @@ def build(ranks: int, microbatches: int) -> Schedule:
     placement = v(ranks)
     whole = max(microbatches, 2 * ranks)
     orders = (order_of(_phases(rank, ranks, whole), rank, placement) for rank in range(ranks))
-    kept = tuple(tuple(action for action in order if action.microbatch < microbatches) for order in orders)
-    return Schedule("dualpipe-v", placement, microbatches, kept)
+    trimmed = tuple(tuple(action for action in order if action.microbatch < microbatches) for order in orders)
+    return Schedule("dualpipe-v", placement, microbatches, trimmed)
 
 
 def build_paired(ranks: int, microbatches: int) -> Schedule:
     """DualPipeV with the pairs of phases 4 and 5, for the same sizes and with the same memory."""
     plain = build(ranks, microbatches)
-    here = set(plain)
+    actions = set(plain)
     phases = (_phases(rank, ranks, max(microbatches, 2 * ranks)) for rank in range(ranks))
     pairs = (pairs_of(of_rank, rank, plain.placement) for rank, of_rank in enumerate(phases))
-    paired = (forward for forward, backward in chain.from_iterable(pairs) if {forward, backward} <= here)
+    paired = (forward for forward, backward in chain.from_iterable(pairs) if {forward, backward} <= actions)
     return replace(plain, paired=frozenset(paired))
 
 

@@ -1,6 +1,6 @@
 """Evaluation: forwards alone, for any placement.
 
-There is one rule: of the forwards whose input is there, a rank runs that of the deepest stage.  Any
+There is one rule: of the forwards whose input is there, a rank runs the deepest stage's.  Any
 choice would take the same time; this one drains microbatches before it admits more, so that few
 activations lie between the chunks, whatever m is.  With a loop it is Megatron-LM's order (groups of p
 microbatches), without its condition that p divides m.

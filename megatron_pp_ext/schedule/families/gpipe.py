@@ -28,11 +28,11 @@ def build_breadth_first(ranks: int, microbatches: int, chunks: int) -> Schedule:
 
 
 def _orders(placement: Placement, microbatches: int) -> tuple[tuple[Action, ...], ...]:
-    each = range(microbatches)
+    numbers = range(microbatches)
     return tuple(
         (
-            *(Action(stage, Kind.F, i) for stage in placement.stages_of(rank) for i in each),
-            *(Action(stage, Kind.B, i) for stage in placement.stages_of(rank)[::-1] for i in each),
+            *(Action(stage, Kind.F, i) for stage in placement.stages_of(rank) for i in numbers),
+            *(Action(stage, Kind.B, i) for stage in placement.stages_of(rank)[::-1] for i in numbers),
         )
         for rank in range(placement.ranks)
     )

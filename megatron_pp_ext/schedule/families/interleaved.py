@@ -6,7 +6,7 @@ likewise from its last chunk to its first.  The bubble of 1F1B is divided by the
 memory and messages grow.
 
 Where p does not divide m the last group is short, which Megatron-LM refuses.  Here the order is
-that of the next multiple of p with the missing microbatches left out: no rank then waits for
+for the next multiple of p with the missing microbatches left out: no rank then waits for
 anything it did not wait for before, so the order stays free of deadlock.
 
 With pairs, a forward and a backward run together (Megatron-LM with --overlap-moe-expert-parallel-comm;
@@ -67,7 +67,9 @@ def _order(
     warm_up = (ranks - rank - 1) * 2 + (chunks - 1) * ranks + one_more
     steady = zip(forwards[warm_up:], backwards, strict=False)
     return (
-        tuple(one for one in alternating(forwards, backwards, warm_up) if one.microbatch < microbatches),
+        tuple(
+            action for action in alternating(forwards, backwards, warm_up) if action.microbatch < microbatches
+        ),
         [f for f, b in steady if max(f.microbatch, b.microbatch) < microbatches],
     )
 
@@ -89,7 +91,7 @@ def _split_order(rank: int, placement: Placement, microbatches: int) -> tuple[Ac
 
 
 def _in_groups(kind: Kind, stages: tuple[int, ...], ranks: int, groups: int) -> list[Action]:
-    """Return ``groups`` groups of ``ranks`` microbatches, each group through all ``stages`` in turn."""
+    """Return ``groups`` groups of ``ranks`` microbatches, each group through all ``stages``."""
     return [
         Action(stage, kind, microbatch)
         for group in range(groups)

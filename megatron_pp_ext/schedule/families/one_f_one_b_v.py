@@ -67,7 +67,7 @@ def _squeeze(timetable: Iterable[Action], placement: Placement, cap: int) -> tup
         rank, ticks = home[action.stage], _TICKS[action.kind]
         row = rows[rank]
         before = delivers(action._replace(microbatch=action.microbatch - 1))
-        start = max(ends.get(one, 0) for one in (before, *needs(action, placement)))
+        start = max(ends.get(need, 0) for need in (before, *needs(action, placement)))
         if action.kind is Kind.F:
             start = max(start, _last_full(row, live[rank], cap, start))
         at = bisect(row, start, key=itemgetter(0))

@@ -1,4 +1,4 @@
-"""What families share: 1F1B's three phases, and the reader of orders that are tables of phases."""
+"""1F1B's three phases, and the reader of orders that are tables of phases; families share both."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,7 +12,7 @@ type Phases = Iterable[tuple[str, int]]
 
 
 def alternating(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> list[Action]:
-    """Return ``warm_up`` of ``forwards``, one forward and one backward in turn, and the backwards left."""
+    """Return ``warm_up`` of ``forwards``, alternating forwards and backwards, the remaining backwards."""
     warm_up = min(warm_up, len(forwards))
     in_turn = chain.from_iterable(zip(forwards[warm_up:], backwards, strict=False))
     return [*forwards[:warm_up], *in_turn, *backwards[len(forwards) - warm_up :]]
@@ -38,20 +38,20 @@ def pairs_of(phases: Phases, rank: int, placement: Placement) -> list[tuple[Acti
 def _read(phases: Phases, rank: int, placement: Placement) -> Iterator[list[Action]]:
     """Yield the actions of each word."""
     stages = placement.stages_of(rank)
-    left: list[Action] = []
+    pending: list[Action] = []
     following: Counter[tuple[int, bool]] = Counter()
 
     def action_of(part: str) -> Action:
         kind, chunk = Kind(part[0]), part[1:]
         if kind is Kind.W:
-            action = next(action for action in left if not chunk or action.stage == stages[int(chunk)])
-            left.remove(action)
+            action = next(action for action in pending if not chunk or action.stage == stages[int(chunk)])
+            pending.remove(action)
             return action
         stage = stages[int(chunk)]
         action = Action(stage, kind, following[stage, kind is Kind.F])
         following[stage, kind is Kind.F] += 1
         if kind is Kind.I:
-            left.append(action._replace(kind=Kind.W))
+            pending.append(action._replace(kind=Kind.W))
         return action
 
     for phase, times in phases:

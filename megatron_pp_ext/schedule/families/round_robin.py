@@ -77,7 +77,7 @@ class Replicas:
         return bisect_right(list(accumulate(self.counts)), rank)
 
     def turns(self, rank: int, microbatches: int) -> range:
-        """Return those of the first ``microbatches`` microbatches that ``rank`` takes."""
+        """Return the numbers of the microbatches that ``rank`` takes, of the first ``microbatches``."""
         stage = self.stage_of(rank)
         return range(rank - self.first_rank(stage), microbatches, self.counts[stage])
 
@@ -116,7 +116,7 @@ def evaluation(replicas: Replicas, microbatches: int) -> tuple[tuple[Action, ...
 
 def _order(replicas: Replicas, rank: int, microbatches: int) -> tuple[Action, ...]:
     stage = replicas.stage_of(rank)
-    mine = replicas.turns(rank, microbatches)
-    forwards = [Action(stage, Kind.F, microbatch) for microbatch in mine]
-    backwards = [Action(stage, Kind.B, microbatch) for microbatch in mine]
+    numbers = replicas.turns(rank, microbatches)
+    forwards = [Action(stage, Kind.F, microbatch) for microbatch in numbers]
+    backwards = [Action(stage, Kind.B, microbatch) for microbatch in numbers]
     return tuple(alternating(forwards, backwards, replicas.warm_up(stage)))

@@ -5,7 +5,7 @@ same on every rank: one chunk lives long where the other lives short.  How large
 the steps of the building block, the ticks from rank to rank on the way down and on the way up:
 1 and 1 for V-Min, 2 and 1 for V-Half; 6 ticks in all would be 1F1B's memory.
 
-The turns settle that no two of a rank's actions fall on the same tick of the period; where
+The turns ensure that no two of a rank's actions fall on the same tick of the period; where
 (1, 1, 1) does not, the paper waits at rank 0.  V-Half follows it, and keeps its order in the steady
 state: it has no repeating bubble as long as W + 2I >= 2F and W + 2F >= 2I.
 

@@ -5,13 +5,13 @@ Rank r, which holds chunk 0 and chunk 1, goes through eight phases.  Those named
 way down and back to rank 0, those named 1 to the leg that turns round at the last rank:
 
 1. F0 until the first microbatch is back from the last rank:           2(p - r) - 1 times
-2. F1 F0, as microbatches come back and memory has room:               r
+2. F1 F0, as microbatches come back and memory allows it:              r
 3. F1 I1 W1, memory is full, a chunk must go before one comes:         p - r
 4. F0 I0 W0 F1 I1 W1, the steady state:                                m - 2p + 1 + r
 5. I0 W0 F1 I1 W1, no F0 left:                                         p - 1 - r
 6. I0 I1, gradients on the way to other ranks first:                   r
 7. I0 W0:                                                              p - r
-8. W0 W1, what is left:                                                r
+8. the remaining W0 W1:                                                r
 """
 
 from megatron_pp_ext.schedule.actions import Action, Schedule

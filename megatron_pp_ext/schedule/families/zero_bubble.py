@@ -2,7 +2,7 @@
 
 Only the input gradient (I) is awaited by the rank before; the weight gradient (W) can be done at
 any later time, so it is kept back to fill the bubbles at the end.  Both schedules are one shape,
-and one number tells them apart: how many microbatches a rank may keep beyond 1F1B's p.
+and one number distinguishes them: how many microbatches a rank may keep beyond 1F1B's p.
 
 H1 keeps none.  Rank r warms up with 1F1B's p - r forwards and runs W r microbatches after I,
 so that every rank needs rank 0's memory.
@@ -56,6 +56,6 @@ def _order(rank: int, microbatches: int, warm_up: int, delay: int) -> tuple[Acti
             order.append(Action(rank, Kind.W, microbatch - delay))
         if microbatch + warm_up < microbatches:
             order.append(Action(rank, Kind.F, microbatch + warm_up))
-    left = range(max(microbatches - delay, 0), microbatches)
-    order += [Action(rank, Kind.W, microbatch) for microbatch in left]
+    remaining = range(max(microbatches - delay, 0), microbatches)
+    order += [Action(rank, Kind.W, microbatch) for microbatch in remaining]
     return tuple(order)

@@ -21,7 +21,7 @@ from megatron_pp_ext.schedule.placement import Placement, Shape
 
 _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 _OF_TORCH = re.compile(r"[0-9]+((WAIT_)?(SEND|RECV)_[FB]|UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD)[0-9]*")
-"""What only torch's ``compute_comms`` files have."""
+"""Kinds of cells that only torch's ``compute_comms`` files have."""
 
 _CELL = re.compile(r"([0-9]{1,6})([FIWBST])([0-9]{1,6})")
 
@@ -96,17 +96,19 @@ def _action(path: Path, row: int, cell: int, text: str, part: str) -> Action:
 
 def _placement(path: Path, orders: tuple[tuple[Action, ...], ...]) -> Placement:
     """Return the placement under which every rank holds exactly the stages that its row names."""
-    held = [tuple(sorted({action.stage for action in order if action.kind in OF_STAGES})) for order in orders]
+    held_stages = [
+        tuple(sorted({action.stage for action in order if action.kind in OF_STAGES})) for order in orders
+    ]
     shares = any(action.kind not in OF_STAGES for order in orders for action in order)
-    ranks, chunks = len(held), len(held[0])
+    ranks, chunks = len(held_stages), len(held_stages[0])
     shapes = {1: [Shape.LINEAR], 2: [Shape.LOOP, Shape.V]}.get(chunks, [Shape.LOOP, Shape.WAVE])
     if chunks:
         for shape in shapes:
             placement = Placement(shape, ranks, chunks, shares)
-            for one in (placement, placement.turned_over) if placement.folds else (placement,):
-                if all(stages == one.stages_of(rank) for rank, stages in enumerate(held)):
-                    return one
-    rows = ", ".join(f"row {rank} holds {list(stages)}" for rank, stages in enumerate(held[:4]))
+            for candidate in (placement, placement.turned_over) if placement.folds else (placement,):
+                if all(stages == candidate.stages_of(rank) for rank, stages in enumerate(held_stages)):
+                    return candidate
+    rows = ", ".join(f"row {rank} holds {list(stages)}" for rank, stages in enumerate(held_stages[:4]))
     raise ValueError(
         f"{path}: the stages of the rows fit no placement ({rows}{', ...' if ranks > 4 else ''}): "
         "place them linear, loop, v or wave"

@@ -25,9 +25,9 @@ class Layer:
     """The costs of one layer for one microbatch, on one worker.
 
     ``activation_bytes`` is the size of the output, which is sent to the next stage where a stage ends here.
-    ``saved_bytes`` is what the layer keeps for its backward; None where it was not measured, and then the
-    output stands for it, as in PipeDream (SOSP 2019, section 3.1).  ``symbol`` is the layer's letter in
-    Megatron's --pipeline-model-parallel-layout (E embedding, t transformer layer, L output and loss),
+    ``saved_bytes`` is the memory that the layer keeps for its backward; None where it was not measured, and
+    then the output stands for it, as in PipeDream (SOSP 2019, section 3.1).  ``symbol`` is the layer's letter
+    in Megatron's --pipeline-model-parallel-layout (E embedding, t transformer layer, L output and loss),
     empty for other models.  ValueError for a number that is not from 0 to ``MOST``.
     """
 
@@ -102,18 +102,18 @@ class Profile:
                 f"all layers of the profile take {seconds:g} s together, but must take {LEAST_SECONDS:g} s "
                 "or more: profile again"
             )
-        named = list(dict.fromkeys(edges))
-        for edge in named:
+        names = list(dict.fromkeys(edges))
+        for edge in names:
             for name in edge:
                 if name not in position:
                     raise ValueError(
                         f"the edge {edge[0]} -- {edge[1]} names {name!r}, but there is no such layer: "
                         "add the layer or leave the edge out"
                     )
-        order = _sorted(len(layers), [(position[a], position[b]) for a, b in named], [x.name for x in layers])
+        order = _sorted(len(layers), [(position[a], position[b]) for a, b in names], [x.name for x in layers])
         place = {layers[number].name: at for at, number in enumerate(order)}
         return cls(
-            tuple(layers[number] for number in order), tuple(sorted((place[a], place[b]) for a, b in named))
+            tuple(layers[number] for number in order), tuple(sorted((place[a], place[b]) for a, b in names))
         )
 
     @property

@@ -33,7 +33,7 @@ class RankRehearsal:
 
     ``stages`` are the costs of its chunks, in seconds and bytes.  They leave out the ``collectives`` of one
     microbatch, which take no time when a rank runs alone, and messages, each of ``message_bytes``.
-    ``head`` are those of its part of a head that is split over the ranks.
+    ``head`` are of its part of a head that is split over the ranks.
     ``outside_seconds`` is the time between the last action of a step and the first of the next, for
     optimizer, logging and data.  ``peak_activation_bytes`` is measured by the recorder.  ``weight_bytes``,
     ``gradient_bytes`` and ``optimizer_bytes`` are the sizes of the tensors that the rank holds;

@@ -1,4 +1,4 @@
-"""The record that a training run writes for ``mpp verify``, put together from those of its ranks.
+"""The record that a training run writes for ``mpp verify``, put together from its ranks' records.
 
 Every rank writes the losses and gradient norms of its steps to a JSON file in one folder, in full precision.
 The gradients of a run's first step, where requested, are in the same folder (``runtime.gradients_file``).
@@ -36,7 +36,7 @@ def write(folder: Path, rank: int, losses: Sequence[Losses], norms: Sequence[flo
 
 
 def read(folder: Path, steps: int) -> RunRecord:
-    """Return what the ranks of a run wrote to ``folder``.
+    """Return the record that the ranks of a run wrote to ``folder``.
 
     Raises ValueError if they did fewer than ``steps`` steps or contradict each other.
     """
@@ -45,8 +45,8 @@ def read(folder: Path, steps: int) -> RunRecord:
     if not reported or len(reported[0]) < steps:
         done = len(reported[0]) if reported else 0
         raise ValueError(f"it recorded {done} of {steps} steps in {folder}")
-    for what, values in (("losses", reported), ("gradient norms", [rank["norms"] for rank in ranks])):
+    for quantity, values in (("losses", reported), ("gradient norms", [rank["norms"] for rank in ranks])):
         # As text, since a number that is none does not equal itself.
         if len({json.dumps(value) for value in values}) > 1:
-            raise ValueError(f"its ranks report different {what}, see {folder}")
+            raise ValueError(f"its ranks report different {quantity}, see {folder}")
     return RunRecord(tuple(reported[0]), tuple(ranks[0]["norms"]), folder)

@@ -22,7 +22,7 @@ from megatron_pp_ext.schedule.copies import WAYS, label
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.file_names import in_files
 from megatron_pp_ext.schedule.placement import Placement
-from megatron_pp_ext.schedule.recorded import SECONDS, Measured, RankRecord, RecordedStep, Units
+from megatron_pp_ext.schedule.recorded import SECONDS, Measured, RankRecord, RecordedStep, UnitNames
 from megatron_pp_ext.schedule.simulate import Copied, Event, Timeline
 from megatron_pp_ext.schedule.spans import Span
 from megatron_pp_ext.schedule.unit_costs import UnitCosts
@@ -45,7 +45,7 @@ def write(path: Path, name: str, placement: Placement, records: Sequence[RankRec
     _write(path, RecordedStep(name, placement, moved), curves)
 
 
-def write_timeline(path: Path, timeline: Timeline, units: Units = SECONDS) -> None:
+def write_timeline(path: Path, timeline: Timeline, units: UnitNames = SECONDS) -> None:
     """Write a simulated step whose times and activations are in ``units``, replacing ``path`` in one go."""
     schedule, start = timeline.schedule, timeline.start
     records = tuple(
@@ -65,7 +65,7 @@ def write_timeline(path: Path, timeline: Timeline, units: Units = SECONDS) -> No
 
 
 def _simulated_copies(copies: Iterable[Copied], start: float) -> Iterator[Span]:
-    """Yield what a recorder would have seen of the copies of a rank in a step from ``start`` on."""
+    """Yield the spans of a rank's copies as a recorder would have them, in a step from ``start`` on."""
     for copied in copies:
         for way in WAYS:
             begin, end = getattr(copied, way)
@@ -73,18 +73,18 @@ def _simulated_copies(copies: Iterable[Copied], start: float) -> Iterator[Span]:
 
 
 def _on_tracks(records: Sequence[RankRecord]) -> Iterator[dict[str, Any]]:
-    """Yield the spans that have tracks, which stand after those of all ranks' actions."""
+    """Yield the spans that have tracks, which stand after the tracks of all ranks' actions."""
     spans = (span for record in records for span in record.spans)
     tracks = [track for track in dict.fromkeys(span.label.track for span in spans) if track]
     for rank, record in enumerate(records):
         for number, track in enumerate(tracks, 1):
-            here = {"pid": rank, "tid": number * len(records) + rank}
-            found = [span for span in record.spans if span.label.track == track]
-            if found:
-                yield {"name": "thread_name", "ph": "M", **here, "args": {"name": track}}
-            for (category, name, _, about), start, end in found:
+            ids = {"pid": rank, "tid": number * len(records) + rank}
+            on_track = [span for span in record.spans if span.label.track == track]
+            if on_track:
+                yield {"name": "thread_name", "ph": "M", **ids, "args": {"name": track}}
+            for (category, name, _, about), start, end in on_track:
                 times = {"ts": start * 1e6, "dur": (end - start) * 1e6}
-                yield {"name": name, "cat": category, "ph": "X", **here, **times, "args": dict(about)}
+                yield {"name": name, "cat": category, "ph": "X", **ids, **times, "args": dict(about)}
 
 
 def _simulated(timeline: Timeline, events: Sequence[Event], peak: float) -> RankRecord:
@@ -122,21 +122,21 @@ def _write(
     events: list[dict[str, Any]] = []
     tokens = (simulated or {}).get("tokens")
     for rank, (record, curve) in enumerate(zip(records, curves, strict=True)):
-        here = {"pid": rank, "tid": rank}
+        ids = {"pid": rank, "tid": rank}
         events += [
-            {"name": "process_name", "ph": "M", **here, "args": {"name": f"pipeline rank {rank}"}},
-            {"name": "process_sort_index", "ph": "M", **here, "args": {"sort_index": rank}},
-            {"name": "thread_name", "ph": "M", **here, "args": {"name": "actions"}},
+            {"name": "process_name", "ph": "M", **ids, "args": {"name": f"pipeline rank {rank}"}},
+            {"name": "process_sort_index", "ph": "M", **ids, "args": {"sort_index": rank}},
+            {"name": "thread_name", "ph": "M", **ids, "args": {"name": "actions"}},
         ]
         for event in record.events:
             times = {"ts": event.start * 1e6, "dur": (event.end - event.start) * 1e6}
             kind = {"name": str(event.action), "cat": str(event.action.kind), "ph": "X"}
-            shown = {**event.action._asdict(), "live_bytes": event.live_bytes}
+            arguments = {**event.action._asdict(), "live_bytes": event.live_bytes}
             if tokens is not None:
-                shown["tokens"] = tokens[event.action.microbatch]
+                arguments["tokens"] = tokens[event.action.microbatch]
             if event.processor_seconds is not None:
-                shown["processor_seconds"] = event.processor_seconds
-            events.append({**kind, **here, **times, "args": shown})
+                arguments["processor_seconds"] = event.processor_seconds
+            events.append({**kind, **ids, **times, "args": arguments})
         counter = {"name": f"live activations, {step.units.memory}", "ph": "C", "pid": rank}
         events += [{**counter, "ts": time * 1e6, "args": {"live": live}} for time, live in curve]
     events += _flows(step)

@@ -22,7 +22,7 @@ from megatron_pp_ext.schedule.recorded import (
     RankRecord,
     RecordedStep,
     Reduction,
-    Units,
+    UnitNames,
 )
 from megatron_pp_ext.schedule.spans import Label, Span
 
@@ -41,7 +41,7 @@ type _Label = Annotated[str, printable()]
 
 @dataclass(frozen=True, slots=True)
 class _About:
-    """What a trace states of its step; the lists have an entry for each rank (``RankRecord``)."""
+    """The description of its step in a trace; the lists have an entry for each rank (``RankRecord``)."""
 
     __pydantic_config__: ClassVar = {**STRICT, "alias_generator": in_files}
 
@@ -66,13 +66,13 @@ def read(path: Path) -> RecordedStep:
     try:
         return _step(_content(path))
     except UnicodeDecodeError:
-        why = "it is no text"
+        reason = "it is no text"
     except KeyError as error:
-        why = f"it has an event without {error}"
+        reason = f"it has an event without {error}"
     except (TypeError, IndexError, AttributeError, ValueError, RecursionError, zlib.error) as error:
-        why = str(error)
+        reason = str(error)
     raise ValueError(
-        f"{path} is no trace that this package wrote ({why}): give a file of --pipeline-trace, or of mpp "
+        f"{path} is no trace that this package wrote ({reason}): give a file of --pipeline-trace, or of mpp "
         "schedule or mpp rehearse --trace"
     )
 
@@ -88,10 +88,10 @@ def _content(path: Path) -> Any:
 
 
 def _step(content: Any) -> RecordedStep:
-    own = content.get("otherData") if isinstance(content, dict) else None
-    if not isinstance(own, dict) or "pipeline" not in own:
+    other_data = content.get("otherData") if isinstance(content, dict) else None
+    if not isinstance(other_data, dict) or "pipeline" not in other_data:
         raise ValueError("its events are another program's, which ui.perfetto.dev shows")
-    about = parse_as(_About, json.dumps(own["pipeline"]), "")
+    about = parse_as(_About, json.dumps(other_data["pipeline"]), "")
     if len(about.peak_bytes) != about.ranks:
         raise ValueError(f"it has peaks of {len(about.peak_bytes)} ranks, and {about.ranks} ranks")
     sizes = about.ranks, about.chunks, about.splits_head, about.ends_on_last
@@ -120,7 +120,7 @@ def _step(content: Any) -> RecordedStep:
                 spans[event["pid"]].append(Span(_label(event, begin["args"]), *seconds))
     if not all(events):
         raise ValueError("a rank did nothing")
-    acted = {one.action.stage for rank in events for one in rank}
+    acted = {event.action.stage for rank in events for event in rank}
     if len(acted) < placement.stages or not acted <= {*range(placement.stages)}:
         raise ValueError(f"its actions are of other stages than the {placement.stages} of its placement")
     numbers = zip(
@@ -130,12 +130,14 @@ def _step(content: Any) -> RecordedStep:
         about.schedule,
         placement,
         tuple(
-            RankRecord(tuple(rank), size, kept, tuple(sums), error, held, tuple(others))
-            for rank, (size, kept, error, held), sums, others in zip(
+            RankRecord(
+                tuple(rank), size, microbatches, tuple(sums), error, device_bytes, tuple(spans_of_rank)
+            )
+            for rank, (size, microbatches, error, device_bytes), sums, spans_of_rank in zip(
                 events, numbers, reductions, spans, strict=True
             )
         ),
-        Units(*about.units),
+        UnitNames(*about.units),
     )
 
 

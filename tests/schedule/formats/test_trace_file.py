@@ -12,7 +12,7 @@ from megatron_pp_ext.schedule.actions import Action, Kind
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.formats import trace_file, trace_reading
 from megatron_pp_ext.schedule.placement import linear
-from megatron_pp_ext.schedule.recorded import Measured, RankRecord, Reduction, Units
+from megatron_pp_ext.schedule.recorded import Measured, RankRecord, Reduction, UnitNames
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.schedule.spans import Label, Span
 
@@ -107,7 +107,7 @@ def test_a_whole_backward_sends_its_gradient(tmp_path):
 
 
 def test_simulated_steps_are_read_back(timeline, tmp_path):
-    units = Units("weeks", "crates")
+    units = UnitNames("weeks", "crates")
     trace_file.write_timeline(tmp_path / "a.json", timeline, units)
     step = trace_reading.read(tmp_path / "a.json")
     assert step.units == units

@@ -22,7 +22,7 @@ from megatron_pp_ext.schedule.actions import Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.names import FLEX
 from megatron_pp_ext.schedule.placement import Placement
-from megatron_pp_ext.schedule.recorded import Units
+from megatron_pp_ext.schedule.recorded import UnitNames
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from megatron_pp_ext.schedule.unit_costs import UnitCosts
 
@@ -70,7 +70,7 @@ def show_schedule(
     times: ask.Times,
     lengths: Lengths,
     slicing: Slicing,
-    units: Units,
+    units: UnitNames,
     files: ask.Files,
 ) -> None:
     """Print the step of ``request`` in units of slices and packs, and write the files.
