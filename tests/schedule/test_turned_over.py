@@ -19,8 +19,9 @@ from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.costs import Costs, HeadCosts, StageCosts
 from megatron_pp_ext.schedule.formats import csv_file, trace_file, trace_reading
-from megatron_pp_ext.schedule.launch_order import launch_line
+from megatron_pp_ext.schedule.launch_order import launch_order
 from megatron_pp_ext.schedule.messages import Arrival, Launch, planned_launches
+from megatron_pp_ext.schedule.orders import Orders
 from megatron_pp_ext.schedule.placement import FIRST, LAST, Placement, Shape, linear, loop, v, wave
 from megatron_pp_ext.schedule.recorded import RecordedStep
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
@@ -82,13 +83,7 @@ def test_pairs(name: str) -> None:
 
 
 def _planned(schedule: Schedule) -> list[list[tuple[Launch, ...]]]:
-    placement = schedule.placement
-    return planned_launches(
-        schedule.orders,
-        placement.stages,
-        lambda stage, _: placement.rank_of(stage),
-        ends_on_last=placement.ends_on_last,
-    )
+    return planned_launches(Orders.of(schedule))
 
 
 @pytest.mark.parametrize("name", FOLDED)
@@ -96,9 +91,7 @@ def _planned(schedule: Schedule) -> list[list[tuple[Launch, ...]]]:
 def test_the_same_launches(name: str, splits_head: bool) -> None:
     """Also where actions end at the same time: ranks differ in their numbers alone."""
     first, last = (one.schedule for one in both(replace(named(name, 4, 9), splits_head=splits_head)))
-    stages = first.placement.stages
-    before = launch_line(first.orders, stages)
-    after = launch_line(last.orders, stages, ends_on_last=True)
+    before, after = (launch_order(Orders.of(one)) for one in (first, last))
     assert after == [(end, 3 - rank, action) for end, rank, action in before]
     planned = [_planned(one) for one in (first, last)]
     turned = [
