@@ -50,10 +50,12 @@ ValueError for a model that cannot be estimated.
 def costs_at(estimate: Callable[[RequestedJob, int, bool], Costs], asked: RequestedJob) -> CostsAt:
     """Return what ``estimate(asked, stages, splits_head)`` says of ``asked`` at other sequence lengths."""
     # Megatron goes on to complete the arguments, and costs would not know what it adds.
-    asked = asked.changed()
+    asked = asked.with_arguments()
 
     def costs(stages: int, splits_head: bool, length: int, sequences: int) -> Costs:
-        return estimate(asked.changed(seq_length=length, micro_batch_size=sequences), stages, splits_head)
+        return estimate(
+            asked.with_arguments(seq_length=length, micro_batch_size=sequences), stages, splits_head
+        )
 
     return costs
 

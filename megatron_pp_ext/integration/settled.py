@@ -55,14 +55,14 @@ def settle(pipeline: Pipeline, model: Sequence[torch.nn.Module], sequence: int, 
         "hybrid_layer_pattern": of_part("hybrid_layer_pattern", None),
     }
     args = arguments(config, getattr(model[0], "ddp_config", None), **known)
-    asked = RequestedJob(
+    asked = RequestedJob.of_args(
         args,
         {ENGINE: str(get_te_version())},
         placement=pipeline.placement,
         chunks=pipeline.placement.chunks,
         from_file=request.from_file,
     )
-    asked = asked.changed(**choices.chosen(asked, lambda _: request, lambda: asked.job.padded_vocabulary))
+    asked = asked.with_arguments(**choices.chosen(asked, lambda _: request, lambda: asked.padded_vocabulary))
     request = options.read(asked, request)
     asked = replace(asked, splits=request.may_split_backward)
     all_rules.refuse_model(asked)
@@ -87,7 +87,7 @@ def settle(pipeline: Pipeline, model: Sequence[torch.nn.Module], sequence: int, 
 
 def _estimate(asked: RequestedJob, stages: int, splits_head: bool) -> Costs:
     all_rules.refuse_to_predict(asked)
-    return stage_costs(asked.job, stages, asked.job.padded_vocabulary, splits_head)
+    return stage_costs(asked, stages, asked.padded_vocabulary, splits_head)
 
 
 def _is_of_engine(chunk: torch.nn.Module) -> bool:

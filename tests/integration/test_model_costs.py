@@ -140,7 +140,7 @@ def test_any_schedule_is_predicted_from_measured_stages(
     for name, stages in (("v-half", 8), ("1f1b", 4)):
         pipeline = read(monkeypatch, f"{PP4} --pipeline-schedule {name} --pipeline-costs {file}")
         assert pipeline is not None
-        asked = RequestedJob(arguments(f"{PP4} --pipeline-costs {file}"))
+        asked = RequestedJob.of_args(arguments(f"{PP4} --pipeline-costs {file}"))
         line = start_up.summary(pipeline, partial(validation._costs, asked))
         schedule = catalog.build(name, 4, pipeline.request.microbatches, stages // 4)
         assert f"predicted bubble {simulate(schedule, measured.merged(stages)).bubble:.1%}" in line
@@ -152,19 +152,19 @@ def test_any_schedule_is_predicted_from_measured_stages(
 def test_the_start_line_predicts_nothing_without_a_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = f"{PP4} --pipeline-schedule v-half --te-precision-config-file file"
     pipeline = read(monkeypatch, flags)
-    line = start_up.summary(pipeline, partial(estimate, RequestedJob(arguments(flags))))
+    line = start_up.summary(pipeline, partial(estimate, RequestedJob.of_args(arguments(flags))))
     assert line.endswith(" at unit costs")
 
 
 def test_the_tokenizer_tells_the_vocabulary_where_no_flag_does(monkeypatch: pytest.MonkeyPatch) -> None:
     args = arguments("")
-    expected = estimate(RequestedJob(args), 8)
+    expected = estimate(RequestedJob.of_args(args), 8)
     args.vocab_size, tokenizer = None, Namespace(vocab_size=VOCABULARY)
     monkeypatch.setattr(model_costs, "build_tokenizer", lambda args: tokenizer)
-    assert estimate(RequestedJob(args), 8) == expected
+    assert estimate(RequestedJob.of_args(args), 8) == expected
     args.tokenizer_type = None
     with pytest.raises(ValueError, match="without the size of the vocabulary; give --tokenizer-type"):
-        estimate(RequestedJob(args), 8)
+        estimate(RequestedJob.of_args(args), 8)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_a_message_is_as_large_as_stock_s(flags: str, dtype: torch.dtype) -> Non
         cp_group=Namespace(size=lambda: context),
     )
     assert message_bytes(Job.of(args)) == math.prod(shape) * dtype.itemsize
-    assert estimate(RequestedJob(args), 4).message == message_bytes(Job.of(args))
+    assert estimate(RequestedJob.of_args(args), 4).message == message_bytes(Job.of(args))
 
 
 class Measured(NamedTuple):

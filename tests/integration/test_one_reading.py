@@ -78,7 +78,7 @@ def test_all_read_the_same(case: str, monkeypatch: pytest.MonkeyPatch, tmp_path:
     rehearsal = f"--rehearse-pipeline {tmp_path}/0.json --fake-process-group"
     rehearsed = read(monkeypatch, f"{ACCEPTED[case]} {rehearsal}")
     assert rehearsed.request == request
-    job = read_by_commands(cpu.with_cpu_flags([*TINY, *ACCEPTED[case].split()])).job
+    job = read_by_commands(cpu.with_cpu_flags([*TINY, *ACCEPTED[case].split()]))
     assert rehearsed.layers == tuple(layers.by_stage(job, rehearsed.placement.stages))
 
 
@@ -171,7 +171,7 @@ def _candidates() -> dict[str, Candidate]:
 
 def test_the_planners_lines_pass_megatrons_validation_and_come_back_as_the_same_request() -> None:
     """The flags of every torchrun line that a search prints, from text to Megatron's validated arguments."""
-    job = read_by_commands(cpu.with_cpu_flags(MODEL)).job
+    job = read_by_commands(cpu.with_cpu_flags(MODEL))
     for name, candidate in _candidates().items():
         launch = launch_lines.Launch(candidate.flags([*MODEL, *missing(MODEL)]), GPUS, GPUS)
         assert all(len(line) < 80 for line in launch.text.splitlines())
@@ -193,7 +193,7 @@ def test_a_file_is_estimated_as_the_family_that_it_spells(tmp_path: Path) -> Non
     found = []
     for name in ("v-zb", f"csv:{tmp_path}/mine.csv"):
         asked = read_by_commands(cpu.with_cpu_flags([*TINY, *f"{P4} --pipeline-schedule {name}".split()]))
-        estimate = estimate_request(asked.job, system.read("h100"), for_world(asked, 4))
+        estimate = estimate_request(asked, system.read("h100"), for_world(asked, 4))
         # The range of published runs names the file instead of the family.
         found.append(replace(estimate, band=None))
     assert found[0] == found[1]
@@ -201,7 +201,7 @@ def test_a_file_is_estimated_as_the_family_that_it_spells(tmp_path: Path) -> Non
 
 def test_a_search_needs_no_other_reading() -> None:
     """What a search compares is what its candidates' flags request."""
-    job = read_by_commands(cpu.with_cpu_flags(MODEL)).job.changed(pipeline_model_parallel_size=4)
+    job = read_by_commands(cpu.with_cpu_flags(MODEL)).changed(pipeline_model_parallel_size=4)
     space = Space(job, GPUS, GPUS, 32, ("v-half",), ("pipeline_model_parallel_size",))
     found = Search(space, system.read("h100"), 80e9, top=3, compiles=Compiles.NEVER).run()
     for one in found.best:

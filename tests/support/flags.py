@@ -144,4 +144,4 @@ def assert_refused(monkeypatch: pytest.MonkeyPatch, flags: str, message: str) ->
 
 def estimated_costs(flags: str, stages: int) -> Costs:
     """Return the costs that are estimated for the tiny GPT with ``flags``, cut into ``stages``."""
-    return estimate(RequestedJob(arguments(flags)), stages)
+    return estimate(RequestedJob.of_args(arguments(flags)), stages)

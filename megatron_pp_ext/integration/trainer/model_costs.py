@@ -15,26 +15,25 @@ from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.schedule.costs import Costs
 
 
-def estimate(asked: RequestedJob, stages: int, splits_head: bool = False) -> Costs:
-    """The costs of the ``asked`` model in ``stages`` stages as Megatron cuts it; messages take no time.
+def estimate(job: RequestedJob, stages: int, splits_head: bool = False) -> Costs:
+    """Return the costs of the ``stages`` stages of ``job`` as Megatron cuts it; messages take no time.
 
     With ``splits_head`` every rank of the pipeline has a part of the embedding and the output layer.
 
     Raises ValueError where the flags do not determine them, and for what the costs do not know.
     """
-    all_rules.refuse_to_predict(asked)
-    job = asked.job
+    all_rules.refuse_to_predict(job)
     if not (job.model.hidden_size and job.model.num_attention_heads):
         raise ValueError("cannot estimate a model whose sizes only a file gives: give --pipeline-costs")
-    return stage_costs(job, stages, vocabulary(asked), splits_head)
+    return stage_costs(job, stages, vocabulary(job), splits_head)
 
 
-def vocabulary(asked: RequestedJob) -> int:
+def vocabulary(job: RequestedJob) -> int:
     """The rows of the embedding; ValueError where neither a flag nor the tokenizer gives them."""
-    sizes.require_vocabulary(asked)
-    known = asked.argument("padded_vocab_size") or asked.argument("vocab_size")  # Megatron may set them later
+    sizes.require_vocabulary(job)
+    known = job.argument("padded_vocab_size") or job.argument("vocab_size")  # Megatron may set them later
     try:
-        return int(known or build_tokenizer(copy.copy(asked.args)).vocab_size)
+        return int(known or build_tokenizer(copy.copy(job.args)).vocab_size)
     except (AssertionError, ImportError, OSError) as error:  # a tokenizer's files or its library
         raise ValueError(
             f"cannot tell the size of the vocabulary: {error}; give --padded-vocab-size"

@@ -62,7 +62,7 @@ def translate_flags(stock: Callable[..., Any], args: Namespace, defaults: Any = 
             require_loaded(found)
             needed_flags.require_trainable(args)
             if args.rank == 0 and found.rehearsal is None:
-                found = replace(found, summary=_summary(found, RequestedJob(args)))
+                found = replace(found, summary=_summary(found, RequestedJob.of_args(args)))
     except ValueError as error:
         raise refused(error) from error
     try:
@@ -117,7 +117,7 @@ def read_flags(args: Namespace) -> tuple[RequestedJob, str] | None:
     None if ``args`` set no flag of ours.  They get the layout for which ``auto`` stood, and the name of
     Megatron's own schedule where that is rehearsed.  ``pipeline_of`` makes the schedule.
     """
-    asked = RequestedJob(args, {ENGINE: str(get_te_version()), "zstandard": _zstandard()})
+    asked = RequestedJob.of_args(args, {ENGINE: str(get_te_version()), "zstandard": _zstandard()})
     all_rules.refuse(asked)
     layout = ""
     if asked.pipeline.finds_layout:
@@ -132,11 +132,11 @@ def read_flags(args: Namespace) -> tuple[RequestedJob, str] | None:
     vars(args).update(chosen)
     measurements.require_files(args.profile_pipeline, args.pipeline_trace)
     if args.pipeline_schedule is None and args.rehearse_pipeline is not None:
-        args.pipeline_schedule = pipeline.stock_schedule(asked.job)
+        args.pipeline_schedule = pipeline.stock_schedule(asked)
     asked = replace(asked, args=args)  # which has all of it by now, and gets what follows from the schedule
     ours = args.pipeline_schedule, args.pipeline_trace, args.profile_pipeline
     if all(flag is None for flag in ours) and not layout:
-        all_rules.refuse(replace(asked, chunks=chunks_requested(asked.job) or 1))
+        all_rules.refuse(replace(asked, chunks=chunks_requested(asked) or 1))
         return None
     return asked, layout
 
@@ -159,14 +159,14 @@ def pipeline_of(asked: RequestedJob, layout: str) -> requested.Pipeline:
         source = Source(request, functools.partial(_costs, asked))
     except OSError as error:
         raise ValueError(f"--pipeline-schedule {args.pipeline_schedule}: {error}") from error
-    _settle_chunks(args, asked.job, request, source.placement)
+    _settle_chunks(args, asked, request, source.placement)
     # Pairs put weight gradients off by themselves; layers that do so too would do it twice.
     args.delay_wgrad_compute = False
     if request.updates is not None:
         args.rerun_mode = "disabled"  # its checks make all ranks wait for each other in every step
     rehearsed: tuple[int, ...] = ()
     if args.rehearse_pipeline is not None:
-        rehearsed = tuple(layers.by_stage(asked.job, source.placement.stages))
+        rehearsed = tuple(layers.by_stage(asked, source.placement.stages))
         # A rank without data learns from global rank 0, which is absent, that there is some to train on.
         args.do_train = True
     return requested.Pipeline(
@@ -187,16 +187,16 @@ def _summary(found: requested.Pipeline, asked: RequestedJob) -> str:
 
 def _data_parallel_size(asked: RequestedJob) -> int:
     world_size = asked.args.world_size
-    if replicas.requested(asked.job):
-        return sizes.data_parallel_size(asked.job, world_size)
+    if replicas.requested(asked):
+        return sizes.data_parallel_size(asked, world_size)
     # Megatron itself refuses sizes that do not divide.
-    return max(1, world_size // sizes.fewest_ranks(asked.job))
+    return max(1, world_size // sizes.fewest_ranks(asked))
 
 
 def _costs(asked: RequestedJob, stages: int, splits_head: bool = False) -> Costs:
     if asked.pipeline.pipeline_costs is None:
         return model_costs.estimate(asked, stages, splits_head)
-    return stage_costs.cut(stage_costs.read(asked.job), asked.job, stages, splits_head)
+    return stage_costs.cut(stage_costs.read(asked), asked, stages, splits_head)
 
 
 def _settle_chunks(args: Namespace, job: Job, request: Request, placement: Placement) -> None:

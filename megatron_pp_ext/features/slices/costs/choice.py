@@ -58,9 +58,9 @@ def chosen(asked: RequestedJob, request: Request, rows: int) -> int:
         raise ValueError(f"{FLAG} {AUTO} needs the sizes of the model: give a number of tokens")
     all_rules.refuse_to_predict(asked)
     best, least, losses, reason = 0, float("inf"), 0, ValueError()
-    for tokens in _candidates(asked.job, request):
+    for tokens in _candidates(asked, request):
         try:
-            seconds = _seconds(asked.job, request, rows, length // tokens)
+            seconds = _seconds(asked, request, rows, length // tokens)
         except ValueError as error:  # a limit that shorter slices may keep
             reason = error
             continue

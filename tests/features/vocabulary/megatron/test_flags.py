@@ -53,12 +53,12 @@ def test_auto_shares_where_steps_are_shorter(schedule, monkeypatch):
         for value, is_shared in (("", False), (SHARED, True)):
             other = arguments(f"{flags} {value} {size}")
             found = requested_by(other)
-            costs = _costs(RequestedJob(other), found.request.finest.stages, is_shared)
+            costs = _costs(RequestedJob.of_args(other), found.request.finest.stages, is_shared)
             stages = costs.merged(found.placement.stages)
             lengths.append(simulate(found.source.schedule(8), stages).makespan)
         gain = 1 - lengths[1] / lengths[0]
         said = "vocabulary shared: steps are" if shares else "vocabulary not shared: that would change"
-        line = start_up.summary(pipeline, partial(_costs, RequestedJob(args)))
+        line = start_up.summary(pipeline, partial(_costs, RequestedJob.of_args(args)))
         assert said in line and f"{abs(gain):.1%}" in line
 
 
@@ -77,7 +77,7 @@ def test_auto_trains_without_sharing_where_the_parts_have_no_room(monkeypatch):
 def test_the_line_says_that_the_vocabulary_is_shared(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     args = arguments(f"{PP4} --pipeline-schedule v-half {SHARED}")
-    line = start_up.summary(requested_by(args), partial(_costs, RequestedJob(args)))
+    line = start_up.summary(requested_by(args), partial(_costs, RequestedJob.of_args(args)))
     assert line.endswith("; vocabulary shared by all ranks")
 
 
