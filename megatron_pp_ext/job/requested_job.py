@@ -44,6 +44,7 @@ class RequestedJob(Job):
     @classmethod
     def of_args(cls, args: Namespace, releases: Mapping[str, str] | None = None, **schedule: Any) -> Self:
         """Return the job that ``args`` describe; ``schedule`` are the fields that the schedule decides."""
+        args = Namespace(**vars(args))  # Megatron goes on to complete its own
         return cls(**vars(Job.of(args)), args=args, flags=Flags.of(args), releases=releases or {}, **schedule)
 
     def with_arguments(self, **values: Any) -> Self:

@@ -26,7 +26,7 @@ from megatron_pp_ext.planner.search.result import Compiles
 from megatron_pp_ext.planner.step.estimate import estimate_request
 from megatron_pp_ext.planner.step.model_description import asked_of
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.costs import CostModel, Costs, StageCosts
 from megatron_pp_ext.schedule.formats import costs_file, csv_file
 from megatron_pp_ext.schedule.placement import wave
 from tests.support.flags import estimated, pasted, read, read_by_commands, validated
@@ -93,7 +93,7 @@ def test_a_limit_compiles_to_one_schedule(
     costs_file.write(COSTS, tmp_path / "costs.json")
     flags = f"{FLEX} {limit} --global-batch-size {batch} --pipeline-costs {tmp_path}/costs.json"
     trained = read(monkeypatch, flags).source.schedule(batch)
-    planned = make(estimated(flags), lambda stages, splits_head: COSTS).schedule
+    planned = make(estimated(flags), CostModel.fixed(COSTS)).schedule
     words = f"schedule flex -p 4 -m {batch} --memory-limit {limit} --costs {tmp_path}/costs.json"
     shown = CliRunner().invoke(app, [*words.split(), "--json", str(tmp_path / "found.json")])
     assert shown.exit_code == 0, shown.output
@@ -120,7 +120,7 @@ def test_waves_are_among_the_placements_of_the_estimate(monkeypatch: pytest.Monk
     assert request.placements == placements_of(4, Costs.unit(wave(4, 4)))
     quarters = Costs((StageCosts(1, 1, 1),) * 16)
     few = replace(request, trials=10)
-    assert make(few, lambda *_: quarters).schedule.placement in request.placements
+    assert make(few, CostModel.fixed(quarters)).schedule.placement in request.placements
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """What rank 0 prints before the first step."""
 
-from functools import partial
-
 import pytest
 
 from megatron_pp_ext import launch
@@ -16,8 +14,8 @@ from megatron_pp_ext.job import pipeline
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.planner.step.estimate import estimate_request
 from megatron_pp_ext.registered import Registered
-from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.placement import v
+from megatron_pp_ext.schedule.costs import CostModel, Costs
+from megatron_pp_ext.schedule.placement import Placement
 from tests.support.flags import PP4, arguments, requested_by
 from tests.support.training import train
 
@@ -27,18 +25,18 @@ def summary(flags: str, monkeypatch: pytest.MonkeyPatch, costs=None) -> str:
     args = arguments(f"{PP4} {flags}")
     pipeline = requested_by(args)
     assert pipeline is not None
-    return start_up.summary(pipeline, costs or partial(estimate, RequestedJob.of_args(args)))
+    return start_up.summary(pipeline, CostModel(costs) if costs else estimate(RequestedJob.of_args(args)))
 
 
-def unit(stages: int, splits_head: bool) -> Costs:
-    return Costs.unit(v(stages // 2))
+def unit(placement: Placement) -> Costs:
+    return Costs.unit(placement)
 
 
-def unknown(stages: int, splits_head: bool) -> Costs:
+def unknown(placement: Placement) -> Costs:
     raise ValueError("a layer that nobody has modelled")
 
 
-def faulty(stages: int, splits_head: bool) -> Costs:
+def faulty(placement: Placement) -> Costs:
     raise KeyError("a fault of the estimate")
 
 

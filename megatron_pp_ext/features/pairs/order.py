@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from megatron_pp_ext.compiler.make import CostsOf, Made, Make
+from megatron_pp_ext.compiler.make import Made, Make
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.features.pairs.options import Pairs
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import CostModel, Costs
 from megatron_pp_ext.schedule.families import one_f_one_b
 from megatron_pp_ext.schedule.names import FLEX, FORWARD_ONLY, NO_PIPELINE
 from megatron_pp_ext.schedule.placement import Placement
@@ -50,7 +50,7 @@ def compiled(
             yield timeline, f"{name} in pairs, {placement.shape} placement"
 
 
-def paired(request: Request, costs: CostsOf, before: Make) -> Made:
+def paired(request: Request, costs: CostModel, before: Make) -> Made:
     """Return a family's order with pairs where the request has them; a pass of ``compiler.make``.
 
     ValueError for a family that has none.  What is compiled has its pairs already, a file its own.

@@ -16,7 +16,7 @@ from megatron_pp_ext.planner.layout.model_stages import ModelStages
 from megatron_pp_ext.planner.layout.rows import NOTHING, LayerRow, Row, seconds_of, shortest
 from megatron_pp_ext.planner.layout.stage_seconds import StageSeconds
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import CostModel, Costs
 from megatron_pp_ext.schedule.formats import costs_file, csv_file
 from megatron_pp_ext.schedule.names import AUTO
 from megatron_pp_ext.schedule.placement import Placement, linear, loop
@@ -47,14 +47,13 @@ def settle(asked: RequestedJob, data: int, vocabulary: int) -> tuple[RequestedJo
     even_stages = _laid_out(asked, cuts.spelled(known))
     request = pipeline.read(even_stages, data)
 
-    def costs_of(stages: int, splits_head: bool) -> Costs:
+    def estimate(placement: Placement) -> Costs:
         if file is not None:
-            return costs_file.read(file).joined(layers.by_stage(even_stages, stages))
-        where = Placement(request.finest.shape, ranks, stages // ranks, splits_head)
+            return costs_file.read(file).joined(layers.by_stage(even_stages, placement.stages))
         cut = job.changed(pipeline_model_parallel_layout=cuts.spelled(known))
-        return without_messages(work_of(cut, model, data, where).costs)
+        return without_messages(work_of(cut, model, data, placement).costs)
 
-    schedule = make(request, costs_of).schedule
+    schedule = make(request, CostModel(estimate)).schedule
     row: Row = ModelRow(job, model, data, schedule, request.schedule)
     if file is not None:
         costs = costs_file.read(file)

@@ -19,7 +19,7 @@ from megatron_pp_ext.planner.step.estimate import estimate, memory_beside
 from megatron_pp_ext.planner.step.programs import Prepared
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule.actions import Schedule
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import CostModel, Costs
 from megatron_pp_ext.schedule.names import FLEX
 
 COMPILED, TRIALS = 2, 100
@@ -143,5 +143,5 @@ def _schedule(cut: Candidate, whole: Costs, costs: Costs, limit: Limit) -> Sched
     if cut.describes_stages:
         placements = tuple(one for one in request.placements if one.chunks == cut.chunks)
         request = replace(request, placements=placements)
-    known = {False: whole, cut.splits_head: costs}
-    return make(request, lambda stages, splits_head: known[splits_head]).schedule
+    model = CostModel(lambda placement: costs if placement.splits_head == cut.splits_head else whole)
+    return make(request, model).schedule

@@ -22,7 +22,7 @@ from megatron_pp_ext.planner.step.programs import Prepared
 from megatron_pp_ext.planner.step.unflushed import Unflushed
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import CostModel
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.timing import Span
 
@@ -267,9 +267,6 @@ def estimate_request(job: Job, system: System, request: Request, margin: float =
     def work_on(placement: Placement) -> Workload:
         return Workload(job, system, placement, request.data)
 
-    def costs_of(stages: int, splits_head: bool) -> Costs:
-        return work_on(replace(request.finest, splits_head=splits_head)).costs
-
     name, microbatches = request.schedule, request.microbatches
     can = catalog.abilities(name)
     if can.measures_memory:
@@ -277,7 +274,7 @@ def estimate_request(job: Job, system: System, request: Request, margin: float =
             f"--pipeline-schedule {name} cannot be estimated before a run: use flex with "
             "--pipeline-memory-limit, or a schedule of mpp list"
         )
-    made = make(request, costs_of)
+    made = make(request, CostModel(lambda placement: work_on(placement).costs))
     work = work_on(made.schedule.placement)
     estimated = estimate(work, Prepared(made.schedule), name, microbatches, margin)
     for addition in additions():

@@ -20,6 +20,7 @@ from megatron_pp_ext.planner.step.estimate import RankMemory, estimate, memory, 
 from megatron_pp_ext.planner.step.programs import Prepared
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.costs import CostModel
 from megatron_pp_ext.schedule.names import AUTO
 
 SHARES = (0.25, 0.5, 0.75, 1.0)
@@ -35,7 +36,7 @@ def choice(share: float) -> Choice:
 def offloaded(work: Workload, request: Request, share: float | str) -> Schedule:
     """Return the schedule of ``request`` for ``work`` with this ``share`` of activations on the host."""
     with_copies = request.with_option(Offload(share))
-    return make(with_copies, lambda stages, splits_head: work.costs, is_proved=True).schedule
+    return make(with_copies, CostModel.fixed(work.costs), is_proved=True).schedule
 
 
 def parts_on_device(work: Workload, request: Request, order: Prepared) -> tuple[float, ...]:
