@@ -15,7 +15,7 @@ from megatron_pp_ext.planner.search.configurations import Space
 from megatron_pp_ext.planner.search.lower_bounds import slices_of
 from megatron_pp_ext.planner.search.replays import Evaluated
 from megatron_pp_ext.planner.search.workloads import Workloads
-from megatron_pp_ext.planner.step.estimate import estimate, memory_beside
+from megatron_pp_ext.planner.step.estimate import StepModel, memory_beside
 from megatron_pp_ext.planner.step.programs import Prepared
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule.actions import Schedule
@@ -106,7 +106,9 @@ class Compiler:
         except InfeasibleLimit as error:
             return str(error)
         work = self._workloads.work(cut, schedule.placement)
-        estimated = estimate(work, Prepared(schedule, is_repeated=True), FLEX, cut.microbatches, self._margin)
+        estimated = StepModel(
+            work, Prepared(schedule, is_repeated=True), FLEX, cut.microbatches, self._margin
+        ).estimate()
         if estimated.fullest.total > self._limit:
             if self._given is None and not is_last:
                 # What features keep on top of activations, such as gradients of keys and values.
