@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from megatron_pp_ext.compiler.make import CostsOf, Made, Make
+    from megatron_pp_ext.compiler.make import Made, Make
     from megatron_pp_ext.compiler.request import Option, Request
     from megatron_pp_ext.integration.requested import Pipeline
     from megatron_pp_ext.integration.runners.sources import Guide
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from megatron_pp_ext.planner.search.variants import Variants
     from megatron_pp_ext.planner.step.additions import Addition
     from megatron_pp_ext.runtime.extension import Extension, RankOrder
-    from megatron_pp_ext.schedule.costs import Costs
+    from megatron_pp_ext.schedule.costs import CostModel, Costs
     from megatron_pp_ext.schedule.placement import Placement
     from megatron_pp_ext.schedule.simulate import Timeline
 
@@ -99,7 +99,7 @@ class Feature:
 
     def permitted(self, job: RequestedJob) -> Mapping[str, Any]:
         """Return the values of the flags ``left_open`` as the other flags permit them."""
-        return {name: job.job.value(name) for name in self.left_open}
+        return {name: job.value(name) for name in self.left_open}
 
     def chosen(self, job: RequestedJob, read: ReadRequest, rows: Rows) -> Mapping[str, Any]:
         """Return the flags that are open, by the names of their arguments, as the model's costs decide.
@@ -114,7 +114,7 @@ class Feature:
 
     # The order.
 
-    def order(self, request: Request, costs: CostsOf, before: Make) -> Made:
+    def order(self, request: Request, costs: CostModel, before: Make) -> Made:
         """Return the schedule of ``request`` with the feature, where the request asks for it.
 
         This is a pass of ``compiler.make``: ``before`` makes the schedule by the features before this one,

@@ -46,5 +46,5 @@ def chosen(asked: RequestedJob, read: ReadRequest, rows: Rows) -> dict[str, Any]
     """
     values: dict[str, Any] = {}
     for feature in FEATURES:
-        values |= feature.chosen(asked.changed(**values), read, rows)
+        values |= feature.chosen(asked.with_arguments(**values), read, rows)
     return values

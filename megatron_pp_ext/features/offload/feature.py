@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from megatron_pp_ext.features.feature import Argument, Feature
 
 if TYPE_CHECKING:
-    from megatron_pp_ext.compiler.make import CostsOf, Made, Make
+    from megatron_pp_ext.compiler.make import Made, Make
     from megatron_pp_ext.compiler.request import Request
     from megatron_pp_ext.features.offload.planner.estimates import Offloaded
     from megatron_pp_ext.features.offload.planner.variants import OnHost
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from megatron_pp_ext.job.requested_job import RequestedJob
     from megatron_pp_ext.job.rules.rule import Rules
     from megatron_pp_ext.runtime.extension import RankOrder
+    from megatron_pp_ext.schedule.costs import CostModel
 
 
 class Offloading(Feature):
@@ -47,7 +48,7 @@ class Offloading(Feature):
 
         return RULES
 
-    def order(self, request: Request, costs: CostsOf, before: Make) -> Made:
+    def order(self, request: Request, costs: CostModel, before: Make) -> Made:
         from megatron_pp_ext.features.offload.options import Offload
 
         option = request.option(Offload)

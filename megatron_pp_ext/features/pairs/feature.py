@@ -10,7 +10,7 @@ from megatron_pp_ext.features.feature import Checks, Feature
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from megatron_pp_ext.compiler.make import CostsOf, Made, Make
+    from megatron_pp_ext.compiler.make import Made, Make
     from megatron_pp_ext.compiler.request import Request
     from megatron_pp_ext.features.pairs.runtime.operations import PairsOfRank
     from megatron_pp_ext.integration.requested import Pipeline
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megatron_pp_ext.job.requested_job import RequestedJob
     from megatron_pp_ext.job.rules.rule import Rules
     from megatron_pp_ext.runtime.extension import RankOrder
-    from megatron_pp_ext.schedule.costs import Costs
+    from megatron_pp_ext.schedule.costs import CostModel, Costs
     from megatron_pp_ext.schedule.placement import Placement
     from megatron_pp_ext.schedule.simulate import Timeline
 
@@ -41,7 +41,7 @@ class Pairing(Feature):
 
         return RULES
 
-    def order(self, request: Request, costs: CostsOf, before: Make) -> Made:
+    def order(self, request: Request, costs: CostModel, before: Make) -> Made:
         from megatron_pp_ext.features.pairs.options import Pairs
 
         if request.option(Pairs) is None:

@@ -105,7 +105,7 @@ def _without_circles(schedule: Schedule, paired: frozenset[Action]) -> frozenset
     Where no rank can continue, all pairs dissolve that ranks stand at: without pairs the order has no circle.
     """
     while True:
-        walk = Walk(Program.of_orders(schedule.orders, schedule.placement, paired))
+        walk = Walk(Program.of(replace(schedule, paired=paired)))
         if walk.is_complete:
             return paired
         ends = walk.program.columns.bounds[1:]

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 from megatron_pp_ext.features.feature import Argument, Feature, OtherSums, ReadRequest, Rows
 
 if TYPE_CHECKING:
-    from megatron_pp_ext.compiler.make import CostsOf, Made, Make
+    from megatron_pp_ext.compiler.make import Made, Make
     from megatron_pp_ext.compiler.request import Request
     from megatron_pp_ext.features.slices.planner.estimates import Sliced
     from megatron_pp_ext.integration.requested import Pipeline
     from megatron_pp_ext.integration.runners.step_parts import StepPart
     from megatron_pp_ext.job.requested_job import RequestedJob
     from megatron_pp_ext.job.rules.rule import Rules
+    from megatron_pp_ext.schedule.costs import CostModel
 
 
 class Slicing(Feature):
@@ -68,7 +69,7 @@ class Slicing(Feature):
 
         return RULES
 
-    def order(self, request: Request, costs: CostsOf, before: Make) -> Made:
+    def order(self, request: Request, costs: CostModel, before: Make) -> Made:
         from megatron_pp_ext.features.slices.options import Slices
 
         option = request.option(Slices)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_pp_ext.features.feature import Argument, Feature, OtherSums
 
 if TYPE_CHECKING:
-    from megatron_pp_ext.compiler.make import CostsOf, Made, Make
+    from megatron_pp_ext.compiler.make import Made, Make
     from megatron_pp_ext.compiler.request import Option, Request
     from megatron_pp_ext.features.vocabulary.runtime.operations import PartOfRank
     from megatron_pp_ext.integration.requested import Pipeline
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megatron_pp_ext.job.requested_job import RequestedJob
     from megatron_pp_ext.job.rules.rule import Rules
     from megatron_pp_ext.runtime.extension import RankOrder
+    from megatron_pp_ext.schedule.costs import CostModel
 
 
 class SharedVocabulary(Feature):
@@ -56,7 +57,7 @@ class SharedVocabulary(Feature):
 
         return RULES
 
-    def order(self, request: Request, costs: CostsOf, before: Make) -> Made:
+    def order(self, request: Request, costs: CostModel, before: Make) -> Made:
         if request.splits_head is False:
             return before(request)
         from megatron_pp_ext.features.vocabulary.order import shared
