@@ -135,7 +135,6 @@ BELOW_IN_INTEGRATION = {
         "products",
         "start_up",
         "core",
-        "workarounds",
     },
     "core_hooks": {"patching", "core", "runners", "frameworks", "workarounds"},
     "trainer_hooks": {"patching", "trainer"},
@@ -308,13 +307,12 @@ def test_torch_and_megatron_stay_in_their_rooms() -> None:
 
 
 IMPORTS_TRAINER = {
-    "integration.workarounds.growing_batches",
     "integration.workarounds.stage_data",
     "integration.__init__",
     "cpu.flags",
     "pretrain_gpt",
 }
-"""What imports megatron.training outside of ``integration.trainer``: two workarounds of its own defects, the
+"""What imports megatron.training outside of ``integration.trainer``: a workaround of its own defect, the
 installation, which waits for it, and what starts it."""
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_pp_ext.costs import system
 from megatron_pp_ext.costs.gated_delta_net import rule_operations
+from megatron_pp_ext.costs.kernels import AttentionWork
 from megatron_pp_ext.costs.mamba import CONVOLVED
 from megatron_pp_ext.costs.sent_once import Routing, sent_once_seconds
 from megatron_pp_ext.costs.system import System
@@ -115,7 +116,7 @@ def attention(folder: Path, device: str) -> Iterator[Sample]:
         visible_share = (visible - visible * visible / (2 * length)) / length
         operations = 4 * batch * heads * length * length * width
         kernels = _kernels(device)
-        seconds, _ = kernels.attention(operations, 0, True, length, width, visible_share)
+        seconds, _ = kernels.attention(AttentionWork(operations, 0, True, length, width, visible_share))
         seconds += kernels.copy(8 * batch * length * width * (heads + keys)) + _ATTENTION_START
         name = f"attention, heads of {width}" + (f", window {window}" if window else "")
         yield name, device, 1e3 * seconds / float(row["ms"])
@@ -129,7 +130,7 @@ def latent_attention(folder: Path, device: str) -> Iterator[Sample]:
             continue
         kernels = _kernels(device)
         operations = 2 * batch * heads * length * length * (192 + 128)
-        seconds, _ = kernels.attention(operations, 0, True, length, (192 + 128) / 2)
+        seconds, _ = kernels.attention(AttentionWork(operations, 0, True, length, (192 + 128) / 2))
         seconds += kernels.copy(4 * batch * length * heads * (192 + 128)) + _ATTENTION_START
         yield "multi-latent attention", device, 1e3 * seconds / float(row["ms"])
 

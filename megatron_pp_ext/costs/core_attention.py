@@ -4,6 +4,7 @@ Operations are those of whole sequences, as of arXiv 2401.10241, table 3: the ca
 A sliding window (arXiv 2004.05150, section 3.1) hides more, and is counted in the same way.
 """
 
+from megatron_pp_ext.costs.kernels import AttentionWork
 from megatron_pp_ext.costs.layer_costs import LayerCosts
 from megatron_pp_ext.costs.part import Part
 
@@ -22,13 +23,15 @@ def core(costs: LayerCosts, query: float, value: float, around: float, window: i
     # The score of a sink stands after all others where they are kept.
     scores = pairs * model.num_attention_heads * (length + (sinks != "vanilla"))
     forward, backward = kernels.attention(
-        widths * pairs * length,
-        sizes.bytes * scores,
-        is_fused,
-        length / costs.job.parallel.context_parallel_size,
-        width=(query + value) / 2 / model.num_attention_heads,
-        # Unfused attention computes all scores, and then hides them.
-        seen=met(window if is_fused else length, length) / (2 * length),
+        AttentionWork(
+            widths * pairs * length,
+            sizes.bytes * scores,
+            is_fused,
+            length / costs.job.parallel.context_parallel_size,
+            width=(query + value) / 2 / model.num_attention_heads,
+            # Unfused attention computes all scores, and then hides them.
+            seen=met(window if is_fused else length, length) / (2 * length),
+        )
     )
     results, gradients = pairs * value, pairs * (query + around)
     part = Part(

@@ -3,10 +3,30 @@
 That serves where ratios are enough, as for compiling a schedule; ``system_kernels`` is for a machine.
 """
 
+from typing import NamedTuple
+
 from megatron_pp_ext.costs.part import Part
 
 _SECONDS_PER_OPERATION = 1e-15
 """Where only ratios matter any constant will do; this one is a petaflop a second."""
+
+
+class AttentionWork(NamedTuple):
+    """What attention computes, without its projections."""
+
+    operations: float
+    """Those of the forward where no mask hides any."""
+    scores: float
+    """The bytes of the forward's probabilities."""
+    is_fused: bool
+    length: float
+    """The tokens of a sequence."""
+    width: float = 128
+    """The numbers of a head."""
+    seen: float = 0.5
+    """The share of the operations that masks leave."""
+    is_wide: bool = False
+    """Whether it is in fp32."""
 
 
 class KernelSeconds:
@@ -21,23 +41,9 @@ class KernelSeconds:
         """
         return 2 * groups * m * n * k * _SECONDS_PER_OPERATION
 
-    def attention(
-        self,
-        operations: float,
-        scores: float,
-        is_fused: bool,
-        length: float,
-        width: float = 128,
-        seen: float = 0.5,
-        is_wide: bool = False,
-    ) -> tuple[float, float]:
-        """Return the seconds of attention itself, without its projections: of its forward and backward.
-
-        The forward has so many ``operations`` over sequences of ``length`` with heads of ``width``, in fp32
-        if it ``is_wide``, and its probabilities are ``scores`` bytes.  Masks leave a share of the operations
-        to be ``seen``.
-        """
-        forward = 2 * seen * operations * _SECONDS_PER_OPERATION
+    def attention(self, work: AttentionWork) -> tuple[float, float]:
+        """Return the seconds of attention itself, without its projections: of its forward and backward."""
+        forward = 2 * work.seen * work.operations * _SECONDS_PER_OPERATION
         return forward, 2 * forward
 
     def delta_rule(self, operations: float) -> tuple[float, float]:

@@ -10,6 +10,7 @@ forward on an H800).
 from dataclasses import replace
 
 from megatron_pp_ext.costs.core_attention import met, turned
+from megatron_pp_ext.costs.kernels import AttentionWork
 from megatron_pp_ext.costs.latent_attention import compression
 from megatron_pp_ext.costs.layer_costs import LayerCosts
 from megatron_pp_ext.costs.part import Part
@@ -99,23 +100,16 @@ def _core(costs: LayerCosts) -> Part:
     operations = 2 * (query + latent) * pairs
     kept = sizes.cut(latent) + sizes.bytes * latent * own.v_head_dim / sizes.share
     if _is_fused(costs):
-        forward, backward = costs.kernels.attention(
-            operations * length,
-            scores=0.0,
-            is_fused=True,
-            length=length,
-            width=(_key(costs) + own.kv_lora_rank) / 2,
-            seen=met(chosen, length) / (2 * length),
-        )
+        width, seen = (_key(costs) + own.kv_lora_rank) / 2, met(chosen, length) / (2 * length)
+        work = AttentionWork(operations * length, 0.0, True, length, width, seen)
         kept += 4 * sizes.tokens * chosen
     else:
         scores = pairs * length * heads
-        forward, backward = costs.kernels.attention(
-            operations * length, 4 * scores, is_fused=False, length=length, is_wide=True
-        )
+        work = AttentionWork(operations * length, 4 * scores, False, length, is_wide=True)
         # Queries and each head's own copy of the keys are converted to fp32.
         copies = 4 * pairs * query * (1 if sizes.bytes == 4 else 2)
         kept += copies + sizes.cut(latent) + scores * (_KEPT_OF_SCORES + sizes.bytes)
+    forward, backward = costs.kernels.attention(work)
     gathering = costs.kernels.exchange(sizes.whole(_key(costs)))
     return Part(
         activation_operations=operations * met(chosen, length),
@@ -142,7 +136,7 @@ def _indexer(costs: LayerCosts) -> Part:
     is_fused, is_wide = _is_fused(costs), not _is_fused(costs)
     operations = 2 * sizes.tokens * length * heads * width
     scored, scored_back = kernels.attention(
-        operations, 4 * sizes.tokens * length * heads, is_fused, length, width, is_wide=is_wide
+        AttentionWork(operations, 4 * sizes.tokens * length * heads, is_fused, length, width, is_wide=is_wide)
     )
     if not _is_trained(costs):
         return replace(
@@ -157,13 +151,15 @@ def _indexer(costs: LayerCosts) -> Part:
     compared = min(length, own.dsa_indexer_topk) if is_sparse else length
     query = model.num_attention_heads * _key(costs)
     target, _ = kernels.attention(
-        2 * query * sizes.tokens / sizes.share * length,
-        4 * sizes.tokens / sizes.share * length * model.num_attention_heads,
-        is_fused,
-        length,
-        width=_key(costs),
-        seen=met(compared, length) / (2 * length),
-        is_wide=is_wide,
+        AttentionWork(
+            2 * query * sizes.tokens / sizes.share * length,
+            4 * sizes.tokens / sizes.share * length * model.num_attention_heads,
+            is_fused,
+            length,
+            width=_key(costs),
+            seen=met(compared, length) / (2 * length),
+            is_wide=is_wide,
+        )
     )
     summed = 2 * kernels.gather(4 * sizes.tokens * length) if sizes.share > 1 else 0.0
     kept = sizes.whole(heads * width + 2 * width + 2 * heads)

@@ -7,7 +7,7 @@ too, and collectives of the tensor-, context- and expert-parallel groups.
 from dataclasses import replace
 
 from megatron_pp_ext.costs.attention_rates import attention_rate
-from megatron_pp_ext.costs.kernels import KernelSeconds
+from megatron_pp_ext.costs.kernels import AttentionWork, KernelSeconds
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.costs.quantized_formats import require_fp4, require_fp8
 from megatron_pp_ext.costs.sent_once import Routing, sent_once_seconds
@@ -132,20 +132,12 @@ class SystemKernelSeconds(KernelSeconds):
         exposed_seconds = groups * exposed / self._system.copy_bytes_per_second
         return max(seconds, self.copy(groups * (read + written - exposed))) + exposed_seconds
 
-    def attention(
-        self,
-        operations: float,
-        scores: float,
-        is_fused: bool,
-        length: float,
-        width: float = 128,
-        seen: float = 0.5,
-        is_wide: bool = False,
-    ) -> tuple[float, float]:
+    def attention(self, work: AttentionWork) -> tuple[float, float]:
         """Return the seconds at the measured rate of fused attention, else at a share of a product's.
 
         Fused kernels skip what masks hide; unfused attention computes it and passes over all scores.
         """
+        operations, scores, is_fused, length, width, seen, is_wide = work
         rate = self._system.rate("fp32" if is_wide else self._half, *(3 * [operations ** (1 / 3)]))
         if is_fused:
             tiles = operations / (4 * length * width * _ATTENTION_TILE)

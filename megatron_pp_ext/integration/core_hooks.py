@@ -23,7 +23,7 @@ from megatron_pp_ext.integration.core import (
 )
 from megatron_pp_ext.integration.patching import seams_of
 from megatron_pp_ext.integration.runners import choose, cuda_graphs
-from megatron_pp_ext.integration.workarounds import of_core
+from megatron_pp_ext.integration.workarounds import bucket_padding
 
 CORE = (
     # The stages that a placement puts on this rank: groups, tied gradients, replicas, chunks of models.
@@ -46,7 +46,7 @@ CORE = (
     *seams_of(action_recording),
 )
 
-INSTALLED = (*CORE, *of_core.SEAMS)
+INSTALLED = (*CORE, *seams_of(bucket_padding))
 """What ``megatron_pp_ext.install`` replaces."""
 
 patching.apply_when_imported(frameworks.SEAMS, frameworks.ENGINE)

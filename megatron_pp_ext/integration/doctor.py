@@ -119,8 +119,7 @@ def lacking() -> Iterator[tuple[str, str]]:
     if importlib.util.find_spec("pybind11") is None:
         yield (
             "pybind11",
-            "a checkout's script that is started without the launcher needs it for its dataset helpers: pip "
-            "install pybind11 (the launcher uses torch's copy)",
+            "a checkout's script needs it for its dataset helpers: pip install pybind11",
         )
     if shutil.which("nvcc") is None:
         yield "nvcc", "building Transformer Engine or apex from source needs it; this package does not"

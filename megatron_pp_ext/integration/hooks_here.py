@@ -41,7 +41,7 @@ def commit() -> str:
 def examine(details: list[Table | str]) -> list[str]:
     """Add every hook to ``details``, and whether it fits; return a line for each that does not."""
     from megatron_pp_ext.integration import frameworks
-    from megatron_pp_ext.integration.workarounds import of_core
+    from megatron_pp_ext.integration.workarounds import bucket_padding
 
     problems = []
     location = importlib.import_module("megatron.core").__path__[0]
@@ -68,7 +68,7 @@ def examine(details: list[Table | str]) -> list[str]:
     workarounds = Table(
         "defect", "in", "gone when this passes without it", title="Workarounds of Megatron's own defects"
     )
-    found = [module.WORKAROUND for module in of_core.MODULES]
+    found = [bucket_padding.WORKAROUND]
     if _takes_flags():
         from megatron_pp_ext.integration.workarounds.table import WORKAROUNDS
 

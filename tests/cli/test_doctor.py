@@ -35,7 +35,7 @@ def test_all_seams_fit_the_installed_megatron() -> None:
         "get_forward_backward_func",
         "compile_helpers",
         "Workarounds of Megatron's own defects",
-        "--step-batch-size-schedule with --train-iters",
+        "--iterations-to-skip on every rank that reads",
         "hardware queues",
         "MEGATRON_PP_SCHEDULE has no effect before mpp activate",
         "Hangs: every schedule is proved free of them",

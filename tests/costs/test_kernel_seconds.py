@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron_pp_ext.costs.kernels import KernelSeconds
+from megatron_pp_ext.costs.kernels import AttentionWork, KernelSeconds
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.costs.system_kernels import SystemKernelSeconds
@@ -143,25 +143,27 @@ def test_fused_attention_runs_at_the_rate_of_its_heads_and_keys() -> None:
     """
     machine = kernels({"attention_rates": [[64, 1e12, 100], [128, 2e12, 50]]})
     for width, rate in ((64, 1e12 * 512 / 612), (96, 1.5e12 * 512 / 587), (256, 2e12 * 512 / 562)):
-        forward, backward = machine.attention(2e9, 0, True, 1024, width)
+        forward, backward = machine.attention(AttentionWork(2e9, 0, True, 1024, width))
         assert forward == pytest.approx(1e9 / rate)
         assert backward == pytest.approx(2.5e9 / rate)
-    windowed, _ = machine.attention(2e9, 0, True, 1024, 64, seen=0.25)
+    windowed, _ = machine.attention(AttentionWork(2e9, 0, True, 1024, 64, seen=0.25))
     assert windowed == pytest.approx(0.5e9 / (1e12 * 256 / (356 + 64)))
 
 
 def test_the_backward_of_fused_attention_has_rates_of_its_own() -> None:
     rates = {"attention_rates": [[64, 1e12, 100]], "attention_backward_rates": [[64, 5e11, 512]]}
     alone, both = kernels({"attention_rates": rates["attention_rates"]}), kernels(rates)
-    forward, backward = both.attention(2e9, 0, True, 1024, 64)
-    assert forward == alone.attention(2e9, 0, True, 1024, 64)[0]
+    forward, backward = both.attention(AttentionWork(2e9, 0, True, 1024, 64))
+    assert forward == alone.attention(AttentionWork(2e9, 0, True, 1024, 64))[0]
     assert backward == pytest.approx(2.5e9 / 5e11 * 2)
 
 
 def test_fused_attention_makes_random_numbers_for_dropout() -> None:
     """As many in either pass as there are scores; with heads of 128 they take 1.5 times the forward."""
     for width in (64, 128):
-        plain, dropped = (kernels(attention_dropout=p).attention(2e9, 0, True, 64, width) for p in (0, 0.1))
+        plain, dropped = (
+            kernels(attention_dropout=p).attention(AttentionWork(2e9, 0, True, 64, width)) for p in (0, 0.1)
+        )
         more = 1.5 * plain[0] * 128 / width
         assert dropped == pytest.approx([seconds + more for seconds in plain])
 
@@ -169,7 +171,7 @@ def test_fused_attention_makes_random_numbers_for_dropout() -> None:
 def test_attention_leaves_processors_idle_at_its_end() -> None:
     """Three tiles of 128 queries on two processors take a wave and a half, and 0.8 of one more."""
     machine = kernels({"attention_rates": [[128, 1e12, 64]], "processors": 2})
-    forward, _ = machine.attention(4 * 384 * 384 * 128, 0, True, 384, 128)
+    forward, _ = machine.attention(AttentionWork(4 * 384 * 384 * 128, 0, True, 384, 128))
     assert forward == pytest.approx(2 * 384 * (192 + 64) * 2 * 128 / 1e12 * 2.3 / 1.5)
 
 
@@ -249,12 +251,16 @@ def test_scales_of_blocks_have_products_of_their_own() -> None:
 
 def test_attention_that_is_not_fused_may_be_in_fp32() -> None:
     machine = kernels({"matrix_rates": {**MACHINE["matrix_rates"], "fp32": [[1, 1, 1, 1e11]]}})
-    half, wide = (machine.attention(2e9, 0, False, 64, is_wide=is_wide) for is_wide in (False, True))
+    half, wide = (
+        machine.attention(AttentionWork(2e9, 0, False, 64, is_wide=is_wide)) for is_wide in (False, True)
+    )
     assert wide == pytest.approx([10 * seconds for seconds in half])
 
 
 def test_ratios_count_what_masks_leave() -> None:
-    whole, windowed = (KernelSeconds().attention(2e9, 0, True, 64, seen=seen)[0] for seen in (0.5, 0.125))
+    whole, windowed = (
+        KernelSeconds().attention(AttentionWork(2e9, 0, True, 64, seen=seen))[0] for seen in (0.5, 0.125)
+    )
     assert windowed == pytest.approx(whole / 4)
 
 

@@ -40,8 +40,10 @@ class Only(KernelSeconds):
     def product(self, m, n, k, adds=False, is_output=False, groups=1):
         return {"product": 2 * groups * m * n * k, "adding": adds}.get(self.kind, 0)
 
-    def attention(self, operations, scores, is_fused, length, width, seen=0.5):
-        return {"attention": (operations, 2 * operations), "scores": (scores, scores)}.get(self.kind, (0, 0))
+    def attention(self, work):
+        if self.kind == "attention":
+            return work.operations, 2 * work.operations
+        return (work.scores, work.scores) if self.kind == "scores" else (0, 0)
 
     def copy(self, size):
         return size if self.kind == "copy" else 0

@@ -114,8 +114,8 @@ def test_a_flag_is_declared_once_and_read_once(own_copy: Path) -> None:
 
 
 def test_a_refusal_is_one_row(own_copy: Path) -> None:
-    row = 'Rule("--swiglu: the example is for plain layers; leave it out"),\n'
-    insert(own_copy / "job" / "rules" / "schedules.py", '            Rule("--use-megatron-fsdp:', row)
+    row = 'Rule("--swiglu", "the example is for plain layers", "leave it out"),\n'
+    insert(own_copy / "job" / "rules" / "schedules.py", '            Rule("--use-megatron-fsdp"', row)
     job = "--pipeline-model-parallel-size 4 --global-batch-size 8 --micro-batch-size 1 --swiglu"
     said = mpp(own_copy, f"{job} --pipeline-schedule 1f1b")
     assert (

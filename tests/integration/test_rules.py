@@ -387,6 +387,11 @@ def test_rules_ask_for_what_there_is(from_file: bool, monkeypatch: pytest.Monkey
                 rules.sentence(rule, job)
 
 
+def test_what_is_no_flag_with_a_value_needs_a_condition() -> None:
+    with pytest.raises(ValueError, match="'--context-parallel-size above 1', which is no flag with a value"):
+        Rule("--context-parallel-size above 1", "a rank has two pieces of a sequence")
+
+
 def test_every_rule_has_a_case() -> None:
     excerpts = [(title.partition("|")[0], excerpt) for title, excerpt in FLAT]
     untested = [

@@ -2,6 +2,7 @@
 
 import pytest
 
+from megatron_pp_ext.costs.kernels import AttentionWork
 from megatron_pp_ext.costs.system_fields import Link
 from megatron_pp_ext.costs.system_kernels import SystemKernelSeconds
 from megatron_pp_ext.planner.search.lower_bounds import bounds
@@ -51,10 +52,10 @@ def test_attention_is_causal_where_it_is_fused():
     """A fused kernel does half of the operations at 0.7 of the rate; its backward does 2.5 times as many."""
     for made in (kernels(attention_dropout=0), kernels(attention_dropout=0, fp8="hybrid")):
         half = 1e12 / 2 / (0.7 * RATE)
-        assert made.attention(1e12, 1e6, True, 64) == pytest.approx((half, 2.5 * half))
+        assert made.attention(AttentionWork(1e12, 1e6, True, 64)) == pytest.approx((half, 2.5 * half))
     plain = 1e12 / RATE
     for dropout, more in ((0.0, 0.0), (0.1, 2.5e6 / COPY)):
-        forward, backward = kernels(attention_dropout=dropout).attention(1e12, 1e6, False, 64)
+        forward, backward = kernels(attention_dropout=dropout).attention(AttentionWork(1e12, 1e6, False, 64))
         assert forward == pytest.approx(plain + 4e6 / COPY + more)
         assert backward == pytest.approx(2 * plain + 7e6 / COPY + more)
 

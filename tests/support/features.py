@@ -251,4 +251,4 @@ def _batches(sizes: list[int]) -> list[str]:
         return ["--global-batch-size", str(sizes[0])]
     tokens = [SEQUENCE * samples for samples in accumulate([0, *sizes[:-1]])]
     steps = " ".join(f"{start}:{size}" for start, size in zip(tokens, sizes, strict=True))
-    return ["--step-batch-size-schedule", steps, "--train-iters", str(len(sizes))]
+    return ["--step-batch-size-schedule", steps, "--train-samples", str(sum(sizes))]

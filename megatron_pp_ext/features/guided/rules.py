@@ -16,10 +16,12 @@ RULES = (
         title="What `--pipeline-profile-steps` needs",
         rows=(
             Rule(
-                "--pipeline-profile-steps {pipeline_profile_steps}: compiles a schedule to go on with, for "
-                "which there is no room under {schedule}; leave it out, or choose flex, auto or one of `mpp "
-                "list`",
-                lambda job: job.flags.pipeline_profile_steps is not None and not has_room_for_another(job),
+                "--pipeline-profile-steps {pipeline_profile_steps}",
+                "compiles a schedule to go on with, for which there is no room under {schedule}",
+                "leave it out, or choose flex, auto or one of `mpp list`",
+                when=lambda job: (
+                    job.flags.pipeline_profile_steps is not None and not has_room_for_another(job)
+                ),
                 words=(schedule,),
             ),
         ),

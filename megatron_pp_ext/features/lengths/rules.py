@@ -22,9 +22,10 @@ RULES = (
         when=lambda job: job.flags.pipeline_order is not None,
         rows=(
             Rule(
-                "--pipeline-order {pipeline_order}: has no effect under Megatron's own schedules; add "
-                "--pipeline-schedule, 1f1b for example",
-                lambda job: not job.pipeline.has_schedule,
+                "--pipeline-order {pipeline_order}",
+                "has no effect under Megatron's own schedules",
+                "add --pipeline-schedule, 1f1b for example",
+                when=lambda job: not job.pipeline.has_schedule,
             ),
         ),
     ),
@@ -34,13 +35,16 @@ RULES = (
         subject="--pipeline-order {pipeline_order}",
         rows=(
             Rule(
-                "--pipeline-schedule {pipeline_schedule}: its stages update their weights between "
-                "microbatches, in the order of the data; choose a schedule that flushes",
-                lambda job: not job.pipeline.can.flushes,
+                "--pipeline-schedule {pipeline_schedule}",
+                "its stages update their weights between microbatches, in the order of the data",
+                "choose a schedule that flushes",
+                when=lambda job: not job.pipeline.can.flushes,
             ),
-            Rule("--cuda-graph-impl {cuda_graph_impl}: a graph holds the order of one step", has_graphs),
-            Rule("--rehearse-pipeline: a rehearsal runs microbatches of one length"),
-            Rule("--moe-enable-routing-replay: routing is replayed in the order of its record"),
+            Rule(
+                "--cuda-graph-impl {cuda_graph_impl}", "a graph holds the order of one step", when=has_graphs
+            ),
+            Rule("--rehearse-pipeline", "a rehearsal runs microbatches of one length"),
+            Rule("--moe-enable-routing-replay", "routing is replayed in the order of its record"),
         ),
     ),
     Rules(
@@ -50,13 +54,14 @@ RULES = (
         fix="leave one of them out, or choose a schedule by name, such as v-half",
         rows=(
             Rule(
-                "--expert-model-parallel-size above 1: pipelines that share experts plan by each other's "
-                "lengths, by which none keeps its memory limit",
-                lambda job: job.parallel.expert_model_parallel_size > 1,
+                "--expert-model-parallel-size above 1",
+                "pipelines that share experts plan by each other's lengths, by which none keeps its "
+                "memory limit",
+                when=lambda job: job.parallel.expert_model_parallel_size > 1,
             ),
-            Rule("--pipeline-vocabulary: list scheduling does not place the parts of a vocabulary"),
-            Rule("--pipeline-offload: copies are planned for one order"),
-            Rule("--fine-grained-activation-offloading: Megatron's offload is made for one order"),
+            Rule("--pipeline-vocabulary", "list scheduling does not place the parts of a vocabulary"),
+            Rule("--pipeline-offload", "copies are planned for one order"),
+            Rule("--fine-grained-activation-offloading", "Megatron's offload is made for one order"),
         ),
     ),
 )

@@ -10,16 +10,18 @@ RULES = (
         subject="--pipeline-offload {pipeline_offload}",
         rows=(
             Rule(
-                "--pipeline-schedule {pipeline_schedule}: without a flush no step has a plan of its own; "
+                "--pipeline-schedule {pipeline_schedule}",
+                "without a flush no step has a plan of its own",
                 "choose a schedule that flushes, or leave it out",
-                lambda job: not job.pipeline.can.flushes,
+                when=lambda job: not job.pipeline.can.flushes,
             ),
-            Rule("--fine-grained-activation-offloading: both would move the same activations"),
-            Rule("--pipeline-profile-steps: its measurements know nothing of copies"),
+            Rule("--fine-grained-activation-offloading", "both would move the same activations"),
+            Rule("--pipeline-profile-steps", "its measurements know nothing of copies"),
             Rule(
-                "--pipeline-vocabulary {pipeline_vocabulary}: the compiler does not choose copies with "
-                "parts of a vocabulary; give a share, such as 0.5",
-                lambda job: (
+                "--pipeline-vocabulary {pipeline_vocabulary}",
+                "the compiler does not choose copies with parts of a vocabulary",
+                "give a share, such as 0.5",
+                when=lambda job: (
                     job.pipeline.pipeline_offload == AUTO
                     and job.pipeline.can.is_compiled
                     and job.pipeline.pipeline_vocabulary
@@ -32,8 +34,9 @@ RULES = (
         when=lambda job: job.pipeline.pipeline_offload is None,
         rows=(
             Rule(
-                "--pipeline-offload-host-bytes: is for activations that wait on the host; leave it out, or "
-                "add --pipeline-offload auto"
+                "--pipeline-offload-host-bytes",
+                "is for activations that wait on the host",
+                "leave it out, or add --pipeline-offload auto",
             ),
         ),
     ),
@@ -42,9 +45,10 @@ RULES = (
         when=lambda job: job.pipeline.pipeline_offload_host_bytes is not None,
         rows=(
             Rule(
-                "--pipeline-offload-host-bytes {pipeline_offload_host_bytes}: must be above 0; give the "
-                "bytes that a rank's activations may take on the host",
-                lambda job: (job.pipeline.pipeline_offload_host_bytes or 0) <= 0,
+                "--pipeline-offload-host-bytes {pipeline_offload_host_bytes}",
+                "must be above 0",
+                "give the bytes that a rank's activations may take on the host",
+                when=lambda job: (job.pipeline.pipeline_offload_host_bytes or 0) <= 0,
             ),
         ),
     ),

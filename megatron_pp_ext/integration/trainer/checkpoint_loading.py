@@ -16,7 +16,6 @@ from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.core.checkpoint_copies import separate_copies
 from megatron_pp_ext.integration.core.placed_optimizer_state import describe
 from megatron_pp_ext.integration.patching import hook
-from megatron_pp_ext.integration.workarounds import damaged_checkpoint
 from megatron_pp_ext.schedule.placement import Placement, Shape
 
 _PARAMETERS = "load_dir args rank0 sharded_state_dict checkpointing_context"
@@ -37,8 +36,6 @@ def load_placed(
 
     Megatron calls this for what all ranks have in common before it does so for tensors.
     """
-    damaged_checkpoint.refuse_mixed_steps(load_dir, args)
-    damaged_checkpoint.refuse_damage(load_dir, args)
     loaded = stock(load_dir, args, *others, **kwargs)
     state, _, is_release, kind = loaded
     # Before validation only the flags of a checkpoint are read.

@@ -5,7 +5,7 @@ Megatron's functions take tells them apart, since a development version has the 
 """
 
 import inspect
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +21,6 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron.training import arguments, get_args, pretrain
 
 from megatron_pp_ext.integration.trainer.agreement import refused
-from megatron_pp_ext.integration.workarounds.needed_flags import OUR_SCRIPT
 from megatron_pp_ext.job.layers import predicting_stage
 from megatron_pp_ext.job.typed_job import Job
 
@@ -51,7 +50,7 @@ def pretrain_gpt(
     model_type = ModelType.encoder_or_decoder
     wanted = inspect.signature(pretrain).parameters
     if "cfg_container" not in wanted:  # before 0.18
-        args = arguments.parse_args(extra_args_provider=_mark)
+        args = arguments.parse_args()
         _refuse(args, (*refuse, *NOT_PROVIDED))
         _require_data(args, require_data)
         pretrain(
@@ -59,14 +58,13 @@ def pretrain_gpt(
             provide_gpt,
             model_type,
             forward_step,
-            extra_args_provider=_mark,
             args_defaults=DEFAULTS,
             get_embedding_ranks=embedding_ranks,
         )
         return
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-    args = arguments.parse_and_validate_args(extra_args_provider=_mark, args_defaults=DEFAULTS)
+    args = arguments.parse_and_validate_args(args_defaults=DEFAULTS)
     _require_data(args, require_data)
     if wanted["model_provider"].default is inspect.Parameter.empty:  # before 0.19
         _refuse(args, (*refuse, *NOT_PROVIDED))
@@ -79,12 +77,6 @@ def pretrain_gpt(
     model_config = hybrid_config_from_args if args.hybrid_layer_pattern else gpt_config_from_args
     config = pretrain_cfg_container_from_args(args, model_config(args))
     pretrain(config, datasets, model_type, forward_step, get_embedding_ranks=embedding_ranks)
-
-
-def _mark(parser: ArgumentParser) -> ArgumentParser:
-    """Let the hook around Megatron's validation know this script, and name the flags that it lacks."""
-    parser.set_defaults(**{OUR_SCRIPT: True})
-    return parser
 
 
 def _require_data(args: Namespace, require: Callable[[Namespace], None]) -> None:

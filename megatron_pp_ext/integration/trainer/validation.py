@@ -4,6 +4,7 @@ Everything that can be known to be wrong is refused here, before any process gro
 the rule and the fix in one line.
 """
 
+import linecache
 import sys
 from argparse import Namespace
 from collections.abc import Callable
@@ -25,7 +26,6 @@ from megatron_pp_ext.integration.trainer.agreement import refused
 from megatron_pp_ext.integration.trainer.checkpoint_loading import describe
 from megatron_pp_ext.integration.trainer.replica_samples import one_of_each
 from megatron_pp_ext.integration.trainer.run_settings import settings
-from megatron_pp_ext.integration.workarounds import dataset_helpers, needed_flags
 from megatron_pp_ext.job import layers, measurements, options, our_flags, replicas, sizes
 from megatron_pp_ext.job.layers import chunks_requested
 from megatron_pp_ext.job.pipeline import read as request_of
@@ -46,16 +46,10 @@ def translate_flags(stock: Callable[..., Any], args: Namespace, defaults: Any = 
     This is before any process group is made.  A refused command line ends the process with one line.
     """
     try:
-        if getattr(args, needed_flags.OUR_SCRIPT, False):
-            needed_flags.require_for_our_script(args)
-        needed_flags.require_valid(args, defaults)
         show_compiling()
         job, found = read_flags(args)
-        if args.rank == 0 and not dataset_helpers.are_built():
-            dataset_helpers.build()
         if found is not None:
             products.loaded().require(found)
-            needed_flags.require_trainable(args)
             if args.rank == 0 and found.rehearsal is None:
                 found = replace(found, summary=_summary(found, job))
     except ValueError as error:
@@ -68,7 +62,7 @@ def translate_flags(stock: Callable[..., Any], args: Namespace, defaults: Any = 
             # Megatron drops it with its fake process group, but the planned job makes these checks.
             args.check_for_nan_in_loss_and_grad = checks
     except (AssertionError, ValueError) as error:
-        raise refused(needed_flags.failed_check(error)) from error
+        raise refused(_failed_check(error)) from error
     # Megatron saves its flags in every checkpoint; see `checkpoint_loading`.
     args.pipeline_placement = describe(found.placement) if found and found.source else None
     if found is not None:
@@ -81,6 +75,19 @@ def translate_flags(stock: Callable[..., Any], args: Namespace, defaults: Any = 
         )
     requested.activate(found)
     return result
+
+
+def _failed_check(error: Exception) -> str:
+    """Return in one line which check of Megatron's raised ``error``, since many of them have no message."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    message = " ".join(str(error).split())
+    if trace is None:
+        return message
+    frame, line = trace.tb_frame, trace.tb_lineno
+    check = message or linecache.getline(frame.f_code.co_filename, line).strip().rstrip(",\\ ")
+    return f"Megatron refuses these flags: {check} ({frame.f_globals.get('__name__')}, line {line})"
 
 
 @hook(

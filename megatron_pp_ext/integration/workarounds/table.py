@@ -2,24 +2,13 @@
 
 from megatron_pp_ext.integration.patching import seams_of
 from megatron_pp_ext.integration.workarounds import (
-    damaged_checkpoint,
+    bucket_padding,
     dataset_helpers,
-    growing_batches,
-    needed_flags,
-    of_core,
     skipped_steps,
     stage_data,
 )
 
-MODULES = (
-    stage_data,
-    skipped_steps,
-    growing_batches,
-    *of_core.MODULES,
-    damaged_checkpoint,
-    dataset_helpers,
-    needed_flags,
-)
+MODULES = (stage_data, skipped_steps, bucket_padding, dataset_helpers)
 
 WORKAROUNDS = tuple(module.WORKAROUND for module in MODULES)
 

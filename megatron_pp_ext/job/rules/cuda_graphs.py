@@ -16,35 +16,41 @@ RULES = Rules(
     subject="--cuda-graph-impl {cuda_graph_impl}",
     rows=(
         Rule(
-            "--pipeline-schedule {pipeline_schedule}: without a flush no step is like the first one; choose "
-            "a schedule that flushes, or leave the graphs out",
-            lambda job: not job.pipeline.can.flushes,
+            "--pipeline-schedule {pipeline_schedule}",
+            "without a flush no step is like the first one",
+            "choose a schedule that flushes, or leave the graphs out",
+            when=lambda job: not job.pipeline.can.flushes,
         ),
         Rule(
-            "a schedule that changes: a graph holds one order; choose a schedule that stays as it is, such "
-            "as 1f1b",
-            lambda job: job.changes_its_order,
+            "a schedule that changes",
+            "a graph holds one order",
+            "choose a schedule that stays as it is, such as 1f1b",
+            when=lambda job: job.changes_its_order,
         ),
-        Rule("--rampup-batch-size: a graph holds one number of microbatches"),
-        Rule("--step-batch-size-schedule: a graph holds one number of microbatches"),
+        Rule("--rampup-batch-size", "a graph holds one number of microbatches"),
+        Rule("--step-batch-size-schedule", "a graph holds one number of microbatches"),
         Rule(
-            "--cuda-graph-warmup-steps 0: the first step finds the order, which graphs are made for; set it "
-            "to 1 or more"
+            "--cuda-graph-warmup-steps 0",
+            "the first step finds the order, which graphs are made for",
+            "set it to 1 or more",
         ),
-        Rule("--pipeline-offload: the host waits for copies, and saved tensors are the graph's"),
+        Rule("--pipeline-offload", "the host waits for copies, and saved tensors are the graph's"),
         Rule(
-            "--recompute-granularity full: a layer that runs again would take the graph of another "
-            "microbatch; choose selective, or --cuda-graph-impl full_iteration",
-            lambda job: has_graphs(job, "transformer_engine") and job.memory.recomputes_layers,
-        ),
-        Rule(
-            "--pipeline-trace: actions within a graph have no times",
-            lambda job: has_graphs(job, "full_iteration") and job.is_set("--pipeline-trace"),
+            "--recompute-granularity full",
+            "a layer that runs again would take the graph of another microbatch",
+            "choose selective, or --cuda-graph-impl full_iteration",
+            when=lambda job: has_graphs(job, "transformer_engine") and job.memory.recomputes_layers,
         ),
         Rule(
-            "--mtp-num-layers: a V moves the losses of predictions to another rank, which a graph adds up; "
+            "--pipeline-trace",
+            "actions within a graph have no times",
+            when=lambda job: has_graphs(job, "full_iteration") and job.is_set("--pipeline-trace"),
+        ),
+        Rule(
+            "--mtp-num-layers",
+            "a V moves the losses of predictions to another rank, which a graph adds up",
             "choose a schedule that is no V, such as interleaved",
-            lambda job: has_graphs(job, "full_iteration") and job.is_v and job.model.mtp_num_layers,
+            when=lambda job: has_graphs(job, "full_iteration") and job.is_v and job.model.mtp_num_layers,
         ),
     ),
 )

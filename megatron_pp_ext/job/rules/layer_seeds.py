@@ -7,6 +7,6 @@ RULES = (
         title="With `--pipeline-layer-seeds`",
         when=lambda job: job.flags.pipeline_layer_seeds,
         subject="--pipeline-layer-seeds",
-        rows=(Rule("--init-model-with-meta-device: weights are drawn after the model is built there"),),
+        rows=(Rule("--init-model-with-meta-device", "weights are drawn after the model is built there"),),
     ),
 )

@@ -1,5 +1,6 @@
 """The form of a rule about what cannot be combined, and the one function that goes through rules."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,41 +14,32 @@ Words = tuple[Callable[[RequestedJob], object], ...]
 """Functions whose values stand in a text, each in the place of its name in braces."""
 
 
+_FLAG = re.compile(r"--[a-z][\w-]*( \S+)?")
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What cannot be: ``text`` names a flag, why not, and how to fix it, as in "--flag: why; fix".
+    """What cannot be: ``flag``, ``why`` not, and what to do instead, ``fix``.
 
-    In the text ``{name}`` stands for the value of the argument ``name``, or for what one of the functions
+    In all three ``{name}`` stands for the value of the argument ``name``, or for what one of the functions
     ``words`` returns, by its name.  A reason or a fix that is left out is that of its ``Rules``.
-    ``when`` says whether it was requested; by default, whether the flag is set, to the value after it if
-    the text starts with a flag and a value.  ``releases`` are those that the rule is about, such as
-    ``transformer-engine<2.3``; without, it is about all.  Where the machine that trains is not known, a rule
-    about some releases does not hold.
+    ``when`` says whether it was requested.  A rule without it is about a flag as on a command line: alone or
+    with any value, ``{name}``, it holds where the flag is set, and otherwise where it is set to that value.
+    ``releases`` are those that the rule is about, such as ``transformer-engine<2.3``; without, it is about
+    all.  Where the machine that trains is not known, a rule about some releases does not hold.
     """
 
-    text: str
-    when: Condition | None = None
+    flag: str
+    why: str = ""
+    fix: str = ""
+    when: Condition | None = field(default=None, kw_only=True)
     releases: str = field(default="", kw_only=True)
     words: Words = field(default=(), kw_only=True)
 
-    @property
-    def flag(self) -> str:
-        """What cannot be: a flag, perhaps with its value."""
-        return self._without_fix.partition(": ")[0]
-
-    @property
-    def why(self) -> str:
-        """The reason; empty where ``Rules`` have it."""
-        return self._without_fix.partition(": ")[2]
-
-    @property
-    def fix(self) -> str:
-        """What to do instead; empty where ``Rules`` have it."""
-        return self.text[len(self._without_fix) + 2 :]
-
-    @property
-    def _without_fix(self) -> str:
-        return self.text.rpartition("; ")[0] or self.text
+    def __post_init__(self) -> None:
+        """Raise ValueError if ``flag`` is neither "--flag" nor "--flag value" and there is no ``when``."""
+        if self.when is None and not _FLAG.fullmatch(self.flag):
+            raise ValueError(f"a rule about {self.flag!r}, which is no flag with a value, needs when=")
 
     def holds(self, job: RequestedJob) -> bool:
         """Whether ``job`` has what cannot be, on such releases."""
@@ -56,9 +48,8 @@ class Rule:
         return bool(self.when(job)) if self.when is not None else self._is_set(job)
 
     def _is_set(self, job: RequestedJob) -> bool:
-        flag, *others = self.flag.split()
-        has_value = len(others) == 1 and others[0][0] != "{"
-        return job.is_set(flag, others[0] if has_value else None)
+        flag, _, value = self.flag.partition(" ")
+        return job.is_set(flag, value if value and not value.startswith("{") else None)
 
 
 def _always(job: RequestedJob) -> bool:

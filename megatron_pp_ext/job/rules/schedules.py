@@ -78,14 +78,16 @@ RULES = (
         words=(schedule,),
         rows=(
             Rule(
-                "--pipeline-replicas {pipeline_replicas}: has no meaning for {schedule}; leave it out, or "
-                "choose pipedream",
-                lambda job: job.pipeline.pipeline_replicas is not None and job.pipeline.can.flushes,
+                "--pipeline-replicas {pipeline_replicas}",
+                "has no meaning for {schedule}",
+                "leave it out, or choose pipedream",
+                when=lambda job: job.pipeline.pipeline_replicas is not None and job.pipeline.can.flushes,
             ),
             Rule(
-                "--pipeline-memory-limit {pipeline_memory_limit}: has no meaning for {schedule}; leave it "
-                "out, choose flex, or add --pipeline-offload auto",
-                lambda job: (
+                "--pipeline-memory-limit {pipeline_memory_limit}",
+                "has no meaning for {schedule}",
+                "leave it out, choose flex, or add --pipeline-offload auto",
+                when=lambda job: (
                     job.pipeline.has_schedule
                     and not job.pipeline.can.takes_limit
                     and job.pipeline.pipeline_memory_limit is not None
@@ -93,34 +95,39 @@ RULES = (
                 ),
             ),
             Rule(
-                "--pipeline-costs {pipeline_costs}: has no meaning for {schedule}, whose steps training "
-                "does not predict; leave it out, or choose a schedule that flushes",
-                lambda job: job.pipeline.pipeline_costs is not None and not job.pipeline.can.flushes,
+                "--pipeline-costs {pipeline_costs}",
+                "has no meaning for {schedule}, whose steps training does not predict",
+                "leave it out, or choose a schedule that flushes",
+                when=lambda job: job.pipeline.pipeline_costs is not None and not job.pipeline.can.flushes,
             ),
             Rule(
-                "--pipeline-loss-rank {pipeline_loss_rank}: has no effect under Megatron's own schedules; "
+                "--pipeline-loss-rank {pipeline_loss_rank}",
+                "has no effect under Megatron's own schedules",
                 "add --pipeline-schedule, v-half for example",
-                lambda job: (
+                when=lambda job: (
                     job.pipeline.pipeline_loss_rank is not None
                     and not job.pipeline.has_schedule
                     and job.flags.rehearse_pipeline is None
                 ),
             ),
             Rule(
-                "--pipeline-loss-rank first: has no meaning for {schedule}, whose loss is on the last rank; "
+                "--pipeline-loss-rank first",
+                "has no meaning for {schedule}, whose loss is on the last rank",
                 "leave it out, or choose a V, such as v-half",
-                has_loss_elsewhere,
+                when=has_loss_elsewhere,
             ),
             Rule(
-                "--pipeline-schedule {pipeline_schedule}: needs --pipeline-memory-limit; give a fraction of "
-                "1F1B's peak, such as 0.5, or a number of bytes, or choose auto",
-                lambda job: job.pipeline.can.takes_limit and job.pipeline.pipeline_memory_limit is None,
+                "--pipeline-schedule {pipeline_schedule}",
+                "needs --pipeline-memory-limit",
+                "give a fraction of 1F1B's peak, such as 0.5, or a number of bytes, or choose auto",
+                when=lambda job: job.pipeline.can.takes_limit and job.pipeline.pipeline_memory_limit is None,
             ),
             Rule(
-                "--pipeline-schedule {pipeline_schedule}: measures what memory is free after the first "
-                "update, and the dynamic loss scale of --fp16 skips the first ones; use --bf16, set "
-                "--loss-scale, or choose flex",
-                lambda job: (
+                "--pipeline-schedule {pipeline_schedule}",
+                "measures what memory is free after the first update, and the dynamic loss scale of "
+                "--fp16 skips the first ones",
+                "use --bf16, set --loss-scale, or choose flex",
+                when=lambda job: (
                     job.pipeline.can.measures_memory and job.precision.fp16 and job.flags.loss_scale is None
                 ),
             ),
@@ -131,91 +138,104 @@ RULES = (
         when=lambda job: job.pipeline.has_schedule,
         subject="--pipeline-schedule {pipeline_schedule}",
         rows=(
-            Rule("--use-megatron-fsdp: FSDP reduces gradients by its own hooks"),
-            Rule("--use-torch-fsdp2: FSDP reduces gradients by its own hooks"),
+            Rule("--use-megatron-fsdp", "FSDP reduces gradients by its own hooks"),
+            Rule("--use-torch-fsdp2", "FSDP reduces gradients by its own hooks"),
             # In pairs a B leaves them to where Megatron would compute them under this flag.
             Rule(
-                "--delay-wgrad-compute: schedules split the backward themselves",
-                lambda job: (
+                "--delay-wgrad-compute",
+                "schedules split the backward themselves",
+                when=lambda job: (
                     job.flags.delay_wgrad_compute and not job.parallel.overlap_moe_expert_parallel_comm
                 ),
             ),
             Rule(
-                "--cuda-graph-impl local: Megatron's own schedules make these graphs when their first step "
-                "ends; choose transformer_engine or full_iteration"
+                "--cuda-graph-impl local",
+                "Megatron's own schedules make these graphs when their first step ends",
+                "choose transformer_engine or full_iteration",
             ),
             Rule(
-                "--cuda-graph-impl {cuda_graph_impl}: graphs of its order were never run on a GPU; try "
-                "scripts/gpu_check.sh graphs and add --pipeline-unproved, or leave it out",
-                lambda job: has_graphs(job) and not job.flags.pipeline_unproved,
+                "--cuda-graph-impl {cuda_graph_impl}",
+                "graphs of its order were never run on a GPU",
+                "try scripts/gpu_check.sh graphs and add --pipeline-unproved, or leave it out",
+                when=lambda job: has_graphs(job) and not job.flags.pipeline_unproved,
             ),
             # These are two older names, which Megatron turns into the first.
             Rule(
-                "--enable-cuda-graph: Megatron's own schedules make these graphs when their first step "
-                "ends; choose --cuda-graph-impl transformer_engine or full_iteration"
+                "--enable-cuda-graph",
+                "Megatron's own schedules make these graphs when their first step ends",
+                "choose --cuda-graph-impl transformer_engine or full_iteration",
             ),
-            Rule("--external-cuda-graph: it is an older name; use --cuda-graph-impl transformer_engine"),
-            Rule("--hybrid-context-parallel: its microbatches differ from rank to rank"),
+            Rule("--external-cuda-graph", "it is an older name", "use --cuda-graph-impl transformer_engine"),
+            Rule("--hybrid-context-parallel", "its microbatches differ from rank to rank"),
             # This is how stock's own schedules take microbatches and send messages.
             Rule(
-                "--microbatch-group-size-per-virtual-pipeline-stage: it orders the microbatches of "
-                "Megatron's own interleaved schedule alone; leave it out, or choose breadth-first, whose "
-                "groups hold all microbatches",
-                lambda job: job.flags.microbatch_group_size_per_vp_stage,
+                "--microbatch-group-size-per-virtual-pipeline-stage",
+                "it orders the microbatches of Megatron's own interleaved schedule alone",
+                "leave it out, or choose breadth-first, whose groups hold all microbatches",
+                when=lambda job: job.flags.microbatch_group_size_per_vp_stage,
             ),
             Rule(
-                "--overlap-p2p-communication-warmup-flush: messages overlap computing throughout, in the "
-                "warm-up and the flush too; leave it out",
-                lambda job: job.flags.overlap_p2p_comm_warmup_flush,
+                "--overlap-p2p-communication-warmup-flush",
+                "messages overlap computing throughout, in the warm-up and the flush too",
+                "leave it out",
+                when=lambda job: job.flags.overlap_p2p_comm_warmup_flush,
             ),
             Rule(
-                "--no-overlap-p2p-communication: messages always overlap computing; leave it out",
-                lambda job: job.flags.overlap_p2p_comm is False,
+                "--no-overlap-p2p-communication",
+                "messages always overlap computing",
+                "leave it out",
+                when=lambda job: job.flags.overlap_p2p_comm is False,
             ),
-            Rule("--use-ring-exchange-p2p: each message leaves as soon as it is ready; leave it out"),
+            Rule("--use-ring-exchange-p2p", "each message leaves as soon as it is ready", "leave it out"),
             Rule(
-                "--pipeline-model-parallel-comm-backend ucc: messages go through groups of "
-                "--distributed-backend; leave it out"
+                "--pipeline-model-parallel-comm-backend ucc",
+                "messages go through groups of --distributed-backend",
+                "leave it out",
             ),
             Rule(
-                "--fine-grained-activation-offloading: Megatron takes a layer that is recomputed for one of "
-                "the microbatch whose forward was last; add --recompute-granularity selective, which "
-                "recomputes modules, or leave it out",
-                lambda job: (
+                "--fine-grained-activation-offloading",
+                "Megatron takes a layer that is recomputed for one of the microbatch whose forward was last",
+                "add --recompute-granularity selective, which recomputes modules, or leave it out",
+                when=lambda job: (
                     job.flags.fine_grained_activation_offloading
                     and job.is_set("--recompute-granularity", "full")
                 ),
             ),
             Rule(
-                "--cpu-offloading-num-layers: Megatron has it without pipelines alone; use "
-                "--fine-grained-activation-offloading"
+                "--cpu-offloading-num-layers",
+                "Megatron has it without pipelines alone",
+                "use --fine-grained-activation-offloading",
             ),
             Rule(
-                "--moe-paged-stash: it holds all steps to the order of its first one; choose a schedule "
-                "that stays as it is, such as 1f1b",
-                lambda job: job.precision.moe_paged_stash and job.changes_its_order,
+                "--moe-paged-stash",
+                "it holds all steps to the order of its first one",
+                "choose a schedule that stays as it is, such as 1f1b",
+                when=lambda job: job.precision.moe_paged_stash and job.changes_its_order,
             ),
-            Rule("--defer-embedding-wgrad-compute: schedules defer weight gradients themselves"),
+            Rule("--defer-embedding-wgrad-compute", "schedules defer weight gradients themselves"),
             Rule(
-                "--overlap-param-gather-with-optimizer-step: it splits the optimizer by stock's order of "
-                "chunks"
-            ),
-            Rule(
-                "--full-validation: Megatron fails at the first evaluation; leave it out and set "
-                "--eval-iters, or, on two ranks with one chunk each, add --multiple-validation-sets",
-                lambda job: job.flags.full_validation and not job.flags.multiple_validation_sets,
+                "--overlap-param-gather-with-optimizer-step",
+                "it splits the optimizer by stock's order of chunks",
             ),
             Rule(
-                "--multiple-validation-sets: Megatron evaluates on several sets as a whole alone; leave it "
-                "out, or, on two ranks with one chunk each, add --full-validation",
-                lambda job: job.flags.multiple_validation_sets and not job.flags.full_validation,
+                "--full-validation",
+                "Megatron fails at the first evaluation",
+                "leave it out and set --eval-iters, or, on two ranks with one chunk each, add "
+                "--multiple-validation-sets",
+                when=lambda job: job.flags.full_validation and not job.flags.multiple_validation_sets,
+            ),
+            Rule(
+                "--multiple-validation-sets",
+                "Megatron evaluates on several sets as a whole alone",
+                "leave it out, or, on two ranks with one chunk each, add --full-validation",
+                when=lambda job: job.flags.multiple_validation_sets and not job.flags.full_validation,
             ),
             Rule(
                 "multi-token prediction (m) in stage {predicting_stage}, counted from 0, of "
-                "--pipeline-model-parallel-layout {pipeline_model_parallel_layout}: it must be in a rank's "
-                "last chunk, and on the first rank next to the E or the L; put the m into stage "
-                "{stages_for_prediction}",
-                lambda job: not can_predict(job),
+                "--pipeline-model-parallel-layout {pipeline_model_parallel_layout}",
+                "it must be in a rank's last chunk, and on the first rank next to the E or the L",
+                "put the m into stage {stages_for_prediction}",
+                when=lambda job: not can_predict(job),
                 words=(predicting_stage, stages_for_prediction),
             ),
         ),
@@ -240,9 +260,11 @@ RULES = (
         subject="--pipeline-schedule {pipeline_schedule}",
         rows=(
             Rule(
-                "--multiple-validation-sets: Megatron cannot count the samples of stages between the ends, "
-                "nor those of several chunks a rank; take two ranks and a schedule with one chunk a rank, "
-                "or leave it and --full-validation out and set --eval-iters"
+                "--multiple-validation-sets",
+                "Megatron cannot count the samples of stages between the ends, nor those of several "
+                "chunks a rank",
+                "take two ranks and a schedule with one chunk a rank, or leave it and --full-validation "
+                "out and set --eval-iters",
             ),
         ),
     ),

@@ -20,29 +20,30 @@ RULES = Rules(
     subject="--pipeline-schedule {pipeline_schedule}",
     rows=(
         Rule(
-            "--transformer-impl transformer_engine: layers of Transformer Engine {engine} cannot leave "
-            "their weight gradient for later; install transformer-engine 2.3 or newer, or add "
-            "--transformer-impl local",
+            "--transformer-impl transformer_engine",
+            "layers of Transformer Engine {engine} cannot leave their weight gradient for later",
+            "install transformer-engine 2.3 or newer, or add --transformer-impl local",
             releases="transformer-engine<2.3",
             words=(engine,),
         ),
         Rule(
-            "--tp-comm-overlap: with --fp8-recipe mxfp8 gradients are gathered for W into buffers that later "
-            "layers overwrite; choose another recipe, or leave it out",
-            lambda job: (
+            "--tp-comm-overlap",
+            "with --fp8-recipe mxfp8 gradients are gathered for W into buffers that later layers overwrite",
+            "choose another recipe, or leave it out",
+            when=lambda job: (
                 job.parallel.tp_comm_overlap and job.precision.fp8 and job.precision.fp8_recipe == "mxfp8"
             ),
         ),
-        Rule("--overlap-dispatch-backward-with-experts-wgrad: schedules defer weight gradients themselves"),
+        Rule("--overlap-dispatch-backward-with-experts-wgrad", "schedules defer weight gradients themselves"),
         Rule(
-            "--tensor-parallel-num-weight-shards: a weight that is gathered for each use has no gradient to "
-            "leave for later",
-            gathers_weights,
+            "--tensor-parallel-num-weight-shards",
+            "a weight that is gathered for each use has no gradient to leave for later",
+            when=gathers_weights,
         ),
         Rule(
-            "--expert-tensor-parallel-num-weight-shards: a weight that is gathered for each use has no "
-            "gradient to leave for later",
-            lambda job: (
+            "--expert-tensor-parallel-num-weight-shards",
+            "a weight that is gathered for each use has no gradient to leave for later",
+            when=lambda job: (
                 (job.flags.expert_tensor_parallel_num_weight_shards or 0) > job.parallel.expert_tensor
             ),
         ),

@@ -17,18 +17,22 @@ RULES = (
         title="In `mpp estimate` and `mpp search`, about the precision",
         rows=(
             Rule(
-                "--fp8-format: with weights in fp32 is not modelled; add --bf16 or --fp16, or leave it out",
-                lambda job: job.precision.fp8 and not job.precision.is_half,
+                "--fp8-format",
+                "with weights in fp32 is not modelled",
+                "add --bf16 or --fp16, or leave it out",
+                when=lambda job: job.precision.fp8 and not job.precision.is_half,
             ),
             Rule(
-                "--fp8-format: has no effect on --transformer-impl local, whose products are not in FP8; "
+                "--fp8-format",
+                "has no effect on --transformer-impl local, whose products are not in FP8",
                 "leave one of the two out",
-                lambda job: job.precision.fp8 and job.precision.transformer_impl == "local",
+                when=lambda job: job.precision.fp8 and job.precision.transformer_impl == "local",
             ),
             Rule(
-                "--attention-backend {attention_backend}: has no kernel for fp32; add --bf16 or --fp16, or "
-                "leave it out",
-                lambda job: (
+                "--attention-backend {attention_backend}",
+                "has no kernel for fp32",
+                "add --bf16 or --fp16, or leave it out",
+                when=lambda job: (
                     job.precision.attention_backend in ("flash", "fused") and not job.precision.is_half
                 ),
             ),

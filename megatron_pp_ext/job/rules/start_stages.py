@@ -44,57 +44,78 @@ def ends_alone(job: RequestedJob) -> str:
 
 ROWS = (
     Rule(
-        "--step-batch-size-schedule: says the same as --global-batch-size; leave one of the two out",
-        lambda job: (
+        "--step-batch-size-schedule",
+        "says the same as --global-batch-size",
+        "leave one of the two out",
+        when=lambda job: (
             job.batch.step_batch_size_schedule is not None and job.batch.global_batch_size is not None
         ),
     ),
     Rule(
-        "--num-layers-per-virtual-pipeline-stage: says the same as --num-virtual-stages-per-pipeline-rank; "
+        "--num-layers-per-virtual-pipeline-stage",
+        "says the same as --num-virtual-stages-per-pipeline-rank",
         "leave one of the two out",
-        lambda job: (
+        when=lambda job: (
             job.pipeline.num_layers_per_virtual_pipeline_stage is not None
             and job.pipeline.num_virtual_stages_per_pipeline_rank is not None
         ),
     ),
     Rule(
-        "--pipeline-model-parallel-layout: says how many chunks a rank has; leave {chunk_flag} out",
-        lambda job: job.pipeline.has_layout and chunk_flag(job),
+        "--pipeline-model-parallel-layout",
+        "says how many chunks a rank has",
+        "leave {chunk_flag} out",
+        when=lambda job: job.pipeline.has_layout and chunk_flag(job),
         words=(chunk_flag,),
     ),
     Rule(
-        "{split_flag}: says how layers are spread, as the first and the last rank's numbers do; leave one "
-        "of the two out",
-        lambda job: layers.given_ends(job) and split_flag(job),
+        "{split_flag}",
+        "says how layers are spread, as the first and the last rank's numbers do",
+        "leave one of the two out",
+        when=lambda job: layers.given_ends(job) and split_flag(job),
         words=(split_flag,),
     ),
     Rule(
-        "{described_twice}: is not for --hybrid-layer-pattern, whose | are between stages; leave it out",
-        lambda job: job.model.hybrid_layer_pattern and described_twice(job),
+        "{described_twice}",
+        "is not for --hybrid-layer-pattern, whose | are between stages",
+        "leave it out",
+        when=lambda job: job.model.hybrid_layer_pattern and described_twice(job),
         words=(described_twice,),
     ),
     Rule(
-        "--hybrid-override-pattern: is the older name of --hybrid-layer-pattern; leave one of the two out",
-        gives_two_patterns,
+        "--hybrid-override-pattern",
+        "is the older name of --hybrid-layer-pattern",
+        "leave one of the two out",
+        when=gives_two_patterns,
     ),
     Rule(
-        "{ends_alone}: is for a pipeline of two ranks or more; leave it out", ends_alone, words=(ends_alone,)
+        "{ends_alone}",
+        "is for a pipeline of two ranks or more",
+        "leave it out",
+        when=ends_alone,
+        words=(ends_alone,),
     ),
     Rule(
-        "{chunk_flag}: is for a pipeline of two ranks or more; leave it out",
-        lambda job: (
+        "{chunk_flag}",
+        "is for a pipeline of two ranks or more",
+        "leave it out",
+        when=lambda job: (
             job.parallel.pipeline_model_parallel_size <= 1 and chunk_flag(job) and has_chunk_flag(job)
         ),
         words=(chunk_flag,),
     ),
     Rule(
-        "--num-layers-per-virtual-pipeline-stage: is for ranks with as many layers each; give "
-        "--num-virtual-stages-per-pipeline-rank in its place",
-        lambda job: job.pipeline.num_layers_per_virtual_pipeline_stage is not None and layers.given_ends(job),
+        "--num-layers-per-virtual-pipeline-stage",
+        "is for ranks with as many layers each",
+        "give --num-virtual-stages-per-pipeline-rank in its place",
+        when=lambda job: (
+            job.pipeline.num_layers_per_virtual_pipeline_stage is not None and layers.given_ends(job)
+        ),
     ),
     Rule(
-        "--defer-embedding-wgrad-compute: is for a pipeline of two ranks or more; leave it out",
-        lambda job: (
+        "--defer-embedding-wgrad-compute",
+        "is for a pipeline of two ranks or more",
+        "leave it out",
+        when=lambda job: (
             job.parallel.defer_embedding_wgrad_compute and job.parallel.pipeline_model_parallel_size <= 1
         ),
     ),

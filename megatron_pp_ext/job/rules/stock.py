@@ -43,17 +43,18 @@ RULES = (
             # this parameter gets the function as the origin of its own gradient.  Backward then computes it
             # again, and goes back to where it is.  Layers of experts are not recomputed by this module.
             Rule(
-                "--recompute-modules mlp: with biases calls itself without end in Megatron's backward; add "
-                "--disable-bias-linear, or recompute others, such as core_attn",
-                lambda job: (
+                "--recompute-modules mlp",
+                "with biases calls itself without end in Megatron's backward",
+                "add --disable-bias-linear, or recompute others, such as core_attn",
+                when=lambda job: (
                     "mlp" in job.memory.recomputed and job.model.add_bias_linear and job.model.has_dense_layer
                 ),
             ),
             Rule(
-                "--hybrid-layer-pattern {pattern}: is built of Transformer Engine's layers, and Transformer "
-                "Engine is not installed; install it, which needs a GPU, or name other layers with --spec "
-                "MODULE NAME",
-                lambda job: job.model.pattern and not has_own_layers(job),
+                "--hybrid-layer-pattern {pattern}",
+                "is built of Transformer Engine's layers, and Transformer Engine is not installed",
+                "install it, which needs a GPU, or name other layers with --spec MODULE NAME",
+                when=lambda job: job.model.pattern and not has_own_layers(job),
                 releases="transformer-engine==0",
                 words=(pattern,),
             ),
@@ -72,10 +73,11 @@ RULES = (
             # no place for it (tie_embeddings_and_output_weights_state_dict in language_module.py).  The
             # format torch asks for none.
             Rule(
-                "--save {save} of tied embeddings with multi-token prediction next to the output layer: its "
-                "first checkpoint ends with an AssertionError; add --untie-embeddings-and-output-weights, "
-                "give the m a stage before the L in --pipeline-model-parallel-layout, or leave --save out",
-                lambda job: (
+                "--save {save} of tied embeddings with multi-token prediction next to the output layer",
+                "its first checkpoint ends with an AssertionError",
+                "add --untie-embeddings-and-output-weights, give the m a stage before the L in "
+                "--pipeline-model-parallel-layout, or leave --save out",
+                when=lambda job: (
                     job.flags.save
                     and job.model.mtp_num_layers
                     and not job.model.untie_embeddings_and_output_weights
@@ -84,15 +86,17 @@ RULES = (
                 ),
             ),
             Rule(
-                "other flags that spread layers, with --pipeline-model-parallel-layout: the layout has all "
-                "that they say; leave {spreading_flags} out",
-                lambda job: job.pipeline.has_layout and spreading_flags(job),
+                "other flags that spread layers, with --pipeline-model-parallel-layout",
+                "the layout has all that they say",
+                "leave {spreading_flags} out",
+                when=lambda job: job.pipeline.has_layout and spreading_flags(job),
                 words=(spreading_flags,),
             ),
             Rule(
-                "--overlap-moe-expert-parallel-comm: layers of a hybrid model have no plans that could be "
-                "run in pairs; leave it out, or describe the model without --hybrid-layer-pattern",
-                lambda job: job.parallel.overlap_moe_expert_parallel_comm and job.model.pattern,
+                "--overlap-moe-expert-parallel-comm",
+                "layers of a hybrid model have no plans that could be run in pairs",
+                "leave it out, or describe the model without --hybrid-layer-pattern",
+                when=lambda job: job.parallel.overlap_moe_expert_parallel_comm and job.model.pattern,
             ),
         ),
     ),
@@ -100,12 +104,15 @@ RULES = (
         title="Where zstandard is missing",
         rows=(
             Rule(
-                "--logits-save-dir: writes by zstandard, without which the writer ends and its rank waits "
-                "for it; pip install zstandard",
+                "--logits-save-dir",
+                "writes by zstandard, without which the writer ends and its rank waits for it",
+                "pip install zstandard",
                 releases="zstandard==0",
             ),
             Rule(
-                "--logits-load-dir: reads by zstandard, which is not installed; pip install zstandard",
+                "--logits-load-dir",
+                "reads by zstandard, which is not installed",
+                "pip install zstandard",
                 releases="zstandard==0",
             ),
         ),
@@ -117,10 +124,11 @@ RULES = (
         words=(chunks,),
         rows=(
             Rule(
-                "--heterogeneous-layers-config-path: its layers are built without knowing for which of "
-                "several chunks of a rank; choose a schedule with one chunk a rank, such as 1f1b or zb-h1, "
-                "and leave --num-virtual-stages-per-pipeline-rank out",
-                lambda job: job.model.has_heterogeneous_layers,
+                "--heterogeneous-layers-config-path",
+                "its layers are built without knowing for which of several chunks of a rank",
+                "choose a schedule with one chunk a rank, such as 1f1b or zb-h1, and leave "
+                "--num-virtual-stages-per-pipeline-rank out",
+                when=lambda job: job.model.has_heterogeneous_layers,
             ),
         ),
     ),
@@ -136,12 +144,13 @@ RULES = (
         ),
         rows=(
             Rule(
-                "--experimental-attention-variant: Megatron builds this attention of Transformer Engine's "
-                "layers alone"
+                "--experimental-attention-variant",
+                "Megatron builds this attention of Transformer Engine's layers alone",
             ),
-            Rule("--multi-latent-attention: Megatron's local attention knows no latent keys and values"),
+            Rule("--multi-latent-attention", "Megatron's local attention knows no latent keys and values"),
             Rule(
-                "--moe-latent-size: the projections around latent experts are Transformer Engine's",
+                "--moe-latent-size",
+                "the projections around latent experts are Transformer Engine's",
                 releases="transformer-engine==0",
             ),
         ),
@@ -150,30 +159,37 @@ RULES = (
         title="With attention of another kind",
         rows=(
             Rule(
-                "--experimental-attention-variant gated_delta_net: is that of some layers, and Megatron has "
-                "to know of which; give --linear-attention-freq",
-                lambda job: (
+                "--experimental-attention-variant gated_delta_net",
+                "is that of some layers, and Megatron has to know of which",
+                "give --linear-attention-freq",
+                when=lambda job: (
                     job.attention.experimental_attention_variant == "gated_delta_net"
                     and not job.attention.linear_attention_freq
                 ),
             ),
             Rule(
-                "--experimental-attention-variant dsa: chooses among compressed keys alone; add "
-                "--multi-latent-attention",
-                lambda job: (
+                "--experimental-attention-variant dsa",
+                "chooses among compressed keys alone",
+                "add --multi-latent-attention",
+                when=lambda job: (
                     job.attention.experimental_attention_variant == "dsa"
                     and not job.attention.multi_latent_attention
                 ),
             ),
             Rule(
-                "--experimental-attention-variant dsa: has an indexer whose sizes have no defaults; give "
-                "--dsa-indexer-n-heads, --dsa-indexer-head-dim and --dsa-indexer-topk",
-                lambda job: job.attention.experimental_attention_variant == "dsa" and not has_indexer(job),
+                "--experimental-attention-variant dsa",
+                "has an indexer whose sizes have no defaults",
+                "give --dsa-indexer-n-heads, --dsa-indexer-head-dim and --dsa-indexer-topk",
+                when=lambda job: (
+                    job.attention.experimental_attention_variant == "dsa" and not has_indexer(job)
+                ),
             ),
             Rule(
-                "--attention-output-gate: is a product with the result of ordinary attention, and "
-                "Megatron's latent attention has none; leave it or --multi-latent-attention out",
-                lambda job: job.attention.attention_output_gate and job.attention.multi_latent_attention,
+                "--attention-output-gate",
+                "is a product with the result of ordinary attention, and Megatron's latent attention has "
+                "none",
+                "leave it or --multi-latent-attention out",
+                when=lambda job: job.attention.attention_output_gate and job.attention.multi_latent_attention,
             ),
         ),
     ),
@@ -183,25 +199,30 @@ RULES = (
         subject="--pipeline-model-parallel-layout auto",
         why="it chooses the layers of every stage itself",
         rows=(
-            Rule("--decoder-first-pipeline-num-layers; leave --decoder-first-pipeline-num-layers out"),
-            Rule("--decoder-last-pipeline-num-layers; leave --decoder-last-pipeline-num-layers out"),
+            Rule("--decoder-first-pipeline-num-layers", fix="leave --decoder-first-pipeline-num-layers out"),
+            Rule("--decoder-last-pipeline-num-layers", fix="leave --decoder-last-pipeline-num-layers out"),
             Rule(
-                "--account-for-embedding-in-pipeline-split; leave --account-for-embedding-in-pipeline-split "
-                "out"
-            ),
-            Rule("--account-for-loss-in-pipeline-split; leave --account-for-loss-in-pipeline-split out"),
-            Rule(
-                "--num-layers-per-virtual-pipeline-stage; leave --num-layers-per-virtual-pipeline-stage out"
+                "--account-for-embedding-in-pipeline-split",
+                fix="leave --account-for-embedding-in-pipeline-split out",
             ),
             Rule(
-                "--hybrid-layer-pattern: Megatron cuts such a model at the | in it; put them there, and "
-                "leave the layout out",
-                lambda job: job.model.pattern,
+                "--account-for-loss-in-pipeline-split", fix="leave --account-for-loss-in-pipeline-split out"
             ),
             Rule(
-                "--mtp-num-layers with --pipeline-costs: its costs cannot be told from those of the last "
-                "layer; leave --pipeline-costs out",
-                lambda job: job.pipeline.pipeline_costs is not None and job.model.mtp_num_layers,
+                "--num-layers-per-virtual-pipeline-stage",
+                fix="leave --num-layers-per-virtual-pipeline-stage out",
+            ),
+            Rule(
+                "--hybrid-layer-pattern",
+                "Megatron cuts such a model at the | in it",
+                "put them there, and leave the layout out",
+                when=lambda job: job.model.pattern,
+            ),
+            Rule(
+                "--mtp-num-layers with --pipeline-costs",
+                "its costs cannot be told from those of the last layer",
+                "leave --pipeline-costs out",
+                when=lambda job: job.pipeline.pipeline_costs is not None and job.model.mtp_num_layers,
             ),
         ),
     ),

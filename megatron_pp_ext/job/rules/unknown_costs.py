@@ -22,11 +22,11 @@ def _rules(what: str, fix: str) -> Iterator[Rule]:
     for name, reason in flag_effects.refused(what).items():
         value = "" if "sets" in flag_effects.setting()[name] else f" {{{name}}}"
         changed = partial(flag_effects.is_asked, name=name)
-        yield Rule(f"{flag_effects.flag(name)}{value}: {reason}; {fix}", changed)
+        yield Rule(f"{flag_effects.flag(name)}{value}", reason, fix, when=changed)
     for name, values in flag_effects.table()["values"][what].items():
         reason = f"only {', '.join(values[:-1])} and {values[-1]} are modelled"
         other = partial(_has_other, name=name, values=values)
-        yield Rule(f"{flag_effects.flag(name)} {{{name}}}: {reason}; {fix}", other)
+        yield Rule(f"{flag_effects.flag(name)} {{{name}}}", reason, fix, when=other)
 
 
 def _has_other(job: RequestedJob, name: str, values: Sequence[str]) -> bool:

@@ -252,6 +252,7 @@ FORBIDDEN: Mapping[str, Row] = {
     "sixteen layers take too long": {"chunks": "4", "pipeline": "4"},
     "layers with and without experts repeat": {"experts": _SPARSE, "cut": OTHERS},
     "batches that grow are counted in samples of one": {"microbatches": "growing", "samples": "2"},
+    "with samples to train on there is no warm-up in steps": {"microbatches": "growing", "update": "warm-up"},
 }
 """Choices of several factors that make no job together, each with the reason.  Plain levels make one."""
 

@@ -124,8 +124,7 @@ def microbatches(row: Row) -> tuple[int, ...]:
 
 def _job(row: Row, data: Path) -> list[str]:
     steps = STEPS_WITH_CHECKPOINT if has_checkpoint(row) else STEPS
-    words = ["--pipeline-model-parallel-size", row["pipeline"], "--train-iters", str(steps)]
-    words += [*_cut(row), *_batches(row)]
+    words = ["--pipeline-model-parallel-size", row["pipeline"], *_cut(row), *_batches(row, steps)]
     for factor, levels in FLAGS.items():
         words += levels[row[factor]].split()
     if has_checkpoint(row) and row["optimizer"].startswith("distributed"):
@@ -166,14 +165,17 @@ def _layout(row: Row, layers: int) -> str:
     return "|".join(stages)
 
 
-def _batches(row: Row) -> list[str]:
+def _batches(row: Row, number: int) -> list[str]:
+    """Return the flags of ``number`` steps and their samples."""
     each = int(row["samples"]) * _REPLICAS.get(row["parallel"], 1)
     sizes = [count * each for count in microbatches(row)]
     if len(sizes) == 1:
-        return ["--global-batch-size", str(sizes[0])]
+        return ["--global-batch-size", str(sizes[0]), "--train-iters", str(number)]
     tokens = [SEQUENCE * samples for samples in accumulate([0, *sizes[:-1]])]
     steps = " ".join(f"{start}:{size}" for start, size in zip(tokens, sizes, strict=True))
-    return ["--step-batch-size-schedule", steps]
+    # Megatron counts too few samples where growing batches are given in steps.
+    samples = sum(sizes[min(step, len(sizes) - 1)] for step in range(number))
+    return ["--step-batch-size-schedule", steps, "--train-samples", str(samples)]
 
 
 def _schedule(row: Row, name: str, folder: Path) -> Sequence[str]:

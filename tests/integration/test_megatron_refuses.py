@@ -1,4 +1,4 @@
-"""A flag that a newcomer forgets is named in one line, before any process group exists."""
+"""What Megatron's own parser and validation refuse is one line, before any process group exists."""
 
 import re
 import sys
@@ -11,12 +11,11 @@ from tests.support.training import TINY, since, train
 
 # isort: split
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
-from megatron.training import arguments as megatron_arguments
 from megatron.training.global_vars import destroy_global_vars
 
 from megatron_pp_ext import cpu, pretrain_gpt
 from megatron_pp_ext.integration import releases
-from megatron_pp_ext.integration.workarounds import needed_flags
+from megatron_pp_ext.integration.trainer.validation import _failed_check
 
 DATA = ("--mock-data",)
 
@@ -49,31 +48,11 @@ def refusals(*jobs: Sequence[str]) -> list[str]:
     return found
 
 
-NOT_NEEDED = "dropout|global|decay|divisible|eval-iters|log-interval|timeout"
-FORGOTTEN = [word for word in (*TINY, *DATA) if word.startswith("--") and not re.search(NOT_NEEDED, word)]
-
-
-def test_what_is_forgotten_is_named() -> None:
-    """One flag, and several at once."""
-    schedule = ["--pipeline-model-parallel-size", "2", "--pipeline-schedule", "v-half"]
-    several = ("--lr", "--micro-batch-size", "--max-position-embeddings", "--vocab-size")
-    *lines, last = refusals(*([*without(flag), *schedule] for flag in FORGOTTEN), without(*several))
-    assert all(flag in last for flag in several)
-    assert "--max-position-embeddings 32 (" in last
-    for flag, line in zip(FORGOTTEN, lines, strict=True):
-        assert line.startswith("flags are missing; add, for example, "), flag
-        assert flag in line
-        others = {*FORGOTTEN} - {flag, "--vocab-size"}
-        assert not [other for other in others if f"{other} " in line.partition("(")[0]]
-
-
 PROBLEMS = (
-    ("--save folder", "--save-interval 1000"),
     ("--data-path no/such", "has no no/such.idx and no no/such.bin; give the path"),
     ("--lr x", "argument --lr: invalid float value: 'x'; correct it"),
     ("--pipline-schedule v", "unrecognized arguments: .* v; did you mean '--pipeline-schedule'"),
     ("--min-lr 1", r"Megatron refuses these flags: .*min_lr.* \(megatron.training.arguments, line"),
-    ("--tokenizer-type HuggingFaceTokenizer", r"--tokenizer-model PATH \(the model of HuggingFaceT"),
     ("--sft", "--sft is not supported by megatron_pp_ext.pretrain_gpt"),
 )
 
@@ -85,25 +64,13 @@ def test_what_does_not_fit_is_named() -> None:
         assert re.search(problem, line), line
 
 
-def test_another_script_gets_what_its_validation_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose defaults count, and whose training is not known."""
-
-    def validate(*forgotten: str, **defaults: int) -> None:
-        monkeypatch.setattr(sys, "argv", ["script.py", *cpu.with_cpu_flags(without(*forgotten))])
-        megatron_arguments.validate_args(megatron_arguments.parse_args(), defaults)
-
-    with pytest.raises(SystemExit, match=r"add, for example, --micro-batch-size 1$"):
-        validate("--micro-batch-size", "--lr", "--mock-data")
-    validate("--micro-batch-size", "--lr", "--mock-data", micro_batch_size=1)
-
-
 def test_a_check_without_words_is_quoted() -> None:
     try:
-        assert not FORGOTTEN
+        assert not DATA
     except AssertionError as error:
         error.args = ()
-        line = needed_flags.failed_check(error)
-    assert line.startswith("Megatron refuses these flags: assert not FORGOTTEN (")
+        line = _failed_check(error)
+    assert line.startswith("Megatron refuses these flags: assert not DATA (")
 
 
 @since(releases.CORE_0_19, "before 0.19 Megatron asks for --spec itself")
