@@ -34,7 +34,7 @@ from megatron_pp_ext.schedule.costs import Costs
 def asked(*words):
     flags = ["--pipeline-late-weights", *words]
     ranks = Namespace(pipeline_model_parallel_size=2)
-    return RequestedJob(add_flags(ArgumentParser()).parse_args(flags, ranks))
+    return RequestedJob.of_args(add_flags(ArgumentParser()).parse_args(flags, ranks))
 
 request = named("zb-h1", 2, 4)
 requested = options.read(asked(), request)
