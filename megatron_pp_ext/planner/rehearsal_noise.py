@@ -18,9 +18,9 @@ def described(measured: Iterable[RankRehearsal]) -> str:
     """Return a line with the widest spread of a rank's steps, its longest waits, and the machine's load."""
     ranks = list(measured)
     words = []
-    known = [one for one in ranks if len(one.step_seconds) > 1]
-    if known:
-        worst = max(known, key=_spread)
+    repeated = [rank for rank in ranks if len(rank.step_seconds) > 1]
+    if repeated:
+        worst = max(repeated, key=_spread)
         low, _, high = quantiles(worst.step_seconds, method="inclusive")
         words.append(
             f"timed steps spread most on rank {worst.rank}, where the middle half of "
@@ -28,10 +28,10 @@ def described(measured: Iterable[RankRehearsal]) -> str:
         )
     else:
         words.append("too few timed steps to tell how they spread")
-    waits = [one.waited for one in ranks if one.waited is not None]
+    waits = [rank.waited for rank in ranks if rank.waited is not None]
     if waits:
         words.append(f"ranks waited for a processor for up to {max(waits):.1%} of their time")
-    loads = [one.load for one in ranks if one.load is not None]
+    loads = [rank.load for rank in ranks if rank.load is not None]
     if loads:
         words.append(f"the machine's load was up to {max(loads):.2g} a processor")
     return "; ".join(words)
@@ -39,16 +39,16 @@ def described(measured: Iterable[RankRehearsal]) -> str:
 
 def disturbance(measured: Iterable[RankRehearsal]) -> str | None:
     """Return why the seconds of a rank say more of its machine than of the job; None if no rank's do."""
-    for one in measured:
-        if one.waited is not None and one.waited > MOST_WAITED:
+    for rehearsal in measured:
+        if rehearsal.waited is not None and rehearsal.waited > MOST_WAITED:
             return (
-                f"rank {one.rank} waited for a processor for {one.waited:.0%} of its time, more than "
-                f"{MOST_WAITED:.0%}"
+                f"rank {rehearsal.rank} waited for a processor for {rehearsal.waited:.0%} of its time, "
+                f"more than {MOST_WAITED:.0%}"
             )
-        if len(one.step_seconds) > 1 and _spread(one) > MOST_SPREAD:
+        if len(rehearsal.step_seconds) > 1 and _spread(rehearsal) > MOST_SPREAD:
             return (
-                f"the middle half of the steps of rank {one.rank} spread over {_spread(one):.0%} of their "
-                f"median, more than {MOST_SPREAD:.0%}"
+                f"the middle half of the steps of rank {rehearsal.rank} spread over "
+                f"{_spread(rehearsal):.0%} of their median, more than {MOST_SPREAD:.0%}"
             )
     return None
 
@@ -63,6 +63,6 @@ def require_quiet(measured: Iterable[RankRehearsal]) -> None:
         )
 
 
-def _spread(one: RankRehearsal) -> float:
-    low, _, high = quantiles(one.step_seconds, method="inclusive")
-    return (high - low) / median(one.step_seconds)
+def _spread(rehearsal: RankRehearsal) -> float:
+    low, _, high = quantiles(rehearsal.step_seconds, method="inclusive")
+    return (high - low) / median(rehearsal.step_seconds)

@@ -35,9 +35,9 @@ def size(asked: RequestedJob) -> int:
     for name, count in (("tokenizer.json", _tokens), ("config.json", _rows)):
         if (folder / name).is_file():
             with naming(folder / name):
-                found = count(read_json(folder / name, _FIX))
-            if found:
-                return found
+                tokens = count(read_json(folder / name, _FIX))
+            if tokens:
+                return tokens
     raise ValueError(f"{flag} has neither a tokenizer.json nor a config.json with its vocabulary: {_FIX}")
 
 
@@ -47,7 +47,7 @@ def _tokens(content: Any) -> int:
         return 0
     vocabulary, added = content["model"].get("vocab", ()), content.get("added_tokens", ())
     texts = vocabulary if isinstance(vocabulary, dict) else [token for token, *_ in vocabulary]
-    return len({*texts, *(one["content"] for one in added)})
+    return len({*texts, *(entry["content"] for entry in added)})
 
 
 def _rows(content: Any) -> int:
@@ -55,5 +55,5 @@ def _rows(content: Any) -> int:
     if not isinstance(content, dict):
         return 0
     inner = content.get("text_config", content)
-    found = inner.get("vocab_size", 0) if isinstance(inner, dict) else 0
-    return found if isinstance(found, int) else 0
+    rows = inner.get("vocab_size", 0) if isinstance(inner, dict) else 0
+    return rows if isinstance(rows, int) else 0

@@ -155,7 +155,9 @@ def test_distributed_inputs_are_shared_by_tensor_parallel_ranks():
 
 def test_what_a_schedule_is_charged_for_a_recomputed_part():
     """40 bytes after F become 10; I makes 30 more, and they fall back to the 25 that W needs."""
-    part = Part(1, 2, 0, 3.0, 4.0, 5.0, after_forward=40, after_input_gradient=25).recomputed(kept=10)
+    part = Part(1, 2, 0, 3.0, 4.0, 5.0, after_forward=40, after_input_gradient=25).recomputed(
+        after_forward=10
+    )
     assert (part.brief, part.brief_in_whole, part.repeated_operations) == (15, 40, 3)
     costs = part.costs()
     assert (costs.forward, costs.input_gradient, costs.weight_gradient) == (3, 7, 5)

@@ -125,12 +125,12 @@ def _language_model(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[
         inner = config.get(name)
         if isinstance(inner, Mapping) and not _OF_MODEL.isdisjoint(inner):
             outer = {key: config[key] for key in (*_OF_ALL, "model_type") if key in config}
-            found, _ = _language_model({**outer, **inner})
-            rest = "its encoders and its talker" if name == "thinker_config" else "its encoders"
-            return found, [f"the language model alone is described ({name}), without {rest}"]
+            description, _ = _language_model({**outer, **inner})
+            without = "its encoders and its talker" if name == "thinker_config" else "its encoders"
+            return description, [f"the language model alone is described ({name}), without {without}"]
     if any(name in config for name in _INPUTS):
-        kept = {name: value for name, value in config.items() if name not in _INPUTS}
-        return kept, ["the language model alone is described, without its encoders"]
+        texts = {name: value for name, value in config.items() if name not in _INPUTS}
+        return texts, ["the language model alone is described, without its encoders"]
     return config, []
 
 
@@ -145,9 +145,9 @@ def _known(kind: object, outer: object) -> str:
         name = SAME.get(kind, kind)
         if name in TYPES:
             return name
-        for one in (kind, outer):
-            if isinstance(one, str) and one in REFUSED:
-                raise ValueError(f"model_type {one!r} is not supported: {REFUSED[one]}")
+        for model_type in (kind, outer):
+            if isinstance(model_type, str) and model_type in REFUSED:
+                raise ValueError(f"model_type {model_type!r} is not supported: {REFUSED[model_type]}")
     hint = _misspelled(kind) if isinstance(kind, str) else ""
     raise ValueError(f"model_type {short(kind)} is not known here: {hint or BY_FLAGS}")
 
@@ -161,4 +161,4 @@ def _misspelled(kind: str) -> str:
     def shape(name: str) -> tuple[list[str], int]:
         return re.findall(r"\d+", name), len(name.split("_"))
 
-    return did_you_mean(kind, [one for one in (*TYPES, *SAME) if shape(one) == shape(kind)], cutoff=0.8)
+    return did_you_mean(kind, [known for known in (*TYPES, *SAME) if shape(known) == shape(kind)], cutoff=0.8)

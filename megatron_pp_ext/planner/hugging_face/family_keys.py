@@ -125,11 +125,11 @@ def chunked(keys: Keys) -> Arguments:
 def llama4_experts(keys: Keys) -> Arguments:
     """Return Llama 4's experts: one shared, and one chosen by a sigmoid that scales its input."""
     wide = keys.size("intermediate_size")
-    found = mlp.experts_as_wide_as_mlps(keys)
+    arguments = mlp.experts_as_wide_as_mlps(keys)
     keys.require("num_experts_per_tok", 1, "Megatron scales the input of one expert alone")
     keys.one_of("hidden_act", ("silu",), "silu")
     return {
-        **found,
+        **arguments,
         "ffn_hidden_size": keys.size("intermediate_size_mlp"),
         "moe_shared_expert_intermediate_size": wide,
         "moe_router_score_function": "sigmoid",

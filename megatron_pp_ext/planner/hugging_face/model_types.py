@@ -39,15 +39,15 @@ class ModelType:
         """
         keys = Keys(values, self.defaults)
         keys.notes += self.notes
-        found: Arguments = {}
+        arguments: Arguments = {}
         for part in self.parts:
-            found |= part(keys)
-        found |= self.fixed
+            arguments |= part(keys)
+        arguments |= self.fixed
         # Transformers 4 wrote this key of all its models into nested configurations.
         keys.require("add_cross_attention", False, "Megatron's GPT has no cross-attention")
         for name, value in keys.unused().items():
             raise ValueError(unknown_key(name, value))
-        return found, keys
+        return arguments, keys
 
 
 _FUNCTIONS = {**vars(attention), **vars(mlp), **vars(family), **vars(hybrid)}

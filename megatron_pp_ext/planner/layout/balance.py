@@ -24,10 +24,10 @@ def even(items: int, least: Cut) -> Cut:
     stages = len(least)
     if sum(least) > items:
         raise ValueError(f"{items} layers do not fill {stages} stages, which need {sum(least)} together")
-    each = next(each for each in range(items + 1) if sum(max(each + 1, few) for few in least) > items)
-    cut = [max(each, few) for few in least]
-    left = items - sum(cut)
-    for stage in [stage for stage, count in enumerate(cut) if count == each][:left]:
+    share = next(share for share in range(items + 1) if sum(max(share + 1, few) for few in least) > items)
+    cut = [max(share, few) for few in least]
+    remaining = items - sum(cut)
+    for stage in [stage for stage, count in enumerate(cut) if count == share][:remaining]:
         cut[stage] += 1
     return tuple(cut)
 
@@ -43,8 +43,10 @@ def balanced(items: int, seconds: Seconds, least: Cut) -> Cut:
     longest = float(times(start, seconds).sum(axis=1).max())
     choices = _choices(items, seconds, least, longest)
     longest, _ = _chain(choices, items, max)
-    shorter = [[one for one in stage if one[2] <= longest * (1 + _ROUNDING)] for stage in choices]
-    return _chain(shorter, items, lambda total, own: total + own * own)[1]
+    shorter = [[choice for choice in stage if choice[2] <= longest * (1 + _ROUNDING)] for stage in choices]
+    return _chain(
+        shorter, items, lambda total, seconds_of_stage: total + seconds_of_stage * seconds_of_stage
+    )[1]
 
 
 def _choices(items: int, seconds: Seconds, least: Sequence[int], longest: float) -> _Choices:
@@ -70,10 +72,10 @@ def _choices(items: int, seconds: Seconds, least: Sequence[int], longest: float)
         furthest = 0
         for first in range(starts[stage], min(items - behind - few, reached) + 1):
             for end in range(first + few, items - behind + 1):
-                own = took(stage, first, end)
-                if own > most:
+                seconds_of_stage = took(stage, first, end)
+                if seconds_of_stage > most:
                     break
-                choices[-1].append((first, end, own))
+                choices[-1].append((first, end, seconds_of_stage))
                 furthest = max(furthest, end)
         reached = furthest
     return choices
@@ -83,13 +85,13 @@ def _chain(choices: _Choices, items: int, add: Callable[[float, float], float]) 
     """Return the least total of a chain of stages through all items, and its cut; ``add`` adds a stage."""
     ways: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
     for stage in choices:
-        before, here = ways[-1], dict[int, tuple[float, int]]()
+        before, reached = ways[-1], dict[int, tuple[float, int]]()
         for first, end, took in stage:
             if first in before:
                 total = add(before[first][0], took)
-                if end not in here or total < here[end][0]:
-                    here[end] = total, first
-        ways.append(here)
+                if end not in reached or total < reached[end][0]:
+                    reached[end] = total, first
+        ways.append(reached)
     end, counts = items, []
     for way in reversed(ways[1:]):
         first = way[end][1]

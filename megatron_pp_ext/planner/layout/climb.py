@@ -74,17 +74,17 @@ def climb(
     ``promising`` yields the cuts a move away whose value may be below a given one, the most promising first.
     At most ``most`` cuts are looked at, and none twice.
     """
-    best, seen = value(cut), {cut}
-    while len(seen) < most:
+    best, tried = value(cut), {cut}
+    while len(tried) < most:
         below = best * (1 - worth)
-        other = next((other for other in promising(cut, below) if other not in seen), None)
+        other = next((other for other in promising(cut, below) if other not in tried), None)
         if other is None:
             break
-        seen.add(other)
+        tried.add(other)
         now = value(other)
         if now < below:
             cut, best = other, now
-    return Climbed(cut, best, len(seen))
+    return Climbed(cut, best, len(tried))
 
 
 def levelled(stages: Stages, least: Cut) -> Cut:
@@ -148,8 +148,8 @@ def shortened(
 
     def promising(cut: Cut, below: float) -> Iterator[Cut]:
         after = paths.after_moves(cut, times(cut, stages.seconds))
-        others = (moved(cut, *move) for move in _rising(after, below))
-        return filter(fits, others)
+        neighbours = (moved(cut, *move) for move in _rising(after, below))
+        return filter(fits, neighbours)
 
     return climb(cut, makespan, promising, replays, _WORTH)
 

@@ -42,17 +42,17 @@ def settle(asked: RequestedJob, data: int, vocabulary: int) -> tuple[RequestedJo
     )
     model = model_parts(job)
     cuts = ModelStages(job, StageSeconds(job, model), placement)
-    known = cuts.with_prediction(even(cuts.layers, (1,) * placement.stages))
+    even_counts = cuts.with_prediction(even(cuts.layers, (1,) * placement.stages))
     # The request is that of even stages: only their numbers of layers are to change.
-    even_stages = _laid_out(asked, cuts.spelled(known))
+    even_stages = _laid_out(asked, cuts.spelled(even_counts))
     request = pipeline.read(even_stages, data)
 
     def costs_of(stages: int, splits_head: bool) -> Costs:
         if file is not None:
             return costs_file.read(file).joined(layers.by_stage(even_stages.job, stages))
-        where = Placement(request.finest.shape, ranks, stages // ranks, splits_head)
-        cut = job.changed(pipeline_model_parallel_layout=cuts.spelled(known))
-        return without_messages(work_of(cut, model, data, where).costs)
+        finest = Placement(request.finest.shape, ranks, stages // ranks, splits_head)
+        cut = job.changed(pipeline_model_parallel_layout=cuts.spelled(even_counts))
+        return without_messages(work_of(cut, model, data, finest).costs)
 
     schedule = make(request, costs_of).schedule
     row: Row = ModelRow(job, model, data, schedule, request.schedule)
@@ -60,11 +60,11 @@ def settle(asked: RequestedJob, data: int, vocabulary: int) -> tuple[RequestedJo
         costs = costs_file.read(file)
         rows = tuple(map(seconds_of, costs.stages))
         row = LayerRow(rows, NOTHING, NOTHING, costs, placement, (1,) * placement.stages, row.totals)
-    best = shortest(schedule, row, known)
-    found = cuts.spelled(best.cut)
+    best = shortest(schedule, row, even_counts)
+    layout = cuts.spelled(best.cut)
     return (
-        _laid_out(asked, found),
-        f"layout {found}, by prediction {best.gain:.1%} shorter than stages of as many layers each",
+        _laid_out(asked, layout),
+        f"layout {layout}, by prediction {best.gain:.1%} shorter than stages of as many layers each",
     )
 
 
@@ -95,9 +95,9 @@ def _require_choice(asked: RequestedJob) -> None:
 
 def _chunks(job: Job) -> int:
     """Return the chunks a rank for which the layout is made."""
-    name, given = job.pipeline.pipeline_schedule, job.pipeline.num_virtual_stages_per_pipeline_rank
-    if given is not None:
-        return given
+    name, virtual_stages = job.pipeline.pipeline_schedule, job.pipeline.num_virtual_stages_per_pipeline_rank
+    if virtual_stages is not None:
+        return virtual_stages
     can = catalog.abilities(name)
     if name is None or not can.flushes:
         return 1

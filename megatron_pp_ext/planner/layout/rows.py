@@ -65,8 +65,8 @@ class LayerRow:
 
     def costs(self, cut: Cut) -> Costs:
         """Return the costs of the stages of ``cut``, whose activations are left out."""
-        each = (self.seconds(*where) for where in bounds(cut))
-        stages = tuple(StageCosts(f, i, w, activation=0.0, hidden=min(-saved, w)) for f, i, w, saved in each)
+        rows = (self.seconds(*position) for position in bounds(cut))
+        stages = tuple(StageCosts(f, i, w, activation=0.0, hidden=min(-saved, w)) for f, i, w, saved in rows)
         return replace(self.like, stages=stages)
 
 
@@ -83,14 +83,14 @@ class Shortest(NamedTuple):
         return 1 - self.makespan / self.before
 
 
-def shortest(schedule: Schedule, row: Row, known: Cut, limit: float = 0.0) -> Shortest:
+def shortest(schedule: Schedule, row: Row, present: Cut, limit: float = 0.0) -> Shortest:
     """Return the cut of ``row`` whose pipeline is shortest under ``schedule``, as far as moves find it.
 
-    They start from equally long stages, and from ``known``, with which the result is compared.  No rank needs
-    more than ``limit`` bytes, or than the fullest one needs under ``known`` if that is more.
+    They start from equally long stages, and from ``present``, with which the result is compared.  No rank
+    needs more than ``limit`` bytes, or than the fullest one needs under ``present`` if that is more.
     """
     timer = ScheduleTimer(schedule)
-    limit = max(limit, *row.totals(known))
+    limit = max(limit, *row.totals(present))
 
     def replay(cut: Cut) -> CriticalPath:
         return timer.critical_path(row.costs(cut))
@@ -98,13 +98,13 @@ def shortest(schedule: Schedule, row: Row, known: Cut, limit: float = 0.0) -> Sh
     def fits(cut: Cut) -> bool:
         return max(row.totals(cut)) <= limit
 
-    starts = known, fitted(row, levelled(row, row.least), row.totals, limit)
+    starts = present, fitted(row, levelled(row, row.least), row.totals, limit)
     best = min(
         (
             shortened(row, start, schedule.microbatches, replay, fits)
             for start in dict.fromkeys(starts)
             if start is not None
         ),
-        key=lambda one: one.value,
+        key=lambda climbed: climbed.value,
     )
-    return Shortest(best.cut, best.value, replay(known).makespan)
+    return Shortest(best.cut, best.value, replay(present).makespan)

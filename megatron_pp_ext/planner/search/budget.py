@@ -55,9 +55,11 @@ class Stopped:
     untried: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        found = [self.why]
+        reasons = [self.why]
         if self.left:
-            others = "1 other was" if self.left == 1 else f"{self.left:,} others were"
-            found.append(f"{others} not looked at, none of which takes less than {self.least_seconds:.4g} s")
-        found += [f"--{name.replace('_', '-')} was not tried" for name in self.untried]
-        return "; ".join(found if found[1:] else [self.why, "not all orders were compiled"])
+            untried = "1 other was" if self.left == 1 else f"{self.left:,} others were"
+            reasons.append(
+                f"{untried} not looked at, none of which takes less than {self.least_seconds:.4g} s"
+            )
+        reasons += [f"--{name.replace('_', '-')} was not tried" for name in self.untried]
+        return "; ".join(reasons if reasons[1:] else [self.why, "not all orders were compiled"])

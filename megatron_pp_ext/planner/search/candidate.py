@@ -154,8 +154,8 @@ class Candidate:
 
     def flags(self, model: Sequence[str] = ()) -> list[str]:
         """Return ``model``, the words of a command line, with those that set the same in place of its own."""
-        own = () if self.pattern is None else ("hybrid_layer_pattern", "hybrid_override_pattern")
-        return [*strip(model, own), *spelled(self._values())]
+        patterns = () if self.pattern is None else ("hybrid_layer_pattern", "hybrid_override_pattern")
+        return [*strip(model, patterns), *spelled(self._values())]
 
     def record(self) -> dict[str, Any]:
         """Return it for a JSON file."""
@@ -230,10 +230,10 @@ def alone(asked: RequestedJob) -> RequestedJob:
 
 def settled_in(words: Sequence[str]) -> frozenset[str]:
     """Return the arguments that ``words``, a command line, give and a search leaves as they are."""
-    given = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words}
-    if "recompute_activations" in given:
-        given.add("recompute_granularity")
-    return frozenset(given & set(_settled()) - {*_OURS, "global_batch_size"})
+    arguments = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words}
+    if "recompute_activations" in arguments:
+        arguments.add("recompute_granularity")
+    return frozenset(arguments & set(_settled()) - {*_OURS, "global_batch_size"})
 
 
 def strip(words: Sequence[str], more: Sequence[str] = ()) -> list[str]:
@@ -241,12 +241,12 @@ def strip(words: Sequence[str], more: Sequence[str] = ()) -> list[str]:
 
     ``more`` are arguments that not every candidate sets.
     """
-    settled = {flag(name) for name in (*_settled(), "recompute_activations", *more)}
-    kept: list[str] = []
+    flags = {flag(name) for name in (*_settled(), "recompute_activations", *more)}
+    remaining: list[str] = []
     is_dropping = False
     for word in words:
         if word.startswith("--"):
-            is_dropping = word.partition("=")[0] in settled
+            is_dropping = word.partition("=")[0] in flags
         if not is_dropping:
-            kept.append(word)
-    return kept
+            remaining.append(word)
+    return remaining

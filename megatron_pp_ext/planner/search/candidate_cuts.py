@@ -48,12 +48,12 @@ class CandidateCuts:
 
     def mean(self) -> RankMemory:
         """Return what a rank needs on average at least, where stages have equally many layers."""
-        one, placement = self.candidate, self.stages.placement
-        mean = self.workloads.mean(one, placement)
-        shared, order = mean.work.head, order_of(one, 2 * one.pipeline)
-        kept = order.in_flight.peaks(mean.work.parts, shared.activation if shared else 0.0)
-        whole = fmean(map(mul, kept, self.left or repeat(1.0)))
-        return mean.memory(one.microbatches, self.margin, whole * order.timer.schedule.share)
+        candidate, placement = self.candidate, self.stages.placement
+        mean = self.workloads.mean(candidate, placement)
+        shared, order = mean.work.head, order_of(candidate, 2 * candidate.pipeline)
+        peaks = order.in_flight.peaks(mean.work.parts, shared.activation if shared else 0.0)
+        whole = fmean(map(mul, peaks, self.left or repeat(1.0)))
+        return mean.memory(candidate.microbatches, self.margin, whole * order.timer.schedule.share)
 
     def memory(self, cut: Cut) -> tuple[RankMemory, ...]:
         """Return what the ranks need for a few microbatches."""
@@ -68,14 +68,16 @@ class CandidateCuts:
             yield from memory(work, order, self.candidate.schedule, self.candidate.microbatches, self.margin)
             return
         layers = [kinds[first:end] for _, first, end in bounds(tuple(work.layers))]
-        kept = work.head.activation if work.head else 0.0
+        logits = work.head.activation if work.head else 0.0
         splits = order.timer.schedule.splits_backward
         for rank, stages in enumerate(stages_of_ranks(work.placement)):
             key = rank, work.job.pipeline.pipeline_model_parallel_layout, *(layers[stage] for stage in stages)
             if key not in self._ranks:
-                own = [work.parts[stage] for stage in stages]
-                state = model_state(work.job, work.summed(own), work.sharing)
-                activations = order.in_flight.peak(rank, own, kept) * (self.left[rank] if self.left else 1.0)
+                parts = [work.parts[stage] for stage in stages]
+                state = model_state(work.job, work.summed(parts), work.sharing)
+                activations = order.in_flight.peak(rank, parts, logits) * (
+                    self.left[rank] if self.left else 1.0
+                )
                 peaks = activations, order.peak_messages[rank]
                 self._ranks[key] = memory_beside(
                     work, state, work.loss_bytes(rank), *peaks, self.margin, splits=splits

@@ -24,16 +24,16 @@ KEPT = frozenset((*_SIZES, "expert_tensor_parallel_size", "recompute_granularity
 """The arguments that stay as they are."""
 
 
-def stages(job: Job, given: Collection[str]) -> int:
+def stages(job: Job, arguments: Collection[str]) -> int:
     """Return the number of stages into which the file of --pipeline-costs, or a flag, cuts the model.
 
-    ``given`` are the arguments that the user gives.  ValueError where these leave a size open, for tensor
+    ``arguments`` are those that the user sets.  ValueError where these leave a size open, for tensor
     parallelism other than a search's, and for stages that ranks cannot share evenly.
     """
     file, parallel = job.pipeline.pipeline_costs, job.parallel
     assert file is not None
     sizes = [name for name in _SIZES if job.model.num_experts or name != "expert_model_parallel_size"]
-    left_open = [flag(name) for name in sizes if name not in given]
+    left_open = [flag(name) for name in sizes if name not in arguments]
     if left_open:
         raise ValueError(
             f"--pipeline-costs {file} has stages of one size, which a search keeps, but not "

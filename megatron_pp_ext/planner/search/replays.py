@@ -73,8 +73,8 @@ class Replays:
 
     def varied(self, candidate: Candidate, limit: float, room: Callable[[float], float]) -> Evaluated | None:
         """Return the first of the ``variants`` of the candidate that fits, if any does; see ``replayed``."""
-        found = (variants.replayed(self, candidate, limit, room) for variants in self.variants)
-        return next((one for one in found if one is not None), None)
+        evaluations = (variants.replayed(self, candidate, limit, room) for variants in self.variants)
+        return next((evaluated for evaluated in evaluations if evaluated is not None), None)
 
     def laid_out(
         self, cuts: CandidateCuts, room: Callable[[float], float], estimated: Estimating

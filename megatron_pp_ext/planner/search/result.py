@@ -55,7 +55,7 @@ class Result:
     @property
     def named(self) -> list[Evaluated]:
         """The best, each with the schedules that are nearly as fast after it."""
-        return [one for first in self.best for one in (first, *self.alike[first.candidate])]
+        return [evaluated for first in self.best for evaluated in (first, *self.alike[first.candidate])]
 
 
 class Compiles(Enum):

@@ -91,21 +91,21 @@ def steps_by_length(
     mean = replace(alike, hop=by_length.hop, message=by_length.message, pair=by_length.pair)
     planner = Planner(make(request, lambda stages, splits_head: mean).schedule)
     steps = _Steps(planner, by_length, request)
-    random, found, heaviest = Random(seed), list[list[float]](), list[float]()
+    random, seconds, heaviest = Random(seed), list[list[float]](), list[float]()
     for _ in range(draws):
         shares = [
             drawn_step(lengths, request.microbatches, job.model.seq_length, random)
             for _ in range(request.data)
         ]
         heaviest += map(steps.heaviest, shares)
-        found.append([steps.slowest(shares, how) for how in ("given", "rule", "search")])
+        seconds.append([steps.slowest(shares, how) for how in ("given", "rule", "search")])
         if request.data > 1:
             moved = steps.slowest(_balanced(shares, request, job.model.seq_length), "search")
             # Full microbatches leave little to move, and documents may lie better as they came.
-            found[-1].append(min(moved, found[-1][-1]))
-    given, rule, search, *balanced = (sum(each) / draws for each in zip(*found, strict=True))
+            seconds[-1].append(min(moved, seconds[-1][-1]))
+    unordered, rule, search, *balanced = (sum(column) / draws for column in zip(*seconds, strict=True))
     mean_heaviest = sum(heaviest) / len(heaviest)
-    return ByLength(given, rule, search, balanced[0] if balanced else None, mean_heaviest, draws, seed)
+    return ByLength(unordered, rule, search, balanced[0] if balanced else None, mean_heaviest, draws, seed)
 
 
 class _Steps:
@@ -145,7 +145,7 @@ def _balanced(shares: Sequence[Microbatches], request: Request, most_tokens: int
     """Return the same documents, balanced over replicas; as they were where they do not fit."""
     lengths = [length for share in shares for part in share.documents for length in part]
     try:
-        found = balance(lengths, request.data, request.microbatches, most_tokens=most_tokens)
+        balanced_shares = balance(lengths, request.data, request.microbatches, most_tokens=most_tokens)
     except ValueError:
         return list(shares)
-    return [Microbatches.of([lengths[at] for at in part] for part in share) for share in found]
+    return [Microbatches.of([lengths[at] for at in part] for part in share) for share in balanced_shares]

@@ -62,27 +62,31 @@ class Comparison:
     @property
     def lines(self) -> list[str]:
         """The alternatives, a line each, and then the warnings."""
-        shown = [str(one) for one in (self.stock, self.interleaved, self.shared) if one is not None]
-        return [*shown, *self.warnings]
+        alternatives = [
+            str(alternative)
+            for alternative in (self.stock, self.interleaved, self.shared)
+            if alternative is not None
+        ]
+        return [*alternatives, *self.warnings]
 
     @property
     def warnings(self) -> list[str]:
         """What Megatron's own schedules do better: 1F1B in time, interleaved in time for no more bytes."""
-        found = []
-        chosen = self.chosen
+        lines = []
+        job = self.chosen
         for other in (self.stock, self.interleaved):
-            if other is None or other.step_seconds >= chosen.step_seconds:
+            if other is None or other.step_seconds >= job.step_seconds:
                 continue
-            saved = other.fullest_bytes - chosen.fullest_bytes
+            saved = other.fullest_bytes - job.fullest_bytes
             if other is self.interleaved and saved > 0:
                 continue
             memory = f"{abs(saved) / 1e9:.1f} GB {'less' if saved > 0 else 'more'}"
-            slower = chosen.step_seconds / other.step_seconds - 1
-            found.append(
-                f"warning: {chosen.name} is predicted to take {slower:.1%} longer than {other.name}, and "
+            slower = job.step_seconds / other.step_seconds - 1
+            lines.append(
+                f"warning: {job.name} is predicted to take {slower:.1%} longer than {other.name}, and "
                 f"{memory} on the fullest rank"
             )
-        return found
+        return lines
 
     def record(self) -> dict[str, Any]:
         """Return it for a JSON file."""
@@ -100,9 +104,9 @@ def compared(
     schedule, ranks = asked.pipeline.pipeline_schedule, asked.parallel.pipeline_model_parallel_size
     if ranks == 1 or _is_stock(asked) or not catalog.abilities(schedule).flushes:
         return None
-    own = [flag.removeprefix("--").replace("-", "_") for flag in our_flags.flags()]
+    our_arguments = [flag.removeprefix("--").replace("-", "_") for flag in our_flags.flags()]
     plain = asked.changed(
-        **{name: None for name in own if name != "pipeline_costs"},
+        **{name: None for name in our_arguments if name != "pipeline_costs"},
         pipeline_model_parallel_layout=None,
         num_layers_per_virtual_pipeline_stage=None,
         num_virtual_stages_per_pipeline_rank=None,
@@ -126,11 +130,11 @@ def compared(
         )
     ]
     interleaved = min(
-        fitting, key=lambda one: (one.fullest_bytes > machine.memory_bytes, one.step_seconds), default=None
+        fitting, key=lambda step: (step.fullest_bytes > machine.memory_bytes, step.step_seconds), default=None
     )
     assert schedule is not None
-    chosen = Alternative(schedule, estimated.step_seconds, estimated.fullest.total)
-    return Comparison(chosen, stock, interleaved, shared)
+    alternative = Alternative(schedule, estimated.step_seconds, estimated.fullest.total)
+    return Comparison(alternative, stock, interleaved, shared)
 
 
 def at_start(asked: RequestedJob, data: int, rows: Callable[[], int]) -> list[str]:
@@ -148,11 +152,11 @@ def at_start(asked: RequestedJob, data: int, rows: Callable[[], int]) -> list[st
     if _actions(request) > _MOST_ACTIONS:
         return []
     asked, machine = asked.changed(vocab_size=asked.model.vocab_size or rows()), system.read(_AT_START)
-    found = compared(asked, machine, data, estimate_request(asked.job, machine, request))
-    if found is None:
+    comparison = compared(asked, machine, data, estimate_request(asked.job, machine, request))
+    if comparison is None:
         return []
-    steps = filter(None, (found.chosen, found.stock, found.interleaved, found.shared))
-    return [f"By the rates of an {_AT_START.upper()}, {'; '.join(map(str, steps))}", *found.warnings]
+    steps = filter(None, (comparison.chosen, comparison.stock, comparison.interleaved, comparison.shared))
+    return [f"By the rates of an {_AT_START.upper()}, {'; '.join(map(str, steps))}", *comparison.warnings]
 
 
 def _is_stock(asked: RequestedJob) -> bool:

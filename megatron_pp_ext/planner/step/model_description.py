@@ -38,21 +38,21 @@ def arguments() -> Mapping[str, Action]:
     return {action.dest: action for action in flag_table.parser()._actions if action.dest in names}
 
 
-def require_known(values: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError, naming ``where``, for a name that a description has no place for."""
-    known = arguments()
+def require_known(values: Mapping[str, Any], source: str) -> None:
+    """Raise ValueError, naming ``source``, for a name that a description has no place for."""
+    accepted = arguments()
     for name in values:
-        if name not in known:
-            hint = did_you_mean(name, known, "leave it out", cutoff=0.6)
-            raise ValueError(f"{where}: {name!r} is unknown: {hint}")
+        if name not in accepted:
+            hint = did_you_mean(name, accepted, "leave it out", cutoff=0.6)
+            raise ValueError(f"{source}: {name!r} is unknown: {hint}")
 
 
-def describe(values: Mapping[str, Any], where: str = "the model") -> Job:
-    """Return the job of ``values``, by name; ValueError, naming ``where``, for unknown names and values."""
-    require_known(values, where)
+def describe(values: Mapping[str, Any], source: str = "the model") -> Job:
+    """Return the job of ``values``, by name; ValueError, naming ``source``, for unknown names and values."""
+    require_known(values, source)
     args = flag_table.parse([], values)
     settle(args)
-    require_complete(args, where)
+    require_complete(args, source)
     return Job.of(args)
 
 
@@ -67,16 +67,16 @@ def settle(args: Namespace) -> None:
     vars(args).update(settled(vars(args)))
 
 
-def require_complete(args: Namespace, where: str) -> None:
+def require_complete(args: Namespace, source: str) -> None:
     """Raise ValueError for a size that is missing and for a value that Megatron does not accept."""
     for name in _NEEDED:
         if getattr(args, name) is None and (name != "num_layers" or not args.hybrid_layer_pattern):
-            raise ValueError(f"{where} has no {flag(name)}: give it")
+            raise ValueError(f"{source} has no {flag(name)}: give it")
     for name, action in arguments().items():
         value = getattr(args, name)
         rule = _rule(action, value, args)
         if value not in (None, action.default) and rule:
-            raise ValueError(f"{where} has {flag(name)} {value!r}, but it must be {rule}: correct it")
+            raise ValueError(f"{source} has {flag(name)} {value!r}, but it must be {rule}: correct it")
     if not args.kv_channels and args.hidden_size % args.num_attention_heads:
         raise ValueError(
             f"--hidden-size {args.hidden_size} is not divisible by --num-attention-heads "
@@ -136,7 +136,7 @@ def _is_size(value: object) -> bool:
 
 def _is_frequency(value: object, layers: int | None) -> bool:
     if isinstance(value, list):
-        return len(value) == layers and all(one in (0, 1) for one in value)
+        return len(value) == layers and all(mark in (0, 1) for mark in value)
     return _is_size(value)
 
 

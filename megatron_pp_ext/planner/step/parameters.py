@@ -31,15 +31,15 @@ def parameters(job: Job) -> Parameters:
         padded_vocab_size=job.padded_vocabulary,
     )
     model = model_parts(alone)
-    used = sum(model.layers, model.last_norm + model.output)
+    total = sum(model.layers, model.last_norm + model.output)
     if depths := job.model.mtp_num_layers:
-        one = model.prediction
-        used += one.repeated(depths) if job.model.mtp_use_repeated_layer else one.times(depths)
+        prediction = model.prediction
+        total += prediction.repeated(depths) if job.model.mtp_use_repeated_layer else prediction.times(depths)
     looked_up = model.positions + (model.table if job.model.untie_embeddings_and_output_weights else Part())
-    chosen = job.model.moe_router_topk / (job.model.num_experts or 1)
+    routed_share = job.model.moe_router_topk / (job.model.num_experts or 1)
     return Parameters(
-        parameters=round(used.parameters + used.expert_parameters + looked_up.parameters),
-        active_parameters=round(used.parameters + chosen * used.expert_parameters),
+        parameters=round(total.parameters + total.expert_parameters + looked_up.parameters),
+        active_parameters=round(total.parameters + routed_share * total.expert_parameters),
     )
 
 

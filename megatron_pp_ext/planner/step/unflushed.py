@@ -68,7 +68,7 @@ class Unflushed:
     @property
     def busiest(self) -> tuple[int, float]:
         """The stage whose replicas are busiest, with the seconds of a step if they never waited."""
-        busy = [sum(both) for both in zip(self.working, self.updating, strict=True)]
+        busy = [sum(pair) for pair in zip(self.working, self.updating, strict=True)]
         return busy.index(max(busy)), max(busy)
 
     def seconds(self, updating: Sequence[float]) -> float:
