@@ -27,13 +27,13 @@ class Attentions:
 
         Its kind is ``letter``, or what the model has there.
         """
-        own = self._costs.job.attention
-        kind = letter or own.letter(number)
+        attention = self._costs.job.attention
+        kind = letter or attention.letter(number)
         if kind == "G":
             return self._once(kind)
         if kind == "D":
-            return self._once(kind, own.chooses(number))
-        return self._once(kind, own.window(number, self._costs.job.model.seq_length))
+            return self._once(kind, attention.chooses(number))
+        return self._once(kind, attention.window(number, self._costs.job.model.seq_length))
 
     def _once(self, kind: str, *how: int) -> Part:
         if (kind, *how) not in self._made:

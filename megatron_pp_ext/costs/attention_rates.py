@@ -27,6 +27,6 @@ def attention_rate(
     rate, around = (interpolated([(row[0], row[column]) for row in rows], width) for column in (1, 2))
     filled = 1.0
     if system.processors:
-        each = tiles / system.processors
-        filled = each / max(1.0, each + _LOST_AT_THE_END)
+        per_processor = tiles / system.processors
+        filled = per_processor / max(1.0, per_processor + _LOST_AT_THE_END)
     return system.sustained.get("clock", 1.0) * rate * filled * keys / (keys + masked + around)

@@ -28,7 +28,7 @@ def core(costs: LayerCosts, query: float, value: float, around: float, window: i
         length / costs.job.parallel.context_parallel_size,
         width=(query + value) / 2 / model.num_attention_heads,
         # Unfused attention computes all scores, and then hides them.
-        seen=met(window if is_fused else length, length) / (2 * length),
+        share=met(window if is_fused else length, length) / (2 * length),
     )
     results, gradients = pairs * value, pairs * (query + around)
     part = Part(
@@ -38,7 +38,7 @@ def core(costs: LayerCosts, query: float, value: float, around: float, window: i
         after_forward=0.0 if is_fused else _kept_scores(costs, scores),
         parameters=model.num_attention_heads / sizes.share if sinks == "learnable" else 0.0,
     )
-    return part.recomputed(kept=0) if "core_attn" in costs.recomputed else part
+    return part.recomputed(after_forward=0) if "core_attn" in costs.recomputed else part
 
 
 def met(window: float, length: float) -> float:

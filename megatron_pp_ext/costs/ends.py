@@ -32,20 +32,20 @@ def output(costs: LayerCosts, vocabulary: int) -> Part:
         # Logits are read for their maximum and sum, and once more for the gradient, which is written over
         # them and scaled in the backward (transformer_engine.common.triton.cross_entropy).
         logits = costs.sizes.bytes / 4 * probabilities
-        forward, backward, kept = 3 * logits, 2 * logits, logits
+        forward, backward, saved_bytes = 3 * logits, 2 * logits, logits
     elif precision.cross_entropy_loss_fusion:
         # A kernel converts logits to fp32 and finds their maximum, another one makes and sums the
         # exponentials, and the last divides (megatron.core.fusions.fused_cross_entropy).
-        forward, backward, kept = 5.5 * probabilities, 3.5 * probabilities, probabilities
+        forward, backward, saved_bytes = 5.5 * probabilities, 3.5 * probabilities, probabilities
     else:
         # Logits are converted to fp32, read for their maximum, and once more for their sum; the maximum is
         # subtracted, the exponential taken, and the sum divided by in place.  The gradient is scaled in
         # place and converted back (megatron.core.tensor_parallel.cross_entropy).
-        forward, backward, kept = 8.5 * probabilities, 3.5 * probabilities, probabilities
+        forward, backward, saved_bytes = 8.5 * probabilities, 3.5 * probabilities, probabilities
     loss = Part(
         forward_seconds=costs.kernels.copy(forward),
         input_gradient_seconds=costs.kernels.copy(backward),
-        after_forward=kept,
+        after_forward=saved_bytes,
     )
     return costs.products.output(vocabulary) + loss
 

@@ -28,16 +28,16 @@ class KernelSeconds:
         is_fused: bool,
         length: float,
         width: float = 128,
-        seen: float = 0.5,
+        share: float = 0.5,
         is_wide: bool = False,
     ) -> tuple[float, float]:
         """Return the seconds of attention itself, without its projections: of its forward and backward.
 
         The forward has so many ``operations`` over sequences of ``length`` with heads of ``width``, in fp32
         if it ``is_wide``, and its probabilities are ``scores`` bytes.  Masks leave a share of the operations
-        to be ``seen``.
+        to be ``share``.
         """
-        forward = 2 * seen * operations * _SECONDS_PER_OPERATION
+        forward = 2 * share * operations * _SECONDS_PER_OPERATION
         return forward, 2 * forward
 
     def delta_rule(self, operations: float) -> tuple[float, float]:

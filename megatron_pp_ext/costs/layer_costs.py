@@ -64,14 +64,14 @@ class LayerCosts:
         """
         if is_recomputed is None:
             is_recomputed = self.recomputes_norms and self.job.precision.transformer_impl == "local"
-        kept = 1 if is_recomputed else 1 + self.sizes.waiting
+        saved_copies = 1 if is_recomputed else 1 + self.sizes.waiting
         # The norm reads and writes, the addition reads two and writes one; their backwards likewise.
         seconds = self.kernels.copy(5 * self.hidden_bytes)
         parameters = self.sizes.hidden * (1 if self.job.model.normalization == "RMSNorm" else 2)
         return Part(
             forward_seconds=seconds,
             input_gradient_seconds=seconds,
-            after_forward=kept * self.hidden_bytes,
+            after_forward=saved_copies * self.hidden_bytes,
             parameters=parameters,
         )
 

@@ -29,14 +29,14 @@ def mamba(costs: LayerCosts) -> Part:
     states = model.mamba_num_groups * model.mamba_state_dim
     projected = 2 * inner + 2 * states + model.mamba_heads
     # The norm after the scan keeps its input, and the product after it keeps its own.
-    kept = sizes.cut(projected) + (2 + sizes.waiting) * sizes.cut(inner)
+    saved_bytes = sizes.cut(projected) + (2 + sizes.waiting) * sizes.cut(inner)
     convolved = inner + 2 * states
-    own = convolved * (_TAPS + 1) + 3 * model.mamba_heads + inner
+    parameters = convolved * (_TAPS + 1) + 3 * model.mamba_heads + inner
     whole = (
         costs.norm(is_recomputed=False)
         + costs.products.column(projected, is_biased=False, is_normed=True)
         + _scan(costs, inner, states, projected)
-        + Part(after_forward=kept, parameters=own / sizes.share)
+        + Part(after_forward=saved_bytes, parameters=parameters / sizes.share)
         + costs.products.row(inner, is_biased=False)
         + costs.dropped()
     )

@@ -132,21 +132,21 @@ def _layers(costs: LayerCosts) -> list[Part]:
                 f"--num-layers is {model.num_layers}, but --heterogeneous-layers-config-path describes "
                 f"{len(model.blocks)} layers: correct one of them"
             )
-        described = {one: block(costs, one) for one in set(model.blocks)}
-        return [described[one] for one in model.blocks]
+        described = {kind: block(costs, kind) for kind in set(model.blocks)}
+        return [described[kind] for kind in model.blocks]
     attentions = Attentions(costs)
     second_halves = {kind: (experts if kind else mlp)(costs) for kind in set(model.has_experts)}
     halves = [
         (attentions.layer(number), second_halves[kind]) for number, kind in enumerate(model.has_experts, 1)
     ]
-    left = costs.kernels.left_beside_exchange
+    processors = costs.kernels.left_beside_exchange
     pairs = {(id(front), id(back)): (front, back) for front, back in halves}
-    made = {key: _joined(*pair, left) for key, pair in pairs.items()}
-    return [made[id(front), id(back)] for front, back in halves]
+    layers = {key: _joined(*pair, processors) for key, pair in pairs.items()}
+    return [layers[id(front), id(back)] for front, back in halves]
 
 
-def _joined(attention: Part, mlp: Part, left: float) -> Part:
-    return attention + replace(mlp, overlapped_together=overlapped(attention, mlp, left))
+def _joined(attention: Part, mlp: Part, processors: float) -> Part:
+    return attention + replace(mlp, overlapped_together=overlapped(attention, mlp, processors))
 
 
 def _of_pattern(costs: LayerCosts, letters: str) -> list[Part]:
@@ -169,10 +169,10 @@ def _prediction(costs: LayerCosts, layers: Sequence[Part]) -> Part:
     (``MultiTokenPredictionLayer`` in megatron.core.transformer), nor in pairs.
     """
     pattern, memory = costs.job.model.predicting_pattern, costs.job.memory
-    own = _of_pattern(costs, pattern) if pattern else layers[-1:]
-    depth = sum(own, ends.prediction(costs))
+    layer_parts = _of_pattern(costs, pattern) if pattern else layers[-1:]
+    depth = sum(layer_parts, ends.prediction(costs))
     in_pairs = costs.job.parallel.overlap_moe_expert_parallel_comm
     if memory.recomputes_layers and not memory.recomputes_first and not in_pairs:
         # The input of the norm after, which the head has, is not kept besides both.
-        return depth.recomputed(kept=costs.hidden_bytes)
+        return depth.recomputed(after_forward=costs.hidden_bytes)
     return depth

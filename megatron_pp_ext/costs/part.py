@@ -201,13 +201,13 @@ class Part:
             brief_in_whole=stage.workspace_in_whole,
         )
 
-    def recomputed(self, kept: float) -> Self:
-        """Return the costs if only ``kept`` bytes outlive the forward, which is repeated for I."""
+    def recomputed(self, after_forward: float) -> Self:
+        """Return the costs if only ``after_forward`` bytes outlive the forward, which is repeated for I."""
         return replace(
             self,
             repeated_operations=self.forward_operations,
             input_gradient_seconds=self.input_gradient_seconds + self.forward_seconds,
-            after_forward=kept,
+            after_forward=after_forward,
             brief=max(0.0, self.after_forward - self.after_input_gradient),
             brief_in_whole=self.after_forward,
         )

@@ -46,8 +46,8 @@ def _with_tile(
 ) -> float:
     tiles = groups * math.ceil(m / rows) * math.ceil(n / columns)
     reuse = rows * columns / (rows + columns) / _MOST_REUSED
-    done = waves(tiles, processors) * processors * rows * columns * (k + around)
-    return float(reuse**_SLOWER_BY_REUSE * groups * m * n * k / done)
+    operations = waves(tiles, processors) * processors * rows * columns * (k + around)
+    return float(reuse**_SLOWER_BY_REUSE * groups * m * n * k / operations)
 
 
 def waves(tiles: float, processors: int) -> float:

@@ -58,6 +58,6 @@ def sent_once_seconds(
     return _START + _LAYOUT.get(backend, 0.0) + max(inside, between)
 
 
-def _reached(chosen: float, places: float) -> float:
-    """Return how many of ``places`` have one of ``chosen`` experts that are chosen at random."""
-    return places * (1 - (1 - 1 / places) ** chosen)
+def _reached(top_k: float, places: float) -> float:
+    """Return how many of ``places`` have one of ``top_k`` experts that are chosen at random."""
+    return places * (1 - (1 - 1 / places) ** top_k)

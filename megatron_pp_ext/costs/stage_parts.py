@@ -99,11 +99,11 @@ def stage_parts(
 
 def _weights(job: Job, stage: StageCosts) -> Part:
     """Return the weights of a measured ``stage``; any product may read them in FP8."""
-    every = stage.parameters + stage.expert_parameters
+    parameters = stage.parameters + stage.expert_parameters
     return Part(
         parameters=stage.parameters,
         expert_parameters=stage.expert_parameters,
-        fp8_parameters=every if job.precision.uses_fp8 else 0.0,
+        fp8_parameters=parameters if job.precision.uses_fp8 else 0.0,
     )
 
 
@@ -151,8 +151,8 @@ def prediction_parts(job: Job, model: ModelParts, has_embedding: bool) -> tuple[
 
     All depths take one embedding, of which the stage gets a copy unless it ``has_embedding`` anyhow.
     """
-    count, one = job.model.mtp_num_layers, model.prediction
-    predicted = one.repeated(count) if job.model.mtp_use_repeated_layer else one.times(count)
+    count, depth = job.model.mtp_num_layers, model.prediction
+    predicted = depth.repeated(count) if job.model.mtp_use_repeated_layer else depth.times(count)
     if count and not has_embedding:
         predicted += Part(parameters=model.output.parameters)
     return predicted, replace(model.head, parameters=0).times(count)
@@ -167,8 +167,8 @@ def kept_input(job: Job, hidden_bytes: float) -> float:
 def _sum(parts: Sequence[Part]) -> Part:
     total = Part()
     for _, run in groupby(parts, key=id):
-        same = list(run)
-        total += same[0].times(len(same))
+        equal_parts = list(run)
+        total += equal_parts[0].times(len(equal_parts))
     return total
 
 
@@ -180,10 +180,10 @@ def _recomputed(job: Job, hidden_bytes: float, stage: Sequence[Part]) -> Sequenc
     whole: Sequence[Part] = []
     if job.memory.recomputes_first:
         stage, whole, size = stage[:size], stage[size:], 1
-    kept = kept_input(job, hidden_bytes)
+    input_bytes = kept_input(job, hidden_bytes)
     groups = [stage[start : start + size] for start in range(0, len(stage), size)]
-    made = {key: _sum(group).recomputed(kept) for group in groups for key in (tuple(map(id, group)),)}
-    return [*(made[tuple(map(id, group))] for group in groups), *whole]
+    sums = {key: _sum(group).recomputed(input_bytes) for group in groups for key in (tuple(map(id, group)),)}
+    return [*(sums[tuple(map(id, group))] for group in groups), *whole]
 
 
 def _offloaded(stage: Part, layers: Sequence[Part], to_host: float) -> Part:

@@ -117,10 +117,10 @@ class System:
         """
         if gpus <= _MEASURED_GPUS or "scale" not in self.sustained:
             return self
-        left = self.sustained["scale"] ** math.log2(gpus / _MEASURED_GPUS)
+        scale = self.sustained["scale"] ** math.log2(gpus / _MEASURED_GPUS)
         shares = {"clock": 1.0, "copy": 1.0, **self.sustained}
         del shares["scale"]
-        shares.update({name: left * shares[name] for name in _OF_A_GPU if name in shares})
+        shares.update({name: scale * shares[name] for name in _OF_A_GPU if name in shares})
         return replace(self, sustained=shares)
 
     @property
@@ -145,15 +145,15 @@ class System:
         near = best = 0.0
         smallest, size = math.log(max(1.0, min(m, n, k))), math.log(max(1.0, m * n * k))
         around = self.around_loop.get(dtype, AROUND_LOOP)
-        here = efficiency(m, n, k, self.processors, around, groups) * self.sustained.get("clock", 1.0)
+        reached = efficiency(m, n, k, self.processors, around, groups) * self.sustained.get("clock", 1.0)
         for *shape, rate in self._rates(dtype):
             scale = rate / efficiency(*shape, self.processors, around)
             distance = (smallest - math.log(min(shape))) ** 2 + (size - math.log(math.prod(shape))) ** 2
             if distance < 1e-12:
-                return here * scale
+                return reached * scale
             near += 1 / distance
             best += scale / distance
-        return here * best / near
+        return reached * best / near
 
     @property
     def multiplies_any_layout(self) -> bool:
@@ -172,8 +172,8 @@ class System:
     def _rates(self, dtype: str) -> Sequence[Sequence[float]]:
         rows = self.matrix_rates.get(dtype) or ()
         if not rows:
-            known = " and ".join(name for name in DTYPES if self.matrix_rates.get(name))
-            raise ValueError(f"system {self.name} has no matrix rate for {dtype}, only {known}: add rows")
+            dtypes = " and ".join(name for name in DTYPES if self.matrix_rates.get(name))
+            raise ValueError(f"system {self.name} has no matrix rate for {dtype}, only {dtypes}: add rows")
         return rows
 
     def link(self, ranks: int, stride: int) -> Link:
@@ -228,15 +228,15 @@ class System:
             return measured
         near = self.in_a_node(ranks, stride)
         links = [(near - 1, self.node), (ranks - near, self.between_nodes)]
-        return max(link.seconds(size * others / ranks) for others, link in links if others)
+        return max(link.seconds(size * peers / ranks) for peers, link in links if peers)
 
     def _measured(self, rows: Sequence[Collective], size: float, ranks: int, stride: int) -> float | None:
         """Return the seconds that ``rows`` have for a group within a node, or None."""
-        known = sorted((row[1], row[2]) for row in rows if row[0] == ranks)
-        if not known or self.in_a_node(ranks, stride) < ranks:
+        sizes = sorted((row[1], row[2]) for row in rows if row[0] == ranks)
+        if not sizes or self.in_a_node(ranks, stride) < ranks:
             return None
-        last, seconds = known[-1]
-        return seconds * size / last if size > last else interpolated(known, size)
+        last, seconds = sizes[-1]
+        return seconds * size / last if size > last else interpolated(sizes, size)
 
     def _ring(self, size: float, ranks: int, stride: int) -> float:
         """A part of the tensor goes to all members but one, into each other node once."""
@@ -265,9 +265,9 @@ class System:
         return json.dumps(asdict(self), indent=1) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, where: str) -> Self:
-        """Return the system that ``text`` describes; ValueError, naming ``where``, for anything else."""
-        with naming(where):
+    def from_json(cls, text: str, source: str) -> Self:
+        """Return the system that ``text`` describes; ValueError, naming ``source``, for anything else."""
+        with naming(source):
             return parse_as(cls, text, "write what mpp calibrate writes")
 
 

@@ -127,10 +127,10 @@ class SystemKernelSeconds(KernelSeconds):
         slower = 1.0 if is_output else self._slower
         seconds = slower * 2 * groups * m * n * k / self._system.rate(dtype, m, n, k, groups)
         read = (self._bytes if is_output else self._operand) * (m * k + k * n)
-        written = (8 if adds else self._bytes) * m * n
-        exposed = self._system.exposed_sums * written if adds else 0.0
+        output_bytes = (8 if adds else self._bytes) * m * n
+        exposed = self._system.exposed_sums * output_bytes if adds else 0.0
         exposed_seconds = groups * exposed / self._system.copy_bytes_per_second
-        return max(seconds, self.copy(groups * (read + written - exposed))) + exposed_seconds
+        return max(seconds, self.copy(groups * (read + output_bytes - exposed))) + exposed_seconds
 
     def attention(
         self,
@@ -139,7 +139,7 @@ class SystemKernelSeconds(KernelSeconds):
         is_fused: bool,
         length: float,
         width: float = 128,
-        seen: float = 0.5,
+        share: float = 0.5,
         is_wide: bool = False,
     ) -> tuple[float, float]:
         """Return the seconds at the measured rate of fused attention, else at a share of a product's.
@@ -150,12 +150,12 @@ class SystemKernelSeconds(KernelSeconds):
         if is_fused:
             tiles = operations / (4 * length * width * _ATTENTION_TILE)
             # Where a window begins inside the sequence, its edge cuts tiles as that of the causal mask does.
-            cut = _ATTENTION_TILE * (1 - 2 * seen)
+            cut = _ATTENTION_TILE * (1 - 2 * share)
             forward, backward = (
-                seen
+                share
                 * operations
                 / (
-                    attention_rate(self._system, width, seen * length, tiles, cut, is_backward)
+                    attention_rate(self._system, width, share * length, tiles, cut, is_backward)
                     or _FUSED_RATE * rate
                 )
                 for is_backward in (False, True)
@@ -252,8 +252,8 @@ class SystemKernelSeconds(KernelSeconds):
         """
         ranks, stride = self._expert, self._expert_tensor
         if self._sends_once:
-            each = size / self._routing.chosen
-            return sent_once_seconds(self._system, each, self._routing, ranks, stride, self._backend)
+            token_bytes = size / self._routing.chosen
+            return sent_once_seconds(self._system, token_bytes, self._routing, ranks, stride, self._backend)
         return self._system.all_to_all_seconds(size, ranks, stride)
 
     def reached(self, ranks: int) -> float:
@@ -263,8 +263,8 @@ class SystemKernelSeconds(KernelSeconds):
     @property
     def left_beside_exchange(self) -> float:
         """All but those of the dispatcher; all where their number is not known."""
-        taken = FLEXIBLE_PROCESSORS if self._sends_once else _COLLECTIVE_PROCESSORS
-        return 1 - min(1.0, taken / self._system.processors) if self._system.processors else 1.0
+        processors = FLEXIBLE_PROCESSORS if self._sends_once else _COLLECTIVE_PROCESSORS
+        return 1 - min(1.0, processors / self._system.processors) if self._system.processors else 1.0
 
     def exchange(self, size: float) -> float:
         """Return the seconds of the all-to-all, with ranks a tensor-parallel size apart."""
@@ -276,11 +276,11 @@ class SystemKernelSeconds(KernelSeconds):
         Parts are equally long, as Megatron deals out the causal mask (arXiv 2310.01889; Megatron's
         cp_comm_type p2p).  A message travels during the part before.
         """
-        others, part = self._context - 1, seconds / self._context
-        if not others:
+        messages, part = self._context - 1, seconds / self._context
+        if not messages:
             return seconds
         message = self._system.link(self._context, self._tensor).seconds(size)
-        return part + others * (max(part, message) + self.addition(results))
+        return part + messages * (max(part, message) + self.addition(results))
 
     def stream(self, size: float) -> float:
         """Return the seconds at the rate of device memory that large copies reach."""

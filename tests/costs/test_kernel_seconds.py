@@ -146,7 +146,7 @@ def test_fused_attention_runs_at_the_rate_of_its_heads_and_keys() -> None:
         forward, backward = machine.attention(2e9, 0, True, 1024, width)
         assert forward == pytest.approx(1e9 / rate)
         assert backward == pytest.approx(2.5e9 / rate)
-    windowed, _ = machine.attention(2e9, 0, True, 1024, 64, seen=0.25)
+    windowed, _ = machine.attention(2e9, 0, True, 1024, 64, share=0.25)
     assert windowed == pytest.approx(0.5e9 / (1e12 * 256 / (356 + 64)))
 
 
@@ -254,7 +254,7 @@ def test_attention_that_is_not_fused_may_be_in_fp32() -> None:
 
 
 def test_ratios_count_what_masks_leave() -> None:
-    whole, windowed = (KernelSeconds().attention(2e9, 0, True, 64, seen=seen)[0] for seen in (0.5, 0.125))
+    whole, windowed = (KernelSeconds().attention(2e9, 0, True, 64, share=seen)[0] for seen in (0.5, 0.125))
     assert windowed == pytest.approx(whole / 4)
 
 
