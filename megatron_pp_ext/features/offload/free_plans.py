@@ -53,9 +53,9 @@ def least_copies(step: Timeline, limits: Sequence[float]) -> tuple[list[list[Pla
     """Return as few copies as keep each rank of ``step`` within its limit, and the ranks that none keep."""
     copies, above = [], []
     for rank, room in enumerate(without_messages(step, limits)):
-        own = RankCopies(step, rank)
-        copies.append(own.least(room))
-        if own.peak(copies[rank]) > room * (1 + ROUNDING):
+        plan = RankCopies(step, rank)
+        copies.append(plan.least(room))
+        if plan.peak(copies[rank]) > room * (1 + ROUNDING):
             above.append(rank)
     return copies, above
 
@@ -78,8 +78,8 @@ def balanced(rooms: Sequence[int], total: int) -> list[int]:
     level = 0
     while sum(min(room, level + 1) for room in rooms) <= min(total, sum(rooms) - 1):
         level += 1
-    left = total - sum(min(room, level) for room in rooms)
-    higher = [at for at, room in enumerate(rooms) if room > level][:left]
+    remaining = total - sum(min(room, level) for room in rooms)
+    higher = [at for at, room in enumerate(rooms) if room > level][:remaining]
     return [min(room, level) + (at in higher) for at, room in enumerate(rooms)]
 
 
@@ -90,7 +90,7 @@ def without_copies(schedule: Schedule, costs: Costs) -> Timeline:
 
 def timed(step: Timeline, copies: Iterable[Iterable[PlannedCopy]]) -> Timeline:
     """Return ``step`` with these ``copies`` of its ranks and no others, simulated."""
-    found = [one for rank in copies for one in rank]
-    reloads = {one.times[:2]: one.reloaded_before for one in found}
-    frees = {one.times[:2]: one.freed_before for one in found}
+    planned = [copy for rank in copies for copy in rank]
+    reloads = {copy.times[:2]: copy.reloaded_before for copy in planned}
+    frees = {copy.times[:2]: copy.freed_before for copy in planned}
     return simulate(replace(step.schedule, copies=Copies(reloads, frees)), step.costs)

@@ -42,14 +42,14 @@ def offloaded(request: Request, costs: CostsOf, before: Make) -> Made:
         return before(request)
     if option.share == AUTO and request.is_compiled:
         return _compiled(request, costs, before)
-    made = before(request)
-    known = with_copy_seconds(_known(request, costs, made.schedule))
-    alone = without_copies(made.schedule, known)
-    timeline = _timeline(made.schedule, request, option.share, known)
+    result = before(request)
+    copy_costs = with_copy_seconds(_known(request, costs, result.schedule))
+    alone = without_copies(result.schedule, copy_costs)
+    timeline = _timeline(result.schedule, request, option.share, copy_costs)
     growth = timeline.makespan / alone.makespan - 1
     note = f"copies to the host make steps {growth:.1%} longer by the estimate"
-    notes = "; ".join(filter(None, (made.note, note if growth > _WORTH_SAYING else "")))
-    return replace(made, schedule=timeline.schedule, note=notes)
+    notes = "; ".join(filter(None, (result.note, note if growth > _WORTH_SAYING else "")))
+    return replace(result, schedule=timeline.schedule, note=notes)
 
 
 def with_copy_seconds(costs: Costs) -> Costs:
@@ -99,20 +99,20 @@ def _compiled(request: Request, costs: CostsOf, before: Make) -> Made:
     What is compiled without copies stays if nothing is shorter.  Where a published family keeps the limit
     with them, fewer trials search for it, and none where its lower bound is above that family's step.
     """
-    known = with_copy_seconds(costs(request.finest.stages, bool(request.splits_head)))
-    budget = request.budget(known)
-    counted = budget.counted(known)
-    found = planned(request.placements, request.microbatches, counted, budget.ranks)
-    trials = request.trials if found is None else request.trials // _FEWER
-    if found is None:
+    copy_costs = with_copy_seconds(costs(request.finest.stages, bool(request.splits_head)))
+    budget = request.budget(copy_costs)
+    counted_costs = budget.counted(copy_costs)
+    step = planned(request.placements, request.microbatches, counted_costs, budget.ranks)
+    trials = request.trials if step is None else request.trials // _FEWER
+    if step is None:
         return Made(before(replace(request, trials=trials)).schedule)
-    made = Made(replace(found.schedule, name=FLEX))
-    least = least_makespan(request.placements, request.microbatches, counted, budget.ranks)
-    if least > found.makespan * (1 + TOLERANCE):
-        return made
+    result = Made(replace(step.schedule, name=FLEX))
+    least = least_makespan(request.placements, request.microbatches, counted_costs, budget.ranks)
+    if least > step.makespan * (1 + TOLERANCE):
+        return result
     with suppress(InfeasibleLimit):
         alone = before(replace(request, trials=trials))
         stages = alone.schedule.placement.stages
-        if simulate(alone.schedule, counted.merged(stages)).makespan <= found.makespan:
+        if simulate(alone.schedule, counted_costs.merged(stages)).makespan <= step.makespan:
             return Made(alone.schedule)
-    return made
+    return result

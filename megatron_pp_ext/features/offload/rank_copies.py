@@ -91,13 +91,13 @@ class RankCopies:
         best = self._useful(waits, count)
         peak, moment = self._peak(best)
         for _ in range(_TRIES):
-            early = [one.times[:2] for one in best if one.times.launched <= moment < one.times.back[1]]
-            for some in (early[:1], early):
-                left = [wait for wait in waits if wait.kept not in some]
-                found = self._useful(left, count)
-                lower, at = self._peak(found)
+            early = [copy.times[:2] for copy in best if copy.times.launched <= moment < copy.times.back[1]]
+            for dropped in (early[:1], early):
+                remaining = [wait for wait in waits if wait.kept not in dropped]
+                choice = self._useful(remaining, count)
+                lower, at = self._peak(choice)
                 if lower < peak * (1 - ROUNDING):
-                    best, waits, peak, moment = found, left, lower, at
+                    best, waits, peak, moment = choice, remaining, lower, at
                     break
             else:
                 break
@@ -110,10 +110,10 @@ class RankCopies:
     def _useful(self, waits: Sequence[Wait], count: int) -> list[PlannedCopy]:
         """Return so many copies of ``waits``, or of as many as are freed before they are reloaded."""
         while True:
-            found = self._placed(_chosen(waits, count))
-            staying = {one.times[:2] for one in [one for one in found if not one.is_useful][::2]}
+            copies = self._placed(_chosen(waits, count))
+            staying = {copy.times[:2] for copy in [copy for copy in copies if not copy.is_useful][::2]}
             if not staying:
-                return found
+                return copies
             waits = [wait for wait in waits if wait.kept not in staying]
 
     def least(self, limit: float) -> list[PlannedCopy]:
@@ -131,9 +131,9 @@ class RankCopies:
                 return best
         while low < high:
             middle = (low + high) // 2
-            found = choose(middle)
-            if self.peak(found) <= limit:
-                best, high = found, middle
+            copies = choose(middle)
+            if self.peak(copies) <= limit:
+                best, high = copies, middle
             else:
                 low = middle + 1
         return best
@@ -144,9 +144,9 @@ class RankCopies:
 
     def _peak(self, copies: Iterable[PlannedCopy]) -> tuple[float, float]:
         """Return the most that the rank keeps at one time, and when it first does."""
-        by_copies = changes_by((one.times for one in copies), self._timeline.costs)
+        by_copies = changes_by((copy.times for copy in copies), self._timeline.costs)
         changes = sorted([*self._changes, *by_copies])
-        live = list(accumulate(kept for _, kept in changes))
+        live = list(accumulate(change for _, change in changes))
         peak = max(live, default=0.0)
         return peak, changes[live.index(peak)][0] if changes else self._timeline.start
 
@@ -168,7 +168,7 @@ class RankCopies:
             launch = bisect_right(self._idle_from, possible + rounding) - 1
             launches[wait.kept] = min(max(launch, wait.earliest), wait.latest)
             returns[wait.kept] = start, start + wait.seconds
-        launching, found = set(launches.values()), []
+        launching, copies = set(launches.values()), []
         for wait in waits:
             launch, copied = launches[wait.kept], out[wait.kept][1]
             place = bisect_left(self._starts, copied - rounding)
@@ -178,8 +178,8 @@ class RankCopies:
             freed = max(copied, self._idle_from[place])
             times = Copied(*wait.kept, out[wait.kept], freed, self._idle_from[launch], returns[wait.kept])
             is_useful = freed < self._idle_from[launch] - rounding
-            found.append(PlannedCopy(times, self._steps[place], self._steps[launch], is_useful))
-        return found
+            copies.append(PlannedCopy(times, self._steps[place], self._steps[launch], is_useful))
+        return copies
 
 
 def _chosen(waits: Sequence[Wait], count: int) -> list[Wait]:
@@ -187,9 +187,13 @@ def _chosen(waits: Sequence[Wait], count: int) -> list[Wait]:
     of_stage: dict[int, list[Wait]] = defaultdict(list)
     for wait in waits:
         of_stage[wait.kept[0]].append(wait)
-    chosen: set[Kept] = set()
-    for stage in sorted(of_stage, key=lambda stage: -fmean(one.until - one.since for one in of_stage[stage])):
-        own = of_stage[stage]
-        some = min(count - len(chosen), len(own))
-        chosen |= {own[(2 * at + 1) * len(own) // (2 * some)].kept for at in range(some)}
-    return [wait for wait in waits if wait.kept in chosen]
+    selected: set[Kept] = set()
+    for stage in sorted(
+        of_stage, key=lambda stage: -fmean(wait.until - wait.since for wait in of_stage[stage])
+    ):
+        stage_waits = of_stage[stage]
+        number = min(count - len(selected), len(stage_waits))
+        selected |= {
+            stage_waits[(2 * at + 1) * len(stage_waits) // (2 * number)].kept for at in range(number)
+        }
+    return [wait for wait in waits if wait.kept in selected]

@@ -30,15 +30,15 @@ _ACTIONS = 200_000
 
 
 def compiled(
-    found: Timeline, origin: str, cuts: Sequence[tuple[Placement, Costs]], microbatches: int
+    shortest: Timeline, origin: str, cuts: Sequence[tuple[Placement, Costs]], microbatches: int
 ) -> Iterator[tuple[Timeline, str]]:
-    """Yield what was ``found`` in pairs, and the families that have pairs; see ``compile.Variants``.
+    """Yield ``shortest`` in pairs, and the families that have pairs; see ``compile.Variants``.
 
     Nothing where a pair takes as long as its two actions.
     """
-    if found.costs.pair >= 1:
+    if shortest.costs.pair >= 1:
         return
-    yield in_pairs(found.schedule, found.costs), f"{origin}, in pairs"
+    yield in_pairs(shortest.schedule, shortest.costs), f"{origin}, in pairs"
     for name, entry in catalog.ENTRIES.items():
         for placement, costs in cuts:
             if entry.make_paired is None or entry.shape is not placement.shape:

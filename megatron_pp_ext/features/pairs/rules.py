@@ -7,7 +7,7 @@ from megatron_pp_ext.schedule import catalog
 
 def paired_schedules(job: RequestedJob) -> str:
     """Return the names of the schedules that can run forwards and backwards in pairs."""
-    *names, last = (one for one, entry in catalog.ENTRIES.items() if entry.make_paired)
+    *names, last = (name for name, entry in catalog.ENTRIES.items() if entry.make_paired)
     return f"{', '.join(names)} or {last}"
 
 

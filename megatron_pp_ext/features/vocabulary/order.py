@@ -39,10 +39,10 @@ def shared(request: Request, costs: CostsOf, before: Make) -> Made:
 
 def without_frozen_weight(request: Request, costs: CostsOf, before: Make) -> Made:
     """Leave out the weight gradients of an output layer that is frozen."""
-    made = before(request)
+    result = before(request)
     if request.option(FrozenOutput) is None:
-        return made
-    return replace(made, schedule=without_weight_gradients(made.schedule))
+        return result
+    return replace(result, schedule=without_weight_gradients(result.schedule))
 
 
 def _shared(request: Request, costs: CostsOf, before: Make) -> Schedule:
@@ -78,25 +78,25 @@ def _compiled(request: Request, costs: CostsOf, before: Make) -> Schedule:
     free, but no less than the order needs that keeps least.
     """
     is_auto = catalog.abilities(request.schedule).measures_memory
-    known = costs(request.finest.stages, True)
+    split_costs = costs(request.finest.stages, True)
     if is_auto and not isinstance(request.limit, Budget):
-        compiler = _Compiler(request, known, before)
+        compiler = _Compiler(request, split_costs, before)
         least = compiler.least(request.placement)
         if request.free is None:
             return least
         free = tuple(map(max, compiler.needed(least), request.free))
         return compiler.within(free, request.placement)
     budget = request.budget(costs(request.finest.stages, False))
-    compiler = _Compiler(request, budget.counted(known), before, budget.holds_messages)
-    found, reason = [], InfeasibleLimit()
+    compiler = _Compiler(request, budget.counted(split_costs), before, budget.holds_messages)
+    schedules, reason = [], InfeasibleLimit()
     for placement in request.placements:
         try:
-            found.append(compiler.within(budget.ranks, placement))
+            schedules.append(compiler.within(budget.ranks, placement))
         except InfeasibleLimit as error:
             reason = error
-    if not found:
+    if not schedules:
         raise reason
-    return min(found, key=lambda schedule: compiler.simulated(schedule).makespan)
+    return min(schedules, key=lambda schedule: compiler.simulated(schedule).makespan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +114,13 @@ class _Compiler:
         It is no longer than the one for the least limit on all ranks: more memory on some of them does not
         always lead the compiler to a shorter schedule.
         """
-        own = self._keeping(limits, placement)
+        schedule = self._keeping(limits, placement)
         if len(set(limits)) == 1:
-            return own
+            return schedule
         with suppress(InfeasibleLimit):
             alike = self._keeping((min(limits),) * len(limits), placement)
-            return min(own, alike, key=lambda one: self.simulated(one).makespan)
-        return own
+            return min(schedule, alike, key=lambda order: self.simulated(order).makespan)
+        return schedule
 
     def _keeping(self, limits: Sequence[float], placement: Placement) -> Schedule:
         """Return a schedule that keeps ``limits``; InfeasibleLimit without one.
@@ -132,7 +132,7 @@ class _Compiler:
         with suppress(InfeasibleLimit):
             for _ in range(_ATTEMPTS):
                 schedule = self._shared(budgets, placement)
-                excess = [needed - limit for needed, limit in zip(self.needed(schedule), limits, strict=True)]
+                excess = [amount - limit for amount, limit in zip(self.needed(schedule), limits, strict=True)]
                 if max(excess) <= 0:
                     return schedule
                 budgets = [budget - max(0.0, more) for budget, more in zip(budgets, excess, strict=True)]
@@ -140,14 +140,14 @@ class _Compiler:
                     break
         least = self.least(placement)
         needs = self.needed(least)
-        rank, limit, needed = max(
-            zip(range(len(needs)), limits, needs, strict=True), key=lambda one: one[2] - one[1]
+        rank, limit, peak = max(
+            zip(range(len(needs)), limits, needs, strict=True), key=lambda entry: entry[2] - entry[1]
         )
-        if needed <= limit:
+        if peak <= limit:
             return least
         raise InfeasibleLimit(
             f"a memory limit of {limit:.6g} on rank {{rank}} has no room for the parts of a shared "
-            f"vocabulary, with which the order that keeps least keeps {needed:.6g} there; raise "
+            f"vocabulary, with which the order that keeps least keeps {peak:.6g} there; raise "
             "--pipeline-memory-limit, or leave --pipeline-vocabulary out",
             rank,
         )

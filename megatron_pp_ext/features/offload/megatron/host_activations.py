@@ -52,34 +52,34 @@ class HostActivations:
         if self._is_compared or self._offloaded is None:
             return
         self._is_compared = True
-        planned, sent, small = (
+        planned, copied, small = (
             self._planned(plan)[0],
             self._offloaded.offloaded_bytes,
             self._offloaded.small_bytes,
         )
-        line = f"{_gb(sent)} of this rank's activations went to the host in the first step"
+        line = f"{_gb(copied)} of this rank's activations went to the host in the first step"
         if not planned:
             print_rank_0(f"megatron_pp_ext: {line}; how many are planned is not known in bytes")
-        elif sent >= ENOUGH * planned:
-            print_rank_0(f"megatron_pp_ext: {line}, {sent / planned:.0%} of the {_gb(planned)} planned")
+        elif copied >= ENOUGH * planned:
+            print_rank_0(f"megatron_pp_ext: {line}, {copied / planned:.0%} of the {_gb(planned)} planned")
         else:
             _LOGGER.warning(
                 "%s, only %.0f%% of the %s planned: %s are in storages under %d bytes, and others are held "
                 "by more than the backward or had no room; the device keeps them beyond its planned memory",
-                *(line, 100 * sent / planned, _gb(planned), _gb(small), SMALLEST),
+                *(line, 100 * copied / planned, _gb(planned), _gb(small), SMALLEST),
             )
 
     def _planned(self, plan: RankPlan) -> tuple[float, float]:
         """Return the bytes that ``plan`` sends to the host in a step, and the most that are there at once."""
-        sent = there = most = 0.0
+        total = on_host = most = 0.0
         for operation in plan.operations if self._kept else ():
             if isinstance(operation, Offload):
-                sent += self._kept[operation.owner.stage]
-                there += self._kept[operation.owner.stage]
-                most = max(most, there)
+                total += self._kept[operation.owner.stage]
+                on_host += self._kept[operation.owner.stage]
+                most = max(most, on_host)
             elif isinstance(operation, Reload):
-                there -= self._kept[operation.owner.stage]
-        return sent, most
+                on_host -= self._kept[operation.owner.stage]
+        return total, most
 
 
 def offloading(pipeline: Pipeline) -> StepPart:
@@ -87,8 +87,8 @@ def offloading(pipeline: Pipeline) -> StepPart:
     option = pipeline.request.option(Requested)
     is_counted = option is not None and pipeline.rehearsal is None
     free = counted_host_bytes() if is_counted else host_bytes()
-    kept = pipeline.source.kept_bytes if pipeline.source else ()
-    host = HostActivations(usable_bytes(option.host_bytes if option else None, free), kept)
+    stage_bytes = pipeline.source.kept_bytes if pipeline.source else ()
+    host = HostActivations(usable_bytes(option.host_bytes if option else None, free), stage_bytes)
 
     @contextmanager
     def during(step: Step) -> Iterator[None]:

@@ -47,7 +47,7 @@ def parts_on_device(work: Workload, request: Request, order: Prepared) -> tuple[
     copied = offloaded(work, request, AUTO)
     beside = work.head.activation if work.head else 0.0
     before, after = order.in_flight.peaks(work.parts, beside), kept_on_device(work, copied)
-    return tuple(min(1.0, left / most) for left, most in zip(after, before, strict=True))
+    return tuple(min(1.0, staying / most) for staying, most in zip(after, before, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +86,10 @@ class HostReplays:
         mean_least = mean.memory(candidate.microbatches, margin, of_largest=True)
         if mean_least.total > room(paced.step_seconds * (1 - IMPROVED)):
             return None
-        left = parts_on_device(even, short, order_of(candidate, fewer))
-        cuts = CandidateCuts(candidate, stages, workloads, margin, limit, left)
-        found = replays.laid_out(cuts, room, self._fitted)
-        return None if isinstance(found, RankMemory) else found
+        parts = parts_on_device(even, short, order_of(candidate, fewer))
+        cuts = CandidateCuts(candidate, stages, workloads, margin, limit, parts)
+        fitted = replays.laid_out(cuts, room, self._fitted)
+        return None if isinstance(fitted, RankMemory) else fitted
 
     def _fitted(self, timed: Timed, limit: float, room: Callable[[float], float]) -> Evaluated | None:
         """Return the candidate with the smallest of the ``SHARES`` with which it fits, if any."""

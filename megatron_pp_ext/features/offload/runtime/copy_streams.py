@@ -75,8 +75,8 @@ def _launch(
 ) -> CopyEvent:
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for done in after:
-            done.wait()
+        for event in after:
+            event.wait()
         with timed:
             for source, target in transfers:
                 target.copy_(source, non_blocking=True)

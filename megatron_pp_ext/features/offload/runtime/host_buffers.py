@@ -93,16 +93,18 @@ class HostBuffers:
 
     def _with_room(self, size: int) -> _Region | None:
         """Return a region of which ``size`` bytes are not cut; None where the limit allows no such."""
-        cut = next((one for one in self._regions if one.memory.nbytes - one.cut >= size), None)
+        cut = next((region for region in self._regions if region.memory.nbytes - region.cut >= size), None)
         if cut is not None:
             return cut
-        unused = sorted((one for one in self._regions if not one.used), key=lambda one: one.returned)
-        large = next((one for one in unused if one.memory.nbytes >= size), None)
+        unused = sorted(
+            (region for region in self._regions if not region.used), key=lambda region: region.returned
+        )
+        large = next((region for region in unused if region.memory.nbytes >= size), None)
         if large is not None:
             self._forget_buffers(large)
             return large
         excess = self.pinned_bytes + size - self.limit
-        if excess > sum(one.memory.nbytes for one in unused):
+        if excess > sum(region.memory.nbytes for region in unused):
             return None
         while self.pinned_bytes + size > self.limit:
             self._release(unused.pop(0))
@@ -110,9 +112,9 @@ class HostBuffers:
 
     def _forget_buffers(self, region: _Region) -> None:
         for free in self._free.values():
-            kept = [buffer for buffer in free if buffer.region is not region]
+            remaining = [buffer for buffer in free if buffer.region is not region]
             free.clear()
-            free.extend(kept)
+            free.extend(remaining)
         region.cut = 0
 
     def _release(self, region: _Region) -> None:

@@ -119,7 +119,7 @@ class OffloadedActivations:
             self.abandon()
         self._begun.add(owner)
         meter, stream = watching(), self._engines.stream()
-        found = self._microbatches[owner] = _Microbatch(meter)
+        state = self._microbatches[owner] = _Microbatch(meter)
 
         def pack(tensor: torch.Tensor) -> _Saved:
             # Another tensor of the same storage: its uses then show whether somebody holds this one.
@@ -129,7 +129,7 @@ class OffloadedActivations:
                 meter.hold(owner, tensor, saved.counted)
             # The compute stream cannot free memory of another one, such as that of exchanges in a pair.
             if self._engines.stream() == stream:
-                found.saved.append(weakref.ref(saved))
+                state.saved.append(weakref.ref(saved))
             return saved
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
@@ -140,9 +140,9 @@ class OffloadedActivations:
 
         ``timed`` is the context of the copy for a recorder.
         """
-        found = self._microbatches[owner]
+        state = self._microbatches[owner]
         transfers, after = [], []
-        for storage, saved in _by_storage(found.saved).items():
+        for storage, saved in _by_storage(state.saved).items():
             size = storage.nbytes()
             # The storage as Python sees it is one more use.
             if torch._C._storage_Use_Count(storage._cdata) > len(saved) + 1:
@@ -157,51 +157,51 @@ class OffloadedActivations:
             if buffer.last_use is not None:
                 after.append(buffer.last_use)
             transfers.append(Transfer(_bytes(storage), buffer.memory[:size]))
-            found.offloaded.append(
-                _Storage(storage.device, size, buffer, [_take(one, found) for one in saved])
+            state.offloaded.append(
+                _Storage(storage.device, size, buffer, [_take(reference, state) for reference in saved])
             )
             self.offloaded_bytes += size
-        found.saved.clear()
+        state.saved.clear()
         if transfers:
-            found.sent = self._engines.to_host(transfers, after, timed or nullcontext())
+            state.sent = self._engines.to_host(transfers, after, timed or nullcontext())
 
     def free(self, owner: Owner) -> None:
         """Let what is computed next use the device's memory of ``owner``, once it is copied."""
-        found = self._microbatches[owner]
-        if found.sent is not None:
-            found.sent.wait()
-        for tensor, _ in found.leaving:
+        state = self._microbatches[owner]
+        if state.sent is not None:
+            state.sent.wait()
+        for tensor, _ in state.leaving:
             if tensor.is_cuda:  # it may come from another stream, which has not waited
                 tensor.record_stream(torch.cuda.current_stream())
-        found.leaving.clear()
+        state.leaving.clear()
 
     def reload(self, owner: Owner, timed: Timed | None = None) -> None:
         """Launch the copy back to the device, for which the backward waits; ``timed`` as in ``offload``."""
-        found = self._microbatches[owner]
-        if found.sent is None:
+        state = self._microbatches[owner]
+        if state.sent is None:
             del self._microbatches[owner]
             return
         transfers: list[Transfer] = []
-        needed: list[tuple[_Saved, _Place, torch.Tensor]] = []
-        for storage in found.offloaded:
+        arrivals: list[tuple[_Saved, _Place, torch.Tensor]] = []
+        for storage in state.offloaded:
             alive = [(saved, place) for place in storage.places if (saved := place.saved()) is not None]
             if alive:
                 memory = torch.empty(storage.size, dtype=torch.uint8, device=storage.device)
                 transfers.append(Transfer(storage.buffer.memory[: storage.size], memory))
-                needed += [(saved, place, memory) for saved, place in alive]
-        copy = self._engines.to_device(transfers, [found.sent], timed or nullcontext())
+                arrivals += [(saved, place, memory) for saved, place in alive]
+        copy = self._engines.to_device(transfers, [state.sent], timed or nullcontext())
         del self._microbatches[owner]
         arrival = _Arrival(copy, [transfer.target for transfer in transfers])
-        self._arriving = [*(one for one in self._arriving if one.memory), arrival]
-        for storage in found.offloaded:
+        self._arriving = [*(pending for pending in self._arriving if pending.memory), arrival]
+        for storage in state.offloaded:
             storage.buffer.last_use = copy
             self.buffers.give_back(storage.buffer)
-        for saved, place, memory in needed:
+        for saved, place, memory in arrivals:
             _put(saved, place, memory)
             saved.arrival = arrival
-            if found.meter is not None:
+            if state.meter is not None:
                 saved.counted = _Counted()
-                found.meter.hold(owner, memory, saved.counted)
+                state.meter.hold(owner, memory, saved.counted)
 
     def close(self) -> None:
         """End a step; RuntimeError where activations were left on the host.
@@ -217,11 +217,11 @@ class OffloadedActivations:
 
         What is computed later waits for the step's copies, of which some read memory of the device.
         """
-        for found in self._microbatches.values():
-            if found.sent is not None:
-                found.sent.wait()
-            for storage in found.offloaded:
-                storage.buffer.last_use = found.sent or storage.buffer.last_use
+        for state in self._microbatches.values():
+            if state.sent is not None:
+                state.sent.wait()
+            for storage in state.offloaded:
+                storage.buffer.last_use = state.sent or storage.buffer.last_use
                 self.buffers.give_back(storage.buffer)
         self._microbatches.clear()
         self._take_arrivals()
@@ -258,12 +258,12 @@ def _unpack(saved: _Saved) -> torch.Tensor:
 
 def _by_storage(refs: Iterable["weakref.ref[_Saved]"]) -> dict[torch.UntypedStorage, list[_Saved]]:
     """Return what is alive and can be copied as bytes, by storage."""
-    found: defaultdict[torch.UntypedStorage, list[_Saved]] = defaultdict(list)
+    by_storage: defaultdict[torch.UntypedStorage, list[_Saved]] = defaultdict(list)
     for ref in refs:
         saved = ref()
         if saved is not None and saved.tensor is not None and _is_plain(saved.tensor):
-            found[saved.tensor.untyped_storage()].append(saved)
-    return found
+            by_storage[saved.tensor.untyped_storage()].append(saved)
+    return by_storage
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -278,11 +278,11 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _take(saved: _Saved, found: _Microbatch) -> _Place:
-    """Take the tensor of ``saved``, which ``found`` keeps until it is copied, and return its place."""
+def _take(saved: _Saved, state: _Microbatch) -> _Place:
+    """Take the tensor of ``saved``, which ``state`` keeps until it is copied, and return its place."""
     tensor = saved.tensor
     assert tensor is not None
-    found.leaving.append((tensor, saved.counted))
+    state.leaving.append((tensor, saved.counted))
     saved.tensor = saved.counted = None
     return _Place(weakref.ref(saved), tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
 

@@ -87,8 +87,8 @@ class CopiesOfRank(Extension):
 
     def before(self, actions: tuple[Action, ...]) -> Iterator[Operation]:
         first = actions[0]
-        yield from (Free(Owner(*kept)) for kept in self._freed.get(first, ()))
-        yield from (Reload(Owner(*kept)) for kept in self._back.get(first, ()))
+        yield from (Free(Owner(*activation)) for activation in self._freed.get(first, ()))
+        yield from (Reload(Owner(*activation)) for activation in self._back.get(first, ()))
 
     def after(self, works: Iterable[Compute]) -> Iterator[Operation]:
         for work in works:

@@ -23,13 +23,13 @@ def check_as_planned(stock: Callable[[Any], None], self: Any) -> None:
         stock(self)
         return
     replaced = dict(_replaced(self, pipeline.placement.chunks))
-    given = {name: getattr(self, name) for name in replaced}
+    values = {name: getattr(self, name) for name in replaced}
     try:
         for name, value in replaced.items():
             setattr(self, name, value)
         stock(self)
     finally:
-        for name, value in given.items():
+        for name, value in values.items():
             setattr(self, name, value)
 
 

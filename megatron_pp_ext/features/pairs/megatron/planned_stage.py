@@ -141,8 +141,8 @@ def run_pair(
     front.before_forward(forward.microbatch, activation)
     # The weight gradients come where the plans of layers have a place for them.
     # The loss is computed on the chunk of the forward, which has to be the one that Megatron answers for.
-    counted = back.during_backward(backward.kind, backward.microbatch, in_parts=True)
-    with counted, front.at_work():
+    backward_half = back.during_backward(backward.kind, backward.microbatch, in_parts=True)
+    with backward_half, front.at_work():
         output, tokens, input_gradient = front.combined(
             **front.forward_half(forward.microbatch, activation),
             **back.backward_half(backward.microbatch, gradient),

@@ -146,6 +146,6 @@ def _nodes(layer: Any) -> Iterator[Any]:
 def _tensors(layer: Any) -> Iterator[torch.Tensor]:
     for node in _nodes(layer):
         outputs = node.output if isinstance(node.output, tuple) else (node.output,)
-        for one in (*(node.inputs or ()), *outputs, *node.detached):
-            if isinstance(one, torch.Tensor):
-                yield one
+        for value in (*(node.inputs or ()), *outputs, *node.detached):
+            if isinstance(value, torch.Tensor):
+                yield value

@@ -95,14 +95,14 @@ class EmbeddingPart(VocabularyPart):
         """Return the embedded ``tokens``, as the module does that this one replaces."""
         if tokens is None:
             return None
-        given, self.given = self.given, None
-        if given is None or given.shape[:2] != tokens.shape:
+        embedded, self.given = self.given, None
+        if embedded is None or embedded.shape[:2] != tokens.shape:
             raise RuntimeError("a shared embedding was asked for other tokens than those of its microbatch")
         if self.scatters:
             return reduce_scatter_to_sequence_parallel_region(
-                given.transpose(0, 1).contiguous(), group=tensor_ranks()
+                embedded.transpose(0, 1).contiguous(), group=tensor_ranks()
             )
-        return reduce_from_tensor_model_parallel_region(given, group=tensor_ranks())
+        return reduce_from_tensor_model_parallel_region(embedded, group=tensor_ranks())
 
 
 class OutputPart(VocabularyPart):

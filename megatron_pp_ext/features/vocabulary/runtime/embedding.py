@@ -64,10 +64,10 @@ class SharedEmbedding:
 
     def embedded(self, microbatch: int) -> torch.Tensor:
         """Return the embedded tokens, ``shape`` x hidden, on the first stage's rank."""
-        kept = self._kept[microbatch]
-        assert kept.embedded is not None and kept.summed is not None
-        kept.summed.wait()
-        embedded, kept.embedded = kept.embedded, None
+        state = self._kept[microbatch]
+        assert state.embedded is not None and state.summed is not None
+        state.summed.wait()
+        embedded, state.embedded = state.embedded, None
         return embedded
 
     def take(self, microbatch: int, gradient: torch.Tensor | None) -> None:
@@ -97,14 +97,14 @@ class SharedEmbedding:
 
     def _reduce_embedded(self, microbatch: int) -> None:
         self._release_sent()
-        kept = self._kept[microbatch]
-        kept.known.wait()
-        held, row = self._rows.held(kept.tokens)
+        state = self._kept[microbatch]
+        state.known.wait()
+        is_local, row = self._rows.held(state.tokens)
         # Rows of other ranks are 0, and not a product with 0, which would spread a number that is none.
-        kept.embedded = self._rows.weight().detach()[row].masked_fill_(~held[..., None], 0.0)
-        kept.summed = self._exchanges.reduce(kept.embedded, self._home)
+        state.embedded = self._rows.weight().detach()[row].masked_fill_(~is_local[..., None], 0.0)
+        state.summed = self._exchanges.reduce(state.embedded, self._home)
         if self._tokens is None:
-            self._sent = kept
+            self._sent = state
 
     def _release_sent(self) -> None:
         """Give back what was looked up for the first stage; it had time until the next one to leave."""
@@ -118,13 +118,13 @@ class SharedEmbedding:
             del self._kept[microbatch]
             return
         self._add_arrived()
-        kept = self._kept[microbatch]
-        if kept.gradient is None:
+        state = self._kept[microbatch]
+        if state.gradient is None:
             weight = self._rows.weight()
-            kept.gradient = torch.empty(
+            state.gradient = torch.empty(
                 *self._shape, weight.shape[1], dtype=weight.dtype, device=self._device
             )
-        self._arriving = microbatch, self._exchanges.broadcast(kept.gradient, self._home)
+        self._arriving = microbatch, self._exchanges.broadcast(state.gradient, self._home)
 
     def _add_arrived(self) -> None:
         """Add the gradient that was broadcast last; it had time until the next one to arrive."""
@@ -133,11 +133,11 @@ class SharedEmbedding:
         microbatch, work = self._arriving
         self._arriving = None
         work.wait()
-        kept = self._kept.pop(microbatch)
-        assert kept.gradient is not None
-        held, row = self._rows.held(kept.tokens)
+        state = self._kept.pop(microbatch)
+        assert state.gradient is not None
+        is_local, row = self._rows.held(state.tokens)
         count = self._rows.count
         # One row more than there are takes the tokens of other ranks, and torch passes over it.
-        row = torch.where(held, row, count)
-        gradient = torch.ops.aten.embedding_dense_backward(kept.gradient, row, count + 1, count, False)
+        row = torch.where(is_local, row, count)
+        gradient = torch.ops.aten.embedding_dense_backward(state.gradient, row, count + 1, count, False)
         self._rows.add_gradient(gradient[:count])
