@@ -97,13 +97,13 @@ def install(
     )
     if _installed is not None and call == _installed[0]:
         return _installed[2]
-    pipeline, found = call.pipeline()
+    pipeline, in_force = call.pipeline()
     _patch()
     if _installed is not None:
         _require_unused(_installed[1])
     requested.activate(pipeline)
-    _installed = call, pipeline, found
-    return found
+    _installed = call, pipeline, in_force
+    return in_force
 
 
 def install_by_variables(variables: Mapping[str, str], **arguments: Any) -> None:
@@ -121,10 +121,10 @@ def installed(schedule: str, **about: Any) -> Iterator[InForce]:
     there, or by Megatron's own schedule.  Steps run by the schedule that their model was built for, in the
     context or outside of it.
     """
-    pipeline, found = asked(schedule, **about).pipeline()
+    pipeline, in_force = asked(schedule, **about).pipeline()
     _patch()
     with requested.using(pipeline):
-        yield found
+        yield in_force
 
 
 def uninstall() -> None:

@@ -93,8 +93,8 @@ class Call:
         line = f"megatron_pp_ext: {summary(pipeline, costs_of)}"
         if self.costs and (beside := ", ".join(_beside_stock(timeline, self.costs, request))):
             line += f"; by these costs {beside}"
-        found = InForce(source.name, source.placement, request.microbatches, peak, bubble, line)
-        return replace(pipeline, summary=line), found
+        in_force = InForce(source.name, source.placement, request.microbatches, peak, bubble, line)
+        return replace(pipeline, summary=line), in_force
 
 
 def asked(
@@ -123,16 +123,16 @@ def asked(
         require_writable("trace", file)
     if not isinstance(unproved, bool):
         raise ValueError(f"unproved is {unproved!r}; give True or False, or leave it out")
-    given = None if costs is None else call.read_costs(costs)
-    if given is None and isinstance(memory_limit, (int, float)) and memory_limit > LARGEST_FRACTION:
+    explicit_costs = None if costs is None else call.read_costs(costs)
+    if explicit_costs is None and isinstance(memory_limit, (int, float)) and memory_limit > LARGEST_FRACTION:
         raise ValueError(
             f"memory_limit is {memory_limit}, an amount in the unit of costs, and none are given; "
             "give costs, or a fraction of 1F1B's peak, such as 0.5"
         )
-    stages = None if given is None else len(given.stages)
+    stages = None if explicit_costs is None else len(explicit_costs.stages)
     sizes = ranks, microbatches, chunks
     request = call.requested(schedule, *sizes, memory_limit, stages, loss_rank, **of_features)
-    return Call(request, given, file, None if timeout is None else _patience(timeout), unproved)
+    return Call(request, explicit_costs, file, None if timeout is None else _patience(timeout), unproved)
 
 
 def _beside_stock(timeline: Timeline, costs: Costs, request: Request) -> Iterator[str]:
@@ -163,21 +163,21 @@ def _least_fraction(request: Request, costs: Costs) -> float:
     return math.ceil(1000 * least / whole) / 1000
 
 
-def _costs(given: Costs | None, ranks: int, stages: int, splits_head: bool) -> Costs:
-    """Return the costs of ``stages`` stages, those ``given`` or unit costs."""
-    if given is None:
+def _costs(costs: Costs | None, ranks: int, stages: int, splits_head: bool) -> Costs:
+    """Return ``costs`` for as many ``stages``, or unit costs where there are none."""
+    if costs is None:
         loop = Placement(Shape.LOOP, ranks, stages // ranks, splits_head)
         return Costs.unit(loop)
-    if len(given.stages) != stages:
+    if len(costs.stages) != stages:
         raise ValueError(
-            f"costs are given for {len(given.stages)} stages, but there are {stages} (ranks x chunks); give "
+            f"costs are given for {len(costs.stages)} stages, but there are {stages} (ranks x chunks); give "
             "one for each"
         )
-    if splits_head and given.head is None:
+    if splits_head and costs.head is None:
         raise ValueError(
             "the costs have none of a rank's part of the head; give them a head, or leave one of both out"
         )
-    return given
+    return costs
 
 
 def _patience(timeout: float | timedelta) -> timedelta:

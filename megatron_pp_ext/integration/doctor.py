@@ -77,12 +77,14 @@ def examine(console: Console, checkout: Path | None, waiting: Waiting, in_full: 
     verdict = f"not ready: {problem}"
     if problem is None:
         verdict = f"ready{hooks_here.for_what()}: Megatron {releases.own_megatron_version()} fits; {advice}"
-    shown: list[Table | str] = [verdict, *lines, missing]
-    for one in (*shown, *details) if in_full else (*shown, "mpp doctor --full lists all that was looked at."):
-        if isinstance(one, str):
-            console.print(one, soft_wrap=True, markup=False)
-        elif one.row_count:
-            console.print(one)
+    report: list[Table | str] = [verdict, *lines, missing]
+    for entry in (
+        (*report, *details) if in_full else (*report, "mpp doctor --full lists all that was looked at.")
+    ):
+        if isinstance(entry, str):
+            console.print(entry, soft_wrap=True, markup=False)
+        elif entry.row_count:
+            console.print(entry)
     return 0 if problem is None else 1
 
 
@@ -198,5 +200,5 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _numbers(found: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in found.split("+")[0].split(".")[:2] if number.isdigit())
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in version.split("+")[0].split(".")[:2] if number.isdigit())

@@ -29,13 +29,15 @@ def for_what() -> str:
 
 def commit() -> str:
     """Return in one line which of the commits that were tried this Megatron is, by what stands in it."""
-    found = {place.path: places.parameters_here(place.path) for seam in _seams() for place in seam.places}
-    same = tried.agreeing(found)
-    if not same:
-        return f"No commit with exactly its functions was tried. The nearest is {tried.nearest(found)}."
+    signatures = {
+        place.path: places.parameters_here(place.path) for seam in _seams() for place in seam.places
+    }
+    matching = tried.agreeing(signatures)
+    if not matching:
+        return f"No commit with exactly its functions was tried. The nearest is {tried.nearest(signatures)}."
     version = releases.megatron_version().partition("+")[0]
-    mine = [one for one in same if one.version == version] or same
-    return f"Its hooked functions are those of {', and of '.join(map(str, mine))}, which ran the tests."
+    of_version = [candidate for candidate in matching if candidate.version == version] or matching
+    return f"Its hooked functions are those of {', and of '.join(map(str, of_version))}, which ran the tests."
 
 
 def examine(details: list[Table | str]) -> list[str]:
@@ -55,26 +57,26 @@ def examine(details: list[Table | str]) -> list[str]:
     around_core = (*frameworks.SEAMS, *frameworks.ENGINE)
     always = (*_seams(cpu=False), *around_core)
     for seam in (*_seams(), *filter(_can_be_imported, around_core)):
-        shown, since, fits = seam.places[0], "", "not in this release"
+        shown_place, since, fits = seam.places[0], "", "not in this release"
         try:
             place = seam.here()
             if place is not None:
-                shown, since, fits = place, _first_with(place), "yes"
+                shown_place, since, fits = place, _first_with(place), "yes"
         except patching.SeamError as error:
             problems.append(str(error))
             fits = "no"
         why = seam.why if seam in always else f"--cpu: {seam.why}"
-        table.add_row(shown.dotted.removeprefix("megatron."), why, since, fits)
+        table.add_row(shown_place.dotted.removeprefix("megatron."), why, since, fits)
     workarounds = Table(
         "defect", "in", "gone when this passes without it", title="Workarounds of Megatron's own defects"
     )
-    found = [module.WORKAROUND for module in of_core.MODULES]
+    defects = [module.WORKAROUND for module in of_core.MODULES]
     if _takes_flags():
         from megatron_pp_ext.integration.workarounds.table import WORKAROUNDS
 
-        found = [*WORKAROUNDS]
-    for one in found:
-        workarounds.add_row(one.defect, one.releases, one.test.removeprefix("tests/"))
+        defects = [*WORKAROUNDS]
+    for defect in defects:
+        workarounds.add_row(defect.defect, defect.releases, defect.test.removeprefix("tests/"))
     details += [
         table,
         workarounds,
@@ -85,8 +87,8 @@ def examine(details: list[Table | str]) -> list[str]:
 
 
 def _takes_flags() -> bool:
-    here = releases.release_here()
-    return here is not None and here.by_flags
+    release = releases.release_here()
+    return release is not None and release.by_flags
 
 
 def _seams(cpu: bool = True) -> tuple[patching.Seam, ...]:
@@ -102,9 +104,11 @@ def _seams(cpu: bool = True) -> tuple[patching.Seam, ...]:
 
 def _first_with(place: places.Place) -> str:
     """Return the oldest of the tried commits that has in ``place`` what is there now."""
-    here = places.parameters_here(place.path)
-    having = (one for one in tried.commits() if tried.signatures(one.name).get(place.path) == here)
-    return next((one.name for one in having), "")
+    parameters = places.parameters_here(place.path)
+    having = (
+        commit for commit in tried.commits() if tried.signatures(commit.name).get(place.path) == parameters
+    )
+    return next((commit.name for commit in having), "")
 
 
 def _can_be_imported(seam: patching.Seam) -> bool:

@@ -64,7 +64,7 @@ _NOWHERE: Mapping[str, Known] = MappingProxyType({})
 
 def hook(
     place: str,
-    known: Known,
+    parameters: Known,
     why: str,
     *,
     before: Mapping[str, Known] = _NOWHERE,
@@ -72,22 +72,22 @@ def hook(
 ) -> Callable[[Callable[..., Any] | Hook], Hook]:
     """Let the decorated ``call(stock, *arguments)`` be the calls of the function at ``place``.
 
-    ``known`` are the parameters that the function has, or each list of them where Megatrons differ, of which
+    ``parameters`` are those that the function has, or each list of them where Megatrons differ, of which
     the order counts as far as ``call`` names its arguments.  ``before`` has the places where older Megatrons
     have the function, and ``since`` is as in ``Seam``.  A hook that is decorated again replaces more
     functions.
     """
 
     def decorate(call: Callable[..., Any] | Hook) -> Hook:
-        made = call if isinstance(call, Hook) else Hook(around(call), (), _named_arguments(call))
-        return substitute(place, known, why, before=before, since=since)(made)
+        wrapped = call if isinstance(call, Hook) else Hook(around(call), (), _named_arguments(call))
+        return substitute(place, parameters, why, before=before, since=since)(wrapped)
 
     return decorate
 
 
 def substitute(
     place: str,
-    known: Known,
+    parameters: Known,
     why: str,
     *,
     before: Mapping[str, Known] = _NOWHERE,
@@ -96,9 +96,9 @@ def substitute(
     """Let what the decorated function returns, called with what is there, go to ``place``; see ``hook``."""
 
     def decorate(wrap: Callable[[Any], Any] | Hook) -> Hook:
-        made = wrap if isinstance(wrap, Hook) else Hook(wrap, (), None)
-        seam = Seam(places.places(place, known, before, made.ordered), made.wrap, why, since)
-        return Hook(made.wrap, (seam, *made.seams), made.ordered)
+        wrapped = wrap if isinstance(wrap, Hook) else Hook(wrap, (), None)
+        seam = Seam(places.places(place, parameters, before, wrapped.ordered), wrapped.wrap, why, since)
+        return Hook(wrapped.wrap, (seam, *wrapped.seams), wrapped.ordered)
 
     return decorate
 
@@ -106,13 +106,13 @@ def substitute(
 def _named_arguments(call: Callable[..., Any]) -> int:
     """Return how many arguments after ``stock`` a hook takes by names of its own."""
     _, *arguments = inspect.signature(call).parameters.values()
-    return sum(one.kind is one.POSITIONAL_OR_KEYWORD for one in arguments)
+    return sum(argument.kind is argument.POSITIONAL_OR_KEYWORD for argument in arguments)
 
 
 def seams_of(*modules: ModuleType) -> tuple[Seam, ...]:
     """Return the seams of the hooks that ``modules`` have, in their order."""
     hooks = (value for module in modules for value in vars(module).values() if isinstance(value, Hook))
-    return tuple(seam for one in hooks for seam in one.seams)
+    return tuple(seam for hook in hooks for seam in hook.seams)
 
 
 def require_known_release(by_flags: bool = False) -> None:
@@ -120,13 +120,13 @@ def require_known_release(by_flags: bool = False) -> None:
 
     Schedules ``by_flags`` need more of Megatron than those of ``megatron_pp_ext.install``.
     """
-    here = releases.release_here()
-    if here is None or (by_flags and not here.by_flags):
+    release = releases.release_here()
+    if release is None or (by_flags and not release.by_flags):
         rows = [row for row in releases.RELEASES if row.by_flags or not by_flags]
-        known = ", ".join("{}.{}.x".format(*row.number) for row in rows)
-        other = "" if here is None else ", call megatron_pp_ext.install in place of flags"
+        releases_text = ", ".join("{}.{}.x".format(*row.number) for row in rows)
+        other = "" if release is None else ", call megatron_pp_ext.install in place of flags"
         raise SeamError(
-            f"megatron-core is {releases.own_megatron_version()}, known are {known}: install one of "
+            f"megatron-core is {releases.own_megatron_version()}, known are {releases_text}: install one of "
             f"these{other}, or run the script without megatron_pp_ext"
         )
 
@@ -141,23 +141,23 @@ def apply(seams: Iterable[Seam]) -> None:
     Seams that are replaced already are left as they are.
     """
     require_known_release()
-    found: list[tuple[Seam, Place, Any]] = []
+    replacing: list[tuple[Seam, Place, Any]] = []
     misfits: list[str] = []
-    wanted = [seam for seam in seams if not is_applied(seam)]
-    for seam in wanted:
+    missing = [seam for seam in seams if not is_applied(seam)]
+    for seam in missing:
         try:
             place = seam.here()
         except SeamError as error:
             misfits.append(str(error))
         else:
             if place is not None:
-                found.append((seam, place, places.target_of(place)))
+                replacing.append((seam, place, places.target_of(place)))
     if misfits:
-        raise SeamError(f"{'; '.join(misfits)}; {advice(wanted)}")
+        raise SeamError(f"{'; '.join(misfits)}; {advice(missing)}")
     before = len(_applied)
-    known_as = _names_of(target for *_, target in found)
+    known_as = _names_of(target for *_, target in replacing)
     try:
-        for seam, place, target in found:
+        for seam, place, target in replacing:
             replacement = seam.wrap(target)
             owner, _, attribute = place.name.rpartition(".")
             # A method is known by one name, its class's; a function also by those of its importers.
@@ -192,10 +192,10 @@ def undo(keep: int = 0) -> None:
     """
     # A method has no other name than its class's.
     functions = [vars(holder).get(name) for _, holder, name, _ in _applied[keep:] if ismodule(holder)]
-    taken = _names_of(functions)
+    names = _names_of(functions)
     while len(_applied) > keep:
         _, holder, name, target = _applied.pop()
-        for module, known_as in taken.get(id(vars(holder).get(name)), ()):
+        for module, known_as in names.get(id(vars(holder).get(name)), ()):
             setattr(module, known_as, target)
         setattr(holder, name, target)
 
@@ -216,9 +216,9 @@ def _names_of(targets: Iterable[Any]) -> dict[int, list[tuple[Any, str]]]:
 
     Modules are looked through without their own ``__getattr__``, by which some import others when asked.
     """
-    wanted = list(targets)
-    known_as: dict[int, list[tuple[Any, str]]] = {id(target): [] for target in wanted}
-    kinds = {type(target) for target in wanted}
+    functions = list(targets)
+    known_as: dict[int, list[tuple[Any, str]]] = {id(target): [] for target in functions}
+    kinds = {type(target) for target in functions}
     for module in list(sys.modules.values()):
         if ismodule(module):
             for name, value in list(vars(module).items()):

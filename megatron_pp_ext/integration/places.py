@@ -52,21 +52,23 @@ class Place:
 
     def require(self, parameters: str) -> None:
         """Raise SeamError unless ``parameters`` are among those that are known."""
-        if not any(self._same(parameters.split(), known.split()) for known in self.known):
-            known = min(self.known, key=lambda known: len({*known.split()} ^ {*parameters.split()}))
-            raise SeamError(f"{self.dotted} takes ({parameters}) where ({known}) was known")
+        if not any(self._same(parameters.split(), accepted.split()) for accepted in self.known):
+            accepted = min(self.known, key=lambda accepted: len({*accepted.split()} ^ {*parameters.split()}))
+            raise SeamError(f"{self.dotted} takes ({parameters}) where ({accepted}) was known")
 
-    def _same(self, found: list[str], known: list[str]) -> bool:
+    def _same(self, parameters: list[str], accepted: list[str]) -> bool:
         by_position = slice(self.ordered)
-        return sorted(found) == sorted(known) and found[by_position] == known[by_position]
+        return sorted(parameters) == sorted(accepted) and parameters[by_position] == accepted[by_position]
 
 
-def places(path: str, known: Known, before: Mapping[str, Known], ordered: int | None) -> tuple[Place, ...]:
+def places(
+    path: str, parameters: Known, before: Mapping[str, Known], ordered: int | None
+) -> tuple[Place, ...]:
     """Return the place ``path`` and after it those in which older Megatrons have the same function."""
-    every = {path: known, **before}
+    by_path = {path: parameters, **before}
     return tuple(
-        Place(path, (known,) if isinstance(known, str) else tuple(known), ordered)
-        for path, known in every.items()
+        Place(path, (parameters,) if isinstance(parameters, str) else tuple(parameters), ordered)
+        for path, parameters in by_path.items()
     )
 
 

@@ -99,8 +99,8 @@ def own_megatron_version() -> str:
 
 def megatron_release() -> Number:
     """Return the release of the Megatron that would be imported; (0, 0) if its version has no numbers."""
-    found = re.match(r"(\d+)\.(\d+)", megatron_version())
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    match = re.match(r"(\d+)\.(\d+)", megatron_version())
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def release_here() -> Release | None:

@@ -36,7 +36,7 @@ def settle(pipeline: Pipeline, model: Sequence[torch.nn.Module], sequence: int, 
     request, config = pipeline.request, get_model_config(model[0])
     of_part = partial(getattr, part_of(model[0]))
     longest = of_part("max_sequence_length", sequence)
-    known: Any = {
+    explicit: Any = {
         "pipeline_schedule": request.schedule,
         "pipeline_model_parallel_size": pipeline.placement.ranks,
         **options.as_flags(request),
@@ -54,7 +54,7 @@ def settle(pipeline: Pipeline, model: Sequence[torch.nn.Module], sequence: int, 
         "transformer_impl": "transformer_engine" if any(map(_is_of_engine, model)) else "local",
         "hybrid_layer_pattern": of_part("hybrid_layer_pattern", None),
     }
-    args = arguments(config, getattr(model[0], "ddp_config", None), **known)
+    args = arguments(config, getattr(model[0], "ddp_config", None), **explicit)
     asked = RequestedJob(
         args,
         {ENGINE: str(get_te_version())},

@@ -75,8 +75,12 @@ def record_forward(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     placement = requested.require().placement
     rank = parallel_state.get_pipeline_model_parallel_rank()
     stage = placement.stage_of(rank, kwargs.get("vp_stage") or 0)
-    given = bound(stock, *args, **kwargs).arguments
-    microbatch, received, config = given["current_microbatch"], given["input_tensor"], given["config"]
+    arguments = bound(stock, *args, **kwargs).arguments
+    microbatch, received, config = (
+        arguments["current_microbatch"],
+        arguments["input_tensor"],
+        arguments["config"],
+    )
     for tensor in received if isinstance(received, list) else [received]:
         if tensor is not None and config.distribute_saved_activations:
             keep_shape(tensor)

@@ -66,19 +66,19 @@ def misplaced(gathered: Sequence[Sequence[Built]], placement: Placement) -> str:
     expected = 1
     for stage in range(placement.stages):
         rank, chunk = placement.rank_of(stage), placement.chunk_of(stage)
-        found = gathered[rank][chunk]
-        where = f"chunk {chunk} of pipeline rank {rank} is stage {stage}"
-        wanted = tuple(range(expected, expected + len(found.layers)))
-        if found.layers != wanted:
-            has = ", ".join(map(str, found.layers))
-            return f"{where}, which has to begin with layer {expected}, and has layers {has}; {_FIX}"
-        expected += len(found.layers)
+        built = gathered[rank][chunk]
+        position = f"chunk {chunk} of pipeline rank {rank} is stage {stage}"
+        layers = tuple(range(expected, expected + len(built.layers)))
+        if built.layers != layers:
+            has = ", ".join(map(str, built.layers))
+            return f"{position}, which has to begin with layer {expected}, and has layers {has}; {_FIX}"
+        expected += len(built.layers)
         for end, has_end, at in (
-            ("embedding", found.embeds, 0),
-            ("output layer", found.has_head, placement.stages - 1),
+            ("embedding", built.embeds, 0),
+            ("output layer", built.has_head, placement.stages - 1),
         ):
             if has_end is not (stage == at):
-                return f"{where}, and {'has' if has_end else 'lacks'} the model's {end}; {_FIX}"
+                return f"{position}, and {'has' if has_end else 'lacks'} the model's {end}; {_FIX}"
     return ""
 
 

@@ -75,11 +75,11 @@ def own_operand(operand: Any, group: dist.ProcessGroup) -> Any:
         return operand
     (attribute, data), *_ = layout.items()
     tokens = getattr(operand, attribute).shape[data.dim] * data.block
-    if any(tokens % (dist.get_world_size(group) * where.block) for where in layout.values()):
+    if any(tokens % (dist.get_world_size(group) * place.block) for place in layout.values()):
         return operand
     parts = {
-        attribute: OwnPart.cut(getattr(operand, attribute), group, where.dim, tokens // where.block)
-        for attribute, where in layout.items()
+        attribute: OwnPart.cut(getattr(operand, attribute), group, place.dim, tokens // place.block)
+        for attribute, place in layout.items()
     }
     return OwnOperand(operand, parts)
 

@@ -48,9 +48,9 @@ def marked(data: torch.Tensor, marks: Marks) -> torch.nn.Parameter:
     return parameter
 
 
-def half_frozen(name: str, where: str) -> str:
+def half_frozen(name: str, state: str) -> str:
     """Return the error about copies or parts of the weight ``name`` of which some are frozen."""
     return (
-        f"{name} is {where}, and these are copies or parts of one weight; freeze all of them, under tied "
+        f"{name} is {state}, and these are copies or parts of one weight; freeze all of them, under tied "
         "embeddings also that of the output layer, or none"
     )

@@ -60,12 +60,12 @@ def list_groups(stock: Callable[..., list[list[int]]], generator: Any, token: st
 def _pipelines(replicas: Replicas) -> list[Sequence[int]]:
     """Return the pipeline of every rank; last that of the first replicas, whose group they keep."""
     first = [replicas.first_rank(stage) for stage in range(replicas.stages)]
-    others = []
+    pipelines = []
     for rank in range(replicas.ranks):
         if rank not in first:
             stage = replicas.stage_of(rank)
-            others.append([*first[:stage], rank, *first[stage + 1 :]])
-    return [*others, first]
+            pipelines.append([*first[:stage], rank, *first[stage + 1 :]])
+    return [*pipelines, first]
 
 
 _SIZES = (

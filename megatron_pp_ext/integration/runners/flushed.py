@@ -70,13 +70,13 @@ class FlushedSteps:
 
     def training_plan(self) -> RankPlan:
         """Return what this rank does in the training steps so far; RuntimeError unless that is one plan."""
-        found = [plan for (_, forward_only, _), plan in self._plans.items() if not forward_only]
-        if len(found) != 1:
+        plans = [plan for (_, forward_only, _), plan in self._plans.items() if not forward_only]
+        if len(plans) != 1:
             raise RuntimeError(
-                f"graphs hold the order of one training step, and {len(found)} orders have run: raise "
+                f"graphs hold the order of one training step, and {len(plans)} orders have run: raise "
                 "--cuda-graph-warmup-steps to 1 or more, and keep the number of microbatches"
             )
-        return found[0]
+        return plans[0]
 
     def _reduce_as_replicas(self, step: Step) -> None:
         """Let gradients be reduced in one order in all replicas.
@@ -116,15 +116,15 @@ def require_same_schedule(schedule: Schedule, groups: Any, in_job: bool = False)
     (``ProcessGroupCollection``): with different schedules they would wait for each other for ever.  With
     ``in_job`` all ranks of the job call this, and those with as many microbatches have to agree too.
     """
-    found = {(schedule.microbatches, schedule.digest): dist.get_rank()}
+    ranks = {(schedule.microbatches, schedule.digest): dist.get_rank()}
     if in_job:
-        gathered = _first_ranks(found, dist.group.WORLD)
-        found = {one: rank for one, rank in gathered.items() if one[0] == schedule.microbatches}
+        gathered = _first_ranks(ranks, dist.group.WORLD)
+        ranks = {entry: rank for entry, rank in gathered.items() if entry[0] == schedule.microbatches}
     for group in filter(None, (getattr(groups, name, None) for name in _GROUPS)):
-        found = _first_ranks(found, group)  # what one group has found travels on through the next
-    if len(found) == 1:
+        ranks = _first_ranks(ranks, group)  # what one group has found travels on through the next
+    if len(ranks) == 1:
         return
-    (first, rank), (second, other), *_ = sorted(found.items(), key=lambda one: one[1])
+    (first, rank), (second, other), *_ = sorted(ranks.items(), key=lambda entry: entry[1])
     if first[0] != second[0]:
         raise RuntimeError(
             f"rank {rank} has {first[0]} microbatches in this step and rank {other} has {second[0]}; give "
@@ -136,8 +136,10 @@ def require_same_schedule(schedule: Schedule, groups: Any, in_job: bool = False)
     )
 
 
-def _first_ranks(found: _Ranks, group: Any) -> _Ranks:
+def _first_ranks(ranks: _Ranks, group: Any) -> _Ranks:
     """Return the lowest rank that ``group`` knows for each schedule; collective over it."""
-    gathered = [found] * group.size()
-    dist.all_gather_object(gathered, found, group=group)
-    return {one: min(each[one] for each in gathered if one in each) for one in set().union(*gathered)}
+    gathered = [ranks] * group.size()
+    dist.all_gather_object(gathered, ranks, group=group)
+    return {
+        key: min(of_rank[key] for of_rank in gathered if key in of_rank) for key in set().union(*gathered)
+    }

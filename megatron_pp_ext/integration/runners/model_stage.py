@@ -51,7 +51,7 @@ def step_of_one_call(
             f"{flag} needs a forward step that calls its model once for a microbatch, and this one called it "
             f"{calls} times; leave it out"
         )
-    if not any(output is one and _is_as_written(one, writes) for _, one, writes in outputs):
+    if not any(output is candidate and _is_as_written(candidate, writes) for _, candidate, writes in outputs):
         raise ValueError(
             f"{flag} needs a forward step which returns what the model returns, and this one changes it; do "
             "so in the loss function, or leave it out"
@@ -269,8 +269,8 @@ class ModelStage:
         """
         in_parts = in_parts and kind is Kind.B
         collects = kind is Kind.I or in_parts
-        kept = STORE.collecting(Owner(self._stage, microbatch), in_parts) if collects else nullcontext()
-        with self._counted(kind, microbatch), kept:
+        collecting = STORE.collecting(Owner(self._stage, microbatch), in_parts) if collects else nullcontext()
+        with self._counted(kind, microbatch), collecting:
             yield
 
     def _counted(self, kind: Kind, microbatch: int) -> AbstractContextManager[None]:
@@ -281,8 +281,10 @@ class ModelStage:
     def _backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         activation, output = self.in_flight.pop(microbatch)
         with self.at_work():
-            found: torch.Tensor | None = backward_of_stock(activation, output, gradient, self.inputs.config)
-            return found
+            input_gradient: torch.Tensor | None = backward_of_stock(
+                activation, output, gradient, self.inputs.config
+            )
+            return input_gradient
 
 
 @contextmanager

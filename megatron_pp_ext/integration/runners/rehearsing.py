@@ -139,7 +139,7 @@ class Rehearsal:
         # over steps, so that a step that something else disturbed does not count.
         means = [kind_seconds([record], mean) for record in self._timed]
         seconds = {key: median(step[key] for step in means) for key in means[0]}
-        held = _LastingBytes(inputs.model, self._optimizers.values())
+        lasting = _LastingBytes(inputs.model, self._optimizers.values())
         measured = RankRehearsal(
             rank=rank,
             schedule=schedule.name,
@@ -156,9 +156,9 @@ class Rehearsal:
             message_bytes=self._transport.message_bytes,
             outside_seconds=median(self._outside),
             peak_activation_bytes=int(self._bytes.peak_bytes),
-            weight_bytes=held.weights,
-            gradient_bytes=held.gradients,
-            optimizer_bytes=held.optimizer,
+            weight_bytes=lasting.weights,
+            gradient_bytes=lasting.gradients,
+            optimizer_bytes=lasting.optimizer,
             device_bytes=torch.cuda.max_memory_allocated() or None,
             ratios=tuple(
                 tuple((e.end - e.start) / seconds[e.action.stage, e.action.kind] for e in record.events)
@@ -184,10 +184,10 @@ def _parameters(chunk: torch.nn.Module) -> dict[str, int]:
     Megatron marks the latter where each expert-parallel rank has its own, and sums their gradients over
     fewer ranks.
     """
-    found = {"parameters": 0, "expert_parameters": 0}
+    counts = {"parameters": 0, "expert_parameters": 0}
     for weight in chunk.parameters():
-        found["parameters" if getattr(weight, "allreduce", True) else "expert_parameters"] += weight.numel()
-    return found
+        counts["parameters" if getattr(weight, "allreduce", True) else "expert_parameters"] += weight.numel()
+    return counts
 
 
 class _LastingBytes:
@@ -211,7 +211,7 @@ class _LastingBytes:
         return self._count([*weights, *(value for value in state if isinstance(value, torch.Tensor))])
 
     def _count(self, tensors: Iterable[torch.Tensor]) -> int:
-        found = storages(list(tensors))
-        total = sum(size for key, size in found.items() if key not in self._seen)
-        self._seen.update(found)
+        sizes = storages(list(tensors))
+        total = sum(size for key, size in sizes.items() if key not in self._seen)
+        self._seen.update(sizes)
         return total

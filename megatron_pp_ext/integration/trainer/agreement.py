@@ -62,11 +62,11 @@ def _judge(reports: Sequence[str | None], patience: timedelta = rendezvous.PATIE
             "ranks printed"
         )
     for name in dict.fromkeys(name for values in received for name in values):
-        found = [values.get(name, "not given") for values in received]
-        if len(set(found)) > 1:
+        values = [values.get(name, "not given") for values in received]
+        if len(set(values)) > 1:
             parts = [
-                f"{value} on {_named([rank for rank, other in enumerate(found) if other == value])}"
-                for value in dict.fromkeys(found)
+                f"{value} on {_named([rank for rank, other in enumerate(values) if other == value])}"
+                for value in dict.fromkeys(values)
             ]
             return (
                 f"the ranks of this job differ: {name} {' and '.join(parts)}; start all ranks with the same "

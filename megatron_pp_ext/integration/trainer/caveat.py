@@ -29,16 +29,17 @@ def caveat(pipeline: Pipeline, args: Namespace) -> str:
         "dropout": "turn dropout off",
     }
     verb = "follow" if follow != ["dropout"] else "follows"
-    said = (
+    text = (
         f"{' and '.join(follow).capitalize()} {verb} the placement of layers: this run differs from one "
-        f"under 1F1B as two seeds do.\nTo make losses equal, {', and '.join(fix[one] for one in follow)}."
+        "under 1F1B as two seeds do.\n"
+        f"To make losses equal, {', and '.join(fix[effect] for effect in follow)}."
     )
     if "dropout" in follow and (measured_by := _measured_by(pipeline)):
-        said += (
+        text += (
             f"\nUnder {measured_by} the order of a rank's chunks goes by measurements, and dropout by that "
             "order: losses change with the schedule, and two runs with one seed may differ."
         )
-    return said
+    return text
 
 
 def _measured_by(pipeline: Pipeline) -> str | None:

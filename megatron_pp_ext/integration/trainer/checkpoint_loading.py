@@ -27,9 +27,7 @@ _PARAMETERS = "load_dir args rank0 sharded_state_dict checkpointing_context"
     (_PARAMETERS, f"{_PARAMETERS} dp_cp_group expt_dp_group gpt_compat_layer_maps"),
     "state for the stages of this rank, a copy of it for each tied weight",
 )
-def load_placed(
-    stock: Callable[..., Any], load_dir: str, args: Namespace, *others: Any, **kwargs: Any
-) -> Any:
+def load_placed(stock: Callable[..., Any], load_dir: str, args: Namespace, *more: Any, **kwargs: Any) -> Any:
     """Refuse state that goes by rank and was saved elsewhere; give each copy of a tensor its own memory.
 
     Sizes may agree where contents do not (a wave and a loop of three chunks, say); stock would then
@@ -39,7 +37,7 @@ def load_placed(
     """
     damaged_checkpoint.refuse_mixed_steps(load_dir, args)
     damaged_checkpoint.refuse_damage(load_dir, args)
-    loaded = stock(load_dir, args, *others, **kwargs)
+    loaded = stock(load_dir, args, *more, **kwargs)
     state, _, is_release, kind = loaded
     # Before validation only the flags of a checkpoint are read.
     if state and "args" in state and hasattr(args, "pipeline_placement"):
@@ -69,7 +67,7 @@ def _refuse_other_experts(load_dir: str, state: dict[str, Any], kind: Any, args:
     As soon as several ranks share the experts, Megatron gives them an optimizer of their own, and the state
     of one optimizer does not become that of two.
     """
-    before, now = (getattr(one, "expert_model_parallel_size", 1) or 1 for one in (state["args"], args))
+    before, now = (getattr(source, "expert_model_parallel_size", 1) or 1 for source in (state["args"], args))
     if before == now:
         return
     if kind == CheckpointType.LEGACY:
@@ -90,9 +88,9 @@ def _refuse_other_experts(load_dir: str, state: dict[str, Any], kind: Any, args:
 
 def _placement(args: Namespace) -> str:
     """Return the placement of a run with these validated flags, which are ours or else stock's."""
-    ours = getattr(args, "pipeline_placement", None)
-    if ours is not None:
-        return str(ours)
+    placement = getattr(args, "pipeline_placement", None)
+    if placement is not None:
+        return str(placement)
     chunks = getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
     ranks = getattr(args, "pipeline_model_parallel_size", 1)
     return describe(Placement(Shape.LOOP if chunks > 1 else Shape.LINEAR, ranks, chunks))

@@ -32,9 +32,9 @@ def estimate(asked: RequestedJob, stages: int, splits_head: bool = False) -> Cos
 def vocabulary(asked: RequestedJob) -> int:
     """The rows of the embedding; ValueError where neither a flag nor the tokenizer gives them."""
     sizes.require_vocabulary(asked)
-    known = asked.argument("padded_vocab_size") or asked.argument("vocab_size")  # Megatron may set them later
+    rows = asked.argument("padded_vocab_size") or asked.argument("vocab_size")  # Megatron may set them later
     try:
-        return int(known or build_tokenizer(copy.copy(asked.args)).vocab_size)
+        return int(rows or build_tokenizer(copy.copy(asked.args)).vocab_size)
     except (AssertionError, ImportError, OSError) as error:  # a tokenizer's files or its library
         raise ValueError(
             f"cannot tell the size of the vocabulary: {error}; give --padded-vocab-size"

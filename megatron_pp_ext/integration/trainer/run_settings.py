@@ -25,7 +25,7 @@ def settings(args: Namespace, pipeline: Pipeline) -> Settings:
         has_priority=PIPELINE in (args.high_priority_stream_groups or ()),
         clip_grad=args.clip_grad,
         train_steps=lambda: int(args.train_iters),
-        steps_done=lambda counted: int(getattr(args, "curr_iteration", 0)),
+        steps_done=lambda count: int(getattr(args, "curr_iteration", 0)),
         message_bytes=lambda: message_bytes(Job.of(args)),
         advice=lambda *measured: advised(Job.of(args), args.data_parallel_size, *measured),
         costs_at=pipeline.settings.costs_at,

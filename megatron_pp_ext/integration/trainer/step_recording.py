@@ -38,11 +38,11 @@ def record_step(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(stock)
     def train_step(*args: Any, **kwargs: Any) -> Any:
-        given = get_args()
-        folder = getattr(given, "verify_pipeline", None)
+        flags = get_args()
+        folder = getattr(flags, "verify_pipeline", None)
         if folder is None:
             return stock(*args, **kwargs)
-        if given.verify_pipeline_gradients and not norms:
+        if flags.verify_pipeline_gradients and not norms:
             call = bound(stock, *args, **kwargs).arguments
             _before_next_step(call["optimizer"], functools.partial(_write_gradients, folder, call["model"]))
         result = stock(*args, **kwargs)

@@ -55,35 +55,35 @@ def translate_flags(stock: Callable[..., Any], args: Namespace, defaults: Any = 
         needed_flags.require_valid(args, defaults)
         show_compiling()
         read = read_flags(args)
-        found = pipeline_of(*read) if read is not None else None
+        pipeline = pipeline_of(*read) if read is not None else None
         if args.rank == 0 and not dataset_helpers.are_built():
             dataset_helpers.build()
-        if found is not None:
-            require_loaded(found)
+        if pipeline is not None:
+            require_loaded(pipeline)
             needed_flags.require_trainable(args)
-            if args.rank == 0 and found.rehearsal is None:
-                found = replace(found, summary=_summary(found, RequestedJob(args)))
+            if args.rank == 0 and pipeline.rehearsal is None:
+                pipeline = replace(pipeline, summary=_summary(pipeline, RequestedJob(args)))
     except ValueError as error:
         raise refused(error) from error
     try:
         checks = args.check_for_nan_in_loss_and_grad
-        with one_of_each(args, found):
+        with one_of_each(args, pipeline):
             result = stock(args, defaults)
-        if found is not None and found.rehearsal is not None:
+        if pipeline is not None and pipeline.rehearsal is not None:
             # Megatron drops it with its fake process group, but the planned job makes these checks.
             args.check_for_nan_in_loss_and_grad = checks
     except (AssertionError, ValueError) as error:
         raise refused(needed_flags.failed_check(error)) from error
     # Megatron saves its flags in every checkpoint; see `checkpoint_loading`.
-    args.pipeline_placement = describe(found.placement) if found and found.source else None
-    if found is not None:
-        require_possible(found.request)
-        found = replace(
-            found,
-            predicting=layers.predicting_stage(Job.of(args), found.placement.stages),
-            settings=settings(args, found),
+    args.pipeline_placement = describe(pipeline.placement) if pipeline and pipeline.source else None
+    if pipeline is not None:
+        require_possible(pipeline.request)
+        pipeline = replace(
+            pipeline,
+            predicting=layers.predicting_stage(Job.of(args), pipeline.placement.stages),
+            settings=settings(args, pipeline),
         )
-    requested.activate(found)
+    requested.activate(pipeline)
     return result
 
 
@@ -94,10 +94,10 @@ def translate_flags(stock: Callable[..., Any], args: Namespace, defaults: Any = 
 )
 def refuse_yaml(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Refuse a schedule with --yaml-cfg, under which Megatron ignores all other flags."""
-    ours = [word for word in sys.argv if word.startswith(tuple(our_flags.flags()))]
-    if ours:
+    our_words = [word for word in sys.argv if word.startswith(tuple(our_flags.flags()))]
+    if our_words:
         raise refused(
-            f"{ours[0]} has no effect with --yaml-cfg, under which Megatron ignores other flags; give "
+            f"{our_words[0]} has no effect with --yaml-cfg, under which Megatron ignores other flags; give "
             "all settings as flags"
         )
     return stock(*args, **kwargs)
@@ -124,18 +124,18 @@ def read_flags(args: Namespace) -> tuple[RequestedJob, str] | None:
         asked, layout = layout_finder.settle(asked, _data_parallel_size(asked), model_costs.vocabulary(asked))
         args.pipeline_model_parallel_layout = asked.pipeline.pipeline_model_parallel_layout
         args.num_virtual_stages_per_pipeline_rank = None
-    chosen = choices.chosen(
+    values = choices.chosen(
         asked,
-        lambda one: pipeline.read(one, _data_parallel_size(one)),
+        lambda job: pipeline.read(job, _data_parallel_size(job)),
         lambda: model_costs.vocabulary(asked),
     )
-    vars(args).update(chosen)
+    vars(args).update(values)
     measurements.require_files(args.profile_pipeline, args.pipeline_trace)
     if args.pipeline_schedule is None and args.rehearse_pipeline is not None:
         args.pipeline_schedule = pipeline.stock_schedule(asked.job)
     asked = replace(asked, args=args)  # which has all of it by now, and gets what follows from the schedule
-    ours = args.pipeline_schedule, args.pipeline_trace, args.profile_pipeline
-    if all(flag is None for flag in ours) and not layout:
+    our_values = args.pipeline_schedule, args.pipeline_trace, args.profile_pipeline
+    if all(flag is None for flag in our_values) and not layout:
         all_rules.refuse(replace(asked, chunks=chunks_requested(asked.job) or 1))
         return None
     return asked, layout
@@ -180,9 +180,9 @@ def pipeline_of(asked: RequestedJob, layout: str) -> requested.Pipeline:
     )
 
 
-def _summary(found: requested.Pipeline, asked: RequestedJob) -> str:
-    lines = comparison(asked, found.request.data)
-    return "\n".join((summary(found, functools.partial(_costs, asked)), *lines))
+def _summary(pipeline: requested.Pipeline, asked: RequestedJob) -> str:
+    lines = comparison(asked, pipeline.request.data)
+    return "\n".join((summary(pipeline, functools.partial(_costs, asked)), *lines))
 
 
 def _data_parallel_size(asked: RequestedJob) -> int:
