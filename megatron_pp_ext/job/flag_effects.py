@@ -36,14 +36,14 @@ def counted() -> set[str]:
 
 def described() -> set[str]:
     """Return the names of the arguments that a description of a model and its training may have."""
-    others = table()["bounds"], table()["refused"]["stages"], table()["refused"]["step"]
+    groups = table()["bounds"], table()["refused"]["stages"], table()["refused"]["step"]
     apart = [table()["without_effect"][group].split() for group in _NOT_COSTS]
-    return counted().union(*apart, *map(_by_name, others))
+    return counted().union(*apart, *map(_by_name, groups))
 
 
-def refused(what: str) -> dict[str, str]:
-    """Return the arguments of which the costs of ``what``, "stages" or "step", know nothing, and why."""
-    return _by_name(table()["refused"][what])
+def refused(estimate: str) -> dict[str, str]:
+    """Return the arguments that an ``estimate`` of "stages" or "step" knows nothing of, and why."""
+    return _by_name(table()["refused"][estimate])
 
 
 def is_asked(asked: RequestedJob, name: str) -> bool:

@@ -69,8 +69,10 @@ class Model:
 
         A capacity drops what is beyond it, and padding fills it up.
         """
-        taken = 1.0 if self.expert_capacity is None else self.expert_capacity
-        return self.moe_router_topk * (taken if self.moe_pad_expert_input_to_capacity else min(taken, 1.0))
+        capacity = 1.0 if self.expert_capacity is None else self.expert_capacity
+        return self.moe_router_topk * (
+            capacity if self.moe_pad_expert_input_to_capacity else min(capacity, 1.0)
+        )
 
     @property
     def pattern(self) -> str | None:
@@ -106,12 +108,12 @@ class Model:
     @property
     def has_experts(self) -> tuple[bool, ...]:
         """Whether each layer has experts in the place of an MLP, for a model without a pattern."""
-        every = self.moe_layer_freq
+        period = self.moe_layer_freq
         if not self.num_experts:
             return (False,) * self.num_layers
-        if isinstance(every, tuple):
-            return tuple(map(bool, every))
-        return tuple(layer % every == 0 for layer in range(self.num_layers))
+        if isinstance(period, tuple):
+            return tuple(map(bool, period))
+        return tuple(layer % period == 0 for layer in range(self.num_layers))
 
     @property
     def has_dense_layer(self) -> bool:

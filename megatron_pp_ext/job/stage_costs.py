@@ -32,12 +32,12 @@ def read(job: Job) -> Costs:
     file = job.pipeline.pipeline_costs
     assert file is not None
     costs = costs_file.read(file)
-    here = sizes(job)
+    sizes_of_job = sizes(job)
     for name, measured in costs.sizes.items():
-        if name in here and here[name] and here[name] != measured:
+        if name in sizes_of_job and sizes_of_job[name] and sizes_of_job[name] != measured:
             raise ValueError(
-                f"--pipeline-costs {file} was measured with {flag(name)} {measured}, not {here[name]}: "
-                "measure the stages again, or give that size"
+                f"--pipeline-costs {file} was measured with {flag(name)} {measured}, "
+                f"not {sizes_of_job[name]}: measure the stages again, or give that size"
             )
     return costs
 
