@@ -38,15 +38,15 @@ class Threads:
     ) -> "OnThread":
         size = sum(transfer.source.nbytes for transfer in transfers)
         self.log.append((way, size))
-        left = list(transfers)
+        remaining = list(transfers)
 
         def copy() -> None:
-            for done in after:
-                done.wait()
+            for event in after:
+                event.wait()
             with timed:
                 start = time.perf_counter()
-                while left:  # so that nothing holds the memory once the copy is done
-                    _copy(left.pop())
+                while remaining:  # so that nothing holds the memory once the copy is done
+                    _copy(remaining.pop())
                 time.sleep(max(0.0, self._seconds_per_byte * size - (time.perf_counter() - start)))
 
         return OnThread(thread.submit(copy))

@@ -20,10 +20,10 @@ class Layer(torch.nn.Module):
 
 def put(*operands):
     """Hand ``operands`` over; returns how many bytes wait, and the operands that the product was given."""
-    given = []
+    received = []
 
-    def product(*those):
-        given.extend(those)
+    def product(*arguments):
+        received.extend(arguments)
         return None, None
 
     STORE.meter = ActivationMeter([])
@@ -34,4 +34,4 @@ def put(*operands):
         STORE.run(SLOT)
     finally:
         STORE.meter = None
-    return waiting, given
+    return waiting, received

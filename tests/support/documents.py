@@ -66,16 +66,16 @@ class Block:
 def blocks_of(document: Path) -> Iterator[Block]:
     """Every fenced block of ``document``."""
     text = document.read_text()
-    for found in _FENCE.finditer(text):
-        before, behind = text[: found.start()], text[found.end() :].lstrip("\n")
-        reason, shown = _REASON.search(before), _FENCE.match(behind)
+    for fence in _FENCE.finditer(text):
+        before, behind = text[: fence.start()], text[fence.end() :].lstrip("\n")
+        reason, output = _REASON.search(before), _FENCE.match(behind)
         yield Block(
             document,
             before.count("\n") + 1,
-            found["language"],
-            found["text"],
+            fence["language"],
+            fence["text"],
             reason[1] if reason else None,
-            shown["text"] if shown and shown["language"] == "text" else "",
+            output["text"] if output and output["language"] == "text" else "",
         )
 
 

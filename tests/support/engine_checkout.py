@@ -40,9 +40,9 @@ class _Anything(types.ModuleType):
             raise AttributeError(name)
         if not name[0].isupper():
             return _absent(f"{self.__name__}.{name}")
-        found = _Named(name, (), {})
-        setattr(self, name, found)
-        return found
+        attribute = _Named(name, (), {})
+        setattr(self, name, attribute)
+        return attribute
 
 
 def _absent(name: str) -> Any:

@@ -56,14 +56,14 @@ def _modules(model: GPTModel, kind: str) -> list[torch.nn.Module]:
     """The frozen modules; both ends of a tied model are frozen together, as stock waits for ever else."""
     names = {"embedding": ["embedding"], "output": ["output_layer"], "layers": ["embedding"]}
     names["vocabulary"] = ["embedding", "output_layer"]
-    chosen = names.get(kind, [])
-    if chosen and model.share_embeddings_and_output_weights:
-        chosen = names["vocabulary"]
-    found = [getattr(model, name) for name in chosen if hasattr(model, name)]
+    attributes = names.get(kind, [])
+    if attributes and model.share_embeddings_and_output_weights:
+        attributes = names["vocabulary"]
+    modules = [getattr(model, name) for name in attributes if hasattr(model, name)]
     if kind == "layers":
         half = model.config.num_layers // 2
-        found += [layer for layer in model.decoder.layers if layer.layer_number <= half]
-    return found
+        modules += [layer for layer in model.decoder.layers if layer.layer_number <= half]
+    return modules
 
 
 class Adapter(MegatronModule):

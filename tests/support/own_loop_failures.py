@@ -84,15 +84,15 @@ def on_rank(rank: int, name: str) -> dict[str, Any]:
     host_activations.SMALLEST = 1
     case = CASES[name]
     model = own_loop.build(1, **{**case.model, "overlaps": False})
-    found: dict[str, Any] = {"stock": stepped(model, case), "failures": {}}
+    results: dict[str, Any] = {"stock": stepped(model, case), "failures": {}}
     with megatron_pp_ext.installed(case.schedule, ranks=2, microbatches=MICROBATCHES, **case.install):
         model = own_loop.build(case.chunks, **case.model)
-    found["first"] = stepped(model, case)
+    results["first"] = stepped(model, case)
     for place in case.places:
         failure = failed(model, case, place, key=f"failed at {place}")
         connect_anew(model)
-        found["failures"][place] = failure, stepped(model, case), len(split.STORE)
-    return found
+        results["failures"][place] = failure, stepped(model, case), len(split.STORE)
+    return results
 
 
 def stepped(model: list[Any], case: Case) -> own_loop.Record:
@@ -151,9 +151,13 @@ def at(place: str) -> Iterator[None]:
     """Fail where the middle one of the operations called ``place`` would run."""
 
     def execute(plan: RankPlan, rank: Rank) -> None:
-        found = [one for one in plan.operations if place in (name_of(one), type(one).__name__)]
+        matching = [
+            candidate
+            for candidate in plan.operations
+            if place in (name_of(candidate), type(candidate).__name__)
+        ]
         for operation in plan.operations:
-            if found and operation is found[len(found) // 2]:
+            if matching and operation is matching[len(matching) // 2]:
                 raise Failed(place)
             operation.run(rank)
 
@@ -177,7 +181,7 @@ def within(model: list[Any], place: str) -> Iterator[None]:
         if count[0] == 11:
             raise Failed(place)
 
-    def fail_in_backward(module: Any, given: Any, output: Any) -> None:
+    def fail_in_backward(module: Any, inputs: Any, output: Any) -> None:
         first = output[0] if isinstance(output, tuple) else output
         if first.requires_grad:
             first.register_hook(fail_later)

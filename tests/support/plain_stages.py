@@ -69,11 +69,11 @@ def on_ranks(run: Callable[[int, Schedule], Any], schedules: Sequence[Schedule])
 
 def _run_each(rank: int, run: Callable[[int, Schedule], Any], schedules: Sequence[Schedule]) -> list[Any]:
     dist.init_process_group("gloo")
-    found = []
+    results = []
     for schedule in schedules:
         try:
-            found.append(run(rank, schedule))
+            results.append(run(rank, schedule))
         except BaseException as error:
             error.add_note(f"under {schedule.name}")
             raise
-    return found
+    return results

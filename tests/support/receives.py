@@ -15,6 +15,6 @@ def posted_receives(
 ) -> list[list[tuple[Arrival, ...]]]:
     """Return the receives among ``planned_launches``."""
     return [
-        [tuple(one for one in launches if isinstance(one, Arrival)) for launches in of_rank]
+        [tuple(launch for launch in launches if isinstance(launch, Arrival)) for launches in of_rank]
         for of_rank in planned_launches(orders, stages, rank_of, paired, announced=announced)
     ]

@@ -151,8 +151,8 @@ def _train(
     rank: int, argv: list[str], initialize: Callable, grab: Grab | None, disturb: Disturb | None = None
 ) -> Run:
     run = Run()
-    argv, kept = frozen.without_flag(argv)
-    frozen.freeze_models(kept)
+    argv, frozen_kind = frozen.without_flag(argv)
+    frozen.freeze_models(frozen_kind)
     sys.argv = ["pretrain_gpt.py", *argv]
     add = arguments.add_megatron_arguments
     arguments.add_megatron_arguments = lambda parser: _parser(add)

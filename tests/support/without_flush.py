@@ -72,11 +72,11 @@ def reference(replicas: str, interval: int, rule: str, flags: tuple[str, ...]) -
 
 def assert_same_parameters(ranks: list[dict], *expected: dict) -> None:
     """All of them to the last bit: those that ``expected`` has, one run or one for each rank."""
-    known = {name: value for one in expected for name, value in one["parameters"].items()}
-    assert {name for rank in ranks for name in rank["parameters"]} == known.keys()
+    parameters = {name: value for run in expected for name, value in run["parameters"].items()}
+    assert {name for rank in ranks for name in rank["parameters"]} == parameters.keys()
     for rank in ranks:
         for name, value in rank["parameters"].items():
-            assert torch.equal(value, known[name]), name
+            assert torch.equal(value, parameters[name]), name
 
 
 def loaded_by_stock(folder: Path, *flags: str) -> list[dict]:

@@ -37,8 +37,8 @@ class Wrapped(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.detach.default:
-            (own,) = args
-            return cls(own.numbers, own.scale, own.transposed)
+            (tensor,) = args
+            return cls(tensor.numbers, tensor.scale, tensor.transposed)
         plain = tree_map(lambda value: value.values() if isinstance(value, Wrapped) else value, args)
         return func(*plain, **(kwargs or {}))
 
