@@ -1,4 +1,4 @@
-"""The attention of each layer of a model: its kind, and what differs between layers of a kind."""
+"""The attention of each layer of a model: its kind and its window."""
 
 from collections.abc import Callable, Mapping
 

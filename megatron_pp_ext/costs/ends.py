@@ -1,4 +1,4 @@
-"""What stages have besides layers: the embedding, the output layer with the loss, multi-token prediction."""
+"""The costs of embedding, output layer with loss, and multi-token prediction (MTP)."""
 
 from megatron_pp_ext.costs.layer_costs import LayerCosts
 from megatron_pp_ext.costs.orthogonal import matrix
@@ -51,7 +51,7 @@ def output(costs: LayerCosts, vocabulary: int) -> Part:
 
 
 def loss_workspace(costs: LayerCosts, vocabulary: int) -> float:
-    """Return the bytes of the loss besides what it keeps for the backward.
+    """Return the temporary bytes of the loss.
 
     Megatron's loss converts logits to fp32, and computes the probabilities that it keeps in their place;
     logits as the product makes them are beside those, and so is their gradient in the backward.  Logits that
@@ -78,7 +78,7 @@ def split_workspace(costs: LayerCosts, vocabulary: int) -> float:
 
 
 def prediction(costs: LayerCosts) -> Part:
-    """Return what a depth of multi-token prediction has before its layers, and the norm after them.
+    """Return the parts of an MTP depth around its layers.
 
     Embedding and hidden state, each with a norm, are joined and projected to the hidden size
     (arXiv 2412.19437, section 2.2).  The norm after the layers is a part of the head but for its weights.

@@ -49,7 +49,7 @@ def experts(costs: LayerCosts) -> Part:
 
 
 def _read_by_router(costs: LayerCosts) -> Part:
-    """Return what is kept of the norm's output besides the quantized operand that ``norm`` counts.
+    """Return the router's own copy of the norm's output, needed where ``norm`` counts a quantized one.
 
     The router reads it in half precision, and dispatched tokens are quantized where the experts are.
     """
@@ -109,7 +109,7 @@ def _routed(costs: LayerCosts, local_experts: int) -> Part:
 
 
 def _lent(costs: LayerCosts, experts: Part, exchange: float, products: list[Part]) -> tuple[float, float]:
-    """Return the seconds that W lends of ``experts``, and those that their ``products`` hide of exchanges.
+    """Return the seconds of expert W products that an I may run, and the exchange seconds that they hide.
 
     Each hides one of Megatron's all-to-all dispatcher; products of single experts are too short.
     """

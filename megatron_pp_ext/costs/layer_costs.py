@@ -1,4 +1,4 @@
-"""What the layers of a transformer have in common: costs for one microbatch on one tensor-parallel rank.
+"""Parts that all kinds of layers share: costs for one microbatch on one tensor-parallel rank.
 
 Operations follow arXiv 2401.10241, table 3, generalised to grouped queries, gated MLPs and experts.  Bytes
 are those that autograd saves and that deferred weight gradients hold on to, without the small ones (the
@@ -16,7 +16,7 @@ from megatron_pp_ext.job.typed_job import Job
 
 
 class LayerCosts:
-    """What layers of every kind are made of, in ``job``: sizes, products, norms.
+    """The building blocks of layers in ``job``: sizes, products, norms.
 
     ``kernels`` tell their seconds.
     """

@@ -1,4 +1,4 @@
-"""The parts of a whole model: its layers in order, and what is around them."""
+"""The parts of a whole model: its layers in order, the embedding, the output head and MTP."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -163,7 +163,7 @@ def _of_pattern(costs: LayerCosts, letters: str) -> list[Part]:
 
 
 def _prediction(costs: LayerCosts, layers: Sequence[Part]) -> Part:
-    """Return a depth of multi-token prediction: its layers are those of its pattern, or one as the last is.
+    """Return an MTP depth, with the layers of its pattern, or else one like the model's last.
 
     Full recomputation keeps both of its inputs, but not where it is that of a stage's first layers
     (``MultiTokenPredictionLayer`` in megatron.core.transformer), nor in pairs.

@@ -1,4 +1,4 @@
-"""What Megatron's optimizers keep for each weight, and what an update takes.
+"""The state of Megatron's optimizers for each weight, and the seconds of an update.
 
 Adam: arXiv 1412.6980; Lion: arXiv 2302.06675; Muon: arXiv 2502.16982; adaptive Muon, which has the second
 moments of AdaMuon: arXiv 2507.11005.  All but Adam and SGD are for the matrices of layers; embedding, output
@@ -33,7 +33,7 @@ back."""
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one update of a rank's weights has to do.
+    """The work of one update of a rank's weights.
 
     ``traffic`` are the bytes of device memory that it reads and writes besides gradients, ``offloaded`` the
     weights that are updated on the host.  An iteration of Muon has ``orthogonal`` operations, ``largest`` of
@@ -53,7 +53,7 @@ def moment_bytes(memory: Memory, matrices: float) -> float:
 
 
 def _scalar(memory: Memory) -> str:
-    """Return the optimizer of what is no matrix of a layer."""
+    """Return the optimizer of weights other than the matrices of layers."""
     if memory.optimizer in _MUON:
         return memory.muon_scalar_optimizer
     return "adam" if memory.optimizer == "lion" else memory.optimizer

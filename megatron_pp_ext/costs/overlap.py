@@ -1,4 +1,4 @@
-"""What a forward and a backward of a layer that run together hide of their exchanges of tokens."""
+"""The token exchanges that are hidden where a forward and a backward of a layer run together."""
 
 from megatron_pp_ext.costs.part import Part
 

@@ -8,7 +8,7 @@ from megatron_pp_ext.schedule.costs import StageCosts
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """Weights in matrices of layers: so many ``parameters`` of a rank's own, without those of experts.
+    """A rank's weights in matrices of layers, ``parameters`` in all; experts' are not among them.
 
     An iteration in which Muon makes them orthogonal takes ``operations``, that of experts'
     ``expert_operations``, and the largest one of either kind ``largest`` alone.
@@ -179,7 +179,7 @@ class Part:
 
     @property
     def exposed_gathering(self) -> float:
-        """The seconds that a W waits for what it gathers."""
+        """The seconds that a W waits for gathered operands."""
         return max(0.0, self.gathering - self.weight_gradient_seconds) + self.first_gathering
 
     def measured(self, stage: StageCosts, overlapped_together: float) -> Self:

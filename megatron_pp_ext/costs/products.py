@@ -198,7 +198,7 @@ class ProductCosts:
         return (self._sizes.whole if self.waits_gathered else self._sizes.spread)(width)
 
     def _gathered_again(self, size: float, is_operand: bool) -> Part:
-        """Return what W takes to gather ``size`` bytes of an operand from the parts of all ranks.
+        """Return the costs of gathering ``size`` bytes of an operand again for W.
 
         Gathers run beside the two products before, so that a long one hides those of the short ones after it:
         they cost what is longer than all products together, and the first, which is beside none.
@@ -210,7 +210,7 @@ class ProductCosts:
         return Part(gathering=seconds, first_gathering=seconds)
 
     def _lent(self, product: Part, message: float) -> Part:
-        """Return what W lends of a row-parallel ``product``: it hides a ``message`` of a column-parallel one.
+        """Return the W seconds of a row-parallel ``product`` that hide a column-parallel ``message`` of an I.
 
         Every row-parallel product comes after a column-parallel one of its layer, whose message is as large.
         """

@@ -61,7 +61,7 @@ def _kept(costs: LayerCosts, query: int, keys: int, projected: int) -> int:
 
 
 def _normed(costs: LayerCosts, query: int, keys: int, projected: int) -> Part:
-    """Return the norms of queries and keys, which keep what they read.
+    """Return the norms of queries and keys, which save their inputs.
 
     Unfused attention keeps it where it was projected, and queries once more where they are ordered by group.
     """

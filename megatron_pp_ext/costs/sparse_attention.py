@@ -46,7 +46,7 @@ def _is_fused(costs: LayerCosts) -> bool:
 
 
 def _is_trained(costs: LayerCosts) -> bool:
-    """Whether the indexer learns to choose what the scores of attention would."""
+    """Whether the indexer is trained to choose the keys with the largest attention scores."""
     return costs.job.attention.dsa_indexer_loss_coeff > 0
 
 
@@ -91,7 +91,7 @@ def _absorption(costs: LayerCosts, is_trained: bool) -> Part:
 
 
 def _core(costs: LayerCosts) -> Part:
-    """Return attention to the chosen keys, and what is kept until its results are expanded to values."""
+    """Return attention to the selected keys, and what it saves until its results are expanded to values."""
     model, options, sizes = costs.job.model, costs.job.attention, costs.sizes
     heads, length = model.num_attention_heads, model.seq_length
     pairs, top_k = sizes.tokens / sizes.share, min(length, options.dsa_indexer_topk)

@@ -141,13 +141,13 @@ def _by_formulas(
 
 
 def end_parts(model: ModelParts, splits_head: bool) -> list[tuple[Part, Part]]:
-    """Return what the first and the last stage have besides their layers."""
+    """Return the embedding part of the first stage and the output part of the last."""
     ends = [(model.positions, model.last_norm)]
     return ends if splits_head else [*ends, (model.table, model.output)]
 
 
 def prediction_parts(job: Job, model: ModelParts, has_embedding: bool) -> tuple[Part, Part]:
-    """Return what multi-token prediction adds to its stage, and to the last one.
+    """Return the MTP parts of the stage that predicts, and of the last stage.
 
     All depths take one embedding, of which the stage gets a copy unless it ``has_embedding`` anyhow.
     """
@@ -187,7 +187,7 @@ def _recomputed(job: Job, hidden_bytes: float, stage: Sequence[Part]) -> Sequenc
 
 
 def _offloaded(stage: Part, layers: Sequence[Part], to_host: float) -> Part:
-    """Return a stage of which the first ``layers`` copy what they keep to the host, a byte in ``to_host``.
+    """Return a stage whose first ``layers`` are copied to the host, at ``to_host`` seconds a byte.
 
     Transformer Engine spreads their copies over the forwards and backwards of all layers, which wait where
     copies take longer (pytorch/cpu_offload.py, ``AsyncDoubleBufferGroupOffloadHandler``).  One layer's are

@@ -26,7 +26,7 @@ class ModelState:
 
 
 def _fp8_copies(job: Job) -> float:
-    """Return the bytes that a weight in FP8 or FP4 takes besides those in the forward's precision.
+    """Return the bytes of the FP8 or FP4 copies of a weight.
 
     Transformer Engine keeps two FP8 copies of a weight from a step's first microbatch on, one of which is
     transposed (module/linear.py, as Megatron 0.17 to 0.19 call it).  With --fp8-param-gather these two are

@@ -122,7 +122,7 @@ class SystemKernelSeconds(KernelSeconds):
     def product(
         self, m: float, n: float, k: float, adds: bool = False, is_output: bool = False, groups: float = 1
     ) -> float:
-        """Return the seconds at the shape's rate, or those of reading and writing the operands if more."""
+        """Return the seconds at the shape's rate, or of reading and writing the operands if longer."""
         dtype = self._half if is_output else self._dtype
         slower = 1.0 if is_output else self._slower
         seconds = slower * 2 * groups * m * n * k / self._system.rate(dtype, m, n, k, groups)
@@ -262,7 +262,7 @@ class SystemKernelSeconds(KernelSeconds):
 
     @property
     def left_beside_exchange(self) -> float:
-        """All but those of the dispatcher; all where their number is not known."""
+        """The share of processors that an exchange leaves to computation; 1 where their number is unknown."""
         processors = FLEXIBLE_PROCESSORS if self._sends_once else _COLLECTIVE_PROCESSORS
         return 1 - min(1.0, processors / self._system.processors) if self._system.processors else 1.0
 

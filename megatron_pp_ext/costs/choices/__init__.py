@@ -1,4 +1,4 @@
-"""What flags leave open and the costs of the model settle, such as the length of slices.
+"""Flags whose value is chosen by the costs of the model, such as the length of slices.
 
 Whoever imports it gets what the features choose: they register here.
 """
