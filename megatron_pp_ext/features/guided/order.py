@@ -26,7 +26,7 @@ def shorter(source: Source, current: Schedule, measured: Costs, free: Sequence[f
 
 
 def may_keep(source: Source, current: Schedule, measured: Costs, free: Sequence[float]) -> Budget:
-    """Return what a schedule that replaces ``current`` may keep, at the ``measured`` costs of the stages.
+    """Return the limits of a schedule that replaces ``current``, at the ``measured`` costs of the stages.
 
     It is what was requested of ``flex``, all that is ``free`` under ``auto``, and else what ``current`` keeps
     on each rank.

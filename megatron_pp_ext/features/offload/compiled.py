@@ -1,4 +1,4 @@
-"""The shortest step within a limit below what an order alone can keep: activations wait on the host.
+"""The shortest step within a limit below the least peak of any order: activations wait on the host.
 
 An order in which weight gradients wait fills its bubbles with them, but what a W still needs is on the device
 all the while, where no copy helps.  So the orders of the published families are tried with fewer and fewer of
@@ -113,7 +113,7 @@ def _most_waiting(order: Sequence[Action], costs: Costs, limit: float) -> int | 
 
 
 def _least_kept(order: Sequence[Action], costs: Costs) -> float:
-    """Return what a rank keeps at least with whatever copies: of what it works on, and for each W to come."""
+    """Return the least bytes of a rank under any copies: of the action that runs, and for each W to come."""
     waiting = most = 0.0
     for stage, kind, _ in order:
         if kind is Kind.W:

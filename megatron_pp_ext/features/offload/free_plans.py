@@ -61,7 +61,7 @@ def least_copies(step: Timeline, limits: Sequence[float]) -> tuple[list[list[Pla
 
 
 def without_messages(timeline: Timeline, limits: Sequence[float]) -> list[float]:
-    """Return what the messages of a rank leave of its limit."""
+    """Return the memory limits of ranks less their messages."""
     message = timeline.costs.message
     counts = timeline.peak_messages if message else (0,) * len(limits)
     return [limit - message * count for limit, count in zip(limits, counts, strict=True)]

@@ -67,7 +67,7 @@ def with_copy_seconds(costs: Costs) -> Costs:
 
 
 def _known(request: Request, costs: CostsOf, schedule: Schedule) -> Costs:
-    """Return the costs of the stages of ``schedule``; those of units for a model that has no estimate."""
+    """Return the costs of the stages of ``schedule``; unit costs for a model that has no estimate."""
     placement = schedule.placement
     try:
         return costs(request.finest.stages, placement.splits_head).merged(placement.stages)

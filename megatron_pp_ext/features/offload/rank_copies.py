@@ -34,7 +34,7 @@ _TRIES = 32
 
 
 class Wait(NamedTuple):
-    """What waits from ``since`` to ``until``, and takes so many ``seconds`` to copy.
+    """Activations that wait from ``since`` to ``until``, and take so many ``seconds`` to copy.
 
     Its copy back may be launched at those of the rank's steps that are from ``earliest`` to ``latest``.
     """
@@ -48,7 +48,7 @@ class Wait(NamedTuple):
 
 
 class PlannedCopy(NamedTuple):
-    """What is offloaded, with its times, and the actions before which it is freed and reloaded.
+    """An offloaded activation, with its times, and the actions before which it is freed and reloaded.
 
     ``is_useful`` is whether there is any time between the two.
     """
@@ -104,7 +104,7 @@ class RankCopies:
         return best
 
     def late(self, count: int) -> list[PlannedCopy]:
-        """Return so many copies, also those for whose end a backward has to wait."""
+        """Return so many copies, including some whose end delays a backward."""
         return self._placed(_chosen(self.waits, count))
 
     def _useful(self, waits: Sequence[Wait], count: int) -> list[PlannedCopy]:
@@ -183,7 +183,7 @@ class RankCopies:
 
 
 def _chosen(waits: Sequence[Wait], count: int) -> list[Wait]:
-    """Return ``count`` of ``waits``, or all if there are fewer: those of the stages that wait longest."""
+    """Return ``count`` of ``waits``, or all if there are fewer, of the stages that wait longest."""
     of_stage: dict[int, list[Wait]] = defaultdict(list)
     for wait in waits:
         of_stage[wait.kept[0]].append(wait)

@@ -1,4 +1,4 @@
-"""Orders in pairs: those of families, and pairs for an order that has none.
+"""Orders in pairs: those that families define, and pairs that are added to an order without.
 
 For the latter it is chosen which forwards run together with the backward after them.
 
@@ -73,7 +73,7 @@ def counted(request: Request, costs: Costs) -> Costs:
 
 
 def in_pairs(schedule: Schedule, costs: Costs) -> Timeline:
-    """Return ``schedule``, which has no pairs, with those that shorten it; simulated with ``costs``."""
+    """Return ``schedule``, which has no pairs, with all pairs that shorten it; simulated with ``costs``."""
     best = simulate(_with(schedule, _without_circles(schedule, _adjacent(schedule))), costs)
     attempts = _ACTIONS // max(1, sum(map(len, schedule.orders)))
     # A late pair has less after it that its dissolution could shorten.
@@ -101,7 +101,7 @@ def _adjacent(schedule: Schedule) -> frozenset[Action]:
 
 
 def _without_circles(schedule: Schedule, paired: frozenset[Action]) -> frozenset[Action]:
-    """Return ``paired`` without those in which ranks wait for each other.
+    """Return ``paired`` without the pairs that make ranks wait for each other in a circle.
 
     Where no rank can continue, all pairs dissolve that ranks stand at: without pairs the order has no circle.
     """

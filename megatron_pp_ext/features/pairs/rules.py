@@ -1,4 +1,4 @@
-"""What forwards and backwards that run in pairs need, and what they do not support."""
+"""The requirements of forwards and backwards in pairs, and the flags that they do not support."""
 
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules.rule import Rule, Rules

@@ -101,7 +101,7 @@ def _compiled(request: Request, costs: CostsOf, before: Make) -> Schedule:
 
 @dataclass(frozen=True, slots=True)
 class _Compiler:
-    """Compiles with the ranks' parts of a vocabulary; ``costs`` are those of the finest stages."""
+    """Compiles orders with the vocabulary's S and T on every rank; ``costs`` are of the finest stages."""
 
     request: Request
     costs: Costs

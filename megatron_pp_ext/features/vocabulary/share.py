@@ -180,7 +180,7 @@ class _Paper:
         return max(max(accumulate(map(growth, order))) for order in self.done)
 
     def go_on(self, moment: int, rank: int) -> None:
-        """Let ``rank`` do at ``moment`` what it should do first, if it is free and can do anything."""
+        """Let ``rank`` run its first possible action at ``moment``, if it is free."""
         if moment < self._now[rank]:
             return  # It is busy, and its end is another moment.
         action = self._choice(moment, rank)

@@ -1,4 +1,4 @@
-"""The options --offload and --copy of ``mpp schedule`` and ``mpp compare``, and what these show for them."""
+"""The options --offload and --copy of ``mpp schedule`` and ``mpp compare``, and their output."""
 
 import sys
 from collections.abc import Iterator
@@ -75,7 +75,7 @@ class Offloading:
         return request.with_option(Offload(AUTO if self.offload == AUTO else float(self.offload)))
 
     def costs(self, costs: Costs, ranks: int) -> Costs:
-        """Return ``costs`` with the time of copies, by what a rank keeps on average."""
+        """Return ``costs`` with the seconds of copies, from the activations that a rank keeps on average."""
         if self.copy is None:
             return costs
         activations = sum(stage.activation for stage in costs.stages) / ranks
@@ -84,7 +84,7 @@ class Offloading:
         return costs.copied_at(seconds / activations) if activations else costs
 
     def notes(self, request: Request, costs: CostsOf, timeline: Timeline, files: Files) -> Iterator[str]:
-        """Yield what to know of the copies of ``timeline``, the step of ``request`` with the options.
+        """Yield notes on the copies of ``timeline``, the step of ``request`` with the options.
 
         ValueError where ``files`` has one that holds no copies.
         """
@@ -108,7 +108,7 @@ class Offloading:
 
 
 def some_limits(ranks: int, microbatches: int, costs: Costs) -> dict[str, Timeline]:
-    """Return the shortest steps with copies, for those of some fractions of 1F1B's peak that are feasible.
+    """Return the shortest steps with copies, for the feasible ones of some fractions of 1F1B's peak.
 
     They go by the names under which a table has them.
     """

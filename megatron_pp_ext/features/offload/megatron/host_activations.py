@@ -1,4 +1,4 @@
-"""What offloading brings to the steps of a model: what moves activations, within the memory of the host."""
+"""Offloading in the steps of a model, within the memory of the host."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -36,7 +36,7 @@ class HostActivations:
         self._is_compared = False
 
     def before(self, plan: RankPlan) -> OffloadedActivations | None:
-        """Return what moves the activations of ``plan``; None where it copies none.
+        """Return the copies of activations that ``plan`` needs; None without any.
 
         Before the first step, memory is pinned for what the plan has on the host at once.
         """
@@ -48,7 +48,7 @@ class HostActivations:
         return self._offloaded
 
     def after(self, plan: RankPlan) -> None:
-        """Report what was copied in the first step that copied any, against what ``plan`` counted on."""
+        """Report the bytes of the first step with copies, against the bytes that ``plan`` counted on."""
         if self._is_compared or self._offloaded is None:
             return
         self._is_compared = True
@@ -83,7 +83,7 @@ class HostActivations:
 
 
 def offloading(pipeline: Pipeline) -> StepPart:
-    """Return what offloading brings to steps; collective over the job where it is requested."""
+    """Return the part of a step that offloads activations; collective over the job where it is requested."""
     option = pipeline.request.option(Requested)
     is_counted = option is not None and pipeline.rehearsal is None
     free = counted_host_bytes() if is_counted else host_bytes()

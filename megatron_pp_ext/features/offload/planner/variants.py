@@ -1,4 +1,4 @@
-"""What a search tries where memory keeps a candidate out: a share of its activations waits on the host."""
+"""A search's second try for candidates that do not fit: a share of their activations waits on the host."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING

@@ -27,7 +27,7 @@ class CopyEngines(Protocol):
     """Copies between the device and its host."""
 
     def to_host(self, transfers: Sequence[Transfer], after: Iterable[Done], timed: Timed) -> Done:
-        """Launch copies to the host, after what is computed by now and after ``after``.
+        """Launch copies to the host, which start after all work launched so far and after ``after``.
 
         ``timed`` is entered where they begin and left where they end, in the stream that does them.
         """

@@ -15,7 +15,7 @@ class Done(Protocol):
     """The end of a copy."""
 
     def wait(self) -> None:
-        """Let what is computed next wait for it; on a device the host goes on."""
+        """Let later work on the device wait for it; the host goes on."""
 
     def synchronize(self) -> None:
         """Let the host wait for it."""
@@ -60,7 +60,7 @@ class HostBuffers:
         self._returned = 0
 
     def reserve(self, size: float) -> None:
-        """Pin ``size`` bytes at once, or what the limit leaves, from which buffers are cut before others."""
+        """Pin ``size`` bytes at once, as far as the limit allows; buffers are cut from these first."""
         most = int(min(size, self.limit - self.pinned_bytes))
         if most > 0:
             self._pin(most)

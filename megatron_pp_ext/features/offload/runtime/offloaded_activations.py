@@ -48,7 +48,7 @@ class _Saved:
 
 
 class _Arrival:
-    """A copy back to the device, with the memory that it writes to until what is computed waits for it."""
+    """A copy back to the device, which holds its target memory until computation has waited for it."""
 
     __slots__ = ("copy", "memory")
 
@@ -56,7 +56,7 @@ class _Arrival:
         self.copy, self.memory = copy, memory
 
     def wait(self) -> None:
-        """Let what is computed next wait for the copy."""
+        """Let later computation wait for the copy."""
         self.copy.wait()
         self.memory.clear()
 
@@ -82,7 +82,7 @@ class _Storage(NamedTuple):
 
 @dataclass(slots=True)
 class _Microbatch:
-    """What a forward has saved; ``leaving`` keeps what is copied until its memory may be freed."""
+    """The saved tensors of a forward; ``leaving`` holds copied ones until their memory may be freed."""
 
     meter: ActivationMeter | None
     saved: list["weakref.ref[_Saved]"] = field(default_factory=list)
@@ -110,7 +110,7 @@ class OffloadedActivations:
 
     @contextmanager
     def saving(self, owner: Owner) -> Iterator[None]:
-        """Take note of what the forward of ``owner`` inside saves for its backward.
+        """Record the tensors that the forward of ``owner``, run inside, saves for its backward.
 
         The activation meter, whose hooks are not called meanwhile, counts it as ever.  What comes a second
         time without an end of the step is of a new step, after one that failed.
@@ -136,7 +136,7 @@ class OffloadedActivations:
             yield
 
     def offload(self, owner: Owner, timed: Timed | None = None) -> None:
-        """Launch the copy to the host of what ``owner`` has saved and nobody else holds.
+        """Launch the copy to the host of the tensors that ``owner`` has saved and nobody else holds.
 
         ``timed`` is the context of the copy for a recorder.
         """
@@ -166,7 +166,7 @@ class OffloadedActivations:
             state.sent = self._engines.to_host(transfers, after, timed or nullcontext())
 
     def free(self, owner: Owner) -> None:
-        """Let what is computed next use the device's memory of ``owner``, once it is copied."""
+        """Let later computation use the device memory of ``owner``, once it is copied."""
         state = self._microbatches[owner]
         if state.sent is not None:
             state.sent.wait()
@@ -213,7 +213,7 @@ class OffloadedActivations:
             raise RuntimeError(f"activations of {sorted(self._microbatches)} were left on the host")
 
     def abandon(self) -> None:
-        """End a step that has failed: give back the buffers of what is on the host, or on its way there.
+        """End a step that has failed: return the buffers of activations on the host or on their way there.
 
         What is computed later waits for the step's copies, of which some read memory of the device.
         """
@@ -257,7 +257,7 @@ def _unpack(saved: _Saved) -> torch.Tensor:
 
 
 def _by_storage(refs: Iterable["weakref.ref[_Saved]"]) -> dict[torch.UntypedStorage, list[_Saved]]:
-    """Return what is alive and can be copied as bytes, by storage."""
+    """Return the tensors that are alive and can be copied as bytes, by storage."""
     by_storage: defaultdict[torch.UntypedStorage, list[_Saved]] = defaultdict(list)
     for ref in refs:
         saved = ref()

@@ -16,7 +16,7 @@ from megatron_pp_ext.schedule.copies import label
 
 @dataclass(frozen=True, slots=True)
 class Offload(Operation):
-    """Launch the copy to the host of what a forward has saved."""
+    """Launch the copy to the host of a forward's saved tensors."""
 
     owner: Owner
 
@@ -26,7 +26,7 @@ class Offload(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Free(Operation):
-    """Free the device's memory of what was copied; what is computed next waits for that copy."""
+    """Free the device memory of copied activations; later computation waits for the copy."""
 
     owner: Owner
 
@@ -54,7 +54,7 @@ class EndOffloading(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """The context of a forward whose activations are offloaded: takes note of what it saves."""
+    """The context of a forward whose activations are offloaded: it records the saved tensors."""
 
     owner: Owner
 
@@ -79,7 +79,7 @@ class CopiesOfRank(Extension):
         self._back = order.copies.reloaded_before(order.order)
 
     def extended(self, work: Compute) -> Compute:
-        """See ``Extension``: the forward of what is offloaded takes note of what it saves."""
+        """See ``Extension``: an offloaded forward records its saved tensors."""
         stage, kind, microbatch = work.action
         if kind is not Kind.F or (stage, microbatch) not in self._offloaded:
             return work

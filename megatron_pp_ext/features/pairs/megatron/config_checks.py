@@ -34,7 +34,7 @@ def check_as_planned(stock: Callable[[Any], None], self: Any) -> None:
 
 
 def _replaced(config: Any, chunks: int) -> Iterator[tuple[str, Any]]:
-    """Yield the settings that the checks see otherwise than they are, with what they see."""
+    """Yield the settings that Megatron's checks of pairs see with another value, with that value."""
     if chunks == 1:
         yield "virtual_pipeline_model_parallel_size", 1
     if config.recompute_granularity == "full":

@@ -39,7 +39,7 @@ class PlannedStage(ModelStage):
     """One chunk of the model whose layers run by Megatron's plans."""
 
     def forward_half(self, microbatch: int, activation: torch.Tensor | None) -> dict[str, Any]:
-        """Return what ``combined_forward_backward_step`` takes for the forward of ``microbatch``."""
+        """Return the forward arguments of ``combined_forward_backward_step`` for ``microbatch``."""
         inputs = self.inputs
         return {
             "forward_step_func": inputs.forward_step_func,
@@ -52,7 +52,7 @@ class PlannedStage(ModelStage):
         }
 
     def backward_half(self, microbatch: int, gradient: torch.Tensor | None) -> dict[str, Any]:
-        """Return what ``combined_forward_backward_step`` takes for the backward of ``microbatch``."""
+        """Return the backward arguments of ``combined_forward_backward_step`` for ``microbatch``."""
         activation, output = self.in_flight.pop(microbatch)
         return {
             "b_model": self.inputs.model[self._chunk],
@@ -101,7 +101,7 @@ def run_where_planned(stock: Callable[[Any], None], self: Any) -> None:
     "pairs where the first layers take no gradient, as after a frozen embedding",
 )
 def skip_what_takes_no_gradient(stock: Callable[..., Any], self: Any, outputs: Any, output_grad: Any) -> Any:
-    """Run a node's backward for those of its outputs that something before them trains.
+    """Run a node's backward for the outputs that need a gradient.
 
     Autograd goes no further by itself than weights that train.  A plan calls the backward of all its nodes.
     """
@@ -112,7 +112,7 @@ def skip_what_takes_no_gradient(stock: Callable[..., Any], self: Any, outputs: A
 
 
 def planned(pipeline: Pipeline) -> StepPart:
-    """Return what pairs bring to the steps of ``pipeline``."""
+    """Return the part of a step that runs pairs, for ``pipeline``."""
     return _planned
 
 

@@ -111,7 +111,7 @@ class Segment:
             node.forward_func = torch.no_grad()(node.forward_func)
 
     def end(self, output: torch.Tensor) -> None:
-        """Release what the nodes hold; ``output`` takes the gradient that the next layer gives it."""
+        """Release the tensors of the nodes; ``output`` takes the gradient from the next layer."""
         for layer in self.layers:
             streams = [stream() for stream in (layer.comp_stream, layer.comm_stream)]
             for tensor in _tensors(layer):

@@ -117,7 +117,7 @@ _STOCK_MARKS = {
 
 
 def _marks(pipeline: Pipeline, *ends: tuple[torch.nn.Parameter | None, int]) -> list[Marks]:
-    """Return, on all ranks of the pipeline, what each weight carries on the rank of it that has the weight.
+    """Return the marks of each weight from the rank that built it, on all ranks of the pipeline; collective.
 
     A rank that rehearses alone cannot know, and all have to rehearse one schedule: there nothing is frozen.
     """

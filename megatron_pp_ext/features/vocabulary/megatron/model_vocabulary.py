@@ -96,7 +96,7 @@ class ModelVocabulary(SharedVocabulary):
 
 
 def shared(pipeline: Pipeline) -> StepPart:
-    """Return what a shared vocabulary brings to the steps of ``pipeline``."""
+    """Return the part of a step that a shared vocabulary adds, for ``pipeline``."""
     return _shared
 
 
@@ -121,7 +121,7 @@ def _exchanges(inputs: StepInputs, transport: Transport) -> Exchanges:
 
 
 def _refuse(inputs: StepInputs) -> None:
-    """Raise ValueError for what a step may have that no flag states."""
+    """Raise ValueError for properties of a step that no flag states and that are not supported."""
     if inputs.collect_non_loss_data:
         raise ValueError(
             "--pipeline-vocabulary shared cannot collect other data than losses from the last stage, "
@@ -141,7 +141,7 @@ def _refuse(inputs: StepInputs) -> None:
 
 @contextmanager
 def _completing(data_parallel: DataParallel, part: VocabularyPart, chunk: int) -> Iterator[None]:
-    """Surround what completes the gradient of a ``part``, which data parallelism reduces then."""
+    """Surround the work that completes the gradient of a ``part``, which data parallelism then reduces."""
     with data_parallel.part(chunk):
         yield
         if hasattr(part.weight, "count"):

@@ -23,7 +23,7 @@ _ALIGNED = 64
 
 
 class VocabularyPart(torch.nn.Module):
-    """The rows that a rank has of the embedding or of the output weight, or only what stands in its place.
+    """A rank's rows of the embedding or of the output weight, or a stand-in where it has none.
 
     Before a module's forward Megatron's data parallelism gathers the weights that an optimizer on another
     rank has updated.  That is why ``rows`` calls this module, without an argument.
@@ -82,7 +82,7 @@ class VocabularyPart(torch.nn.Module):
 
 
 class EmbeddingPart(VocabularyPart):
-    """Stands, on the first stage, for the embedding: returns what all ranks have looked up.
+    """The stand-in for the embedding on the first stage, which returns the rows that all ranks looked up.
 
     ``given``, batch x tokens x hidden, is set before each forward.  Tensor parallelism adds up, or deals out,
     as in ``VocabParallelEmbedding``.

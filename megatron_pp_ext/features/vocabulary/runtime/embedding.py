@@ -19,7 +19,7 @@ from megatron_pp_ext.schedule.messages import Exchange, Exchanged
 
 @dataclass
 class _Microbatch:
-    """What a rank keeps of a microbatch; ``gradient`` is known after the first stage's backward."""
+    """A microbatch's tensors on a rank; ``gradient`` is set after the first stage's backward."""
 
     tokens: torch.Tensor
     known: dist.Work
@@ -54,7 +54,7 @@ class SharedEmbedding:
         self._sent: _Microbatch | None = None
 
     def launch(self, exchange: Exchange) -> None:
-        """Begin an exchange; what is computed next does not wait for it."""
+        """Begin an exchange; later computation does not wait for it."""
         begin = {
             Exchanged.TOKENS: self._broadcast_tokens,
             Exchanged.EMBEDDED: self._reduce_embedded,
@@ -71,7 +71,7 @@ class SharedEmbedding:
         return embedded
 
     def take(self, microbatch: int, gradient: torch.Tensor | None) -> None:
-        """Take the gradient of what ``embedded`` returned, for the exchange."""
+        """Take the gradient of ``embedded``'s result, for the exchange."""
         if self._rows.takes_gradient:
             assert gradient is not None
             self._kept[microbatch].gradient = gradient.detach().contiguous()
@@ -107,7 +107,7 @@ class SharedEmbedding:
             self._sent = state
 
     def _release_sent(self) -> None:
-        """Give back what was looked up for the first stage; it had time until the next one to leave."""
+        """Release the rows sent to the first stage; they had time until the next exchange to arrive."""
         if self._sent is not None and self._sent.summed is not None:
             self._sent.summed.wait()
             self._sent.embedded = None

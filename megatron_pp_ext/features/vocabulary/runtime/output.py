@@ -42,7 +42,7 @@ class TensorRanks:
     parts: int = 1
 
     def gather(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states of all tokens, from those that the last stage's output has here."""
+        """Return the hidden states of all tokens, gathered from each rank's part of the stage's output."""
         if self.parts == 1:
             return hidden
         whole = hidden.new_empty(hidden.shape[0] * self.parts, *hidden.shape[1:])
@@ -50,7 +50,7 @@ class TensorRanks:
         return whole
 
     def reduce(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Sum the gradient of all tokens over the group, and return what belongs to the output here."""
+        """Sum the gradient of all tokens over the group, and return this rank's part."""
         if self.group is None:
             return gradient
         if self.parts == 1:
@@ -66,7 +66,7 @@ ALONE = TensorRanks()
 
 
 class Head(Protocol):
-    """The rank with the last stage: what it knows of labels and losses."""
+    """The labels and the loss, on the rank with the last stage."""
 
     def labels(self, microbatch: int) -> torch.Tensor:
         """Return the label of every token, as numbers of rows of the whole weight."""
@@ -77,7 +77,7 @@ class Head(Protocol):
 
 @dataclass
 class _Microbatch:
-    """What a rank keeps of a microbatch; each tensor has a row, or a number, for each token.
+    """A microbatch's tensors on a rank; each has a row, or a number, for each token.
 
     ``exponentials`` are P, with 0 for the label; ``statistics`` are m, l and the label's logit, 0 where
     another rank has it, and ``of_all`` those of all ranks.
@@ -93,7 +93,7 @@ class _Microbatch:
     under_way: dict[Exchanged, list[dist.Work]] = field(default_factory=dict)
 
     def wait(self, exchange: Exchanged) -> None:
-        """Let what is computed next wait for an exchange."""
+        """Let later computation wait for an exchange."""
         for work in self.under_way.pop(exchange, ()):
             work.wait()
 
@@ -141,7 +141,7 @@ class SharedOutput:
         self._kept[microbatch] = _Microbatch(hidden.contiguous(), labels)
 
     def launch(self, exchange: Exchange) -> None:
-        """Begin an exchange; what is computed next does not wait for it."""
+        """Begin an exchange; later computation does not wait for it."""
         if exchange.what is Exchanged.LOSS and not self._rows.takes_gradient:
             self._ended(exchange.microbatch)
             return
@@ -155,7 +155,7 @@ class SharedOutput:
         self._kept[exchange.microbatch].under_way[exchange.what] = works
 
     def logits(self, microbatch: int) -> None:
-        """S: compute this rank's logits, what all have to know of them, and its part of the gradient."""
+        """S: compute this rank's logits, their statistics for all ranks, and its part of the gradient."""
         state = self._kept[microbatch]
         state.wait(Exchanged.HIDDEN)
         state.hidden = self._tensor_ranks.gather(state.hidden).flatten(0, -2)
@@ -188,7 +188,7 @@ class SharedOutput:
         return self._tensor_ranks.reduce(gradient).view(self._shape).to(self._type)
 
     def weight_gradient(self, microbatch: int) -> None:
-        """T: add what the microbatch brings to the gradient of this rank's rows."""
+        """T: add the microbatch's gradient to this rank's rows."""
         state = self._ended(microbatch)
         scale, of_label = self._softmax(state)
         _, row = self._held(state.labels)
@@ -207,7 +207,7 @@ class SharedOutput:
         return state
 
     def close(self) -> None:
-        """End a step.  What is left are microbatches of an evaluation, whose losses go to the head."""
+        """End a step; microbatches of an evaluation still have to deliver their losses to the head."""
         for microbatch in sorted(self._kept):
             state = self._ended(microbatch)
             if self._head is not None:
@@ -248,7 +248,7 @@ class SharedOutput:
         return is_local[:, None], row[:, None]
 
     def _softmax(self, state: _Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what makes the exponentials here a softmax, and the softmax less 1 of the labels held here.
+        """Return the factor from exponentials to softmax, and softmax less 1 for labels in this rank's rows.
 
         The latter is 0 for a label that another rank holds, whose logit is not known and might overflow.
         """
