@@ -43,7 +43,7 @@ def install(
     lengths: LengthsOf | None = None,
     unproved: bool = False,
 ) -> InForce:
-    """Run the models of megatron.core that are built from now on by ``schedule``, and return what will run.
+    """Run models of megatron.core that are built from now on by ``schedule``, and return a summary of it.
 
     Call it on every rank with the same arguments, before the model is built and best before its process
     groups are made.  ``schedule`` is a name of ``mpp list``, ``csv:FILE``, ``flex`` or ``auto``; those that
@@ -115,7 +115,7 @@ def install_by_variables(variables: Mapping[str, str], **arguments: Any) -> None
 
 @contextmanager
 def installed(schedule: str, **about: Any) -> Iterator[InForce]:
-    """Run the models that are built within the context by ``schedule``, and yield what will run.
+    """Run the models that are built within the context by ``schedule``, and yield a summary of it.
 
     The arguments are those of ``install``.  Models that are built outside of it run by what is installed
     there, or by Megatron's own schedule.  Steps run by the schedule that their model was built for, in the

@@ -1,4 +1,4 @@
-"""What a call of ``megatron_pp_ext.install`` asks for, read once."""
+"""The arguments of a call of ``megatron_pp_ext.install``, read once."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ GivenCosts = str | Path | Costs | Sequence[float]
 
 @dataclass(frozen=True, slots=True)
 class InForce:
-    """What runs under ``install``.  As text it is the line that the first step prints."""
+    """The schedule that runs under ``install``.  As text it is the line that the first step prints."""
 
     name: str
     placement: Placement
@@ -54,7 +54,7 @@ class InForce:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a call asks for, with the contents of its files, to tell whether another one asks for the same."""
+    """A call's request, with the contents of its files, so that two calls can be compared."""
 
     request: Request
     costs: Costs | None
@@ -65,7 +65,7 @@ class Call:
 
     @in_words_of_call()
     def pipeline(self) -> tuple[requested.Pipeline, InForce]:
-        """Return what the call requests; ValueError, in one line, if it cannot be."""
+        """Return the pipeline that the call requests; ValueError, in one line, if it cannot be."""
         request, costs_of = self.request, partial(_costs, self.costs, self.request.ranks)
         try:
             source = Source(request, costs_of)
@@ -111,7 +111,7 @@ def asked(
     unproved: bool = False,
     **of_features: Any,
 ) -> Call:
-    """Return what the arguments of ``install`` ask for; ValueError, in one line, for what cannot be read.
+    """Read the arguments of ``install``; ValueError, in one line, for arguments that are not valid.
 
     ``of_features`` are those of ``job.options.arguments``.
     """

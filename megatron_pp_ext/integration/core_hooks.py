@@ -1,4 +1,4 @@
-"""Where schedules enter megatron.core: placement, the step, updates, checkpoints and what is recorded.
+"""The hooks into megatron.core: placement, the step, updates, checkpoints and recording.
 
 Each hook states the place, the parameters that it has since which release, and what the hook is for.
 """

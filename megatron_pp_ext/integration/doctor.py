@@ -1,4 +1,4 @@
-"""Examine what this machine has and lacks for running the schedules, and whether they fit its Megatron."""
+"""Examine whether this machine can run the schedules, and whether they fit its Megatron."""
 
 import importlib
 import importlib.util
@@ -39,7 +39,7 @@ Waiting = Callable[[str], AbstractContextManager[object]]
 
 
 def examine(console: Console, checkout: Path | None, waiting: Waiting, in_full: bool = False) -> int:
-    """Print a verdict and what is missing; return 0 if all seams fit.
+    """Print a verdict and all that is missing; return 0 if all hooks fit.
 
     Where it is wanted ``in_full``, versions, how messages go and every seam follow.  ``checkout`` is a
     Megatron-LM checkout to look at in place of the installed megatron-core.  Raises
@@ -89,7 +89,7 @@ def examine(console: Console, checkout: Path | None, waiting: Waiting, in_full: 
 
 
 def how_to_start() -> str:
-    """Return what a training run on this machine needs besides its own flags, in words."""
+    """Return the flags and the launcher that a training run on this machine needs, in words."""
     if not torch.cuda.is_available():
         return "there is no GPU, so start scripts with --cpu"
     flags = []
@@ -102,7 +102,7 @@ def how_to_start() -> str:
 
 
 def lacking() -> Iterator[tuple[str, str]]:
-    """Yield what this machine lacks, each with the consequence."""
+    """Yield missing parts of this machine, each with the consequence."""
     if not torch.cuda.is_available():
         yield "a GPU that torch can use", "start scripts with --cpu: slow, for trying things out"
     engine = _version("transformer-engine")
@@ -129,7 +129,7 @@ def lacking() -> Iterator[tuple[str, str]]:
 
 
 def messages() -> Iterator[tuple[str, str]]:
-    """Yield what carries messages between ranks, and the settings under which a GPU runs their kernels."""
+    """Yield the transport of messages between ranks, and the settings of its kernels on a GPU."""
     is_there = dist.is_nccl_available()
     yield "NCCL", _nccl_version() if is_there else "not in this torch"
     if is_there:

@@ -13,15 +13,15 @@ from megatron_pp_ext.integration.workarounds import table
 
 
 def all_hooks(cpu: bool = False) -> tuple[Seam, ...]:
-    """Return what the launcher replaces, with ``cpu`` on a machine without a GPU."""
+    """Return the hooks of the launcher, with ``cpu`` on a machine without a GPU."""
     return (*launch_hooks(cpu), *schedule_hooks())
 
 
 def launch_hooks(cpu: bool) -> tuple[Seam, ...]:
-    """Return what lets a training script run where it otherwise would not, under any schedule."""
+    """Return the hooks without which a training script would not run on some machines, under any schedule."""
     return (*table.SEAMS, *cpu_hooks.CPU) if cpu else table.SEAMS
 
 
 def schedule_hooks() -> tuple[Seam, ...]:
-    """Return what brings schedules into a training run."""
+    """Return the hooks that bring schedules into a training run."""
     return (*CORE, *TRAINER)

@@ -1,4 +1,4 @@
-"""What ``mpp doctor`` reports of this machine's Megatron: whether the hooks fit, and which commit it is."""
+"""The report of ``mpp doctor`` on this machine's Megatron: whether the hooks fit, and which commit it is."""
 
 import importlib
 from importlib.metadata import PackageNotFoundError
@@ -9,7 +9,7 @@ from megatron_pp_ext.integration import patching, places, releases, tried
 
 
 def problem_of_import() -> str | None:
-    """Import Megatron and its hooks; return in one line what is against it, None if nothing is."""
+    """Import Megatron and its hooks; return an error in one line, or None."""
     try:
         patching.require_known_release()
         _seams()
@@ -28,7 +28,7 @@ def for_what() -> str:
 
 
 def commit() -> str:
-    """Return in one line which of the commits that were tried this Megatron is, by what stands in it."""
+    """Name in one line the tried commits whose hooked functions this Megatron has."""
     signatures = {
         place.path: places.parameters_here(place.path) for seam in _seams() for place in seam.places
     }
@@ -92,7 +92,7 @@ def _takes_flags() -> bool:
 
 
 def _seams(cpu: bool = True) -> tuple[patching.Seam, ...]:
-    """Return what is replaced here, with ``cpu`` on a machine without a GPU."""
+    """Return the hooks for this machine, with ``cpu`` those for a machine without a GPU."""
     if not _takes_flags():
         from megatron_pp_ext.integration import core_hooks
 
@@ -103,7 +103,7 @@ def _seams(cpu: bool = True) -> tuple[patching.Seam, ...]:
 
 
 def _first_with(place: places.Place) -> str:
-    """Return the oldest of the tried commits that has in ``place`` what is there now."""
+    """Return the oldest tried commit that has the present function at ``place``, by its parameters."""
     parameters = places.parameters_here(place.path)
     having = (
         commit for commit in tried.commits() if tried.signatures(commit.name).get(place.path) == parameters

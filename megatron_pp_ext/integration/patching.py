@@ -47,7 +47,7 @@ class Seam:
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """What goes to the places of ``seams``."""
+    """A wrapper and the ``seams`` that it replaces."""
 
     wrap: Callable[[Any], Any]
     seams: tuple[Seam, ...]
@@ -55,7 +55,7 @@ class Hook:
     """As in ``Place``."""
 
     def __call__(self, stock: Any) -> Any:
-        """Return what takes the place of ``stock``."""
+        """Return the replacement of ``stock``."""
         return self.wrap(stock)
 
 
@@ -93,7 +93,7 @@ def substitute(
     before: Mapping[str, Known] = _NOWHERE,
     since: releases.Number | None = None,
 ) -> Callable[[Callable[[Any], Any] | Hook], Hook]:
-    """Let what the decorated function returns, called with what is there, go to ``place``; see ``hook``."""
+    """Replace ``place`` by the decorated function's result, given the original; see ``hook``."""
 
     def decorate(wrap: Callable[[Any], Any] | Hook) -> Hook:
         wrapped = wrap if isinstance(wrap, Hook) else Hook(wrap, (), None)
@@ -176,7 +176,7 @@ def apply(seams: Iterable[Seam]) -> None:
 
 
 def advice(seams: Iterable[Seam]) -> str:
-    """Return what to do where one of ``seams`` does not fit, and the tried commit that comes nearest."""
+    """Return a fix for the case that one of ``seams`` does not fit, with the nearest tried commit."""
     paths = [place.path for seam in seams for place in seam.places]
     nearest = tried.nearest({path: places.parameters_here(path) for path in paths})
     return (

@@ -51,7 +51,7 @@ class Place:
         return self.path.partition(":")[2]
 
     def require(self, parameters: str) -> None:
-        """Raise SeamError unless ``parameters`` are among those that are known."""
+        """Raise SeamError unless ``parameters`` are one of the known lists."""
         if not any(self._same(parameters.split(), accepted.split()) for accepted in self.known):
             accepted = min(self.known, key=lambda accepted: len({*accepted.split()} ^ {*parameters.split()}))
             raise SeamError(f"{self.dotted} takes ({parameters}) where ({accepted}) was known")
@@ -64,7 +64,7 @@ class Place:
 def places(
     path: str, parameters: Known, before: Mapping[str, Known], ordered: int | None
 ) -> tuple[Place, ...]:
-    """Return the place ``path`` and after it those in which older Megatrons have the same function."""
+    """Return the place ``path``, and after it the places of the same function in older Megatrons."""
     by_path = {path: parameters, **before}
     return tuple(
         Place(path, (parameters,) if isinstance(parameters, str) else tuple(parameters), ordered)
@@ -93,7 +93,7 @@ def choose(
 
 
 def target_of(place: Place) -> Any:
-    """Return what stands in a place of the Megatron that is imported here."""
+    """Return the object at a place of the imported Megatron."""
     return operator.attrgetter(place.name)(importlib.import_module(place.module))
 
 

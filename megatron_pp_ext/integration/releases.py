@@ -25,7 +25,7 @@ CORE_0_20: Number = (0, 20)
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """One release of Megatron and what was tried on it."""
+    """A release of Megatron and how far it was tried."""
 
     number: Number
     wheel: str | None

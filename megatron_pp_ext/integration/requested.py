@@ -19,7 +19,7 @@ from megatron_pp_ext.schedule.updates import Updates
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pipeline:
-    """The requested pipeline: what is requested, its source of schedules, and what to measure.
+    """The requested pipeline: its request, its source of schedules, and its measurements.
 
     Without a ``source`` stock's own schedules run, with stock's own placement.
     """

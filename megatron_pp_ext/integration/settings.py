@@ -1,4 +1,4 @@
-"""What hooks and runners have to know of a training run in addition to its schedule.
+"""The settings of a training run, besides its schedule, that hooks and runners need.
 
 Whoever requests a pipeline fills it in.  Megatron's own trainer does so from its arguments
 (``trainer.run_settings``); the defaults are for a training loop that sets nothing itself.
@@ -19,7 +19,7 @@ PIPELINE = "pp"
 
 
 class Saving(Protocol):
-    """What another layout saves of a pipeline's makespan, by simulation."""
+    """The part of a pipeline's makespan that another layout saves, by simulation."""
 
     @property
     def before(self) -> float:
@@ -48,7 +48,7 @@ ValueError for a model that cannot be estimated.
 
 
 def costs_at(estimate: Callable[[RequestedJob, int, bool], Costs], asked: RequestedJob) -> CostsAt:
-    """Return what ``estimate(asked, stages, splits_head)`` says of ``asked`` at other sequence lengths."""
+    """Return the costs of ``asked`` at other lengths, by ``estimate(asked, stages, splits_head)``."""
     # Megatron goes on to complete the arguments, and costs would not know what it adds.
     asked = asked.changed()
 

@@ -1,4 +1,4 @@
-"""What a model settles of the pipeline that was installed before it was built.
+"""Completes the pipeline that was installed before its model was built, from the model.
 
 A call of ``install`` knows no model.  Before the first step there is one: its config and that of its data
 parallelism are held against the rules for flags, costs follow from its sizes where none were given, and
@@ -91,5 +91,5 @@ def _estimate(asked: RequestedJob, stages: int, splits_head: bool) -> Costs:
 
 
 def _is_of_engine(chunk: torch.nn.Module) -> bool:
-    """Whether ``chunk`` has a layer of Transformer Engine, whatever its config has."""
+    """Whether ``chunk`` has a layer of Transformer Engine, independent of its config."""
     return any("transformer_engine" in type(part).__module__ for part in chunk.modules())

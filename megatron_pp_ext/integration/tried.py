@@ -18,7 +18,7 @@ FILE = Path(__file__).with_name("signatures.json")
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A commit that was tried.  As text it is what to look for in which repository."""
+    """A commit that was tried.  As text it names the repository and the commit."""
 
     name: str
     repository: str

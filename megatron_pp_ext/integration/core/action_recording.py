@@ -30,7 +30,7 @@ _chunk_of: dict[int, int] = {}
 
 @contextmanager
 def reporting_to(recorder: StepRecorder, model: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Report to ``recorder`` what happens to the chunks of ``model`` within the context."""
+    """Report the actions of the chunks of ``model`` to ``recorder`` within the context."""
     global _recorder
     _recorder = recorder
     _chunk_of.update(
@@ -129,5 +129,5 @@ def _key(output: Any) -> int:
 
 
 def _recorder_of_stock() -> StepRecorder | None:
-    """Return the recorder if stock's schedule runs; the executor reports what ours run."""
+    """Return the recorder if stock's schedule runs; the executor reports the actions of ours."""
     return _recorder if _recorder is not None and requested.require().source is None else None

@@ -19,7 +19,7 @@ _LAYER = re.compile(r"decoder\.layers\.\d+")
 
 
 class Built(NamedTuple):
-    """What a chunk has: the numbers of its layers, from 1, the embedding and the output head."""
+    """The layers of a chunk by number, from 1, and whether it has the embedding and the output head."""
 
     layers: tuple[int, ...]
     embeds: bool
@@ -39,7 +39,7 @@ def require_as_placed(model: Sequence[torch.nn.Module], pipeline: Pipeline, grou
 
 
 def built(chunk: torch.nn.Module) -> Built:
-    """Return what ``chunk`` has, whatever it is wrapped in."""
+    """Return the layers of ``chunk``, under any wrappers."""
     part: Any = chunk_pipelines.part_of(chunk)
     layers = tuple(numbers_of_layers(part).values())
     return Built(layers, *(bool(getattr(part, end, False)) for end in ("pre_process", "post_process")))

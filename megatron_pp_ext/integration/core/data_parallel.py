@@ -79,7 +79,7 @@ Gradients = Iterable[tuple[Any, torch.Tensor]]
 
 
 def defer_weights(weights: Iterable[Any], gradients: Callable[[], Gradients]) -> Callable[[], None]:
-    """Return work that adds ``gradients()`` to those of ``weights``, called in the backward that needs it.
+    """Return work that adds ``gradients()`` to the gradients of ``weights``, called in the backward for them.
 
     A weight that this backward uses several times gets them at the last use, as their sum; a weight that is
     not among ``gradients()``, whose product has added its gradient itself, gets none.  The last piece of work

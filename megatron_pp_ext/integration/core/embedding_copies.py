@@ -63,7 +63,7 @@ def _predicting_in_group(pipeline: Pipeline) -> int | None:
 
 
 def tie_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
-    """Start copies of the embedding that stock leaves at zero as what they copy; collective over a pipeline.
+    """Start copies of the embedding, which stock leaves at zero, with its values; collective over a pipeline.
 
     Stock fills them by an all-reduce over its embedding group; under a V both are on one rank.
     """

@@ -41,7 +41,7 @@ def split_backwards(model: Iterable[Any]) -> None:
 
 
 def without_bulk_overlap(model: Iterable[Any]) -> bool:
-    """Turn off those overlaps of --tp-comm-overlap that a split backward cannot have; return if any was on.
+    """Turn off the overlaps of --tp-comm-overlap that a split backward cannot have; return if any was on.
 
     In bulk, the product of the weight's gradient scatters that of the input, and the product of the input's
     gradient gathers the input for the other one.  The two products are no longer next to each other.
@@ -118,7 +118,7 @@ class DeferringStore:
         STORE.defer(work, *tensors, *(part.part for part in parts), parts=parts, layer=layer, is_free=is_free)
 
     def _own_parts(self, pair: list[Any]) -> list[Any]:
-        """Return ``pair``, input and gradient, with this rank's own part of what the module has gathered."""
+        """Return ``pair``, input and gradient, with this rank's own part in place of a gathered operand."""
         module = self._module
         gathered = _GATHERED.get(getattr(module, "parallel_mode", None))
         if gathered is None or not getattr(module, "sequence_parallel", False):
@@ -132,7 +132,7 @@ class DeferringStore:
         return [own_part if place == gathered else operand for place, operand in enumerate(pair)]
 
     def _gradients(self, result: Any, operands: Sequence[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
-        """Yield the parameters to whose gradients W still has to add, each with what to add.
+        """Yield the parameters whose gradients W still has to add, each with the gradient.
 
         A fused product has added the weights' gradients itself; those of biases come with the product, unless
         I computed them.  A fused product computes these in the dtype of its buffers
@@ -189,7 +189,7 @@ def _is_part(input: Any, gradient: Any) -> bool:
 
 
 def _layer(module: Any) -> Layer:
-    """Return what ``module`` does with the gradient of its input before it stores its weight's.
+    """Return how ``module`` exchanges the gradient of its input before it stores its weight's.
 
     A product that scatters the result itself (userbuffers) leaves no message under way.
     """

@@ -1,4 +1,4 @@
-"""What waits for W of an operand that Transformer Engine gathered: this rank's own part of it.
+"""Operands that Transformer Engine gathered and that wait for W: this rank keeps its own part.
 
 A quantized operand keeps its numbers and its scales in plain tensors of their own.  Those that the product of
 a weight gradient reads have the tokens along one dimension, padded or not; by class (Transformer Engine 2.3

@@ -1,4 +1,4 @@
-"""The memory of the host that a rank may take: its part of what the machine and its cgroups have free.
+"""The host memory that a rank may take: its part of the machine's and its cgroups' free memory.
 
 A process that takes more than its cgroup allows, such as a container's or a batch job's, is killed, however
 much the machine has.
@@ -56,7 +56,7 @@ def _pools() -> dict[str, int]:
 
 
 def _cgroups() -> Iterator[Path]:
-    """Yield the folders of this process's cgroup that controls memory, and of those around it."""
+    """Yield the folders of this process's cgroup that controls memory, and of its parents."""
     for line in OWN.read_text().splitlines() if OWN.exists() else ():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):

@@ -77,7 +77,7 @@ def _input_gradient(
 
 
 def _defer(ctx: Any, input: torch.Tensor, gradient: torch.Tensor, layer: Layer) -> None:
-    """Leave the weight gradient for W, and of what was or will be gathered for it this rank's part alone."""
+    """Leave the weight gradient for W, and keep this rank's own part of each gathered operand for it."""
     weight, fused = ctx.parameter, ctx.gradient_accumulation_fusion
     operands: list[torch.Tensor | OwnPart] = [gradient, input]
     if ctx.sequence_parallel:

@@ -1,4 +1,4 @@
-"""What a parameter carries besides its numbers, for one that takes its place, on this rank or on others.
+"""The attributes of a parameter, for another that takes its place, on this rank or on others.
 
 Megatron and scripts write on a parameter whether it is trained, how it is cut, which ranks hold copies of it
 and what the optimizer does with it.  A new parameter has to carry all of that, known here or not.
@@ -20,7 +20,7 @@ class Marks(NamedTuple):
 
 
 def marks_of(parameter: torch.nn.Parameter) -> Marks:
-    """Return what ``parameter`` carries; ValueError for what no other process can be given."""
+    """Return the attributes of ``parameter``; ValueError for one that cannot be sent to another process."""
     if has_hooks(parameter):
         raise ValueError("has a gradient hook")
     for name, value in vars(parameter).items():

@@ -108,7 +108,7 @@ imported into it."""
 
 @in_words_of_call()
 def _collect(model: torch.nn.Module, chunk: int, pipeline: Pipeline) -> None:
-    """Do after the last chunk of a rank what needs all of them; they are built in order."""
+    """Finish a rank's chunks after the last one, since they are built in order."""
     if chunk == 0:
         _unfinished.clear()
     _unfinished.append(model)

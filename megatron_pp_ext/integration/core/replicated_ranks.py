@@ -111,7 +111,7 @@ def initialize_replicas(stock: Callable[..., None], *args: Any, **kwargs: Any) -
 
 
 def ranks_of_pipeline(group: dist.ProcessGroup) -> list[int]:
-    """Return the global ranks that exchange messages: those of ``group``, Megatron's pipeline of this rank.
+    """Return the global ranks that exchange messages: ``group``, Megatron's pipeline group of this rank.
 
     Where stages are replicated, they are all replicas of all stages, in their order.
     """
@@ -129,7 +129,7 @@ def ranks_of_pipeline(group: dist.ProcessGroup) -> list[int]:
     "clipping where the ranks of a stage are in several pipelines",
 )
 def keep_statistics_in_replica(stock: Callable[..., Any], optimizer: Any) -> Any:
-    """Give the optimizer the tensor-parallel ranks of a replica for what it sums about gradients.
+    """Give the optimizer a replica's tensor-parallel ranks for its sums over gradients.
 
     Stock gives it those of a pipeline; with clipping, 0.19 asks them whether layers have norms of their own.
     """

@@ -49,7 +49,7 @@ def sum_within_stage(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def _part_of_stage(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return the group of those ranks of ``group``, None for all, that are in this rank's pipeline stage."""
+    """Return the group of the ranks of ``group``, None for all, that are in this rank's pipeline stage."""
     stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     ranks = _ranks(group) & _ranks(stage)
     for candidate in (

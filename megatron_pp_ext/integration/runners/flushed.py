@@ -52,7 +52,7 @@ class FlushedSteps:
                 execute(step.plan, Rank(stages, channels, recorder, step.parts))
 
     def plan(self, inputs: StepInputs) -> RankPlan:
-        """Return what this rank does in the step, unless a feature changes it.
+        """Return this rank's plan for the step, unless a feature changes it.
 
         Collective over the pipeline, and the first time over the job.
         """
@@ -69,7 +69,7 @@ class FlushedSteps:
         return self._plans[kind]
 
     def training_plan(self) -> RankPlan:
-        """Return what this rank does in the training steps so far; RuntimeError unless that is one plan."""
+        """Return this rank's plan of the training steps so far; RuntimeError unless there is exactly one."""
         plans = [plan for (_, forward_only, _), plan in self._plans.items() if not forward_only]
         if len(plans) != 1:
             raise RuntimeError(
@@ -96,7 +96,7 @@ class FlushedSteps:
             )
 
     def _kind(self, inputs: StepInputs) -> tuple[int, bool, Hashable]:
-        """Return what all steps of one plan have in common."""
+        """Return the key that all steps of one plan share."""
         phase = None if inputs.forward_only else self._source.phase(inputs)
         return inputs.microbatches, inputs.forward_only, phase
 

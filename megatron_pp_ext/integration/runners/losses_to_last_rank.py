@@ -57,7 +57,7 @@ class LossesOnLastRank:
         return []
 
     def _connection(self, inputs: StepInputs) -> ObjectSend | None:
-        """Return what brings losses to the last rank; None if that computes them itself."""
+        """Return the connection that brings losses to the last rank; None if that computes them itself."""
         if self._holder != self._reader and self._object_send is None:
             down, _ = self._transport.directions(inputs.group)
             ranks = dist.get_process_group_ranks(inputs.group)

@@ -82,7 +82,7 @@ def _sharing(inputs: StepInputs) -> int:
 
 
 def group_options(settings: Settings) -> GroupOptions:
-    """Return the options for NCCL: what the user sets for Megatron's pipeline groups, else our defaults.
+    """Return the NCCL options that the user sets for Megatron's pipeline groups, else our defaults.
 
     As in Megatron (``parallel_state.initialize_model_parallel``), a group that is named for a high priority
     has it whatever the file of communicators sets.

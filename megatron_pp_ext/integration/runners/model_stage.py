@@ -30,7 +30,7 @@ ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any] | None
 def step_of_one_call(
     forward_step: ForwardStep, iterator: Any, model: torch.nn.Module, flag: str
 ) -> tuple[torch.Tensor, Callable[..., Any] | None]:
-    """Return what a ``forward_step`` returns that calls its model once, and leaves its output as it is.
+    """Run a ``forward_step`` that calls its model once and does not change its output; return its result.
 
     ValueError for any other: with ``flag`` the output is a part of what the forward step means.
     """
@@ -60,7 +60,7 @@ def step_of_one_call(
 
 
 def _wrapped(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return ``model``, what it wraps, and so on to the innermost module."""
+    """Return ``model`` and its wrapped modules, down to the innermost."""
     inner, parts = unwrap_model(model), [model]
     while parts[-1] is not inner:
         parts.append(parts[-1].get_submodule("module"))
@@ -68,7 +68,7 @@ def _wrapped(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _writes(output: Any) -> Any:
-    """Return what changes with a tensor: a copy where torch does not count writes (inference mode)."""
+    """Return a state that changes with a tensor: a copy where torch counts no writes (inference mode)."""
     if not isinstance(output, torch.Tensor):
         return None
     return output.clone() if output.is_inference() else (output._version, output.data_ptr())
@@ -124,7 +124,7 @@ class StepInputs:
 def model_stages[S: ModelStage](
     inputs: StepInputs, placement: Placement, plan: RankPlan, make: Callable[..., S]
 ) -> dict[int, S]:
-    """Return the stages of this rank, by number, for one step; ``make`` takes what ``ModelStage`` takes."""
+    """Return the stages of this rank, by number, for one step; ``make`` takes ``ModelStage``'s arguments."""
     last = last_actions(plan.actions)
     return {
         stage: make(
@@ -221,7 +221,7 @@ class ModelStage:
         output: torch.Tensor,
         tokens: torch.Tensor | int,
     ) -> torch.Tensor:
-        """Keep what the backward needs, and return what the next stage gets."""
+        """Keep the tensors for the backward, and return the next stage's input."""
         inputs = self.inputs
         inputs.tokens += tokens
         if inputs.forward_only:

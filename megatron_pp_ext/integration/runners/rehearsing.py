@@ -1,4 +1,4 @@
-"""Runs one rank of a pipeline without the others, to measure what its actions cost.
+"""Runs one rank of a pipeline without the others, to measure the costs of its actions.
 
 Under Megatron's fake process group a process can be any rank of any world, and collectives do nothing.  The
 rank runs its actions in the order of the schedule, and dummy tensors take the place of messages.  The first

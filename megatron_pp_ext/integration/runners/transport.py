@@ -1,4 +1,4 @@
-"""What carries messages and collectives between the ranks of a pipeline."""
+"""The transport of messages and collectives between the ranks of a pipeline."""
 
 from typing import Protocol
 

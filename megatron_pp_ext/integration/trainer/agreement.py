@@ -1,4 +1,4 @@
-"""What all ranks of a job have to agree on, reported to all of them where one was refused or differs.
+"""Agreement of all ranks of a job on their flags, with an error on all of them where they differ.
 
 Ranks that disagree about the placement would wait for each other until the timeout, and so would all others
 for a rank that was refused.
@@ -46,7 +46,7 @@ def require_agreement(
 
 
 def _judge(reports: Sequence[str | None], patience: timedelta = rendezvous.PATIENCE) -> str:
-    """Return what is wrong with ``reports``: values by name, or the line of a rank that was refused."""
+    """Return the error in ``reports``: values that differ by name, or the line of a rank that was refused."""
     received: list[Any] = [None if report is None else json.loads(report) for report in reports]
     lines = [report if isinstance(report, str) else None for report in received]
     if any(lines):

@@ -1,4 +1,4 @@
-"""What makes a run differ from one under 1F1B, logged at its start."""
+"""A line at the start of a run about its differences from one under 1F1B."""
 
 from argparse import Namespace
 
@@ -8,7 +8,7 @@ from megatron_pp_ext.schedule.placement import Shape
 
 
 def caveat(pipeline: Pipeline, args: Namespace) -> str:
-    """Return what makes this run differ from one under 1F1B, as two seeds do; empty where nothing does.
+    """Return why this run differs from one under 1F1B, as two seeds do; empty where it does not.
 
     Megatron seeds initial weights and dropout by pipeline rank, so both follow the placement of the layers.
     ``args`` are those of a run whose checkpoint is loaded, if it has one.

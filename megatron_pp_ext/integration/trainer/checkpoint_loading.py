@@ -97,7 +97,7 @@ def _placement(args: Namespace) -> str:
 
 
 def _fix_if_rank_by_rank(state: dict[str, Any], kind: Any, args: Namespace) -> str | None:
-    """Return what to do instead, if this run would load something that depends on where stages live."""
+    """Return a fix, if this run would load something that depends on the placement of stages."""
     if kind == CheckpointType.LEGACY:
         return "go on with the old placement, or save with --ckpt-format torch_dist there"
     if not args.use_distributed_optimizer or not _loads_optimizer(state, args) or _is_reshardable(state):

@@ -74,7 +74,7 @@ def remember_seeding(stock: Callable[..., None], *args: Any, **kwargs: Any) -> N
 
 
 def seed_of(seed: int, part: str) -> int:
-    """Return the seed of a part of the model: far from 0, and within what every generator takes."""
+    """Return the seed of a part of the model: far from 0, and in the range of every generator."""
     return 2**24 + int.from_bytes(hashlib.sha256(f"{seed} {part}".encode()).digest()[:4]) % 2**30
 
 

@@ -41,7 +41,7 @@ def register(settle: Settle, advise: Advise) -> None:
 
 
 def settle(asked: RequestedJob, data: int, vocabulary: int) -> tuple[RequestedJob, str]:
-    """Return what is ``asked`` with a layout for ``auto``, as ``Settle`` does.
+    """Return ``asked`` with a layout for ``auto``, as ``Settle`` does.
 
     ValueError, too, where nobody finds layouts.
     """

@@ -151,7 +151,7 @@ def provide_gpt(
 
 
 def embedding_ranks(pp_ranks: list[int]) -> list[int]:
-    """Return those of a pipeline's ranks that hold the embedding, or a copy of it, under stock's placement.
+    """Return the ranks of a pipeline that hold the embedding, or a copy of it, under stock's placement.
 
     The output layer has a tied one, and MTP has one wherever it is.
     """

@@ -1,4 +1,4 @@
-"""The hook that compares, before any process group is made, what the ranks of a job were started with."""
+"""The hook that compares the requests of a job's ranks before any process group is made."""
 
 import hashlib
 from argparse import ArgumentParser, Namespace
@@ -43,7 +43,7 @@ def compare_before_groups(stock: Callable[..., Any], *sizes: Any, **kwargs: Any)
 
 
 def values(args: Namespace, pipeline: requested.Pipeline | None) -> dict[str, str]:
-    """Return what has to be the same on all ranks, with the words that lead to it in an error.
+    """Return the values that have to be the same on all ranks, by the words of an error about them.
 
     Files go by their content, since each machine may have its own copy, and files to write by whether they
     are given.

@@ -1,4 +1,4 @@
-"""What every rank of a training run writes down for ``mpp verify``."""
+"""The record of a training run that every rank writes for ``mpp verify``."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -86,7 +86,7 @@ def _write_gradients(folder: Path, chunks: Sequence[Any]) -> None:
 
 
 def _joined(rows: torch.Tensor) -> torch.Tensor:
-    """Return the rows of all ranks of the pipeline, in their order: those of stock's tensor-parallel rank."""
+    """Return the rows of all ranks of the pipeline, in order, as stock's tensor-parallel rank has them."""
     group = mpu.get_pipeline_model_parallel_group()
     parts: list[torch.Tensor] = [rows] * group.size()
     dist.all_gather_object(parts, rows.detach().cpu(), group=group)

@@ -104,7 +104,7 @@ def refuse_yaml(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _zstandard() -> str:
-    """Return the installed version of what Megatron's files of logits are compressed by; 0 without one."""
+    """Return the installed version of zstandard, which compresses files of logits; 0 without it."""
     try:
         return version("zstandard")
     except PackageNotFoundError:
@@ -112,7 +112,7 @@ def _zstandard() -> str:
 
 
 def read_flags(args: Namespace) -> tuple[RequestedJob, str] | None:
-    """The job that ``args`` describe, and words about its layout; ValueError for what cannot be.
+    """Return the job that ``args`` describe, and words about its layout; ValueError if it is not valid.
 
     None if ``args`` set no flag of ours.  They get the layout for which ``auto`` stood, and the name of
     Megatron's own schedule where that is rehearsed.  ``pipeline_of`` makes the schedule.
@@ -142,7 +142,7 @@ def read_flags(args: Namespace) -> tuple[RequestedJob, str] | None:
 
 
 def pipeline_of(asked: RequestedJob, layout: str) -> requested.Pipeline:
-    """The pipeline of what was ``asked``, with its first schedule; ValueError if it cannot be.
+    """Return the pipeline of ``asked``, with its first schedule; ValueError if it cannot be.
 
     Sets the arguments that follow: ``num_virtual_stages_per_pipeline_rank``, from which Megatron derives the
     rest, where the schedule needs chunks and the user left their number open.
