@@ -1,4 +1,4 @@
-"""What is asked: the job, its readers, the pipeline that it requests, and what cannot be.  Pure Python.
+"""The request: the job, its readers, the pipeline that it requests, and the rules.  Pure Python.
 
 Whoever imports it gets what the features add to it: they register here.
 """

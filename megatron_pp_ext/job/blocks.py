@@ -16,7 +16,7 @@ _FIX = "give the config.json of a model whose block_configs describe each layer"
 
 
 class Half(NamedTuple):
-    """What a layer has for attention, or for its MLP: nothing, a product in its place, or itself.
+    """A layer's attention or MLP: absent, a single product in its place, or the full one.
 
     ``size`` is the number of query groups, or the width of the MLP; 0 for what the model has.
     """
@@ -64,7 +64,7 @@ def blocks(path: str | None, text: str | None, heads: int, hidden: int) -> tuple
 
 
 def _half(entry: Any, name: str, other: str, derived: Callable[[Any], int]) -> Half:
-    """Return what ``entry`` describes, whose size is under ``name``, or is ``derived`` from ``other``."""
+    """Return the half that ``entry`` describes, whose size is ``name`` or ``derived`` from ``other``."""
     if not isinstance(entry, Mapping) or (name not in entry and other not in entry):
         raise ValueError(f"a layer has no {name} and no {other}: {_FIX}")
     size, from_other = entry.get(name), entry.get(other)

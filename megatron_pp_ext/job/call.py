@@ -1,4 +1,4 @@
-"""What a call from Python requests, where no flags are given: the same ``Request`` as from flags."""
+"""Requests by a call from Python, without flags: the same ``Request`` as from flags."""
 
 from collections.abc import Sequence
 from pathlib import Path

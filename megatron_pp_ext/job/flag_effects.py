@@ -1,4 +1,4 @@
-"""What each of Megatron's arguments does to the time and the memory of a training step.
+"""The effect of each of Megatron's arguments on the time and the memory of a training step.
 
 ``flag_effects.toml`` has them all: those that the costs of a step count, those that change a step somewhat
 and are reported with an estimate (``bounds``), those with which it would be of something else and is refused,
@@ -22,7 +22,7 @@ _NOT_COSTS = "what a model is apart from its costs", "how tokens are routed: eac
 
 @cache
 def table() -> Mapping[str, Any]:
-    """Return the sections of ``FILE``; a section has names, with spaces between, by what they do.
+    """Return the sections of ``FILE``; a section has names, with spaces between, by their effect.
 
     But ``values`` has, by argument, those that the costs of "stages" or of a "step" know, where not all.
     """
@@ -54,7 +54,7 @@ def is_asked(asked: RequestedJob, name: str) -> bool:
 
 
 def not_counted(asked: RequestedJob) -> list[str]:
-    """Return the flags in ``asked`` that an estimate is made without, with what a step is in truth.
+    """Return the flags in ``asked`` that an estimate leaves out, each with its effect on a real step.
 
     Such as ``--qk-layernorm (longer: kernels are added, or no longer fused or hidden)``.
     """

@@ -12,7 +12,7 @@ from megatron_pp_ext.compiler.limits import LARGEST_FRACTION, Limit
 
 
 class Names(NamedTuple):
-    """The names under which the limit and the number of ranks are given, and what an amount of memory is."""
+    """The names of the limit and of the number of ranks, and the unit of an amount of memory."""
 
     limit: str
     ranks: str

@@ -25,7 +25,7 @@ _NOT_ASKED = {
 
 
 def arguments(*configs: Any, **explicit: Any) -> Namespace:
-    """Return the arguments that flags would have set to ask for what ``configs`` have.
+    """Return the arguments that flags would have set for the settings of ``configs``.
 
     These are a TransformerConfig and what else has settings under the names of Megatron's arguments, such as
     the config of data parallelism.  ``explicit`` are arguments by name, and come first.
@@ -48,7 +48,7 @@ def arguments(*configs: Any, **explicit: Any) -> Namespace:
 
 
 def setting_of(argument: str) -> str:
-    """Return the name in a model's config of what flags have as ``argument``."""
+    """Return the name in a model's config of the flag ``argument``."""
     return next((setting for setting, name in _RENAMED.items() if name == argument), argument)
 
 

@@ -1,4 +1,4 @@
-"""The parts of a job: a field has the name of Megatron's argument, and what follows is a property."""
+"""The parts of a job: a field has the name of Megatron's argument, and derived values are properties."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from megatron_pp_ext.job.blocks import Block, blocks
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained.  A size that nobody gives is 0.
+    """The model that is trained.  A size that nobody gives is 0.
 
     ``moe_layer_freq`` is a number k, for experts in every k-th layer, or a 1 for each layer with experts.
     """
@@ -59,7 +59,7 @@ class Model:
 
     @property
     def expert_capacity(self) -> float | None:
-        """The tokens that an expert takes at most, as a part of those it gets on average; None for all."""
+        """The most tokens of an expert, as a part of its average share; None for all."""
         factor = self.moe_expert_capacity_factor
         return None if factor is None or factor < 0 else factor
 
@@ -154,13 +154,13 @@ class Model:
 
     @property
     def mamba_heads(self) -> int:
-        """The number of heads of a Mamba-2 layer; if none is given, those that make twice the hidden size."""
+        """The number of heads of a Mamba-2 layer; by default as many as make twice the hidden size."""
         return self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """The sizes of every kind of parallelism, and how the ranks exchange what they compute.
+    """The sizes of every kind of parallelism, and the ways of communication.
 
     ``expert_tensor_parallel_size`` is 0 where nobody gives it.  Not to begin the tensor-parallel sum of an
     input gradient before the product for the weight gradient is what the fork of Megatron that trained BLOOM
@@ -211,7 +211,7 @@ class Parallel:
 
     @property
     def divides_messages(self) -> bool:
-        """Whether tensor-parallel ranks each send a part of what all of them have, and gather it afterwards.
+        """Whether tensor-parallel ranks each send a part of a message that all have, and gather it after.
 
         Megatron did so by default (arXiv 2104.04473, section 4.1), as DeepSpeed's pipelines do.  Under
         sequence parallelism ranks have parts anyway.

@@ -40,7 +40,7 @@ class Pipeline:
 
     @property
     def can(self) -> Abilities:
-        """What the schedule can do; Megatron's own where no flag names one."""
+        """The abilities of the schedule; of Megatron's own where no flag names one."""
         return catalog.abilities(self.pipeline_schedule)
 
     @property

@@ -37,7 +37,7 @@ def of_stages(job: Job) -> Replicas:
 
 
 def require_world(job: Job, replicas: Replicas, world_size: int) -> None:
-    """Raise ValueError unless ``world_size`` ranks are what ``replicas`` take, with tensor parallelism."""
+    """Raise ValueError unless ``world_size`` ranks make up the ``replicas``, tensor ranks included."""
     width = job.parallel.tensor_model_parallel_size
     if world_size != replicas.ranks * width:
         raise ValueError(

@@ -8,7 +8,7 @@ from megatron_pp_ext.job.typed_job import Job
 
 
 def fewest_ranks(job: Job) -> int:
-    """The ranks of one copy of the model; with --pipeline-replicas those of all replicas of its stages."""
+    """The ranks of one copy of the model; with --pipeline-replicas, of all replicas of its stages."""
     replicated, parallel = replicas.requested(job), job.parallel
     across = replicated.ranks if replicated else parallel.pipeline_model_parallel_size
     return parallel.tensor_model_parallel_size * across * parallel.context_parallel_size

@@ -20,7 +20,7 @@ _SIZES = (
 
 
 def sizes(job: Job) -> dict[str, int]:
-    """Return what ``Costs.sizes`` of a measurement of ``job`` are."""
+    """Return the sizes of ``job`` as ``Costs.sizes`` of a measurement has them."""
     return {name: job.value(name) for name in _SIZES}
 
 
@@ -43,7 +43,7 @@ def read(job: Job) -> Costs:
 
 
 def cut(costs: Costs, job: Job, stages: int, splits_head: bool = False) -> Costs:
-    """Return the costs of ``stages`` stages of ``job`` from ``costs``, those in the file of --pipeline-costs.
+    """Return the costs of ``stages`` stages of ``job`` from ``costs``, read from --pipeline-costs.
 
     It has an object for each stage, or for each of several stages that are joined in one.  Where a layout
     states which layers a stage has, it may have one for each layer, the first with the embedding and the last
