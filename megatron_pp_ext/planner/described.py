@@ -1,4 +1,4 @@
-"""What a planner's command line describes: a model by name or file, flags after ``--``, and sizes by option.
+"""The model of a planner's command line: a name or file, flags after ``--``, and sizes by option.
 
 All of it becomes one line of Megatron's flags.  Later words win: flags after ``--`` over the model's own.
 """
@@ -17,7 +17,7 @@ from megatron_pp_ext.planner.step.model_description import flag, require_complet
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """The flags ``words``, and what is ``asked`` in them.
+    """The flags ``words``, and the job ``asked`` in them.
 
     ``notes`` are sentences about flags that took the place of the model's own, and about what no flag says.
     """
@@ -27,7 +27,7 @@ class Described:
     notes: Sequence[str] = ()
 
     def counted(self, settle: Callable[[RequestedJob], RequestedJob] = lambda asked: asked) -> RequestedJob:
-        """Return ``asked``; ValueError for a model whose costs are not known, and for what cannot be trained.
+        """Return ``asked``; ValueError for a model whose costs are not known, and for one that cannot train.
 
         ``settle`` sets what is not known yet, as a search does for its candidates.
 
@@ -46,7 +46,7 @@ def read(
     sizes: Mapping[str, int | None] | None = None,
     has_other_flags: bool = False,
 ) -> Described:
-    """Return what ``flags`` and the value of --model describe together.
+    """Read ``flags`` and the value of --model together.
 
     ``sizes`` are given by options, under the names of arguments.  ValueError where there is no model, for
     what contradicts itself, and for flags that Megatron cannot have, unless ``has_other_flags`` for those of

@@ -19,7 +19,7 @@ _MODELS = resources.files("megatron_pp_ext.planner") / "models"
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A named model: ``parameters`` as published, with their ``source``, and what it is to Megatron."""
+    """A named model: ``parameters`` as published, with their ``source``, and its arguments for Megatron."""
 
     name: str
     title: str

@@ -1,4 +1,4 @@
-"""How far the seconds of a rehearsal can be believed, from what disturbed its ranks while they ran."""
+"""The reliability of a rehearsal's seconds, from the disturbances of its ranks while they ran."""
 
 from collections.abc import Iterable
 from statistics import median, quantiles

@@ -42,7 +42,7 @@ def size(asked: RequestedJob) -> int:
 
 
 def _tokens(content: Any) -> int:
-    """Return how many tokens a tokenizer.json has, those that were added to its model's included."""
+    """Return the number of tokens in a tokenizer.json, with the tokens added to its model."""
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
         return 0
     vocabulary, added = content["model"].get("vocab", ()), content.get("added_tokens", ())

@@ -43,7 +43,7 @@ def _head_size(keys: Keys, count: int) -> int:
 
 
 def biases_of_all(keys: Keys) -> Arguments:
-    """Return whether linear layers have biases; ValueError where those of attention alone, or of MLPs, do.
+    """Return whether linear layers have biases; ValueError where attention and MLPs differ.
 
     attention_bias is one of the output's projection too.
     """
@@ -119,7 +119,7 @@ def _sharing(choosing: list[int], name: str) -> tuple[int, int]:
 
 
 def gated_delta_net(keys: Keys) -> Arguments:
-    """Return layers of gated delta nets between those of gated attention (Yang et al., arXiv 2412.06464)."""
+    """Return layers of gated delta nets between layers of gated attention (Yang et al., arXiv 2412.06464)."""
     kinds = keys.by_layer("layer_types", keys.layers, {"linear_attention": 1, "full_attention": 0})
     interval = keys.size("full_attention_interval", 4)
     keys.require("attn_output_gate", True, "the output of full attention is gated in this family")
@@ -138,7 +138,7 @@ def gated_delta_net(keys: Keys) -> Arguments:
 
 
 def windows(keys: Keys) -> Arguments:
-    """Return the sliding window of all layers, or of those that have one; no arguments without a window.
+    """Return the sliding window of all layers, or of some; no arguments without a window.
 
     A token sees itself and sliding_window - 1 tokens before it.
     """

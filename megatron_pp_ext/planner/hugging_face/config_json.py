@@ -1,4 +1,4 @@
-"""The content of a config.json as Megatron's arguments; see ``model_types.py`` for what is known."""
+"""The content of a config.json as Megatron's arguments; ``model_types.py`` lists the supported types."""
 
 import re
 from collections.abc import Mapping
@@ -55,7 +55,7 @@ _INPUTS = "vision_config", "audio_config", "vision_feature_layer", "spatial_merg
 
 @dataclass(frozen=True, slots=True)
 class GivenModel:
-    """The model ``name`` in Megatron's arguments, and ``notes``: sentences on what they leave out of it.
+    """The model ``name`` in Megatron's arguments, and ``notes``: sentences on parts that are left out.
 
     Up to ``longest`` tokens a sequence is trained as the model would; None without a bound.
     """
@@ -74,7 +74,7 @@ def is_config(content: Mapping[str, Any]) -> bool:
 
 
 def read(config: Mapping[str, Any]) -> GivenModel:
-    """Return what ``config``, the content of a config.json, describes.
+    """Return the model of ``config``, the content of a config.json.
 
     ValueError for types and keys that are not known, for wrong values, and for what is missing.
     """

@@ -30,7 +30,7 @@ class Keys:
         self.longest: int | None = None
 
     def unused(self) -> dict[str, Any]:
-        """Return what nobody has read and what is not known to be without effect."""
+        """Return the keys that nobody has read and that are not known to be without effect."""
         passed_over = self._used.union(_by_name("without_effect"))
         return {name: value for name, value in self._values.items() if name not in passed_over}
 

@@ -55,7 +55,7 @@ def experts_as_wide_as_mlps(keys: Keys) -> Arguments:
 
 
 def expert_layers(keys: Keys) -> Arguments:
-    """Return which layers have experts, where not all have, by whatever keys a family says it with."""
+    """Return which layers have experts, where some have none, by the keys of any family."""
     layers = keys.layers
     has = keys.by_layer("mlp_layer_types", layers, {"dense": 0, "sparse": 1})
     dense, step = keys.count("first_k_dense_replace"), keys.size("moe_layer_freq", 1)

@@ -13,7 +13,7 @@ _STACK = ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]
 
 
 def hybrid_layers(keys: Keys) -> Arguments:
-    """Return the pattern of the layers, and those that predict further tokens after it."""
+    """Return the pattern of the layers, followed by the MTP layers."""
     pattern = _pattern(keys, "hybrid_override_pattern", "layers_block_type")
     if pattern is None:
         raise ValueError("hybrid_override_pattern is missing: add it")

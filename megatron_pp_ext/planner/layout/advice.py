@@ -59,7 +59,7 @@ def advised(
 def divided(
     costs: Costs, sizes: Sequence[float], counts: Sequence[int]
 ) -> tuple[tuple[Seconds, ...], Seconds, Seconds]:
-    """Return the seconds of every layer, and those of the first and of the last stage besides their layers.
+    """Return the seconds of every layer, and of the first and the last stage's other work.
 
     Stage s has ``counts[s]`` layers, which share its seconds in ``costs`` in proportion to their ``sizes``.
     In the first and the last stage they take at most what layers of their size take between these, by the
@@ -81,7 +81,7 @@ def divided(
 
 
 def _rates(took: Sequence[float], totals: Sequence[float]) -> tuple[list[float], float, float]:
-    """Return each stage's seconds for a layer of size 1, and those of the ends besides their layers."""
+    """Return each stage's seconds for a layer of size 1, and the seconds of embedding and output head."""
 
     def beside(end: int) -> float:
         if not totals[end]:

@@ -50,7 +50,7 @@ def balanced(items: int, seconds: Seconds, least: Cut) -> Cut:
 
 
 def _choices(items: int, seconds: Seconds, least: Sequence[int], longest: float) -> _Choices:
-    """Return what each stage may have if none takes more than ``longest``, and the others have the rest."""
+    """Return the possible ranges of items of each stage, if no stage takes more than ``longest``."""
     before = [0, *accumulate(least)]
 
     def took(stage: int, first: int, end: int) -> float:

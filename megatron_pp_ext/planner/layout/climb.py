@@ -51,7 +51,7 @@ class Stages(Protocol):
 
     @property
     def seconds(self) -> Seconds:
-        """What returns the seconds of a stage with the items first, ..., end - 1."""
+        """The seconds of a stage with the items first, ..., end - 1."""
 
 
 class Climbed(NamedTuple):

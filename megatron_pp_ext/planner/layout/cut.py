@@ -1,4 +1,4 @@
-"""A cut of a row of items into stages, and what moving one item from a stage to another changes.
+"""A cut of a row of items into stages, and the effect of moving one item to another stage.
 
 The items are the layers of a model in order, and multi-token prediction after them.  The embedding, and the
 output layer with the loss, stay in the first and the last stage.  A move takes an item out of one stage and

@@ -25,7 +25,7 @@ _FLAG = f"--pipeline-model-parallel-layout {AUTO}"
 
 
 def settle(asked: RequestedJob, data: int, vocabulary: int) -> tuple[RequestedJob, str]:
-    """Return what was ``asked`` with a layout for ``auto``, and words about it for the start line.
+    """Return ``asked`` with a layout for ``auto``, and words about it for the start line.
 
     ``data`` is the data-parallel size and ``vocabulary`` the number of rows of the embedding.  A layer costs
     what --pipeline-costs says, which then has an object for each layer, or its operations.  ValueError where
@@ -73,7 +73,7 @@ def _laid_out(asked: RequestedJob, layout: str) -> RequestedJob:
 
 
 def _require_choice(asked: RequestedJob) -> None:
-    """Raise ValueError where ``asked`` leaves no layout to choose, or costs are not those of its layers."""
+    """Raise ValueError where ``asked`` leaves no layout to choose, or its costs are not those of layers."""
     all_rules.refuse(asked)
     all_rules.refuse_to_predict(asked)
     job, file = asked.job, asked.job.pipeline.pipeline_costs

@@ -30,7 +30,7 @@ NOTHING: Seconds = (0.0, 0.0, 0.0, 0.0)
 
 
 def seconds_of(costs: StageCosts) -> Seconds:
-    """Return the seconds of F, I and W in ``costs``, and what I and W save."""
+    """Return the seconds of F, I and W in ``costs``, and minus the seconds that a B saves over I and W."""
     return costs.forward, costs.input_gradient, costs.weight_gradient, -costs.hidden
 
 

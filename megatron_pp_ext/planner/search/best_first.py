@@ -135,7 +135,7 @@ class Search:
         replay: Callable[[Candidate, float], Evaluated | RankMemory | None],
         progress: Progress,
     ) -> list[Bounded]:
-        """Replay candidates in their order, and return those that ``replay`` finds to need too much."""
+        """Replay candidates in order, and return those for which ``replay`` reports too much memory."""
         number, kept_out = 0, list[Bounded]()
         try:
             for number, entry in enumerate(bounded):
@@ -238,7 +238,7 @@ class Search:
             raise ValueError(f"{FLEX} finds nothing: {infeasible}")
 
     def _replayed(self, candidate: Candidate, limit: float) -> Evaluated | RankMemory | None:
-        """Return the candidate with its estimate, what its fullest rank needs, or None if it is too slow."""
+        """Return the candidate with its estimate, or its fullest rank's memory; None if it is too slow."""
         outcome = self._replays.replayed(candidate, limit, lambda seconds: self._room(seconds, candidate))
         if isinstance(outcome, RankMemory) and outcome.total > self._limit and len(self.result.too_large) < 3:
             self.result.too_large.append((candidate, outcome))

@@ -23,7 +23,7 @@ from megatron_pp_ext.schedule.placement import Placement
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Candidates that are looked at together: those of ``space`` that are not ``before``.
+    """Candidates that are looked at together: all of ``space`` that are not in ``before``.
 
     ``choices`` are the arguments whose values the search chooses in them.  A round that ``is_varied`` has
     those that fit in a variant alone.
@@ -41,7 +41,7 @@ class Round:
 
 
 def rounds(space: Space) -> list[Round]:
-    """Return the rounds of a search of ``space``: without choices, with those of flags, and with variants."""
+    """Return the rounds of a search of ``space``: without choices, with flags' choices, with variants."""
     of_variants = tuple(name for variant in variants.tried(space.job) for name in variant.arguments)
     plain, choices = space.without_choices()
     planned = [Round(plain)]
@@ -54,7 +54,7 @@ def rounds(space: Space) -> list[Round]:
 
 @dataclass(frozen=True, slots=True)
 class _Least:
-    """What returns the least bytes of a candidate's fullest rank, and the least seconds of its step.
+    """The least bytes of a candidate's fullest rank, and the least seconds of its step.
 
     ``memory`` is told whether a rank may keep its largest stage alone.  ``seconds`` are with whole and with
     split backwards.
@@ -73,7 +73,7 @@ class Bounding:
         self.smallest: tuple[Candidate, RankMemory] | None = None
 
     def of_round(self, search_round: Round) -> Iterator[tuple[int, int, Iterator[Bounded]]]:
-        """Yield for each cut its number, how many there are, and what yields its candidates that may fit."""
+        """Yield the number of each cut, the number of all, and an iterator of its candidates that may fit."""
         cuts, before = (
             list(search_round.space.cuts()),
             set(search_round.before.cuts() if search_round.before else ()),

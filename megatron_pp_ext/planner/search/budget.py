@@ -11,7 +11,7 @@ _BEFORE_COMPILING = 0.75
 
 @dataclass
 class Budget:
-    """So many ``seconds`` of a processor from now on; ``clock`` counts those of this process."""
+    """A budget of ``seconds`` of processor time from now on; ``clock`` counts this process's."""
 
     seconds: float = inf
     clock: Callable[[], float] = time.process_time
@@ -27,13 +27,13 @@ class Budget:
 
     @property
     def words(self) -> str:
-        """What a search costs at most, in words."""
+        """The most that a search costs, in words."""
         if self.seconds == inf:
             return "without a limit"
         return f"for at most {self.seconds:g} s of a processor (--cpu-seconds)"
 
     def is_spent(self, leaves_some: bool = False, has_result: bool = True) -> bool:
-        """Whether all seconds are used, or all but those that compiling needs where it ``leaves_some``.
+        """Whether all seconds are used; with ``leaves_some`` all but a reserve for compiling.
 
         A search that has no result yet may take twice as long.
         """

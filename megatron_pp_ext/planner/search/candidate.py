@@ -74,7 +74,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """A short name, fit for a file: only what differs from one rank and no recomputation."""
+        """A short name, fit for a file: only differences from one rank and no recomputation."""
         sizes = (("tp", self.tensor), ("cp", self.context), ("ep", self.expert), ("pp", self.pipeline))
         words = [f"{letters}{size}" for letters, size in sizes if size > 1]
         if self.expert_tensor is not None:
@@ -123,7 +123,7 @@ class Candidate:
 
     @property
     def _request(self) -> Request:
-        """What flags of features are about; the placement stands for any of these ranks."""
+        """The request that the flags of features refer to; the placement stands for any of these ranks."""
         return Request(
             self.schedule,
             (linear(self.pipeline),),
@@ -149,11 +149,11 @@ class Candidate:
         return job.changed(**self._values())
 
     def requested(self, asked: RequestedJob) -> RequestedJob:
-        """Return what is ``asked`` with everything set as this candidate sets it."""
+        """Return ``asked`` with everything set as this candidate sets it."""
         return asked.changed(**self._values())
 
     def flags(self, model: Sequence[str] = ()) -> list[str]:
-        """Return ``model``, the words of a command line, with those that set the same in place of its own."""
+        """Return ``model``, the words of a command line, with this candidate's values in place of its own."""
         patterns = () if self.pattern is None else ("hybrid_layer_pattern", "hybrid_override_pattern")
         return [*strip(model, patterns), *spelled(self._values())]
 
@@ -204,7 +204,7 @@ _OURS = dict.fromkeys(
 
 
 def settled(asked: RequestedJob) -> RequestedJob:
-    """Return what was ``asked`` as candidates have it at their best, for the rules about flags.
+    """Return ``asked`` with the best values that a candidate can have, for the rules about flags.
 
     Where nobody gives the sizes of a pipeline or of experts, there are candidates that go with either.
     """
@@ -217,7 +217,7 @@ def settled(asked: RequestedJob) -> RequestedJob:
 
 
 def alone(asked: RequestedJob) -> RequestedJob:
-    """Return what was ``asked``, as ``settled``, without a pipeline and what a search sets for one."""
+    """Return ``asked``, as ``settled``, without a pipeline and the flags that a search sets for one."""
     return settled(asked).changed(
         pipeline_model_parallel_size=1,
         expert_model_parallel_size=2,

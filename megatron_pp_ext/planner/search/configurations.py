@@ -70,7 +70,7 @@ class Space:
                             yield from self._sliced(cut)
 
     def _sliced(self, cut: Candidate) -> Iterator[Candidate]:
-        """Yield ``cut`` with whole sequences and with the slices that it can have, of those asked for."""
+        """Yield ``cut`` with whole sequences and with its possible slice lengths, of the requested ones."""
         for slices in slices_options.choices(self.job):
             if slices is None:
                 yield cut
@@ -91,12 +91,12 @@ class Space:
                 yield replace(cut, micro_batch=size, microbatches=samples // size)
 
     def without_choices(self) -> tuple[Self, tuple[str, ...]]:
-        """Return the space without what flags of features leave open, and the arguments that do."""
+        """Return the space without the choices that flags leave open, and the arguments that have some."""
         names = options.left_open(self.job)
         return replace(self, job=self.job.changed(**dict.fromkeys(names))), names
 
     def recomputes(self, cut: Candidate, chunks: int) -> list[Recompute]:
-        """Return what can be recomputed, from nothing to everything."""
+        """Return the kinds of recomputation, from nothing to everything."""
         model, memory = self.job.model, self.job.memory
         if "recompute_granularity" in self.fixed:
             how, layers = memory.recompute_granularity, memory.recompute_num_layers or None
@@ -130,7 +130,7 @@ class Space:
                 yield chunks, names
 
     def _chunks(self, ranks: int) -> list[int]:
-        """Return the numbers of chunks a rank: each gives the longest stage fewer layers than those before.
+        """Return the numbers of chunks a rank: each gives the longest stage fewer layers than the one before.
 
         Where stages are even these are the divisors of a rank's layers.
         """
@@ -190,7 +190,7 @@ class Space:
 
 
 def record(candidate: Candidate) -> dict[str, Any]:
-    """Return what ``candidate`` sets, as files of a search have it."""
+    """Return the settings of ``candidate``, as files of a search have them."""
     entries = {**candidate.record(), "is_paired": Pairs() in candidate.options}
     slices = candidate.option(slices_options.Slices)
     return entries if slices is None else {**entries, "slice_tokens": slices.tokens}

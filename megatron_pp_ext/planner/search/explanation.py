@@ -22,7 +22,7 @@ def why(best: Evaluated, other: Evaluated) -> str:
 
 
 def _seconds(evaluated: Evaluated) -> list[tuple[str, float]]:
-    """Return the parts of a step: an average rank's work and idling, and what follows the pipeline."""
+    """Return the parts of a step: an average rank's work and idling, and the time after the pipeline."""
     estimate = evaluated.estimate
     idle = estimate.bubble * estimate.pipeline_seconds
     return [

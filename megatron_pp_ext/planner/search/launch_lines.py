@@ -91,7 +91,7 @@ def folded(words: Sequence[str], indent: int) -> str:
 
 
 def batch_file(name: str, flags: Sequence[str], gpus: int, gpus_per_node: int, comment: str) -> str:
-    """Return a shell script that submits the job ``name``, from whatever folder it is called in."""
+    """Return a shell script that submits the job ``name``, from any folder."""
     nodes, ranks = max(1, gpus // gpus_per_node), min(gpus, gpus_per_node)
     submit = ["sbatch", f"--job-name={name}", f"--nodes={nodes}", f"--gpus-per-node={ranks}"]
     return "\n".join(

@@ -1,4 +1,4 @@
-"""What a configuration needs at least, whatever the order: no step is shorter, and no rank keeps less.
+"""Lower bounds for a configuration in any order: the seconds of a step, and the bytes of a rank.
 
 time    a rank does all its F, I and W, and all S and T of a split head, one after the other, the first
         microbatch has to reach it, and where backwards are whole, its last gradient has to travel back to
@@ -73,7 +73,7 @@ def bounds(work: Workload, microbatches: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class MeanRank:
-    """What a rank of ``work`` has on average: ``part``, which is the same under every cut into stages.
+    """The average rank of ``work``: ``part``, which is the same under every cut into stages.
 
     ``least`` is what stages take at least.
     """
@@ -90,7 +90,7 @@ class MeanRank:
     def memory(
         self, microbatches: int, margin: float, activations: float | None = None, of_largest: bool = False
     ) -> RankMemory:
-        """Return what a rank needs on average: in any order, where under no cut the fullest one needs less.
+        """Return a lower bound on an average rank's memory in any order; under no cut the fullest needs less.
 
         ``activations`` are their bytes, if more are known than ``least_memory`` counts, for which
         ``of_largest`` means the same.
@@ -106,7 +106,7 @@ class MeanRank:
         return memory_beside(work, self.state, loss, activations, messages, margin)
 
     def bounds(self, microbatches: int) -> tuple[float, float]:
-        """Return the same two lower bounds as ``bounds``, for whatever cut of the layers into stages.
+        """Return the two lower bounds of ``bounds``, for any cut of the layers into stages.
 
         Every cut has the same work in all, T a microbatch, and its busiest rank at least ``busiest_rank``.
         Rank r starts after the forwards of r stages, and with whole backwards it ends before their backwards.
@@ -125,7 +125,7 @@ class MeanRank:
         busiest = busiest_rank(least, work.placement, len(work.model.layers))
 
         def way(first: float, middle: float) -> float:
-            """Return what the stages before the mean rank's first one take, with the messages."""
+            """Return the seconds of the stages before the mean rank's first one, with the messages."""
             return (ranks - 1) / ranks * (first + (ranks - 2) / 2 * middle) + (ranks - 1) / 2 * work.hop
 
         busy = microbatches * (max(mean, busiest) + vocabulary)
@@ -149,7 +149,7 @@ def mean_rank(work: Workload, sums: ModelSums, fewest: Sequence[int]) -> MeanRan
 
 
 def busiest_rank(least: LeastSeconds, placement: Placement, layers: int) -> float:
-    """Return the seconds of a microbatch on the busiest rank at least, in whatever cut.
+    """Return a lower bound on the busiest rank's seconds of a microbatch, in any cut.
 
     Layers are dealt out one by one, each to the rank that has the least with it.  Each counts like the
     shortest, and the order of the layers does not count.
@@ -186,7 +186,7 @@ def _mean_messages(placement: Placement, microbatches: int) -> float:
 
 
 def least_memory(work: Workload, microbatches: int, margin: float, of_largest: bool = False) -> RankMemory:
-    """Return what the fullest rank needs in any order.
+    """Return a lower bound on the fullest rank's memory in any order.
 
     With ``of_largest`` a rank may keep the activations of its largest stage alone.
     """
@@ -211,7 +211,7 @@ def _least_kept(work: Workload, whole: float, largest: float, of_largest: bool) 
 
 
 def least_memory_sharing(work: Workload, name: str, microbatches: int, margin: float) -> RankMemory:
-    """Return what the fullest rank needs in the order that splitting the head makes of ``name``.
+    """Return a lower bound on the fullest rank's memory in the order of ``name`` with a split head.
 
     It puts the backwards of the schedule off, or of the one with a microbatch more, so that no rank keeps
     less of its stages than these do.  From two microbatches a rank on, more of them need no less.

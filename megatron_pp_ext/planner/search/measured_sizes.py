@@ -1,4 +1,4 @@
-"""What a search keeps where the stages were measured: the sizes at which they were, and their number.
+"""The sizes that a search keeps because stages were measured at them, and the number of stages.
 
 It then goes through schedules and memory limits; how many data-parallel ranks and microbatches there are
 follows from the GPUs and the batch.
@@ -57,7 +57,7 @@ def stages(job: Job, arguments: Collection[str]) -> int:
 
 
 def described(job: Job, count: int) -> str:
-    """Return what a search of ``count`` measured stages keeps and what it tries, in words."""
+    """Return the fixed and the free sizes of a search of ``count`` measured stages, in words."""
     sizes = ", ".join(f"{flag(name)} {job.value(name)}" for name in _SIZES)
     return (
         f"The {count} stages in {job.pipeline.pipeline_costs} and {sizes} stay; schedules and memory limits "

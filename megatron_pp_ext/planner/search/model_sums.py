@@ -65,7 +65,7 @@ class ModelSums:
         return layers + beside + self.model.other.times(len(cut))
 
     def least(self, job: Job, fewest: Sequence[int], splits_head: bool) -> LeastSeconds:
-        """Return what stages take at least where the first, each middle and the last have so many layers."""
+        """Return lower bounds of stage seconds if the first, each middle and the last have so many layers."""
         few = fewest[0], fewest[1], fewest[-1]
         is_full, is_block = job.memory.recomputes_layers, job.memory.recomputes_first
         key = is_full, is_block, few, splits_head
@@ -92,7 +92,7 @@ class ModelSums:
         return self._least[key]
 
     def _beside(self, job: Job, splits_head: bool, is_one: bool) -> Part:
-        """Return what the stages, or the only one, have besides their layers, but for what each has."""
+        """Return the parts of the stages besides their layers, or of the only one, but for each one's own."""
         key = "beside", splits_head, is_one
         if key not in self._totals:
             ends = [part for parts in end_parts(self.model, splits_head) for part in parts]
@@ -100,7 +100,7 @@ class ModelSums:
         return self._totals[key]
 
     def _recomputed(self, job: Job, cut: Sequence[int], size: int, input_bytes: float) -> Part:
-        """Return the sum of the layers where those computed again depend on the stages.
+        """Return the sum of the layers where the recomputed ones depend on the stages.
 
         These are the first ``size`` of each stage, or all in groups of ``size``.
         """

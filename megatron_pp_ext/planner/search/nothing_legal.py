@@ -39,7 +39,7 @@ def reason(space: Space) -> str:
 
 
 def _to_change(space: Space, names: Iterable[str], wider: Space) -> str:
-    """Say that one of the flags ``names`` has to change, and to what, if all else is as in ``wider``."""
+    """Return the sentence that one of the flags ``names`` has to change, and to what, given ``wider``."""
     flags, ways = [], []
     for name in names:
         sizes = {

@@ -28,7 +28,7 @@ class Evaluated:
 
 
 class Timed(NamedTuple):
-    """A candidate with its stages, what its fullest rank needs at least, and the seconds of its step."""
+    """A candidate with its stages, its fullest rank's least memory, and the seconds of its step."""
 
     candidate: Candidate
     work: Workload
@@ -55,7 +55,7 @@ class Replays:
     def replayed(
         self, candidate: Candidate, limit: float, room: Callable[[float], float]
     ) -> Evaluated | RankMemory | None:
-        """Return the candidate with its estimate, or what its fullest rank needs if that is above ``limit``.
+        """Return the candidate with its estimate, or its fullest rank's memory if that is above ``limit``.
 
         ``room`` returns the bytes in which a step of so many seconds would be worth having.  None stands for
         a candidate that was timed and needs more.  Other layouts than the one that it is tried with first
@@ -79,7 +79,7 @@ class Replays:
     def laid_out(
         self, cuts: CandidateCuts, room: Callable[[float], float], estimated: Estimating
     ) -> Evaluated | RankMemory | None:
-        """Return what ``estimated`` returns for the layout of ``cuts`` whose step is shortest."""
+        """Return the result of ``estimated`` for the layout of ``cuts`` whose step is shortest."""
         limit = cuts.limit
         # Cuts differ little in what all ranks need together, and most candidates end here.
         mean = cuts.mean()
@@ -109,7 +109,7 @@ class Replays:
     def _estimated(
         self, timed: Timed, limit: float, room: Callable[[float], float]
     ) -> Evaluated | RankMemory | None:
-        """Return the candidate with its estimate, or what ``replayed`` returns instead.
+        """Return the candidate with its estimate, or the other results of ``replayed``.
 
         The messages of a whole order take longer to count than its seconds, and are counted last.
         """

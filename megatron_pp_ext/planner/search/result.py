@@ -1,4 +1,4 @@
-"""What a search looks at, and what it finds."""
+"""The results of a search, and its counts."""
 
 from dataclasses import dataclass, field, replace
 from enum import Enum

@@ -1,4 +1,4 @@
-"""The workloads, stages and orders of candidates; what several candidates have in common is made once."""
+"""The workloads, stages and orders of candidates, each built once for all candidates that share it."""
 
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -41,7 +41,7 @@ class Workloads:
         return Workload(job, self._system, placed, candidate.data, layers, model)
 
     def mean(self, candidate: Candidate, placement: Placement) -> MeanRank:
-        """Return what its ranks have on average, with even stages where these make a difference."""
+        """Return the average of its ranks, with even stages where these make a difference."""
         job = self._described(_without_layout(candidate))
         sums, least = self._sums_of(candidate, job), fewest(job, placement)
         cut = even(len(sums.model.layers), least)

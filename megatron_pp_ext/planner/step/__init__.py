@@ -1,4 +1,4 @@
-"""How long one training step takes, and what every rank keeps.
+"""The seconds of one training step, and the memory of every rank.
 
 Whoever imports it gets what the features add: they register here.
 """

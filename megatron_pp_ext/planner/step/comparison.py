@@ -1,4 +1,4 @@
-"""The same job under Megatron's own schedules, which is shown beside what a schedule is predicted to take.
+"""The same job under Megatron's own schedules, shown next to a schedule's prediction.
 
 Each alternative keeps the parallel sizes, the batch and the precision of the job.  Stages have equally many
 layers in it, since a layout of the job is one for the stages of its schedule.
@@ -71,7 +71,7 @@ class Comparison:
 
     @property
     def warnings(self) -> list[str]:
-        """What Megatron's own schedules do better: 1F1B in time, interleaved in time for no more bytes."""
+        """Warnings where Megatron's own schedules are better: 1F1B in time, interleaved at no more bytes."""
         lines = []
         job = self.chosen
         for other in (self.stock, self.interleaved):
@@ -96,7 +96,7 @@ class Comparison:
 def compared(
     asked: RequestedJob, machine: System, data: int, estimated: Estimate, margin: float = MARGIN
 ) -> Comparison | None:
-    """Return the step ``estimated`` for what was ``asked`` on ``data`` data-parallel ranks beside others.
+    """Return the step ``estimated`` for ``asked`` on ``data`` data-parallel ranks, next to others.
 
     The job has a ``vocab_size``.  None where there is no pipeline, where the job runs Megatron's own schedule
     as it is, and where it has no step to compare, since its schedule never flushes.
@@ -138,7 +138,7 @@ def compared(
 
 
 def at_start(asked: RequestedJob, data: int, rows: Callable[[], int]) -> list[str]:
-    """Return what a job logs at its start about a step of it beside others, by the rates of an H100.
+    """Return lines for a job's start that compare its step with others, by the rates of an H100.
 
     The step is that of what is ``asked`` on ``data`` data-parallel ranks; ``rows`` returns the rows of the
     embedding.  Nothing where ``compared`` returns None, where the step has too many actions to be timed at
@@ -183,7 +183,7 @@ class _Timed:
         self._left = _MOST_ACTIONS
 
     def step(self, asked: RequestedJob, name: str) -> Alternative | None:
-        """Return the step of what is ``asked``, or None where it cannot run or has too many actions."""
+        """Return the step of ``asked``, or None where it cannot run or has too many actions."""
         with suppress(ValueError):
             all_rules.refuse_to_plan(asked)
             request = pipeline.read(asked, self._data)

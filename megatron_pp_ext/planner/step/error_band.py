@@ -66,7 +66,7 @@ class Band:
         return f"{without}; {widest}"
 
     def beyond(self, *unmeasured: str) -> "Band":
-        """Return the band of a job that also has what is ``unmeasured``, in words."""
+        """Return the band of a job that also has the ``unmeasured`` properties, in words."""
         return _band(self.kind, (*self.unmeasured, *unmeasured))
 
     def of(self, seconds: float) -> tuple[float, float] | None:
@@ -105,7 +105,7 @@ def _band(kind: str, unmeasured: tuple[str, ...]) -> Band:
 def _unmeasured(
     job: Job, system: str, schedule: str, splits_head: bool, runs: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield what ``job`` has and none of the ``runs`` of its kind had.
+    """Yield the properties of ``job`` that none of the ``runs`` of its kind had.
 
     Megatron's own schedules count as one.
     """

@@ -57,13 +57,13 @@ def describe(values: Mapping[str, Any], source: str = "the model") -> Job:
 
 
 def asked_of(job: Job) -> RequestedJob:
-    """Return what is asked where ``job`` is not described by flags: its fields, and no other argument."""
+    """Return the request of a ``job`` that no flags describe: its fields, and no other argument."""
     values = {name: job.value(name) for name in PLACES}
     return RequestedJob(flag_table.parse([], values))
 
 
 def settle(args: Namespace) -> None:
-    """Set what Megatron derives from other arguments, and the name here of the schedule."""
+    """Set the arguments that Megatron derives from others, and this package's name of the schedule."""
     vars(args).update(settled(vars(args)))
 
 
@@ -97,7 +97,7 @@ def require_complete(args: Namespace, source: str) -> None:
 
 
 def _rule(action: Action, value: Any, args: Namespace) -> str:
-    """Return what ``value`` must be for ``action``, the flag of an argument; empty where it is that."""
+    """Return the rule for ``value`` of ``action``, the flag of an argument; empty where it holds."""
     if action.dest == "pipeline_memory_limit":
         is_right = isinstance(value, str) or (is_number(value) and value > 0)
         rule = "a number above 0, or a text with one for each rank, as in 0.9-0.8"

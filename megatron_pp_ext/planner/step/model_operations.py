@@ -29,7 +29,7 @@ def model_operations(job: Job, samples: int) -> float:
 
 
 def _letters(job: Job) -> Iterator[str]:
-    """Yield the parts of all layers, and of those that predict, by the letters of --hybrid-layer-pattern."""
+    """Yield the parts of all layers, MTP's included, by the letters of --hybrid-layer-pattern."""
     model = job.model
     if model.pattern is not None:
         predicting = (model.predicting_pattern or "") * model.mtp_num_layers

@@ -21,7 +21,7 @@ class Parameters:
 
 
 def parameters(job: Job) -> Parameters:
-    """Return the parameters of ``job``'s model, with multi-token prediction, whatever ranks have of it."""
+    """Return the parameters of ``job``'s whole model, with MTP."""
     alone = job.changed(
         tensor_model_parallel_size=1,
         sequence_parallel=False,
@@ -44,5 +44,5 @@ def parameters(job: Job) -> Parameters:
 
 
 def entries(job: Job) -> dict[str, int]:
-    """Return what a result says of them by name: nothing of measured stages, whose layers may be unknown."""
+    """Return the counts for a result by name: none for measured stages, whose layers may be unknown."""
     return {} if job.pipeline.pipeline_costs else asdict(parameters(job))

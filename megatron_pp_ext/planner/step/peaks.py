@@ -1,4 +1,4 @@
-"""How far measured peaks of memory were above their estimates, and what a search leaves free for that."""
+"""The measured peaks of memory against their estimates, and the margin that a search leaves."""
 
 from megatron_pp_ext.job.typed_job import Job
 
