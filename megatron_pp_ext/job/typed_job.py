@@ -44,7 +44,7 @@ class Job:
         if isinstance(asked, cls):
             return asked
         found = {name: getattr(asked, name, None) for name in _READ}
-        return cls().changed(**{name: _plain(value) for name, value in settled(found).items()})
+        return cls().changed(**{name: _plain(value) for name, value in with_derived(found).items()})
 
     def changed(self, **values: Any) -> Self:
         """Return a job with other ``values``, None for a default; the parts that they leave alone are shared.
@@ -98,7 +98,7 @@ IMPLY = {"recompute_activations", "use_rotary_position_embeddings", "mtp_hybrid_
 _READ = (*PLACES, *OTHER_NAMES, *IMPLY)
 
 
-def settled(given: Mapping[str, Any]) -> dict[str, Any]:
+def with_derived(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments ``given`` with what Megatron derives from others, for those that a job has."""
     found = {name: given.get(name) for name in PLACES}
     for other, name in OTHER_NAMES.items():

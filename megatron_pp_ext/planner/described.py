@@ -12,7 +12,7 @@ from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.sizes import require_vocabulary
 from megatron_pp_ext.planner import model_names
 from megatron_pp_ext.planner.hugging_face.config_json import GivenModel
-from megatron_pp_ext.planner.step.model_description import flag, require_complete, settle
+from megatron_pp_ext.planner.step.model_description import derive_arguments, flag, require_complete
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def read(
         values |= _longer_positions(shipped, values, words)
     start = {name: value for name, value in values.items() if value is not None}
     args = flag_table.parse(words, start, has_other_flags)
-    settle(args)
+    derive_arguments(args)
     if shipped is None:
         return Described(words, RequestedJob(args), flag_table.unknown())
     require_complete(args, shipped.name)

@@ -23,7 +23,7 @@ from megatron_pp_ext.job.our_flags import add_flags
 from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.planner import described
-from megatron_pp_ext.planner.step.model_description import settle
+from megatron_pp_ext.planner.step.model_description import derive_arguments
 from megatron_pp_ext.schedule.costs import Costs
 from tests.support.ranks import run_ranks
 from tests.support.training import TINY
@@ -45,7 +45,7 @@ def read_by_megatron(words: Sequence[str]) -> Namespace:
     if not any(action.dest == "pipeline_schedule" for action in parser._actions):
         add_flags(parser)  # they are there already where this package's hooks are installed
     args = parser.parse_args(list(words))
-    settle(args)
+    derive_arguments(args)
     return args
 
 

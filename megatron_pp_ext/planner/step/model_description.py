@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_pp_ext.job import flag_effects, flag_table, our_flags
 from megatron_pp_ext.job.requested_job import RequestedJob
-from megatron_pp_ext.job.typed_job import PLACES, Job, settled
+from megatron_pp_ext.job.typed_job import PLACES, Job, with_derived
 from megatron_pp_ext.json_input import did_you_mean, is_number
 
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
@@ -51,7 +51,7 @@ def describe(values: Mapping[str, Any], source: str = "the model") -> Job:
     """Return the job of ``values``, by name; ValueError, naming ``source``, for unknown names and values."""
     require_known(values, source)
     args = flag_table.parse([], values)
-    settle(args)
+    derive_arguments(args)
     require_complete(args, source)
     return Job.of(args)
 
@@ -62,9 +62,9 @@ def asked_of(job: Job) -> RequestedJob:
     return RequestedJob(flag_table.parse([], values))
 
 
-def settle(args: Namespace) -> None:
+def derive_arguments(args: Namespace) -> None:
     """Set the arguments that Megatron derives from others, and this package's name of the schedule."""
-    vars(args).update(settled(vars(args)))
+    vars(args).update(with_derived(vars(args)))
 
 
 def require_complete(args: Namespace, source: str) -> None:
