@@ -26,16 +26,16 @@ class Described:
     asked: RequestedJob
     notes: Sequence[str] = ()
 
-    def counted(self, settle: Callable[[RequestedJob], RequestedJob] = lambda asked: asked) -> RequestedJob:
+    def counted(self, complete: Callable[[RequestedJob], RequestedJob] = lambda asked: asked) -> RequestedJob:
         """Return ``asked``; ValueError for a model whose costs are not known, and for one that cannot train.
 
-        ``settle`` sets what is not known yet, as a search does for its candidates.
+        ``complete`` sets the arguments that are still open, as a search does for its candidates.
 
         ``vocab_size`` stays empty where only the tokenizer knows it.
         """
         asked = self.asked
         require_complete(asked.args, "the model")
-        all_rules.refuse_to_plan(settle(asked))
+        all_rules.refuse_to_plan(complete(asked))
         require_vocabulary(asked)
         return asked.changed(vocab_size=asked.model.vocab_size or asked.model.padded_vocab_size or None)
 

@@ -192,7 +192,7 @@ class Candidate:
 
 
 @cache
-def _settled() -> tuple[str, ...]:
+def _candidate_arguments() -> tuple[str, ...]:
     """Return the arguments that a candidate sets."""
     return tuple(Candidate(1, 1, 1, 1, 1, 1, 1, Recompute("none"))._values())
 
@@ -203,7 +203,7 @@ _OURS = dict.fromkeys(
 """The arguments that candidates set whatever the user gives; they keep the user's ``global_batch_size``."""
 
 
-def settled(asked: RequestedJob) -> RequestedJob:
+def with_search_defaults(asked: RequestedJob) -> RequestedJob:
     """Return ``asked`` with the best values that a candidate can have, for the rules about flags.
 
     Where nobody gives the sizes of a pipeline or of experts, there are candidates that go with either.
@@ -217,8 +217,8 @@ def settled(asked: RequestedJob) -> RequestedJob:
 
 
 def alone(asked: RequestedJob) -> RequestedJob:
-    """Return ``asked``, as ``settled``, without a pipeline and the flags that a search sets for one."""
-    return settled(asked).changed(
+    """Return ``asked``, as ``with_search_defaults``, without a pipeline and the flags that a search sets for one."""
+    return with_search_defaults(asked).changed(
         pipeline_model_parallel_size=1,
         expert_model_parallel_size=2,
         pipeline_schedule=None,
@@ -228,12 +228,12 @@ def alone(asked: RequestedJob) -> RequestedJob:
     )
 
 
-def settled_in(words: Sequence[str]) -> frozenset[str]:
+def fixed_arguments(words: Sequence[str]) -> frozenset[str]:
     """Return the arguments that ``words``, a command line, give and a search leaves as they are."""
     arguments = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words}
     if "recompute_activations" in arguments:
         arguments.add("recompute_granularity")
-    return frozenset(arguments & set(_settled()) - {*_OURS, "global_batch_size"})
+    return frozenset(arguments & set(_candidate_arguments()) - {*_OURS, "global_batch_size"})
 
 
 def strip(words: Sequence[str], more: Sequence[str] = ()) -> list[str]:
@@ -241,7 +241,7 @@ def strip(words: Sequence[str], more: Sequence[str] = ()) -> list[str]:
 
     ``more`` are arguments that not every candidate sets.
     """
-    flags = {flag(name) for name in (*_settled(), "recompute_activations", *more)}
+    flags = {flag(name) for name in (*_candidate_arguments(), "recompute_activations", *more)}
     remaining: list[str] = []
     is_dropping = False
     for word in words:
