@@ -49,7 +49,7 @@ def _profiling(*step: Any) -> AbstractContextManager[None]:
 def _layout(asked: "RequestedJob", data: int, vocabulary: int) -> tuple["RequestedJob", str]:
     from megatron_pp_ext.planner.layout import requested_layout
 
-    return requested_layout.settle(asked, data, vocabulary)
+    return requested_layout.resolve(asked, data, vocabulary)
 
 
 def beside_stock(asked: "RequestedJob", data: int) -> list[str]:

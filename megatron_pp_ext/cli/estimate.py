@@ -156,7 +156,7 @@ def with_layout(words: Sequence[str], asked: RequestedJob, gpus: int) -> tuple[l
 
     if not asked.pipeline.finds_layout:
         return list(words), asked, ""
-    asked, chosen = requested_layout.settle(
+    asked, chosen = requested_layout.resolve(
         asked, data_parallel_size(asked.job, gpus), asked.model.vocab_size
     )
     flag, replaced = "--pipeline-model-parallel-layout", "--num-virtual-stages-per-pipeline-rank"

@@ -10,7 +10,7 @@ from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
 
-type Settle = Callable[[RequestedJob, int, int], tuple[RequestedJob, str]]
+type ResolveLayout = Callable[[RequestedJob, int, int], tuple[RequestedJob, str]]
 """(what is asked, data-parallel size, rows of the embedding) -> the same with a layout for ``auto``, and
 words about it.
 
@@ -27,27 +27,27 @@ ValueError for a model that cannot be estimated.
 
 @dataclass(frozen=True, slots=True)
 class _Finder:
-    settle: Settle
+    resolve: ResolveLayout
     advise: Advise
 
 
 _finder: _Finder | None = None
 
 
-def register(settle: Settle, advise: Advise) -> None:
-    """Let ``settle`` find the layouts of ``auto``, and ``advise`` better ones for the next start."""
+def register(resolve: ResolveLayout, advise: Advise) -> None:
+    """Let ``resolve`` find the layouts of ``auto``, and ``advise`` better ones for the next start."""
     global _finder
-    _finder = _Finder(settle, advise)
+    _finder = _Finder(resolve, advise)
 
 
-def settle(asked: RequestedJob, data: int, vocabulary: int) -> tuple[RequestedJob, str]:
-    """Return ``asked`` with a layout for ``auto``, as ``Settle`` does.
+def resolve(asked: RequestedJob, data: int, vocabulary: int) -> tuple[RequestedJob, str]:
+    """Return ``asked`` with a layout for ``auto``, as ``ResolveLayout`` does.
 
     ValueError, too, where nobody finds layouts.
     """
     if _finder is None:
         raise not_loaded("--pipeline-model-parallel-layout auto")
-    return _finder.settle(asked, data, vocabulary)
+    return _finder.resolve(asked, data, vocabulary)
 
 
 def advised(

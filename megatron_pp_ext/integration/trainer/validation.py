@@ -121,7 +121,9 @@ def read_flags(args: Namespace) -> tuple[RequestedJob, str] | None:
     all_rules.refuse(asked)
     layout = ""
     if asked.pipeline.finds_layout:
-        asked, layout = layout_finder.settle(asked, _data_parallel_size(asked), model_costs.vocabulary(asked))
+        asked, layout = layout_finder.resolve(
+            asked, _data_parallel_size(asked), model_costs.vocabulary(asked)
+        )
         args.pipeline_model_parallel_layout = asked.pipeline.pipeline_model_parallel_layout
         args.num_virtual_stages_per_pipeline_rank = None
     values = choices.chosen(
@@ -159,7 +161,7 @@ def pipeline_of(asked: RequestedJob, layout: str) -> requested.Pipeline:
         source = Source(request, functools.partial(_costs, asked))
     except OSError as error:
         raise ValueError(f"--pipeline-schedule {args.pipeline_schedule}: {error}") from error
-    _settle_chunks(args, asked.job, request, source.placement)
+    _set_chunks(args, asked.job, request, source.placement)
     # Pairs put weight gradients off by themselves; layers that do so too would do it twice.
     args.delay_wgrad_compute = False
     if request.updates is not None:
@@ -199,7 +201,7 @@ def _costs(asked: RequestedJob, stages: int, splits_head: bool = False) -> Costs
     return stage_costs.cut(stage_costs.read(asked.job), asked.job, stages, splits_head)
 
 
-def _settle_chunks(args: Namespace, job: Job, request: Request, placement: Placement) -> None:
+def _set_chunks(args: Namespace, job: Job, request: Request, placement: Placement) -> None:
     """Let Megatron build as many chunks a rank as the schedule has."""
     if layers.stages_described(job) is not None:
         return

@@ -24,7 +24,7 @@ from megatron_pp_ext.schedule.placement import Placement, linear, loop
 _FLAG = f"--pipeline-model-parallel-layout {AUTO}"
 
 
-def settle(asked: RequestedJob, data: int, vocabulary: int) -> tuple[RequestedJob, str]:
+def resolve(asked: RequestedJob, data: int, vocabulary: int) -> tuple[RequestedJob, str]:
     """Return ``asked`` with a layout for ``auto``, and words about it for the start line.
 
     ``data`` is the data-parallel size and ``vocabulary`` the number of rows of the embedding.  A layer costs
