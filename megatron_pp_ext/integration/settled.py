@@ -28,7 +28,9 @@ from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
 
 
-def settle(pipeline: Pipeline, model: Sequence[torch.nn.Module], sequence: int, microbatch: int) -> Pipeline:
+def bind_to_model(
+    pipeline: Pipeline, model: Sequence[torch.nn.Module], sequence: int, microbatch: int
+) -> Pipeline:
     """Return ``pipeline`` as the chunks ``model`` need it; ValueError where it cannot train them.
 
     A step has ``microbatch`` samples of ``sequence`` tokens in a microbatch.

@@ -20,7 +20,7 @@ from megatron_pp_ext.integration.runners.sources import Requested, guide_of
 from megatron_pp_ext.integration.runners.stock_steps import measured
 from megatron_pp_ext.integration.runners.tracing import Tracing
 from megatron_pp_ext.integration.runners.transport import ProcessGroups
-from megatron_pp_ext.integration.settled import settle
+from megatron_pp_ext.integration.settled import bind_to_model
 from megatron_pp_ext.integration.step_runners import RUNNERS
 from megatron_pp_ext.job.call_words import in_words_of_call
 from megatron_pp_ext.runtime.first_rank import print_rank_0
@@ -126,9 +126,9 @@ def _first_runner(
     refuse_multimodule(pg_collection)
     group = pg_collection.pp if pg_collection else parallel_state.get_pipeline_model_parallel_group()
     require_as_placed(model, pipeline, group)
-    settled = settle(pipeline, model, seq_length, micro_batch_size)
-    announce(settled)
-    return put_together(settled, _transport(pipeline))
+    bound = bind_to_model(pipeline, model, seq_length, micro_batch_size)
+    announce(bound)
+    return put_together(bound, _transport(pipeline))
 
 
 _runners: WeakKeyDictionary[torch.nn.Module, PipelineRunner] = WeakKeyDictionary()
