@@ -217,7 +217,7 @@ def with_search_defaults(asked: RequestedJob) -> RequestedJob:
 
 
 def alone(asked: RequestedJob) -> RequestedJob:
-    """Return ``asked``, as ``with_search_defaults``, without a pipeline and the flags that a search sets for one."""
+    """Return ``asked`` with a search's defaults, but without a pipeline and the flags set for one."""
     return with_search_defaults(asked).changed(
         pipeline_model_parallel_size=1,
         expert_model_parallel_size=2,
