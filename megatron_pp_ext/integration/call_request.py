@@ -131,7 +131,7 @@ def asked(
         )
     stages = None if explicit_costs is None else len(explicit_costs.stages)
     sizes = ranks, microbatches, chunks
-    request = call.requested(schedule, *sizes, memory_limit, stages, loss_rank, **of_features)
+    request = call.request_of_call(schedule, *sizes, memory_limit, stages, loss_rank, **of_features)
     return Call(request, explicit_costs, file, None if timeout is None else _patience(timeout), unproved)
 
 

@@ -14,7 +14,7 @@ from megatron_pp_ext.schedule.formats import costs_file, csv_file
 from megatron_pp_ext.schedule.placement import FIRST, LAST
 
 
-def requested(
+def request_of_call(
     schedule: str,
     ranks: int,
     microbatches: int,
