@@ -62,7 +62,7 @@ def read(asked: RequestedJob, data: int) -> Request:
     if catalog.abilities(request.schedule).flushes:
         return request
     request = replace(request, updates=updates.read(job, microbatches))
-    replicated = replicas.requested(job)
+    replicated = replicas.requested_replicas(job)
     if replicated:
         replicas.require_turns(asked, replicated, microbatches)
     return request

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 _FLAG = "--pipeline-replicas"
 
 
-def requested(job: Job) -> Replicas | None:
+def requested_replicas(job: Job) -> Replicas | None:
     """The replicas of each stage of ``job``, None without the flag; ValueError if it cannot be."""
     text = job.pipeline.pipeline_replicas
     return None if text is None else _read(text, job.parallel.pipeline_model_parallel_size)
@@ -33,7 +33,7 @@ def _read(text: str, stages: int) -> Replicas:
 
 def of_stages(job: Job) -> Replicas:
     """The replicas of each stage, one each where ``job`` requests none; ValueError as for ``requested``."""
-    return requested(job) or Replicas.straight(job.parallel.pipeline_model_parallel_size)
+    return requested_replicas(job) or Replicas.straight(job.parallel.pipeline_model_parallel_size)
 
 
 def require_world(job: Job, replicas: Replicas, world_size: int) -> None:

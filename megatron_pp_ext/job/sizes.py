@@ -9,7 +9,7 @@ from megatron_pp_ext.job.typed_job import Job
 
 def fewest_ranks(job: Job) -> int:
     """The ranks of one copy of the model; with --pipeline-replicas, of all replicas of its stages."""
-    replicated, parallel = replicas.requested(job), job.parallel
+    replicated, parallel = replicas.requested_replicas(job), job.parallel
     across = replicated.ranks if replicated else parallel.pipeline_model_parallel_size
     return parallel.tensor_model_parallel_size * across * parallel.context_parallel_size
 
@@ -26,7 +26,7 @@ def data_parallel_size(job: Job, world_size: int) -> int:
 
     ValueError, with the nearest numbers that work, where the parallel sizes do not divide ranks or model.
     """
-    replicated, parallel = replicas.requested(job), job.parallel
+    replicated, parallel = replicas.requested_replicas(job), job.parallel
     if replicated:
         replicas.require_world(job, replicated, world_size)
         require_divisible(job, parallel.tensor_model_parallel_size)

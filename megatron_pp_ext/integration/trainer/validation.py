@@ -189,7 +189,7 @@ def _summary(pipeline: requested.Pipeline, asked: RequestedJob) -> str:
 
 def _data_parallel_size(asked: RequestedJob) -> int:
     world_size = asked.args.world_size
-    if replicas.requested(asked.job):
+    if replicas.requested_replicas(asked.job):
         return sizes.data_parallel_size(asked.job, world_size)
     # Megatron itself refuses sizes that do not divide.
     return max(1, world_size // sizes.fewest_ranks(asked.job))
