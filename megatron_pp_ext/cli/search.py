@@ -82,7 +82,7 @@ def search(
         raise
     first = best.best[0]
     first.estimate.require_possible(system)
-    of_first = first.candidate.requested(asked), system, first.candidate.data
+    of_first = first.candidate.applied_to(asked), system, first.candidate.data
     filled_in = tuple(strip(missing(words)))
     all_words, without = [*words, *filled_in], tuple(not_counted(asked))
     about = job.about(asked) | {"command": context.obj, "date": f"{datetime.now():%Y-%m-%d %H:%M}"}

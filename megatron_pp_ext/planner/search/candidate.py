@@ -148,7 +148,7 @@ class Candidate:
         """Return ``job`` with everything set as this candidate sets it."""
         return job.changed(**self._values())
 
-    def requested(self, asked: RequestedJob) -> RequestedJob:
+    def applied_to(self, asked: RequestedJob) -> RequestedJob:
         """Return ``asked`` with everything set as this candidate sets it."""
         return asked.changed(**self._values())
 
