@@ -21,7 +21,7 @@ class Offload(Option):
     host_bytes: float | None = None
 
 
-def requested(
+def with_offload(
     request: Request,
     given: float | str,
     limit: float | str | None,
@@ -54,11 +54,11 @@ def read(asked: RequestedJob, request: Request) -> Request:
     if given.pipeline_offload is None:
         return request
     limit, host_bytes = given.pipeline_memory_limit, given.pipeline_offload_host_bytes
-    return requested(request, given.pipeline_offload, limit, host_bytes=host_bytes)
+    return with_offload(request, given.pipeline_offload, limit, host_bytes=host_bytes)
 
 
 def _read_argument(request: Request, given: float | str, limit: float | str | None) -> Request:
-    return requested(request, given, limit, "offload", memory_limit.BY_CALL)
+    return with_offload(request, given, limit, "offload", memory_limit.BY_CALL)
 
 
 def register() -> None:
