@@ -254,7 +254,7 @@ def test_attention_that_is_not_fused_may_be_in_fp32() -> None:
 
 
 def test_ratios_count_what_masks_leave() -> None:
-    whole, windowed = (KernelSeconds().attention(2e9, 0, True, 64, share=seen)[0] for seen in (0.5, 0.125))
+    whole, windowed = (KernelSeconds().attention(2e9, 0, True, 64, share=share)[0] for share in (0.5, 0.125))
     assert windowed == pytest.approx(whole / 4)
 
 

@@ -40,7 +40,7 @@ class Only(KernelSeconds):
     def product(self, m, n, k, adds=False, is_output=False, groups=1):
         return {"product": 2 * groups * m * n * k, "adding": adds}.get(self.kind, 0)
 
-    def attention(self, operations, scores, is_fused, length, width, seen=0.5):
+    def attention(self, operations, scores, is_fused, length, width, share=0.5):
         return {"attention": (operations, 2 * operations), "scores": (scores, scores)}.get(self.kind, (0, 0))
 
     def copy(self, size):
