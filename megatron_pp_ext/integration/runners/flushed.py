@@ -11,7 +11,7 @@ from megatron_pp_ext.compiler.request import evaluation
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.runners.fine_grained_offload import FineGrainedOffload
 from megatron_pp_ext.integration.runners.model_stage import StepInputs, model_stages
-from megatron_pp_ext.integration.runners.sources import Source
+from megatron_pp_ext.integration.runners.sources import StepSource
 from megatron_pp_ext.integration.runners.step_parts import Step, step_parts
 from megatron_pp_ext.integration.runners.transport import Transport
 from megatron_pp_ext.runtime.executor import execute
@@ -23,7 +23,7 @@ from megatron_pp_ext.schedule.actions import Schedule
 class FlushedSteps:
     """Takes a schedule for each number of microbatches, keeps it, and executes all its actions in a step."""
 
-    def __init__(self, pipeline: Pipeline, source: Source, transport: Transport) -> None:
+    def __init__(self, pipeline: Pipeline, source: StepSource, transport: Transport) -> None:
         self.placement, self._source, self._transport = pipeline.placement, source, transport
         self._options = pipeline.request.options
         self._parts = step_parts(pipeline)

@@ -21,7 +21,7 @@ from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.runners.collectives import CollectiveRecorder
 from megatron_pp_ext.integration.runners.message_groups import device
 from megatron_pp_ext.integration.runners.model_stage import StepInputs
-from megatron_pp_ext.integration.runners.sources import Source
+from megatron_pp_ext.integration.runners.sources import StepSource
 from megatron_pp_ext.processor import ProcessorTime, load
 from megatron_pp_ext.runtime.channels import Channels
 from megatron_pp_ext.runtime.dummy_channels import DummyChannels
@@ -83,7 +83,7 @@ class Rehearsal:
     A ``pipeline_runner.Recording``.
     """
 
-    def __init__(self, pipeline: requested.Pipeline, source: Source, transport: DummyTransport) -> None:
+    def __init__(self, pipeline: requested.Pipeline, source: StepSource, transport: DummyTransport) -> None:
         self._placement, self._source, self._transport = pipeline.placement, source, transport
         self._recorder: StepRecorder | None = None
         self._bytes: RankRecord | None = None
