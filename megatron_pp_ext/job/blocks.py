@@ -26,7 +26,7 @@ class Half(NamedTuple):
     size: int = 0
 
 
-class Block(NamedTuple):
+class LayerBlock(NamedTuple):
     """One layer."""
 
     attention: Half
@@ -34,7 +34,7 @@ class Block(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def blocks(path: str | None, text: str | None, heads: int, hidden: int) -> tuple[Block, ...]:
+def blocks(path: str | None, text: str | None, heads: int, hidden: int) -> tuple[LayerBlock, ...]:
     """Return the layers that ``text`` describes, or the file at ``path``, of a model of these sizes.
 
     ValueError for a file that cannot be read, and for what describes no layers.
@@ -49,7 +49,7 @@ def blocks(path: str | None, text: str | None, heads: int, hidden: int) -> tuple
         if not isinstance(layers, list) or not all(isinstance(layer, dict) for layer in layers):
             raise ValueError(f"has no list of block_configs: {_FIX}")
         return tuple(
-            Block(
+            LayerBlock(
                 _half(layer.get("attention"), "num_query_groups", "n_heads_in_group", lambda n: heads // n),
                 _half(
                     layer.get("ffn") or layer.get("mlp"),

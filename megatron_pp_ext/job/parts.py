@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron_pp_ext.job.blocks import Block, blocks
+from megatron_pp_ext.job.blocks import LayerBlock, blocks
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Model:
         return (self.hybrid_layer_pattern or "").partition("/")[2].partition("/")[0] or None
 
     @property
-    def blocks(self) -> tuple[Block, ...]:
+    def blocks(self) -> tuple[LayerBlock, ...]:
         """The layers that a file describes one by one; empty where none does."""
         path, text = self.heterogeneous_layers_config_path, self.heterogeneous_layers_config_encoded_json
         if not path and not text:
