@@ -49,7 +49,7 @@ def search(
     from megatron_pp_ext.cli.search_report import Report
     from megatron_pp_ext.planner.search import measured_sizes
     from megatron_pp_ext.planner.search.best_first import Search
-    from megatron_pp_ext.planner.search.budget import Budget
+    from megatron_pp_ext.planner.search.budget import SearchBudget
     from megatron_pp_ext.planner.search.candidate import strip
     from megatron_pp_ext.planner.step.comparison import compared
     from megatron_pp_ext.planner.step.parameters import entries
@@ -72,7 +72,7 @@ def search(
     if space.stages is not None:
         console.print(measured_sizes.described(space.job, space.stages))
     limit = machines.bytes_of_memory or (1 - headroom(asked.job)) * system.memory_bytes
-    budget = Budget(machines.cpu_seconds or inf)
+    budget = SearchBudget(machines.cpu_seconds or inf)
     one = Search(space, system, limit, machines.margin, machines.top, compiles, budget)
     try:
         best = run_with_bar(one)

@@ -12,7 +12,7 @@ from math import inf
 
 from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.planner.search.bounding import Bounding, Round, rounds
-from megatron_pp_ext.planner.search.budget import Budget, Stopped
+from megatron_pp_ext.planner.search.budget import SearchBudget, Stopped
 from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.search.compiled import Compiler, to_compile
 from megatron_pp_ext.planner.search.configurations import Space
@@ -44,10 +44,10 @@ class Search:
         margin: float = MARGIN,
         top: int = 10,
         compiles: Compiles = Compiles.NEVER,
-        budget: Budget | None = None,
+        budget: SearchBudget | None = None,
     ) -> None:
         self._space, self._compiles = space, compiles
-        self.budget = budget or Budget()
+        self.budget = budget or SearchBudget()
         self._limit, self._margin, self._top = limit, margin, top
         self.result = Result()
         self._workloads = Workloads(space.job, system.at_scale(space.gpus))

@@ -10,7 +10,7 @@ _BEFORE_COMPILING = 0.75
 
 
 @dataclass
-class Budget:
+class SearchBudget:
     """A budget of ``seconds`` of processor time from now on; ``clock`` counts this process's."""
 
     seconds: float = inf
