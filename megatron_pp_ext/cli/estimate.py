@@ -38,7 +38,7 @@ from megatron_pp_ext.jobs.command import missing
 from megatron_pp_ext.planner.search.launch_lines import Launch
 
 if TYPE_CHECKING:
-    from megatron_pp_ext.planner.step.by_length import ByLength
+    from megatron_pp_ext.planner.step.by_length import StepsByLength
     from megatron_pp_ext.planner.step.estimate import Estimate
 
 SystemName = Annotated[
@@ -237,7 +237,7 @@ def show(estimated: "Estimate", request: Request, machine: System, gpus: int, jo
         )
 
 
-def show_by_length(expected: "ByLength", estimated: "Estimate") -> None:
+def show_by_length(expected: "StepsByLength", estimated: "Estimate") -> None:
     """Print the steps to be expected for documents that were drawn.
 
     ``estimated`` is the step of sequences that are alike, whose other seconds they take too.

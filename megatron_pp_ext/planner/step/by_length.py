@@ -26,7 +26,7 @@ _DOCUMENTS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class ByLength:
+class StepsByLength:
     """The mean seconds that the pipeline takes, for each order of the microbatches.
 
     They are in the order of the data (``given``), by the rule of the schedule's family, or in one that was
@@ -75,7 +75,7 @@ def steps_by_length(
     lengths: Sequence[int],
     draws: int = DRAWS,
     seed: int = 0,
-) -> ByLength:
+) -> StepsByLength:
     """Return the steps of ``request`` to be expected for documents drawn from ``lengths``.
 
     Every microbatch is filled in the order in which documents come, up to the sequence length.
@@ -105,7 +105,9 @@ def steps_by_length(
             seconds[-1].append(min(moved, seconds[-1][-1]))
     unordered, rule, search, *balanced = (sum(column) / draws for column in zip(*seconds, strict=True))
     mean_heaviest = sum(heaviest) / len(heaviest)
-    return ByLength(unordered, rule, search, balanced[0] if balanced else None, mean_heaviest, draws, seed)
+    return StepsByLength(
+        unordered, rule, search, balanced[0] if balanced else None, mean_heaviest, draws, seed
+    )
 
 
 class _Steps:
