@@ -13,11 +13,11 @@ from typing import Any
 
 from megatron_pp_ext.features.lengths.ordering import LengthsOf
 from megatron_pp_ext.integration import patching, requested
-from megatron_pp_ext.integration.call_request import Call, GivenCosts, InForce, asked
+from megatron_pp_ext.integration.call_request import GivenCosts, InForce, InstallCall, asked
 from megatron_pp_ext.job.call_words import in_words_of_call, use_variables
 from megatron_pp_ext.schedule.placement import LAST
 
-_installed: tuple[Call, requested.Pipeline, InForce] | None = None
+_installed: tuple[InstallCall, requested.Pipeline, InForce] | None = None
 """What ``install`` has put in force."""
 
 _kept: int | None = None

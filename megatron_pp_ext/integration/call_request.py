@@ -53,7 +53,7 @@ class InForce:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class InstallCall:
     """A call's request, with the contents of its files, so that two calls can be compared."""
 
     request: Request
@@ -110,7 +110,7 @@ def asked(
     loss_rank: str = LAST,
     unproved: bool = False,
     **of_features: Any,
-) -> Call:
+) -> InstallCall:
     """Read the arguments of ``install``; ValueError, in one line, for arguments that are not valid.
 
     ``of_features`` are those of ``job.options.arguments``.
@@ -132,7 +132,9 @@ def asked(
     stages = None if explicit_costs is None else len(explicit_costs.stages)
     sizes = ranks, microbatches, chunks
     request = call.request_of_call(schedule, *sizes, memory_limit, stages, loss_rank, **of_features)
-    return Call(request, explicit_costs, file, None if timeout is None else _patience(timeout), unproved)
+    return InstallCall(
+        request, explicit_costs, file, None if timeout is None else _patience(timeout), unproved
+    )
 
 
 def _beside_stock(timeline: Timeline, costs: Costs, request: Request) -> Iterator[str]:
