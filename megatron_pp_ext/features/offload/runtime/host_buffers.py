@@ -11,7 +11,7 @@ PARTS = 8
 """The sizes of buffers between one power of two and the next: at most an eighth of a buffer is not used."""
 
 
-class Done(Protocol):
+class Completion(Protocol):
     """The end of a copy."""
 
     def wait(self) -> None:
@@ -32,7 +32,7 @@ class _Region:
     memory: torch.Tensor
     cut: int = 0
     used: int = 0
-    last_use: Done | None = None
+    last_use: Completion | None = None
     returned: int = 0
 
 
@@ -42,7 +42,7 @@ class HostBuffer:
 
     memory: torch.Tensor
     region: _Region
-    last_use: Done | None = None
+    last_use: Completion | None = None
 
 
 class HostBuffers:

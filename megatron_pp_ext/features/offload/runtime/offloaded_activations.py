@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_pp_ext.features.offload.runtime.copy_streams import CopyEngines, Timed, Transfer
-from megatron_pp_ext.features.offload.runtime.host_buffers import Done, HostBuffer, HostBuffers
+from megatron_pp_ext.features.offload.runtime.host_buffers import Completion, HostBuffer, HostBuffers
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner, watching
 
 
@@ -52,7 +52,7 @@ class _Arrival:
 
     __slots__ = ("copy", "memory")
 
-    def __init__(self, copy: Done, memory: list[torch.Tensor]) -> None:
+    def __init__(self, copy: Completion, memory: list[torch.Tensor]) -> None:
         self.copy, self.memory = copy, memory
 
     def wait(self) -> None:
@@ -88,7 +88,7 @@ class _Microbatch:
     saved: list["weakref.ref[_Saved]"] = field(default_factory=list)
     offloaded: list[_Storage] = field(default_factory=list)
     leaving: list[tuple[torch.Tensor, _Counted | None]] = field(default_factory=list)
-    sent: Done | None = None
+    sent: Completion | None = None
 
 
 class OffloadedActivations:
