@@ -66,7 +66,7 @@ class ReadAhead:
 
 
 class Head:
-    """The last stage: ``runtime.output.Head`` by the script's loss function and stock's own arithmetic."""
+    """The last stage: ``runtime.output.LossHead`` by the script's loss function and stock's own arithmetic."""
 
     def __init__(self, inputs: StepInputs, output: OutputPart) -> None:
         self._inputs, self._output = inputs, output
@@ -83,7 +83,7 @@ class Head:
         return step
 
     def labels(self, microbatch: int) -> torch.Tensor:
-        """See ``runtime.output.Head``; hidden states are tokens x batch, and so are the labels here."""
+        """See ``runtime.output.LossHead``; hidden states are tokens x batch, and so are the labels here."""
         labels, self._output.labels = self._output.labels, None
         if labels is None:
             raise RuntimeError(

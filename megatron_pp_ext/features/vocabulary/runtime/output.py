@@ -65,7 +65,7 @@ ALONE = TensorRanks()
 """No tensor parallelism."""
 
 
-class Head(Protocol):
+class LossHead(Protocol):
     """The labels and the loss, on the rank with the last stage."""
 
     def labels(self, microbatch: int) -> torch.Tensor:
@@ -114,7 +114,7 @@ class SharedOutput:
         shape: torch.Size,
         exchanges: Exchanges,
         home: int,
-        head: Head | None = None,
+        head: LossHead | None = None,
         tensor_ranks: TensorRanks = ALONE,
         is_evaluation: bool = False,
         completing: Callable[[], AbstractContextManager[None]] = nullcontext,
