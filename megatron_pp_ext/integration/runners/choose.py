@@ -15,7 +15,7 @@ from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.runners.flushed import FlushedSteps
 from megatron_pp_ext.integration.runners.losses_to_last_rank import LossesOnLastRank
 from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner, refuse_multimodule
-from megatron_pp_ext.integration.runners.rehearsing import DummyLosses, DummyTransport, Rehearsal
+from megatron_pp_ext.integration.runners.rehearsing import DummyLosses, DummyTransport, RehearsalRecording
 from megatron_pp_ext.integration.runners.sources import Requested, guide_of
 from megatron_pp_ext.integration.runners.stock_steps import measured
 from megatron_pp_ext.integration.runners.tracing import Tracing
@@ -170,7 +170,7 @@ def _rehearsed(pipeline: requested.Pipeline, _: ProcessGroups) -> PipelineRunner
     """Return a runner of the steps of one rank without the others."""
     source, others = Requested(pipeline), DummyTransport()
     steps = FlushedSteps(pipeline, source, others)
-    return PipelineRunner(steps, Rehearsal(pipeline, source, others), DummyLosses())
+    return PipelineRunner(steps, RehearsalRecording(pipeline, source, others), DummyLosses())
 
 
 RUNNERS.register("rehearsal", when=lambda pipeline: pipeline.rehearsal is not None, make=_rehearsed)

@@ -77,7 +77,7 @@ class DummyLosses:
         return inputs.losses
 
 
-class Rehearsal:
+class RehearsalRecording:
     """Records steps of this rank alone, and writes its measurements, from the second timed one on.
 
     A ``pipeline_runner.Recording``.
