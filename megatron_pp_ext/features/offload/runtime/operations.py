@@ -53,7 +53,7 @@ class EndOffloading(Operation):
 
 
 @dataclass(frozen=True, slots=True)
-class Saving:
+class OffloadedForward:
     """The context of a forward whose activations are offloaded: it records the saved tensors."""
 
     owner: Owner
@@ -83,7 +83,7 @@ class CopiesOfRank(Extension):
         stage, kind, microbatch = work.action
         if kind is not Kind.F or (stage, microbatch) not in self._offloaded:
             return work
-        return replace(work, around=(*work.around, Saving(Owner(stage, microbatch))))
+        return replace(work, around=(*work.around, OffloadedForward(Owner(stage, microbatch))))
 
     def before(self, actions: tuple[Action, ...]) -> Iterator[Operation]:
         first = actions[0]
@@ -92,7 +92,9 @@ class CopiesOfRank(Extension):
 
     def after(self, works: Iterable[Compute]) -> Iterator[Operation]:
         for work in works:
-            yield from (Offload(around.owner) for around in work.around if isinstance(around, Saving))
+            yield from (
+                Offload(around.owner) for around in work.around if isinstance(around, OffloadedForward)
+            )
 
     def at_end(self) -> Iterator[Operation]:
         if self._back:
