@@ -61,7 +61,7 @@ CASES = {
     "a V": Case("v-half", ("F", "I", "W", "within I", "within W")),
     "reductions in the step": Case("zb-h1", ("I", "W", "Drain"), model={"overlaps": True}),
     "offload": Case(
-        "v-half", ("F", "W", "within F", "Offload", "Free", "Reload", "EndOffloading"), {"offload": 0.7}
+        "v-half", ("F", "W", "within F", "OffloadCopy", "Free", "Reload", "EndOffloading"), {"offload": 0.7}
     ),
     "vocabulary": Case(
         "zb-h1", ("F", "I", "W", "S", "T", "within F", "Begin", "TakeEmbedded"), {"vocabulary": "shared"}

@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from megatron_pp_ext.features.offload.megatron.host_limit import usable_bytes
-from megatron_pp_ext.features.offload.options import Offload as Requested
+from megatron_pp_ext.features.offload.options import Offload
 from megatron_pp_ext.features.offload.runtime.copy_streams import CopyStreams
 from megatron_pp_ext.features.offload.runtime.host_buffers import HostBuffers
 from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations
-from megatron_pp_ext.features.offload.runtime.operations import Offload, Reload
+from megatron_pp_ext.features.offload.runtime.operations import OffloadCopy, Reload
 from megatron_pp_ext.integration.core.host_memory import counted_host_bytes, host_bytes
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.runners.step_parts import Step, StepPart
@@ -40,7 +40,7 @@ class HostActivations:
 
         Before the first step, memory is pinned for what the plan has on the host at once.
         """
-        if not plan.has(Offload):
+        if not plan.has(OffloadCopy):
             return None
         if self._offloaded is None:
             self._offloaded = OffloadedActivations(HostBuffers(self._limit), CopyStreams(), SMALLEST)
@@ -73,7 +73,7 @@ class HostActivations:
         """Return the bytes that ``plan`` sends to the host in a step, and the most that are there at once."""
         total = on_host = most = 0.0
         for operation in plan.operations if self._kept else ():
-            if isinstance(operation, Offload):
+            if isinstance(operation, OffloadCopy):
                 total += self._kept[operation.owner.stage]
                 on_host += self._kept[operation.owner.stage]
                 most = max(most, on_host)
@@ -84,7 +84,7 @@ class HostActivations:
 
 def offloading(pipeline: Pipeline) -> StepPart:
     """Return the part of a step that offloads activations; collective over the job where it is requested."""
-    option = pipeline.request.option(Requested)
+    option = pipeline.request.option(Offload)
     is_counted = option is not None and pipeline.rehearsal is None
     free = counted_host_bytes() if is_counted else host_bytes()
     stage_bytes = pipeline.source.kept_bytes if pipeline.source else ()

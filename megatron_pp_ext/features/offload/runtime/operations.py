@@ -15,7 +15,7 @@ from megatron_pp_ext.schedule.copies import label
 
 
 @dataclass(frozen=True, slots=True)
-class Offload(Operation):
+class OffloadCopy(Operation):
     """Launch the copy to the host of a forward's saved tensors."""
 
     owner: Owner
@@ -93,7 +93,7 @@ class CopiesOfRank(Extension):
     def after(self, works: Iterable[Compute]) -> Iterator[Operation]:
         for work in works:
             yield from (
-                Offload(around.owner) for around in work.around if isinstance(around, OffloadedForward)
+                OffloadCopy(around.owner) for around in work.around if isinstance(around, OffloadedForward)
             )
 
     def at_end(self) -> Iterator[Operation]:
