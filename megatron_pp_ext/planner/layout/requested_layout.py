@@ -13,7 +13,7 @@ from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.layout.balance import even
 from megatron_pp_ext.planner.layout.model_row import ModelRow, without_messages, work_of
 from megatron_pp_ext.planner.layout.model_stages import ModelStages
-from megatron_pp_ext.planner.layout.rows import NOTHING, LayerRow, Row, seconds_of, shortest
+from megatron_pp_ext.planner.layout.rows import NOTHING, LayerRow, LayoutRow, seconds_of, shortest
 from megatron_pp_ext.planner.layout.stage_seconds import StageSeconds
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
@@ -55,7 +55,7 @@ def resolve(asked: RequestedJob, data: int, vocabulary: int) -> tuple[RequestedJ
         return without_messages(work_of(cut, model, data, finest).costs)
 
     schedule = make(request, costs_of).schedule
-    row: Row = ModelRow(job, model, data, schedule, request.schedule)
+    row: LayoutRow = ModelRow(job, model, data, schedule, request.schedule)
     if file is not None:
         costs = costs_file.read(file)
         rows = tuple(map(seconds_of, costs.stages))

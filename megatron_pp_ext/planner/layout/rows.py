@@ -13,7 +13,7 @@ from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.timing import CriticalPath, ScheduleTimer
 
 
-class Row(Stages, Protocol):
+class LayoutRow(Stages, Protocol):
     """A row of items, of which the stages of one schedule are cut."""
 
     def costs(self, cut: Cut) -> Costs:
@@ -83,7 +83,7 @@ class Shortest(NamedTuple):
         return 1 - self.makespan / self.before
 
 
-def shortest(schedule: Schedule, row: Row, present: Cut, limit: float = 0.0) -> Shortest:
+def shortest(schedule: Schedule, row: LayoutRow, present: Cut, limit: float = 0.0) -> Shortest:
     """Return the cut of ``row`` whose pipeline is shortest under ``schedule``, as far as moves find it.
 
     They start from equally long stages, and from ``present``, with which the result is compared.  No rank
