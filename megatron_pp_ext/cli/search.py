@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from megatron_pp_ext.cli.search_report import Report
     from megatron_pp_ext.planner.search.best_first import Search
     from megatron_pp_ext.planner.search.replays import Evaluated
-    from megatron_pp_ext.planner.search.result import Result
+    from megatron_pp_ext.planner.search.result import SearchResult
 
 
 @app.command()
@@ -134,7 +134,7 @@ def _measured(report: "Report", measuring: Measuring) -> list[dict[str, object]]
     return [asdict(result) for result in ranked]
 
 
-def run_with_bar(search: "Search") -> "Result":
+def run_with_bar(search: "Search") -> "SearchResult":
     """Search, with a progress bar on a terminal, and elsewhere with a line now and then."""
 
     def found() -> str:

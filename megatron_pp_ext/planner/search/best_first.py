@@ -18,7 +18,7 @@ from megatron_pp_ext.planner.search.compiled import Compiler, to_compile
 from megatron_pp_ext.planner.search.configurations import Space
 from megatron_pp_ext.planner.search.nothing_legal import reason
 from megatron_pp_ext.planner.search.replays import Evaluated, Replays
-from megatron_pp_ext.planner.search.result import ALIKE, LEVELS, Bounded, Compiles, Result
+from megatron_pp_ext.planner.search.result import ALIKE, LEVELS, Bounded, Compiles, SearchResult
 from megatron_pp_ext.planner.search.variants import tried
 from megatron_pp_ext.planner.search.workloads import Workloads
 from megatron_pp_ext.planner.step.estimate import MARGIN, RankMemory
@@ -49,7 +49,7 @@ class Search:
         self._space, self._compiles = space, compiles
         self.budget = budget or SearchBudget()
         self._limit, self._margin, self._top = limit, margin, top
-        self.result = Result()
+        self.result = SearchResult()
         self._workloads = Workloads(space.job, system.at_scale(space.gpus))
         self._bounding = Bounding(self._workloads, limit, margin, self.result)
         self._replays = Replays(self._workloads, margin, space.is_uneven, tried(space.job))
@@ -57,7 +57,7 @@ class Search:
         self._alike: dict[Candidate, list[Evaluated]] = {}
         self._tried: set[Candidate] = set()
 
-    def run(self, progress: Progress = lambda what, done, total: None) -> Result:
+    def run(self, progress: Progress = lambda what, done, total: None) -> SearchResult:
         """Search; ValueError where nothing is legal, nothing fits, or nothing was found within the budget.
 
         KeyboardInterrupt where there is no result yet.

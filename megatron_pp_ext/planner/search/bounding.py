@@ -13,7 +13,7 @@ from megatron_pp_ext.planner.search import variants
 from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.search.configurations import Space
 from megatron_pp_ext.planner.search.lower_bounds import bounds, least_memory
-from megatron_pp_ext.planner.search.result import Bounded, Result
+from megatron_pp_ext.planner.search.result import Bounded, SearchResult
 from megatron_pp_ext.planner.search.workloads import Workloads
 from megatron_pp_ext.planner.step.estimate import RankMemory
 from megatron_pp_ext.planner.step.programs import placement_of
@@ -67,7 +67,7 @@ class _Least:
 class Bounding:
     """Bounds candidates for ``limit`` bytes a GPU, and counts them in ``result``."""
 
-    def __init__(self, workloads: Workloads, limit: float, margin: float, result: Result) -> None:
+    def __init__(self, workloads: Workloads, limit: float, margin: float, result: SearchResult) -> None:
         self._workloads, self._limit, self._margin = workloads, limit, margin
         self._result = result
         self.smallest: tuple[Candidate, RankMemory] | None = None

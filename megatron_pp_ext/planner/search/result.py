@@ -32,7 +32,7 @@ class Bounded:
 
 
 @dataclass
-class Result:
+class SearchResult:
     """The best candidates by step, and the shortest step for each fraction of the memory.
 
     ``best`` has one schedule of candidates that differ in nothing else.  ``alike`` has, by each of the best,
