@@ -97,7 +97,7 @@ class ProgramOffloadManager(PipelineOffloadManager):
         return ActivationMeter.unpack(saved_state)
 
 
-class _Counted:
+class _MeterToken:
     """Lives as long as the activation meter has to count a tensor."""
 
     __slots__ = ("__weakref__",)
@@ -109,7 +109,7 @@ class _CountedTensors(dict[Any, Any]):
     def __init__(self, tensors: dict[Any, Any]) -> None:
         super().__init__(tensors)
         self._watched: dict[Any, tuple[ActivationMeter, Owner]] = {}
-        self._counted: dict[Any, _Counted] = {}
+        self._counted: dict[Any, _MeterToken] = {}
 
     def count(self, tag: Any, meter: ActivationMeter | None, owner: Owner) -> None:
         """Let ``meter``, if any, count the tensor of ``tag`` for ``owner`` while it is on the device."""
@@ -122,7 +122,7 @@ class _CountedTensors(dict[Any, Any]):
         self._counted.pop(tag, None)
         if isinstance(state, torch.Tensor) and tag in self._watched:
             meter, owner = self._watched[tag]
-            self._counted[tag] = _Counted()
+            self._counted[tag] = _MeterToken()
             meter.hold(owner, state, self._counted[tag])
 
     def pop(self, tag: Any) -> Any:  # type: ignore[override]

@@ -61,7 +61,7 @@ class _Arrival:
         self.memory.clear()
 
 
-class _Place(NamedTuple):
+class _TensorPlace(NamedTuple):
     """Where in a storage the tensor of ``saved`` lies."""
 
     saved: "weakref.ref[_Saved]"
@@ -77,11 +77,11 @@ class _Storage(NamedTuple):
     device: torch.device
     size: int
     buffer: HostBuffer
-    places: list[_Place]
+    places: list[_TensorPlace]
 
 
 @dataclass(slots=True)
-class _Microbatch:
+class _SavedMicrobatch:
     """The saved tensors of a forward; ``leaving`` holds copied ones until their memory may be freed."""
 
     meter: ActivationMeter | None
@@ -103,7 +103,7 @@ class OffloadedActivations:
     def __init__(self, buffers: HostBuffers, engines: CopyEngines, smallest: int) -> None:
         self.buffers = buffers
         self._engines, self._smallest = engines, smallest
-        self._microbatches: dict[Owner, _Microbatch] = {}
+        self._microbatches: dict[Owner, _SavedMicrobatch] = {}
         self._begun: set[Owner] = set()
         self._arriving: list[_Arrival] = []
         self.offloaded_bytes = self.stayed_bytes = self.small_bytes = 0
@@ -119,7 +119,7 @@ class OffloadedActivations:
             self.abandon()
         self._begun.add(owner)
         meter, stream = watching(), self._engines.stream()
-        state = self._microbatches[owner] = _Microbatch(meter)
+        state = self._microbatches[owner] = _SavedMicrobatch(meter)
 
         def pack(tensor: torch.Tensor) -> _Saved:
             # Another tensor of the same storage: its uses then show whether somebody holds this one.
@@ -182,7 +182,7 @@ class OffloadedActivations:
             del self._microbatches[owner]
             return
         transfers: list[Transfer] = []
-        arrivals: list[tuple[_Saved, _Place, torch.Tensor]] = []
+        arrivals: list[tuple[_Saved, _TensorPlace, torch.Tensor]] = []
         for storage in state.offloaded:
             alive = [(saved, place) for place in storage.places if (saved := place.saved()) is not None]
             if alive:
@@ -278,16 +278,18 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _take(saved: _Saved, state: _Microbatch) -> _Place:
+def _take(saved: _Saved, state: _SavedMicrobatch) -> _TensorPlace:
     """Take the tensor of ``saved``, which ``state`` keeps until it is copied, and return its place."""
     tensor = saved.tensor
     assert tensor is not None
     state.leaving.append((tensor, saved.counted))
     saved.tensor = saved.counted = None
-    return _Place(weakref.ref(saved), tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return _TensorPlace(
+        weakref.ref(saved), tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+    )
 
 
-def _put(saved: _Saved, place: _Place, memory: torch.Tensor) -> None:
+def _put(saved: _Saved, place: _TensorPlace, memory: torch.Tensor) -> None:
     """Give ``saved`` its tensor at ``place`` back, whose storage is now ``memory``."""
     empty = torch.empty(0, dtype=place.dtype, device=memory.device)
     saved.tensor = empty.set_(memory.untyped_storage(), place.offset, place.shape, place.stride)

@@ -18,7 +18,7 @@ from megatron_pp_ext.schedule.messages import Exchange, Exchanged
 
 
 @dataclass
-class _Microbatch:
+class _MicrobatchTokens:
     """A microbatch's tensors on a rank; ``gradient`` is set after the first stage's backward."""
 
     tokens: torch.Tensor
@@ -49,9 +49,9 @@ class SharedEmbedding:
         self._rows, self._shape, self._device = rows, shape, device
         self._exchanges, self._home, self._tokens = exchanges, home, tokens
         self._completing = completing
-        self._kept: dict[int, _Microbatch] = {}
+        self._kept: dict[int, _MicrobatchTokens] = {}
         self._arriving: tuple[int, dist.Work] | None = None
-        self._sent: _Microbatch | None = None
+        self._sent: _MicrobatchTokens | None = None
 
     def launch(self, exchange: Exchange) -> None:
         """Begin an exchange; later computation does not wait for it."""
@@ -93,7 +93,7 @@ class SharedEmbedding:
                 )
         else:
             tokens = torch.empty(self._shape, dtype=torch.long, device=self._device)
-        self._kept[microbatch] = _Microbatch(tokens, self._exchanges.broadcast(tokens, self._home))
+        self._kept[microbatch] = _MicrobatchTokens(tokens, self._exchanges.broadcast(tokens, self._home))
 
     def _reduce_embedded(self, microbatch: int) -> None:
         self._release_sent()

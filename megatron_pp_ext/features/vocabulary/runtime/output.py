@@ -76,7 +76,7 @@ class LossHead(Protocol):
 
 
 @dataclass
-class _Microbatch:
+class _MicrobatchLogits:
     """A microbatch's tensors on a rank; each has a row, or a number, for each token.
 
     ``exponentials`` are P, with 0 for the label; ``statistics`` are m, l and the label's logit, 0 where
@@ -124,7 +124,7 @@ class SharedOutput:
         self._completing, self._gradients_left = completing, gradients
         self._rows, self._shape, self._head = rows, shape, head
         self._exchanges, self._home, self._tensor_ranks = exchanges, home, tensor_ranks
-        self._kept: dict[int, _Microbatch] = {}
+        self._kept: dict[int, _MicrobatchLogits] = {}
         self._type = torch.float32
 
     @property
@@ -138,7 +138,7 @@ class SharedOutput:
         labels = self._head.labels(microbatch).reshape(-1)
         self._type = hidden.dtype  # Megatron hands on 32 bits where the model has 16
         hidden = hidden.detach().to(self._rows.weight().dtype)
-        self._kept[microbatch] = _Microbatch(hidden.contiguous(), labels)
+        self._kept[microbatch] = _MicrobatchLogits(hidden.contiguous(), labels)
 
     def launch(self, exchange: Exchange) -> None:
         """Begin an exchange; later computation does not wait for it."""
@@ -199,7 +199,7 @@ class SharedOutput:
         with nullcontext() if self._gradients_left else self._completing():
             self._rows.add_gradient(difference.to(state.hidden.dtype).t() @ state.hidden)
 
-    def _ended(self, microbatch: int) -> _Microbatch:
+    def _ended(self, microbatch: int) -> _MicrobatchLogits:
         """Take out a microbatch, whose exchanges are over."""
         state = self._kept.pop(microbatch)
         for exchange in tuple(state.under_way):
@@ -218,7 +218,7 @@ class SharedOutput:
             weight = self._rows.weight()
             hidden = torch.empty(self._shape, dtype=weight.dtype, device=weight.device)
             labels = torch.empty(self._tokens, dtype=torch.long, device=weight.device)
-            self._kept[microbatch] = _Microbatch(hidden, labels)
+            self._kept[microbatch] = _MicrobatchLogits(hidden, labels)
         state = self._kept[microbatch]
         return [self._exchanges.broadcast(tensor, self._home) for tensor in (state.hidden, state.labels)]
 
@@ -247,7 +247,7 @@ class SharedOutput:
         is_local, row = self._rows.held(labels)
         return is_local[:, None], row[:, None]
 
-    def _softmax(self, state: _Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _softmax(self, state: _MicrobatchLogits) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the factor from exponentials to softmax, and softmax less 1 for labels in this rank's rows.
 
         The latter is 0 for a label that another rank holds, whose logit is not known and might overflow.
@@ -258,12 +258,12 @@ class SharedOutput:
         of_label = torch.where(is_local, (label - largest).exp() / total - 1, 0.0)
         return (local_largest - largest).exp() / total, of_label
 
-    def _over_all(self, state: _Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _over_all(self, state: _MicrobatchLogits) -> tuple[torch.Tensor, torch.Tensor]:
         """Return M and L."""
         largest = state.of_all[:, 0].max(dim=0).values
         return largest, (state.of_all[:, 1] * (state.of_all[:, 0] - largest).exp()).sum(dim=0)
 
-    def _lose(self, microbatch: int, state: _Microbatch) -> torch.Tensor:
+    def _lose(self, microbatch: int, state: _MicrobatchLogits) -> torch.Tensor:
         """Give the loss of every token to the head, and return their gradients."""
         assert self._head is not None
         largest, total = self._over_all(state)
