@@ -9,7 +9,7 @@ from megatron_pp_ext.schedule.names import AUTO
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class PipelinePart:
     """The pipeline's schedule and its stages, in the words of the flags; ``job.pipeline`` reads them."""
 
     pipeline_schedule: str | None = None

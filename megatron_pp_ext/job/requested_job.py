@@ -12,7 +12,7 @@ from megatron_pp_ext.job.attention_part import Attention
 from megatron_pp_ext.job.flags import Flags
 from megatron_pp_ext.job.memory_part import Memory
 from megatron_pp_ext.job.parts import Batch, Model, Parallel
-from megatron_pp_ext.job.pipeline_part import Pipeline
+from megatron_pp_ext.job.pipeline_part import PipelinePart
 from megatron_pp_ext.job.precision_part import Precision
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule.actions import Schedule
@@ -92,7 +92,7 @@ class RequestedJob:
         return self.job.memory
 
     @property
-    def pipeline(self) -> Pipeline:
+    def pipeline(self) -> PipelinePart:
         return self.job.pipeline
 
     @property

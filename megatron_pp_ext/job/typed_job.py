@@ -14,7 +14,7 @@ from typing import Any, Self
 from megatron_pp_ext.job.attention_part import Attention
 from megatron_pp_ext.job.memory_part import Memory
 from megatron_pp_ext.job.parts import Batch, Model, Parallel
-from megatron_pp_ext.job.pipeline_part import Pipeline
+from megatron_pp_ext.job.pipeline_part import PipelinePart
 from megatron_pp_ext.job.precision_part import Precision
 from megatron_pp_ext.schedule import catalog
 
@@ -33,7 +33,7 @@ class Job:
     batch: Batch = field(default_factory=Batch)
     precision: Precision = field(default_factory=Precision)
     memory: Memory = field(default_factory=Memory)
-    pipeline: Pipeline = field(default_factory=Pipeline)
+    pipeline: PipelinePart = field(default_factory=PipelinePart)
 
     @classmethod
     def of(cls, asked: object) -> Self:
