@@ -66,7 +66,7 @@ class ReadAhead:
 
 
 class Head:
-    """The last stage: ``runtime.output.LossHead`` by the script's loss function and stock's own arithmetic."""
+    """The last stage: a ``runtime.output.LossHead`` of the script's loss function and stock's arithmetic."""
 
     def __init__(self, inputs: StepInputs, output: OutputPart) -> None:
         self._inputs, self._output = inputs, output
