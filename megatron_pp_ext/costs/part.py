@@ -54,8 +54,8 @@ class Part:
     less than one after the other.
 
     ``after_forward`` are the bytes kept between F and I, ``after_input_gradient`` those between I and W:
-    input and output gradient of every product with a weight.  ``brief`` are the temporary bytes inside I
-    besides the latter, ``brief_in_whole`` those inside a backward that is not split.
+    input and output gradient of every product with a weight.  ``workspace`` are the temporary bytes inside I
+    besides the latter, ``workspace_in_whole`` those inside a backward that is not split.
 
     ``parameters`` and ``expert_parameters`` are numbers of weights; the latter are divided among
     expert-parallel ranks.  ``fp8_parameters`` are those of either kind that products read in FP8.
@@ -73,8 +73,8 @@ class Part:
     overlapped_in_whole: float = 0.0
     after_forward: float = 0.0
     after_input_gradient: float = 0.0
-    brief: float = 0.0
-    brief_in_whole: float = 0.0
+    workspace: float = 0.0
+    workspace_in_whole: float = 0.0
     parameters: float = 0.0
     expert_parameters: float = 0.0
     fp8_parameters: float = 0.0
@@ -98,8 +98,8 @@ class Part:
             self.after_forward + other.after_forward,
             self.after_input_gradient + other.after_input_gradient,
             # Parts are recomputed one after the other.
-            max(self.brief, other.brief),
-            max(self.brief_in_whole, other.brief_in_whole),
+            max(self.workspace, other.workspace),
+            max(self.workspace_in_whole, other.workspace_in_whole),
             self.parameters + other.parameters,
             self.expert_parameters + other.expert_parameters,
             self.fp8_parameters + other.fp8_parameters,
@@ -128,8 +128,8 @@ class Part:
             count * self.overlapped_in_whole,
             count * self.after_forward,
             count * self.after_input_gradient,
-            self.brief,
-            self.brief_in_whole,
+            self.workspace,
+            self.workspace_in_whole,
             count * self.parameters,
             count * self.expert_parameters,
             count * self.fp8_parameters,
@@ -197,8 +197,8 @@ class Part:
             overlapped_together=overlapped_together,
             after_forward=stage.activation,
             after_input_gradient=stage.activation - stage.released_by_input_gradient,
-            brief=stage.workspace and stage.workspace + max(0.0, stage.released_by_input_gradient),
-            brief_in_whole=stage.workspace_in_whole,
+            workspace=stage.workspace and stage.workspace + max(0.0, stage.released_by_input_gradient),
+            workspace_in_whole=stage.workspace_in_whole,
         )
 
     def recomputed(self, after_forward: float) -> Self:
@@ -208,14 +208,14 @@ class Part:
             repeated_operations=self.forward_operations,
             input_gradient_seconds=self.input_gradient_seconds + self.forward_seconds,
             after_forward=after_forward,
-            brief=max(0.0, self.after_forward - self.after_input_gradient),
-            brief_in_whole=self.after_forward,
+            workspace=max(0.0, self.after_forward - self.after_input_gradient),
+            workspace_in_whole=self.after_forward,
         )
 
     def costs(self) -> StageCosts:
         """Return the costs as a schedule takes them."""
         released = self.after_forward - self.after_input_gradient
-        growth = max(0.0, self.brief - released)
+        growth = max(0.0, self.workspace - released)
         exposed = self.exposed_gathering
         return StageCosts(
             forward=self.forward_seconds,
@@ -227,7 +227,7 @@ class Part:
             expert_parameters=self.expert_parameters,
             hidden=max(0.0, self.overlapped_in_whole + exposed),
             workspace=growth - max(0.0, -released),
-            workspace_in_whole=self.brief_in_whole,
+            workspace_in_whole=self.workspace_in_whole,
             lent=self.lent_seconds,
             hidden_beside=self.hidden_beside,
         )

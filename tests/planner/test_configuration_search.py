@@ -347,7 +347,7 @@ def test_no_candidate_that_shares_is_below_its_bounds(name, batch):
 @pytest.mark.parametrize("name", catalog.NAMES)
 def test_no_rank_keeps_less_of_its_stages_for_sharing_the_vocabulary(name):
     chunks = catalog.entry(name).chunks
-    again = {"after_forward": 1.0, "after_input_gradient": 7.0, "brief": 3.0, "brief_in_whole": 9.0}
+    again = {"after_forward": 1.0, "after_input_gradient": 7.0, "workspace": 3.0, "workspace_in_whole": 9.0}
     kept = {"after_forward": 10.0, "after_input_gradient": 7.0}
     for (ranks, microbatches), of_part in product([(2, 4), (3, 6), (4, 9), (6, 30)], (kept, again)):
         parts = [Part(**of_part)] * (ranks * chunks)

@@ -61,8 +61,8 @@ class InFlight:
             for value in (
                 part.after_forward,
                 part.after_input_gradient,
-                max(0.0, part.after_input_gradient + part.brief - part.after_forward),
-                part.brief_in_whole,
+                max(0.0, part.after_input_gradient + part.workspace - part.after_forward),
+                part.workspace_in_whole,
             )
         ]
         return float((self._moments[rank] @ np.array([*bytes_each, from_s_to_t])).max())
