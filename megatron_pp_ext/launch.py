@@ -56,7 +56,7 @@ class AllProducts(Products):
     def layout(self, asked: RequestedJob, data: int, rows: int) -> tuple[RequestedJob, str]:
         from megatron_pp_ext.planner.layout import requested_layout
 
-        return requested_layout.settle(asked, data, rows)
+        return requested_layout.resolve(asked, data, rows)
 
     def better_layout(
         self, job: Job, data: int, costs: Costs, schedule: Schedule, name: str, free: float

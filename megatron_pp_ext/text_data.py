@@ -37,7 +37,7 @@ TESTS_AND_INSTALLED = {"site-packages", "dist-packages", "test", "tests", "idle_
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedData:
     """The data that were written, in numbers."""
 
     documents: int
@@ -50,7 +50,7 @@ class TextDataError(ValueError):
     """The source cannot become training data; the message gives the reason in one line."""
 
 
-def prepare(source: Path | None, prefix: Path) -> Prepared:
+def prepare(source: Path | None, prefix: Path) -> PreparedData:
     """Write the text under ``source`` to ``prefix``.bin and ``prefix``.idx as Megatron's indexed dataset.
 
     Both files are replaced once the new ones are whole. The indices that Megatron has cached next to data of
@@ -83,7 +83,7 @@ def prepare(source: Path | None, prefix: Path) -> Prepared:
         for indices in prefix.glob("cache/*_indices"):
             shutil.rmtree(indices)
     split = working_split(np.array(lengths, dtype=np.int32))
-    return Prepared(len(files), sum(lengths), skipped, split)
+    return PreparedData(len(files), sum(lengths), skipped, split)
 
 
 def _text_files(source: Path | None) -> tuple[list[Path], int]:

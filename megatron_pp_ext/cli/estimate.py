@@ -38,7 +38,7 @@ from megatron_pp_ext.jobs.command import missing
 from megatron_pp_ext.planner.search.launch_lines import Launch
 
 if TYPE_CHECKING:
-    from megatron_pp_ext.planner.step.by_length import ByLength
+    from megatron_pp_ext.planner.step.by_length import StepsByLength
     from megatron_pp_ext.planner.step.estimate import Estimate
 
 SystemName = Annotated[
@@ -156,7 +156,7 @@ def with_layout(words: Sequence[str], asked: RequestedJob, gpus: int) -> tuple[l
 
     if not asked.pipeline.finds_layout:
         return list(words), asked, ""
-    asked, chosen = requested_layout.settle(asked, data_parallel_size(asked, gpus), asked.model.vocab_size)
+    asked, chosen = requested_layout.resolve(asked, data_parallel_size(asked, gpus), asked.model.vocab_size)
     flag, replaced = "--pipeline-model-parallel-layout", "--num-virtual-stages-per-pipeline-rank"
     kept = [
         word for name, values in by_name(words) if name not in (flag, replaced) for word in (name, *values)
@@ -235,7 +235,7 @@ def show(estimated: "Estimate", request: Request, machine: System, gpus: int, jo
         )
 
 
-def show_by_length(expected: "ByLength", estimated: "Estimate") -> None:
+def show_by_length(expected: "StepsByLength", estimated: "Estimate") -> None:
     """Print the steps to be expected for documents that were drawn.
 
     ``estimated`` is the step of sequences that are alike, whose other seconds they take too.

@@ -56,18 +56,18 @@ def described(
     flags: Sequence[str] | None,
     model: str | None,
     sizes: Mapping[str, int | None] | None = None,
-    settle: Callable[[RequestedJob], RequestedJob] = lambda asked: asked,
+    complete: Callable[[RequestedJob], RequestedJob] = lambda asked: asked,
 ) -> tuple[RequestedJob, list[str]]:
     """Return the job of the described model, with its vocabulary, and its flags.
 
-    See ``planner.described.read``, and ``Described.counted`` for ``settle``.
+    See ``planner.described.read``, and ``Described.counted`` for ``complete``.
     """
     from megatron_pp_ext.planner import described as planners
     from megatron_pp_ext.planner import tokenizer_vocabulary
 
     job = planners.read(flags or (), model, sizes)
     _notify(job.notes)
-    asked = job.counted(settle)
+    asked = job.counted(complete)
     if not asked.model.vocab_size and asked.flags.tokenizer_type in tokenizer_vocabulary.FROM_HUGGING_FACE:
         asked = asked.with_arguments(vocab_size=tokenizer_vocabulary.size(asked))
     elif not asked.model.vocab_size:

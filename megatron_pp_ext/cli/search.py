@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from megatron_pp_ext.cli.search_report import Report
     from megatron_pp_ext.planner.search.best_first import Search
     from megatron_pp_ext.planner.search.replays import Evaluated
-    from megatron_pp_ext.planner.search.result import Result
+    from megatron_pp_ext.planner.search.result import SearchResult
 
 
 @app.command()
@@ -49,7 +49,7 @@ def search(
     from megatron_pp_ext.cli.search_report import Report
     from megatron_pp_ext.planner.search import measured_sizes
     from megatron_pp_ext.planner.search.best_first import Search
-    from megatron_pp_ext.planner.search.budget import Budget
+    from megatron_pp_ext.planner.search.budget import SearchBudget
     from megatron_pp_ext.planner.search.candidate import strip
     from megatron_pp_ext.planner.step.comparison import compared
     from megatron_pp_ext.planner.step.parameters import entries
@@ -72,7 +72,7 @@ def search(
     if space.stages is not None:
         console.print(measured_sizes.described(space.job, space.stages))
     limit = machines.bytes_of_memory or (1 - headroom(asked)) * system.memory_bytes
-    budget = Budget(machines.cpu_seconds or inf)
+    budget = SearchBudget(machines.cpu_seconds or inf)
     one = Search(space, system, limit, machines.margin, machines.top, compiles, budget)
     try:
         best = run_with_bar(one)
@@ -82,7 +82,7 @@ def search(
         raise
     first = best.best[0]
     first.estimate.require_possible(system)
-    of_first = first.candidate.requested(asked), system, first.candidate.data
+    of_first = first.candidate.applied_to(asked), system, first.candidate.data
     filled_in = tuple(strip(missing(words)))
     all_words, without = [*words, *filled_in], tuple(not_counted(asked))
     about = job.about(asked) | {"command": context.obj, "date": f"{datetime.now():%Y-%m-%d %H:%M}"}
@@ -134,7 +134,7 @@ def _measured(report: "Report", measuring: Measuring) -> list[dict[str, object]]
     return [asdict(result) for result in ranked]
 
 
-def run_with_bar(search: "Search") -> "Result":
+def run_with_bar(search: "Search") -> "SearchResult":
     """Search, with a progress bar on a terminal, and elsewhere with a line now and then."""
 
     def found() -> str:

@@ -58,9 +58,9 @@ class JobOptions:
 
     def described(self) -> tuple[RequestedJob, list[str]]:
         """Return what is asked and its flags; ValueError where it has no batch, or has replicas."""
-        from megatron_pp_ext.planner.search.candidate import settled
+        from megatron_pp_ext.planner.search.candidate import with_search_defaults
 
-        asked, words = described(self.flags, self.model, self.sizes, settled)
+        asked, words = described(self.flags, self.model, self.sizes, with_search_defaults)
         if not asked.batch.global_batch_size:
             raise ValueError("no batch: give --global-batch-size")
         if asked.pipeline.pipeline_replicas is not None:
@@ -131,7 +131,7 @@ class Tried:
         ValueError for flags that leave nothing to search for, or contradict the options.
         """
         from megatron_pp_ext.planner.search import measured_sizes, variants
-        from megatron_pp_ext.planner.search.candidate import alone, settled_in
+        from megatron_pp_ext.planner.search.candidate import alone, fixed_arguments
         from megatron_pp_ext.planner.search.configurations import Space
         from megatron_pp_ext.planner.search.result import Compiles
 
@@ -151,7 +151,7 @@ class Tried:
                 f"{'every | of it' if flag == '--hybrid-layer-pattern' else 'it'} out, or ask mpp estimate"
             )
         is_uneven = self._is_uneven(asked)
-        fixed = settled_in(words)
+        fixed = fixed_arguments(words)
         stages = measured_sizes.stages(asked, fixed) if is_measured else None
         fixed |= measured_sizes.KEPT if is_measured else frozenset()
         if compiles is Compiles.ONLY:

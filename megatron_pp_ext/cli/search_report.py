@@ -16,7 +16,7 @@ from megatron_pp_ext.planner.search import launch_lines
 from megatron_pp_ext.planner.search.configurations import record
 from megatron_pp_ext.planner.search.explanation import why
 from megatron_pp_ext.planner.search.replays import Evaluated
-from megatron_pp_ext.planner.search.result import Result
+from megatron_pp_ext.planner.search.result import SearchResult
 from megatron_pp_ext.planner.step.comparison import Comparison
 
 _ALIKE = "nearly as fast"
@@ -43,7 +43,7 @@ class Report:
     without.  ``compared`` has the best beside Megatron's own schedules at its sizes, where these differ.
     """
 
-    result: Result
+    result: SearchResult
     words: list[str]
     about: Mapping[str, Any]
     system: System

@@ -1,1 +1,1 @@
-"""What it takes to train a model: the seconds and bytes of its layers, a file a kind, and of its stages."""
+"""The costs of training: seconds and bytes of layers, a file for each kind, and of stages."""

@@ -1,7 +1,7 @@
 """The activation function between the products of an MLP or an expert, alone or with a gate.
 
-Gates are those of arXiv 2002.05202.  In one kernel it reads what the first product made, writes the second
-one's input, and keeps what it read.  Operation by operation a gate keeps every factor, and a clamp its input
+Gates are those of arXiv 2002.05202.  A fused kernel reads the first product's result, writes the second
+one's input, and keeps its own input.  Operation by operation a gate keeps every factor, and a clamp its input
 too (``glu`` in megatron.core.transformer.mlp).  Products of experts may do all of it themselves
 (``Precision.fuses_experts``).  An expert's result is multiplied by the router's
 probabilities, in the same kernel or in one that keeps both factors.
@@ -21,24 +21,24 @@ def activation(costs: LayerCosts, inner: int, copies: float = 1, is_expert: bool
     is_fused = _is_fused(costs.job, is_expert)
     # Numbers that are read and written for each one of the result, in the forward and in the backward, and
     # those that are kept.
-    forward, backward, kept = model.gates + 1, 2 * model.gates + 1, model.gates
+    forward, backward, saved_numbers = model.gates + 1, 2 * model.gates + 1, model.gates
     if model.gates == 2 and not is_fused:
-        forward, backward, kept = forward + 4, backward + 6, kept + 2
+        forward, backward, saved_numbers = forward + 4, backward + 6, saved_numbers + 2
     if _clamps(costs.job, is_fused):
         # Both halves are read and written, and joined again for a fused kernel.  The backward compares the
         # input with each bound, which makes masks of a byte, and chooses by them; then it joins both halves.
         # In one kernel's place there are copies of both, else of the gate.
         forward, backward = forward + (8 if is_fused else 4), backward + (15 if is_fused else 11)
-        kept += 2 if is_fused else 1
+        saved_numbers += 2 if is_fused else 1
     if is_expert and not is_fused:
-        forward, backward, kept = forward + 2, backward + 3, kept + 1
+        forward, backward, saved_numbers = forward + 2, backward + 3, saved_numbers + 1
     part = Part(
         forward_seconds=costs.kernels.copy(forward * width),
         input_gradient_seconds=costs.kernels.copy(backward * width),
-        after_forward=(kept + costs.sizes.waiting) * width,
+        after_forward=(saved_numbers + costs.sizes.waiting) * width,
     )
     if is_expert and "moe_act" in costs.recomputed:
-        return part.recomputed(kept=model.gates * width)
+        return part.recomputed(after_forward=model.gates * width)
     return part
 
 

@@ -1,4 +1,4 @@
-"""The attention of each layer of a model: its kind, and what differs between layers of a kind."""
+"""The attention of each layer of a model: its kind and its window."""
 
 from collections.abc import Callable, Mapping
 
@@ -25,15 +25,15 @@ class Attentions:
     def layer(self, number: int, letter: str | None = None) -> Part:
         """Return the attention of layer ``number``, counted from 1.
 
-        Its kind is ``letter``, or what the model has there.
+        Its kind is ``letter``, or the model's for this layer.
         """
-        own = self._costs.job.attention
-        kind = letter or own.letter(number)
+        attention = self._costs.job.attention
+        kind = letter or attention.letter(number)
         if kind == "G":
             return self._once(kind)
         if kind == "D":
-            return self._once(kind, own.chooses(number))
-        return self._once(kind, own.window(number, self._costs.job.model.seq_length))
+            return self._once(kind, attention.chooses(number))
+        return self._once(kind, attention.window(number, self._costs.job.model.seq_length))
 
     def _once(self, kind: str, *how: int) -> Part:
         if (kind, *how) not in self._made:

@@ -6,7 +6,7 @@ from megatron_pp_ext.costs.interpolation import interpolated
 from megatron_pp_ext.costs.system import System
 
 _LOST_AT_THE_END = 0.8
-"""What attention loses while its last tiles end, in tiles: queries see unequally many keys.  Fitted, like
+"""The loss of attention while its last tiles end, in tiles: queries see unequally many keys.  Fitted, like
 ``attention_rates``, to one half of the measured kernels (benchmarks/results/components.md)."""
 
 
@@ -27,6 +27,6 @@ def attention_rate(
     rate, around = (interpolated([(row[0], row[column]) for row in rows], width) for column in (1, 2))
     filled = 1.0
     if system.processors:
-        each = tiles / system.processors
-        filled = each / max(1.0, each + _LOST_AT_THE_END)
+        per_processor = tiles / system.processors
+        filled = per_processor / max(1.0, per_processor + _LOST_AT_THE_END)
     return system.sustained.get("clock", 1.0) * rate * filled * keys / (keys + masked + around)

@@ -37,7 +37,7 @@ def of_output(costs: LayerCosts, vocabulary: int) -> float:
 
 
 def of_gathers(costs: LayerCosts) -> float:
-    """Return the bytes of what W gathers: a product's operand, and those of the next two on their way."""
+    """Return the bytes of gathered operands: one for the present W product and two on their way."""
     return 3 * costs.products.largest_gathered
 
 

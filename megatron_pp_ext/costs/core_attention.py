@@ -1,4 +1,4 @@
-"""Attention between its projections: every query meets keys, and what it makes of them meets the values.
+"""Attention between its projections: scores of queries and keys, and their products with the values.
 
 Operations are those of whole sequences, as of arXiv 2401.10241, table 3: the causal mask hides half of them.
 A sliding window (arXiv 2004.05150, section 3.1) hides more, and is counted in the same way.
@@ -41,11 +41,11 @@ def core(costs: LayerCosts, query: float, value: float, around: float, window: i
         after_forward=0.0 if is_fused else _kept_scores(costs, scores),
         parameters=model.num_attention_heads / sizes.share if sinks == "learnable" else 0.0,
     )
-    return part.recomputed(kept=0) if "core_attn" in costs.recomputed else part
+    return part.recomputed(after_forward=0) if "core_attn" in costs.recomputed else part
 
 
 def met(window: float, length: float) -> float:
-    """Return the keys that a query meets on average, doubled as those of a whole causal mask are.
+    """Return twice the mean number of keys of a query; for a full causal mask that is the sequence length.
 
     Of ``length`` tokens those before see less than the ``window``.
     """
@@ -53,13 +53,13 @@ def met(window: float, length: float) -> float:
 
 
 def turned(costs: LayerCosts, width: float) -> Part:
-    """Return what it takes to rotate, repeat or order ``width`` of queries, keys and values."""
+    """Return the costs of rotating, repeating or reordering ``width`` of queries, keys and values."""
     seconds = costs.kernels.copy(2 * costs.sizes.cut(width))
     return Part(forward_seconds=seconds, input_gradient_seconds=seconds)
 
 
 def output(costs: LayerCosts, value: float) -> Part:
-    """Return what is kept of attention's result, of a width of ``value``, the input of the product after it.
+    """Return the bytes of attention's result, ``value`` wide, as the saved input of the product after it.
 
     Under FP8 that product has a quantized copy of its own.
     """

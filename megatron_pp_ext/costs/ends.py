@@ -1,4 +1,4 @@
-"""What stages have besides layers: the embedding, the output layer with the loss, multi-token prediction."""
+"""The costs of embedding, output layer with loss, and multi-token prediction (MTP)."""
 
 from megatron_pp_ext.costs.layer_costs import LayerCosts
 from megatron_pp_ext.costs.orthogonal import matrix
@@ -32,32 +32,32 @@ def output(costs: LayerCosts, vocabulary: int) -> Part:
         # Logits are read for their maximum and sum, and once more for the gradient, which is written over
         # them and scaled in the backward (transformer_engine.common.triton.cross_entropy).
         logits = costs.sizes.bytes / 4 * probabilities
-        forward, backward, kept = 3 * logits, 2 * logits, logits
+        forward, backward, saved_bytes = 3 * logits, 2 * logits, logits
     elif precision.cross_entropy_loss_fusion:
         # A kernel converts logits to fp32 and finds their maximum, another one makes and sums the
         # exponentials, and the last divides (megatron.core.fusions.fused_cross_entropy).
-        forward, backward, kept = 5.5 * probabilities, 3.5 * probabilities, probabilities
+        forward, backward, saved_bytes = 5.5 * probabilities, 3.5 * probabilities, probabilities
     else:
         # Logits are converted to fp32, read for their maximum, and once more for their sum; the maximum is
         # subtracted, the exponential taken, and the sum divided by in place.  The gradient is scaled in
         # place and converted back (megatron.core.tensor_parallel.cross_entropy).
-        forward, backward, kept = 8.5 * probabilities, 3.5 * probabilities, probabilities
+        forward, backward, saved_bytes = 8.5 * probabilities, 3.5 * probabilities, probabilities
     loss = Part(
         forward_seconds=costs.kernels.copy(forward),
         input_gradient_seconds=costs.kernels.copy(backward),
-        after_forward=kept,
+        after_forward=saved_bytes,
     )
     return costs.products.output(vocabulary) + loss
 
 
 def loss_workspace(costs: LayerCosts, vocabulary: int) -> float:
-    """Return the bytes of the loss besides what it keeps for the backward.
+    """Return the temporary bytes of the loss.
 
     Megatron's loss converts logits to fp32, and computes the probabilities that it keeps in their place;
-    logits as the product makes them are beside those, and so is their gradient in the backward.  Logits that
+    the product's own logits exist at the same time, and so does their gradient in the backward.  Logits that
     are in fp32 are not converted (megatron.core.tensor_parallel.cross_entropy).  Compiled functions write
-    probabilities to new tensors, beside the logits in fp32 (megatron.core.fusions.fused_cross_entropy).
-    Transformer Engine's loss before 2.18 keeps the logits themselves, and has nothing beside them.
+    probabilities to new tensors and keep the fp32 logits (megatron.core.fusions.fused_cross_entropy).
+    Transformer Engine's loss before 2.18 keeps the logits alone.
     """
     precision = costs.job.precision
     if precision.has_loss_in_place:
@@ -78,7 +78,7 @@ def split_workspace(costs: LayerCosts, vocabulary: int) -> float:
 
 
 def prediction(costs: LayerCosts) -> Part:
-    """Return what a depth of multi-token prediction has before its layers, and the norm after them.
+    """Return the parts of an MTP depth around its layers.
 
     Embedding and hidden state, each with a norm, are joined and projected to the hidden size
     (arXiv 2412.19437, section 2.2).  The norm after the layers is a part of the head but for its weights.

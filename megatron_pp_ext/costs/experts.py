@@ -16,7 +16,7 @@ _BIASED, _UNBIASED = 14, 20
 """How often the results of experts are read or written for their biases, in the forward and in the backward,
 where numbers in fp32 count twice.  Each bias is multiplied by probabilities, which are in fp32, and added;
 the parts of all experts are joined, and the whole is converted.  The backward converts the gradient,
-multiplies and sums it for the bias and for the probabilities, and joins what the experts get (``_apply_bias``
+multiplies and sums it for the bias and for the probabilities, and joins the experts' inputs (``_apply_bias``
 in megatron.core.transformer.moe.experts)."""
 
 
@@ -35,21 +35,21 @@ def experts(costs: LayerCosts) -> Part:
     The router is taken to send every expert the same number of tokens.
     """
     model = costs.job.model
-    here = model.num_experts // costs.job.parallel.expert_model_parallel_size
-    inside = router(costs) + _routed(costs, here) + _latent(costs)
+    local_experts = model.num_experts // costs.job.parallel.expert_model_parallel_size
+    inside = router(costs) + _routed(costs, local_experts) + _latent(costs)
     if model.moe_shared_expert_intermediate_size:
         shared = _shared(costs)
-        inside += shared.recomputed(kept=0) if "shared_experts" in costs.recomputed else shared
-    inside = inside.recomputed(kept=0) if "moe" in costs.recomputed else inside
+        inside += shared.recomputed(after_forward=0) if "shared_experts" in costs.recomputed else shared
+    inside = inside.recomputed(after_forward=0) if "moe" in costs.recomputed else inside
     norm = costs.norm(is_recomputed=costs.recomputes_norms) + _read_by_router(costs)
-    kernels = MLP_KERNELS * (2 if costs.job.precision.moe_grouped_gemm else 1 + here)
+    kernels = MLP_KERNELS * (2 if costs.job.precision.moe_grouped_gemm else 1 + local_experts)
     # The host waits for the number of tokens of every expert, so no launch of the router's is hidden.
     routing = costs.kernels.launched(Part(), ROUTER_KERNELS, has_routed=True)
     return routing + costs.kernels.launched(norm + inside + costs.dropped(), kernels, has_routed=True)
 
 
 def _read_by_router(costs: LayerCosts) -> Part:
-    """Return what is kept of the norm's output besides the quantized operand that ``norm`` counts.
+    """Return the router's own copy of the norm's output, needed where ``norm`` counts a quantized one.
 
     The router reads it in half precision, and dispatched tokens are quantized where the experts are.
     """
@@ -60,53 +60,56 @@ def _read_by_router(costs: LayerCosts) -> Part:
     return Part(after_forward=more * costs.hidden_bytes)
 
 
-def _routed(costs: LayerCosts, here: int) -> Part:
-    """Return the ``here`` experts of a rank, with the way of tokens to them and back."""
+def _routed(costs: LayerCosts, local_experts: int) -> Part:
+    """Return the ``local_experts`` of a rank, with the way of tokens to them and back."""
     model, parallel = costs.job.model, costs.job.parallel
-    chosen, inner, width = model.routed_copies, model.expert_width, model.expert_input
-    into = costs.products.column(model.gates * inner, chosen, here, read=width)
-    out = costs.products.row(inner, chosen, here, made=width)
-    one = into + activation(costs, inner, chosen, is_expert=True) + out
+    copies, inner, width = model.routed_copies, model.expert_width, model.expert_input
+    into = costs.products.column(model.gates * inner, copies, local_experts, read=width)
+    out = costs.products.row(inner, copies, local_experts, result=width)
+    expert = into + activation(costs, inner, copies, is_expert=True) + out
     if costs.job.precision.fuses_experts:
-        one = one.undivided
-    one = costs.kernels.launched(one, _launches(costs, here), has_routed=True)
-    sent = chosen * costs.sizes.spread(width)
-    exchange = costs.kernels.shuffle(sent)
+        expert = expert.undivided
+    expert = costs.kernels.launched(expert, _launches(costs, local_experts), has_routed=True)
+    copies_bytes = copies * costs.sizes.spread(width)
+    exchange = costs.kernels.shuffle(copies_bytes)
     # Tokens travel to the experts and back, and are put in order by rank and by expert before and after
     # either way: those of several experts where all that share them have gathered theirs.  A kernel reads a
     # token once for all of its copies that it writes, or writes the sum of those that it reads.
-    once = costs.sizes.spread(width)
-    ordered = sent * parallel.expert_tensor if here > 1 else 0.0
+    token_bytes = costs.sizes.spread(width)
+    ordered = copies_bytes * parallel.expert_tensor if local_experts > 1 else 0.0
     if parallel.moe_token_dispatcher_type == "flex":
-        came = once * costs.kernels.reached(parallel.expert_model_parallel_size)
+        came = token_bytes * costs.kernels.reached(parallel.expert_model_parallel_size)
         ordered = (ordered + came) / 2 if ordered else 0.0
     else:
-        ordered += (sent + once) / 2
-    lent, hidden = _lent(costs, one, exchange, [into, out])
+        ordered += (copies_bytes + token_bytes) / 2
+    lent_seconds, hidden = _lent(costs, expert, exchange, [into, out])
     moving = 2 * exchange + costs.kernels.stream(4 * ordered)
     adds_biases = model.add_bias_linear and not costs.job.precision.fuses_experts
-    biased = chosen * costs.sizes.routed(width) if adds_biases else 0.0
-    kept = one.after_forward + costs.sizes.waiting * chosen * costs.sizes.routed(width)
+    biased = copies * costs.sizes.routed(width) if adds_biases else 0.0
+    saved_bytes = expert.after_forward + costs.sizes.waiting * copies * costs.sizes.routed(width)
     if costs.job.precision.moe_paged_stash:
         # What is kept is copied into pages, and back.
-        moving += costs.kernels.stream(2 * kept)
+        moving += costs.kernels.stream(2 * saved_bytes)
     return replace(
-        one,
-        forward_seconds=one.forward_seconds + moving + costs.kernels.copy(_BIASED * biased),
-        input_gradient_seconds=one.input_gradient_seconds + moving + costs.kernels.copy(_UNBIASED * biased),
-        after_forward=kept,
+        expert,
+        forward_seconds=expert.forward_seconds + moving + costs.kernels.copy(_BIASED * biased),
+        input_gradient_seconds=expert.input_gradient_seconds
+        + moving
+        + costs.kernels.copy(_UNBIASED * biased),
+        after_forward=saved_bytes,
         parameters=0.0,
-        expert_parameters=one.parameters * here,
-        fp8_parameters=one.fp8_parameters * here,
-        matrices=one.matrices and Matrices(0.0, 0.0, here * one.matrices.operations, one.matrices.largest),
+        expert_parameters=expert.parameters * local_experts,
+        fp8_parameters=expert.fp8_parameters * local_experts,
+        matrices=expert.matrices
+        and Matrices(0.0, 0.0, local_experts * expert.matrices.operations, expert.matrices.largest),
         exchanged_seconds=exchange,
-        lent_seconds=lent,
+        lent_seconds=lent_seconds,
         hidden_beside=hidden,
     )
 
 
 def _lent(costs: LayerCosts, experts: Part, exchange: float, products: list[Part]) -> tuple[float, float]:
-    """Return the seconds that W lends of ``experts``, and those that their ``products`` hide of exchanges.
+    """Return the seconds of expert W products that an I may run, and the exchange seconds that they hide.
 
     Each hides one of Megatron's all-to-all dispatcher; products of single experts are too short.
     """
@@ -118,8 +121,8 @@ def _lent(costs: LayerCosts, experts: Part, exchange: float, products: list[Part
     return experts.weight_gradient_seconds, hidden
 
 
-def _launches(costs: LayerCosts, here: int) -> int:
-    """Return the kernels that the forward of ``here`` experts starts.
+def _launches(costs: LayerCosts, local_experts: int) -> int:
+    """Return the kernels that the forward of ``local_experts`` starts.
 
     The host waits for the numbers of their tokens before it starts any of them.
     """
@@ -129,7 +132,7 @@ def _launches(costs: LayerCosts, here: int) -> int:
     casts = 0
     if precision.uses_fp8:
         casts = 2 if precision.fp4 else _LAUNCHED_CASTS.get(precision.fp8_recipe, 1)
-    return MLP_KERNELS + 2 * here * (1 + casts)
+    return MLP_KERNELS + 2 * local_experts * (1 + casts)
 
 
 def _latent(costs: LayerCosts) -> Part:
@@ -140,8 +143,8 @@ def _latent(costs: LayerCosts) -> Part:
     down = costs.products.alone(model.hidden_size, model.moe_latent_size)
     up = costs.products.alone(model.moe_latent_size, model.hidden_size)
     # The input of the first is what the norm made, that of the second is kept.
-    kept = costs.sizes.waiting * costs.sizes.spread(model.moe_latent_size)
-    return down + up + Part(after_forward=kept)
+    input_bytes = costs.sizes.waiting * costs.sizes.spread(model.moe_latent_size)
+    return down + up + Part(after_forward=input_bytes)
 
 
 def _shared(costs: LayerCosts) -> Part:

@@ -1,7 +1,7 @@
 """A gated delta net: linear attention whose state forgets and is corrected (arXiv 2412.06464, section 3).
 
 It goes by chunks of 64 tokens: inside a chunk everything is a product of matrices, and between chunks one
-state for each head is passed on.  What is kept are the operands of flash-linear-attention's kernels and, for
+state for each head is passed on.  Saved are the operands of flash-linear-attention's kernels and, for
 each token, a row of the inverse of its chunk's matrix (``ChunkGatedDeltaRuleFunction``, fla-core 0.6.0).
 """
 
@@ -17,12 +17,12 @@ _DELTA_KERNELS = 28
 
 def attention(costs: LayerCosts) -> Part:
     """Return a gated delta net and its norm; its products have no biases."""
-    own, sizes = costs.job.attention, costs.sizes
-    keys = own.linear_num_key_heads * own.linear_key_head_dim
-    values = own.linear_num_value_heads * own.linear_value_head_dim
-    projected = 2 * keys + 2 * values + 2 * own.linear_num_value_heads
+    delta_net, sizes = costs.job.attention, costs.sizes
+    keys = delta_net.linear_num_key_heads * delta_net.linear_key_head_dim
+    values = delta_net.linear_num_value_heads * delta_net.linear_value_head_dim
+    projected = 2 * keys + 2 * values + 2 * delta_net.linear_num_value_heads
     convolved = 2 * keys + values
-    weights = convolved * own.linear_conv_kernel_dim + 2 * own.linear_num_value_heads
+    weights = convolved * delta_net.linear_conv_kernel_dim + 2 * delta_net.linear_num_value_heads
     whole = (
         costs.norm()
         + costs.products.column(projected, is_biased=False, is_normed=True)
@@ -49,12 +49,16 @@ def _rule(costs: LayerCosts, keys: int, values: int, projected: int) -> Part:
 
     Context-parallel ranks have all tokens of some heads meanwhile.
     """
-    own, sizes, kernels = costs.job.attention, costs.sizes, costs.kernels
-    heads, key, value = own.linear_num_value_heads, own.linear_key_head_dim, own.linear_value_head_dim
+    delta_net, sizes, kernels = costs.job.attention, costs.sizes, costs.kernels
+    heads, key, value = (
+        delta_net.linear_num_value_heads,
+        delta_net.linear_key_head_dim,
+        delta_net.linear_value_head_dim,
+    )
     repeated = 2 * heads * key
     numbers = sizes.tokens / sizes.share
     operations = rule_operations(numbers * heads, key, value)
-    operations += 2 * numbers * own.linear_conv_kernel_dim * (2 * keys + values)
+    operations += 2 * numbers * delta_net.linear_conv_kernel_dim * (2 * keys + values)
     forward, backward = kernels.delta_rule(operations)
     # The convolution, the norms, the copies of queries and keys for each head, those of values and gates.
     copied = 2 * (2 * keys + values) + 4 * keys + 2 * keys + repeated + 4 * values
@@ -81,4 +85,4 @@ def _gated_norm(costs: LayerCosts, values: int) -> Part:
         input_gradient_seconds=2 * seconds,
         after_forward=(1 + sizes.waiting) * sizes.cut(values),
     )
-    return inputs + (part.recomputed(kept=0) if "gdn_norm_out" in costs.recomputed else part)
+    return inputs + (part.recomputed(after_forward=0) if "gdn_norm_out" in costs.recomputed else part)

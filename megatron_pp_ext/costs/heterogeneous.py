@@ -10,13 +10,13 @@ from megatron_pp_ext.costs.layer_costs import LayerCosts
 from megatron_pp_ext.costs.mlp import mlp
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.costs.self_attention import attention
-from megatron_pp_ext.job.blocks import Block, Half
+from megatron_pp_ext.job.blocks import Half, LayerBlock
 
 _LINEAR_KERNELS = 4
 """The kernels that a forward starts; see ``mlp.MLP_KERNELS``."""
 
 
-def block(costs: LayerCosts, described: Block) -> Part:
+def block(costs: LayerCosts, described: LayerBlock) -> Part:
     """Return a layer as ``described``."""
     groups = {"num_query_groups": described.attention.size, "group_query_attention": True}
     width = {"ffn_hidden_size": described.mlp.size}

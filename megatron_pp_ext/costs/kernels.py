@@ -82,7 +82,7 @@ class KernelSeconds:
         return 0.0
 
     def exposed(self, collective: float, product: float) -> float:
-        """Return what of a tensor-parallel ``collective`` its ``product`` does not hide, in seconds."""
+        """Return the seconds of a tensor-parallel ``collective`` that its ``product`` does not hide."""
         return collective
 
     def shuffle(self, size: float) -> float:

@@ -1,9 +1,9 @@
-"""What the layers of a transformer have in common: costs for one microbatch on one tensor-parallel rank.
+"""Parts that all kinds of layers share: costs for one microbatch on one tensor-parallel rank.
 
 Operations follow arXiv 2401.10241, table 3, generalised to grouped queries, gated MLPs and experts.  Bytes
-are those that autograd saves and that deferred weight gradients hold on to, without the small ones (the
-statistics of norms, masks, indices); ``tests/integration/test_model_costs.py`` compares them with those that
-the activation meter counts.  Under FP8 the inputs of products, and the operands that wait for W, are counted
+are the tensors that autograd saves and that deferred weight gradients hold, without the small ones (the
+statistics of norms, masks, indices); ``tests/integration/test_model_costs.py`` compares them with the
+activation meter's count.  Under FP8 the inputs of products, and the operands that wait for W, are counted
 as one quantized copy, a byte for each number, and everything else as without FP8.
 """
 
@@ -16,9 +16,9 @@ from megatron_pp_ext.job.typed_job import Job
 
 
 class LayerCosts:
-    """What layers of every kind are made of, in ``job``: sizes, products, norms.
+    """The building blocks of layers in ``job``: sizes, products, norms.
 
-    ``kernels`` tell their seconds.
+    ``kernels`` estimate their seconds.
     """
 
     def __init__(self, job: Job, kernels: KernelSeconds | None = None) -> None:
@@ -59,19 +59,19 @@ class LayerCosts:
         """Return a norm and the addition to the residual stream.
 
         The norm keeps its input, and the layer after it keeps the norm's output unless that is recomputed.
-        This is so by "layernorm" where ``is_recomputed`` does not say it, but not where Transformer Engine
-        computes the norm with the product after it.
+        By default "layernorm" decides, but nothing is recomputed where Transformer Engine computes the norm
+        with the product after it.
         """
         if is_recomputed is None:
             is_recomputed = self.recomputes_norms and self.job.precision.transformer_impl == "local"
-        kept = 1 if is_recomputed else 1 + self.sizes.waiting
+        saved_copies = 1 if is_recomputed else 1 + self.sizes.waiting
         # The norm reads and writes, the addition reads two and writes one; their backwards likewise.
         seconds = self.kernels.copy(5 * self.hidden_bytes)
         parameters = self.sizes.hidden * (1 if self.job.model.normalization == "RMSNorm" else 2)
         return Part(
             forward_seconds=seconds,
             input_gradient_seconds=seconds,
-            after_forward=kept * self.hidden_bytes,
+            after_forward=saved_copies * self.hidden_bytes,
             parameters=parameters,
         )
 

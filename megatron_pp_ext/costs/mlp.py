@@ -14,7 +14,7 @@ def mlp(costs: LayerCosts) -> Part:
     inside = feed_forward(costs, costs.job.model.mlp_width, is_normed=True)
     if costs.job.precision.use_transformer_engine_op_fuser:
         inside = inside.undivided
-    inside = inside.recomputed(kept=0) if "mlp" in costs.recomputed else inside
+    inside = inside.recomputed(after_forward=0) if "mlp" in costs.recomputed else inside
     return costs.kernels.launched(costs.norm() + inside + costs.dropped(), MLP_KERNELS)
 
 

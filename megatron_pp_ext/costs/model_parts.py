@@ -1,4 +1,4 @@
-"""The parts of a whole model: its layers in order, and what is around them."""
+"""The parts of a whole model: its layers in order, the embedding, the output head and MTP."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +24,7 @@ _KINDS = {"-": mlp, "E": experts, "M": mamba}
 class ModelParts:
     """The parts of a whole model, from which any number of stages can be cut.
 
-    ``layers`` are in order, and equal ones are one object; ``other`` is what every stage has besides them.
+    ``layers`` are in order, and equal ones are one object; ``other`` is the part of every stage besides them.
     ``table`` and ``output`` are the embedding's rows and the output layer with the loss, ``positions`` and
     ``last_norm`` what the end stages have besides these, ``prediction`` one depth of multi-token prediction
     without its output layer.  ``hidden_bytes`` are those of one activation between
@@ -32,13 +32,13 @@ class ModelParts:
     of a head that ranks split.  ``buffers`` are the bytes of tensors that libraries make once for all layers
     and microbatches, ``output_buffer`` those that are made for the output layer, and ``gather_buffers`` those
     in which W gathers operands, where backwards come in two halves (``costs.buffers``).
-    ``deferred`` is what of the output layer --defer-embedding-wgrad-compute may leave for the end of a step,
-    for a microbatch: the product for the weight gradient, and what it reads.
+    ``deferred`` is the part of the output layer that --defer-embedding-wgrad-compute may leave to the end of
+    a step, for a microbatch: the product for the weight gradient, and its operands.
     ``to_host`` are the seconds in which a byte goes to the host, if --cpu-offloading-num-layers copies any.
     ``stages`` are the sums of stages that were cut, by how they are recomputed and by their layers.
-    ``kinds`` tells layers apart: equal ones have the same number.
+    ``kinds`` numbers the kinds of layers: equal ones have the same number.
 
-    ``measured`` are the costs of stages that were measured, None where all costs are those of formulas.
+    ``measured`` are the costs of measured stages, None where all costs follow from formulas.
     Where their parameters are among them, the layers need no formulas, and there are none here.
     """
 
@@ -83,7 +83,7 @@ def model_parts(
 ) -> ModelParts:
     """Return the parts of ``job``'s model; ValueError for layers whose costs are not known.
 
-    Seconds are those of ``kernels``, or in proportion to operations.  ``vocabulary`` are the rows of the
+    Seconds come from ``kernels``, or are in proportion to operations.  ``vocabulary`` are the rows of the
     embedding, which follow from ``job`` if it is left out.  ``measured`` are the costs of measured stages.
     """
     costs = LayerCosts(job, kernels)
@@ -132,21 +132,21 @@ def _layers(costs: LayerCosts) -> list[Part]:
                 f"--num-layers is {model.num_layers}, but --heterogeneous-layers-config-path describes "
                 f"{len(model.blocks)} layers: correct one of them"
             )
-        described = {one: block(costs, one) for one in set(model.blocks)}
-        return [described[one] for one in model.blocks]
+        described = {kind: block(costs, kind) for kind in set(model.blocks)}
+        return [described[kind] for kind in model.blocks]
     attentions = Attentions(costs)
     second_halves = {kind: (experts if kind else mlp)(costs) for kind in set(model.has_experts)}
     halves = [
         (attentions.layer(number), second_halves[kind]) for number, kind in enumerate(model.has_experts, 1)
     ]
-    left = costs.kernels.left_beside_exchange
+    processors = costs.kernels.left_beside_exchange
     pairs = {(id(front), id(back)): (front, back) for front, back in halves}
-    made = {key: _joined(*pair, left) for key, pair in pairs.items()}
-    return [made[id(front), id(back)] for front, back in halves]
+    layers = {key: _joined(*pair, processors) for key, pair in pairs.items()}
+    return [layers[id(front), id(back)] for front, back in halves]
 
 
-def _joined(attention: Part, mlp: Part, left: float) -> Part:
-    return attention + replace(mlp, overlapped_together=overlapped(attention, mlp, left))
+def _joined(attention: Part, mlp: Part, processors: float) -> Part:
+    return attention + replace(mlp, overlapped_together=overlapped(attention, mlp, processors))
 
 
 def _of_pattern(costs: LayerCosts, letters: str) -> list[Part]:
@@ -163,16 +163,16 @@ def _of_pattern(costs: LayerCosts, letters: str) -> list[Part]:
 
 
 def _prediction(costs: LayerCosts, layers: Sequence[Part]) -> Part:
-    """Return a depth of multi-token prediction: its layers are those of its pattern, or one as the last is.
+    """Return an MTP depth, with the layers of its pattern, or else one like the model's last.
 
-    Full recomputation keeps both of its inputs, but not where it is that of a stage's first layers
+    Full recomputation keeps both of its inputs, but not where it covers a stage's first layers
     (``MultiTokenPredictionLayer`` in megatron.core.transformer), nor in pairs.
     """
     pattern, memory = costs.job.model.predicting_pattern, costs.job.memory
-    own = _of_pattern(costs, pattern) if pattern else layers[-1:]
-    depth = sum(own, ends.prediction(costs))
+    layer_parts = _of_pattern(costs, pattern) if pattern else layers[-1:]
+    depth = sum(layer_parts, ends.prediction(costs))
     in_pairs = costs.job.parallel.overlap_moe_expert_parallel_comm
     if memory.recomputes_layers and not memory.recomputes_first and not in_pairs:
         # The input of the norm after, which the head has, is not kept besides both.
-        return depth.recomputed(kept=costs.hidden_bytes)
+        return depth.recomputed(after_forward=costs.hidden_bytes)
     return depth

@@ -1,4 +1,4 @@
-"""What Megatron's optimizers keep for each weight, and what an update takes.
+"""The state of Megatron's optimizers for each weight, and the seconds of an update.
 
 Adam: arXiv 1412.6980; Lion: arXiv 2302.06675; Muon: arXiv 2502.16982; adaptive Muon, which has the second
 moments of AdaMuon: arXiv 2507.11005.  All but Adam and SGD are for the matrices of layers; embedding, output
@@ -33,7 +33,7 @@ back."""
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one update of a rank's weights has to do.
+    """The work of one update of a rank's weights.
 
     ``traffic`` are the bytes of device memory that it reads and writes besides gradients, ``offloaded`` the
     weights that are updated on the host.  An iteration of Muon has ``orthogonal`` operations, ``largest`` of
@@ -48,12 +48,12 @@ class Update:
 
 def moment_bytes(memory: Memory, matrices: float) -> float:
     """Return the bytes of moments for each weight, of which so large a part is in ``matrices``."""
-    own, scalar = _of_kind(memory, memory.optimizer), _of_kind(memory, _scalar(memory))
-    return matrices * own + (1 - matrices) * scalar
+    moments, scalar = _of_kind(memory, memory.optimizer), _of_kind(memory, _scalar(memory))
+    return matrices * moments + (1 - matrices) * scalar
 
 
 def _scalar(memory: Memory) -> str:
-    """Return the optimizer of what is no matrix of a layer."""
+    """Return the optimizer of weights other than the matrices of layers."""
     if memory.optimizer in _MUON:
         return memory.muon_scalar_optimizer
     return "adam" if memory.optimizer == "lion" else memory.optimizer
@@ -85,18 +85,18 @@ def update(job: Job, part: Part, updated: float, moments: float, dense: float, e
     )
 
 
-def update_seconds(job: Job, system: System, asked: Update, gradients: float) -> float:
+def update_seconds(job: Job, system: System, work: Update, gradients: float) -> float:
     """Return the seconds of an update of a rank on ``system``, whose gradients are so many bytes.
 
-    Iterations of Muon run at the rate of a square product as large as those of the largest matrix.
+    Iterations of Muon run at the rate of a square product with as many operations as the largest matrix.
     ValueError where weights are updated on the host of a system that does not describe it.
     """
-    seconds = (asked.traffic + gradients) / system.copy_bytes_per_second
-    if asked.orthogonal:
-        side = (asked.largest / 6) ** (1 / 3)
+    seconds = (work.traffic + gradients) / system.copy_bytes_per_second
+    if work.orthogonal:
+        side = (work.largest / 6) ** (1 / 3)
         iterations = job.memory.muon_num_ns_steps
-        seconds += iterations * asked.orthogonal / system.rate(system.half, side, side, side)
-    return seconds + _host_seconds(job.memory, system, asked.offloaded)
+        seconds += iterations * work.orthogonal / system.rate(system.half, side, side, side)
+    return seconds + _host_seconds(job.memory, system, work.offloaded)
 
 
 def _host_seconds(memory: Memory, system: System, weights: float) -> float:

@@ -1,4 +1,4 @@
-"""What Muon computes: the momentum of a weight's matrix is made orthogonal by Newton-Schulz iterations.
+"""The computation of Muon: Newton-Schulz iterations make the momentum of a weight's matrix orthogonal.
 
 Keller Jordan, Muon (kellerjordan.github.io/posts/muon), and arXiv 2502.16982 for language models.
 """
@@ -8,7 +8,7 @@ from megatron_pp_ext.job.memory_part import Memory
 
 
 def matrix(memory: Memory, rows: float, columns: float) -> Part:
-    """Return what an optimizer of matrices sees of a rank's part of a weight, of ``rows`` times ``columns``.
+    """Return a rank's part of a weight, ``rows`` times ``columns``, as an optimizer of matrices sees it.
 
     An iteration of Muon has the products X X^T, A A and B X, where X has the shorter side first
     (``newton_schulz_step`` in emerging_optimizers.orthogonalized_optimizers.muon_utils).  A weight that joins

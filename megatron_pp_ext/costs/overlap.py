@@ -1,16 +1,15 @@
-"""What a forward and a backward of a layer that run together hide of their exchanges of tokens."""
+"""The token exchanges that are hidden where a forward and a backward of a layer run together."""
 
 from megatron_pp_ext.costs.part import Part
 
 
-def overlapped(attention: Part, mlp: Part, left: float = 1.0) -> float:
+def overlapped(attention: Part, mlp: Part, processors: float = 1.0) -> float:
     """Return the seconds that a pair of a forward and a backward of one layer hides.
 
     Megatron runs an exchange of tokens with each of four computations: the attention of the forward, the
     experts of either half, and the attention of the backward (``TransformerLayerSchedulePlan.run`` in
-    megatron.core.models.common.model_chunk_schedule_plan).  What is longer than its computation is not
-    hidden, and neither is what a computation loses while an exchange has ``left`` it a part of the
-    processors.
+    megatron.core.models.common.model_chunk_schedule_plan).  An exchange longer than its computation is
+    not hidden whole, and a computation slows down while an exchange leaves it ``processors``, a part of all.
     """
     exchange = mlp.exchanged_seconds
     computations = (
@@ -19,4 +18,4 @@ def overlapped(attention: Part, mlp: Part, left: float = 1.0) -> float:
         mlp.backward_seconds - 2 * exchange,
         attention.backward_seconds,
     )
-    return sum(min(left * exchange, max(0.0, seconds)) for seconds in computations)
+    return sum(min(processors * exchange, max(0.0, seconds)) for seconds in computations)

@@ -8,10 +8,10 @@ from megatron_pp_ext.schedule.costs import StageCosts
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """Weights in matrices of layers: so many ``parameters`` of a rank's own, without those of experts.
+    """A rank's weights in matrices of layers, ``parameters`` in all; experts' are not among them.
 
-    An iteration in which Muon makes them orthogonal takes ``operations``, that of experts'
-    ``expert_operations``, and the largest one of either kind ``largest`` alone.
+    An iteration in which Muon makes them orthogonal takes ``operations``, an iteration for experts takes
+    ``expert_operations``, and for the largest matrix of either kind ``largest`` alone.
     """
 
     parameters: float
@@ -43,23 +43,23 @@ class Part:
 
     A product with a weight costs the same operations in F, I and W; a product of activations, such as
     attention's, costs double in I and nothing in W.  A recomputed part runs its forward again in I.
-    Seconds are those of ``KernelSeconds``; they include copies and messages, which have no operations.  A
+    Seconds come from ``KernelSeconds``; they include copies and messages, which have no operations.  A
     backward that is not split takes ``overlapped_in_whole`` less than I and W, since collectives of I run
     while W computes; it gathers nothing again, but in I what an I leaves to W.
-    W gathers for ``gathering`` seconds beside its products, and at its start for ``first_gathering``, since
-    no product is before that.  ``lent_seconds`` are those of row-parallel products, which W lends to an I
-    (``schedule.beside``), and ``hidden_beside`` what they hide of the messages of its column-parallel ones.
-    ``exchanged_seconds`` are those of one exchange of tokens between experts, of which a forward has two and
+    W gathers for ``gathering`` seconds during its products, and at its start for ``first_gathering``, since
+    no product is before that.  ``lent_seconds`` belong to row-parallel products, which W lends to an I
+    (``schedule.beside``), and ``hidden_beside`` the part of an I's column-parallel messages that they hide.
+    ``exchanged_seconds`` are the time of one exchange of tokens between experts; a forward has two, and
     an I two.  A forward and a backward that run together (``Schedule.paired``) take ``overlapped_together``
     less than one after the other.
 
     ``after_forward`` are the bytes kept between F and I, ``after_input_gradient`` those between I and W:
-    input and output gradient of every product with a weight.  ``brief`` are the temporary bytes inside I
-    besides the latter, ``brief_in_whole`` those inside a backward that is not split.
+    input and output gradient of every product with a weight.  ``workspace`` are the temporary bytes inside I
+    besides the latter, ``workspace_in_whole`` those inside a backward that is not split.
 
     ``parameters`` and ``expert_parameters`` are numbers of weights; the latter are divided among
-    expert-parallel ranks.  ``fp8_parameters`` are those of either kind that products read in FP8.
-    ``matrices`` are those of layers, for an optimizer that treats them apart, else None.
+    expert-parallel ranks.  ``fp8_parameters`` are the ones of either kind that products read in FP8.
+    ``matrices`` are the weight matrices of layers, for an optimizer that treats them apart, else None.
 
     Nobody changes a part, but a search makes millions, which would take twice as long if they were frozen.
     """
@@ -73,8 +73,8 @@ class Part:
     overlapped_in_whole: float = 0.0
     after_forward: float = 0.0
     after_input_gradient: float = 0.0
-    brief: float = 0.0
-    brief_in_whole: float = 0.0
+    workspace: float = 0.0
+    workspace_in_whole: float = 0.0
     parameters: float = 0.0
     expert_parameters: float = 0.0
     fp8_parameters: float = 0.0
@@ -98,8 +98,8 @@ class Part:
             self.after_forward + other.after_forward,
             self.after_input_gradient + other.after_input_gradient,
             # Parts are recomputed one after the other.
-            max(self.brief, other.brief),
-            max(self.brief_in_whole, other.brief_in_whole),
+            max(self.workspace, other.workspace),
+            max(self.workspace_in_whole, other.workspace_in_whole),
             self.parameters + other.parameters,
             self.expert_parameters + other.expert_parameters,
             self.fp8_parameters + other.fp8_parameters,
@@ -128,8 +128,8 @@ class Part:
             count * self.overlapped_in_whole,
             count * self.after_forward,
             count * self.after_input_gradient,
-            self.brief,
-            self.brief_in_whole,
+            self.workspace,
+            self.workspace_in_whole,
             count * self.parameters,
             count * self.expert_parameters,
             count * self.fp8_parameters,
@@ -179,7 +179,7 @@ class Part:
 
     @property
     def exposed_gathering(self) -> float:
-        """The seconds that a W waits for what it gathers."""
+        """The seconds that a W waits for gathered operands."""
         return max(0.0, self.gathering - self.weight_gradient_seconds) + self.first_gathering
 
     def measured(self, stage: StageCosts, overlapped_together: float) -> Self:
@@ -197,25 +197,25 @@ class Part:
             overlapped_together=overlapped_together,
             after_forward=stage.activation,
             after_input_gradient=stage.activation - stage.released_by_input_gradient,
-            brief=stage.workspace and stage.workspace + max(0.0, stage.released_by_input_gradient),
-            brief_in_whole=stage.workspace_in_whole,
+            workspace=stage.workspace and stage.workspace + max(0.0, stage.released_by_input_gradient),
+            workspace_in_whole=stage.workspace_in_whole,
         )
 
-    def recomputed(self, kept: float) -> Self:
-        """Return the costs if only ``kept`` bytes outlive the forward, which is repeated for I."""
+    def recomputed(self, after_forward: float) -> Self:
+        """Return the costs if only ``after_forward`` bytes outlive the forward, which is repeated for I."""
         return replace(
             self,
             repeated_operations=self.forward_operations,
             input_gradient_seconds=self.input_gradient_seconds + self.forward_seconds,
-            after_forward=kept,
-            brief=max(0.0, self.after_forward - self.after_input_gradient),
-            brief_in_whole=self.after_forward,
+            after_forward=after_forward,
+            workspace=max(0.0, self.after_forward - self.after_input_gradient),
+            workspace_in_whole=self.after_forward,
         )
 
     def costs(self) -> StageCosts:
         """Return the costs as a schedule takes them."""
         released = self.after_forward - self.after_input_gradient
-        growth = max(0.0, self.brief - released)
+        growth = max(0.0, self.workspace - released)
         exposed = self.exposed_gathering
         return StageCosts(
             forward=self.forward_seconds,
@@ -227,7 +227,7 @@ class Part:
             expert_parameters=self.expert_parameters,
             hidden=max(0.0, self.overlapped_in_whole + exposed),
             workspace=growth - max(0.0, -released),
-            workspace_in_whole=self.brief_in_whole,
+            workspace_in_whole=self.workspace_in_whole,
             lent=self.lent_seconds,
             hidden_beside=self.hidden_beside,
         )

@@ -51,13 +51,12 @@ class ProductCosts:
     """Products with weights, for ``job``.
 
     ``copies`` stand for as many times the tokens, which so many ``experts`` of the rank share; None where the
-    product is no expert's.  A product has a bias where the job's linear layers do, if ``is_biased`` does not
-    say otherwise.
+    product is no expert's.  Without ``is_biased`` a product has a bias where the job's linear layers do.
 
     Under sequence parallelism a column-parallel product gathers its input, and a row-parallel one the
     gradient of its output.  For W a rank keeps its own part of either, and gathers it again while the product
     before is computed.  ``waits_gathered`` is whether all of it is kept: where the tokens of a rank are no
-    multiple of those that share a scale, nobody gathers what is quantized (module/linear.py).
+    multiple of the tokens that share a scale, nobody gathers quantized numbers (module/linear.py).
 
     ``largest_gathered`` are the bytes of the largest operand that is gathered again.
     """
@@ -77,7 +76,7 @@ class ProductCosts:
         """The shapes of a rank's weights that layers' products were made with, each one once."""
         self.waits_gathered = self._is_cut and _keeps_gathered(job, sizes)
         self.keeps_copies = self._is_cut and not self._is_local
-        """Whether the part of what a layer without a norm gathers is a copy of what it gathers from."""
+        """Whether the own part of a gathered operand, of a layer without a norm, is a copy."""
         self.largest_gathered = 0.0
 
     def column(
@@ -98,11 +97,11 @@ class ProductCosts:
         backward is whole.
         """
         read = read or self._sizes.hidden
-        kept = self._gathered_operand(read, experts) + self._sizes.cut(width)
+        operands = self._gathered_operand(read, experts) + self._sizes.cut(width)
         product = self._product(
             read,
             width / self._share(experts),
-            kept,
+            operands,
             copies,
             experts,
             is_biased,
@@ -119,8 +118,10 @@ class ProductCosts:
     def output(self, vocabulary: int) -> Part:
         """Return the output layer, which has no bias and is not computed in FP8."""
         sizes = self._sizes
-        kept = sizes.hidden_bytes + sizes.cut(vocabulary)
-        product = self._product(sizes.hidden, vocabulary / sizes.share, kept, is_biased=False, is_output=True)
+        operands = sizes.hidden_bytes + sizes.cut(vocabulary)
+        product = self._product(
+            sizes.hidden, vocabulary / sizes.share, operands, is_biased=False, is_output=True
+        )
         return self._in_column(product, sizes.whole(sizes.hidden), is_operand=False)
 
     def row(
@@ -128,21 +129,21 @@ class ProductCosts:
         width: int,
         copies: float = 1,
         experts: int | None = None,
-        made: int | None = None,
+        result: int | None = None,
         is_biased: bool | None = None,
     ) -> Part:
-        """Return the product from ``width``, which ranks share, to a width of ``made``, or the hidden size.
+        """Return the product from ``width``, which ranks share, to a width of ``result``, or the hidden size.
 
         Its results are summed, an expert's by a dispatcher.
         """
-        made = made or self._sizes.hidden
-        kept = self._sizes.cut(width) + self._gathered_operand(made, experts)
+        result = result or self._sizes.hidden
+        operands = self._sizes.cut(width) + self._gathered_operand(result, experts)
         parts = self._operand_parts(experts)
         is_cast = not self._fuses_experts or experts is None, True
         product = self._product(
             width / self._share(experts),
-            made,
-            kept,
+            result,
+            operands,
             copies,
             experts,
             is_biased,
@@ -150,8 +151,8 @@ class ProductCosts:
             is_cast=is_cast,
         )
         if experts is not None:
-            return product + self._dispatched(copies * self._sizes.routed(made))
-        size = copies * self._sizes.whole(made)
+            return product + self._dispatched(copies * self._sizes.routed(result))
+        size = copies * self._sizes.whole(result)
         summing, gathering = self._gathering(size), self._gathering(size, is_operand=True)
         if not self._is_cut:
             return product + Part(forward_seconds=2 * summing) + self._lent(product, 2 * summing)
@@ -165,13 +166,13 @@ class ProductCosts:
             + self._gathered_again(size, is_operand=True)
         )
 
-    def alone(self, read: int, made: int, is_biased: bool | None = None) -> Part:
+    def alone(self, read: int, result: int, is_biased: bool | None = None) -> Part:
         """Return the product from a width to another whose weight every tensor-parallel rank has whole.
 
         Each rank multiplies its own tokens.
         """
-        kept = self._sizes.spread(read + made)
-        return self._product(read, made, kept, 1 / self._sequence_ranks, is_biased=is_biased)
+        operands = self._sizes.spread(read + result)
+        return self._product(read, result, operands, 1 / self._sequence_ranks, is_biased=is_biased)
 
     def _share(self, experts: int | None) -> int:
         """Return the ranks that have a part of each weight."""
@@ -196,10 +197,10 @@ class ProductCosts:
         return (self._sizes.whole if self.waits_gathered else self._sizes.spread)(width)
 
     def _gathered_again(self, size: float, is_operand: bool) -> Part:
-        """Return what W takes to gather ``size`` bytes of an operand from the parts of all ranks.
+        """Return the costs of gathering ``size`` bytes of an operand again for W.
 
-        Gathers run beside the two products before, so that a long one hides those of the short ones after it:
-        they cost what is longer than all products together, and the first, which is beside none.
+        Gathers run with the two products before, so that a long one hides the short ones after it:
+        they cost the time by which they are longer than all products, and the first one, which runs alone.
         """
         if self.waits_gathered or self._sizes.share < 2:
             return Part()
@@ -208,20 +209,20 @@ class ProductCosts:
         return Part(gathering=seconds, first_gathering=seconds)
 
     def _lent(self, product: Part, message: float) -> Part:
-        """Return what W lends of a row-parallel ``product``: it hides a ``message`` of a column-parallel one.
+        """Return the W seconds of a row-parallel ``product`` that hide a column-parallel ``message`` of an I.
 
         Every row-parallel product comes after a column-parallel one of its layer, whose message is as large.
         """
         if not message or not (self._is_cut or self._overlaps_reduce):
             return Part()
-        lent = product.weight_gradient_seconds
-        return Part(lent_seconds=lent, hidden_beside=min(message, lent))
+        seconds = product.weight_gradient_seconds
+        return Part(lent_seconds=seconds, hidden_beside=min(message, seconds))
 
     def _in_column(self, product: Part, size: float, is_operand: bool, is_normed: bool = False) -> Part:
         """Return ``product`` with the collectives of its input and of its input's gradient.
 
         For W a whole backward gathers the input once more in I.  An I leaves that to W where it can: local
-        layers do, and those of Transformer Engine with a norm whose operands are not quantized.
+        layers do, and Transformer Engine's layers with a norm whose operands are not quantized.
         """
         summing, gathering = self._gathering(size), self._gathering(size, is_operand)
         summing *= 1 if self._is_cut else 2
@@ -253,8 +254,8 @@ class ProductCosts:
     def _product(
         self,
         read: float,
-        made: float,
-        kept: float,
+        result: float,
+        operands: float,
         copies: float = 1,
         experts: int | None = None,
         is_biased: bool | None = None,
@@ -263,11 +264,11 @@ class ProductCosts:
         is_normed: bool = False,
         is_cast: tuple[bool, bool] = (True, True),
     ) -> Part:
-        """Return the product with a rank's weight of ``read`` times ``made``.
+        """Return the product with a rank's weight of ``read`` times ``result``.
 
-        Its input and the gradient of its output are ``kept`` bytes, for each of the ``copies``; ``is_cast``
-        says which of both a kernel casts, and ``parts`` are the ranks that each cast their part of it.  The
-        activations that it keeps between F and I are counted with the layers around it.
+        ``operands`` are the bytes of its input and its output's gradient, for each of the ``copies``;
+        ``is_cast`` says which of both a kernel casts, and ``parts`` are the ranks that each cast their
+        part of it.  The activations that it keeps between F and I are counted with the layers around it.
         """
         sizes, kernels = self._sizes, self._kernels
         is_grouped = self._is_grouped and experts is not None
@@ -276,37 +277,37 @@ class ProductCosts:
             copies * sizes.tokens * self._share(experts) / sizes.share if experts else copies * sizes.tokens
         )
         experts = experts or 1
-        each = tokens / experts
+        rows = tokens / experts
         groups = experts if is_grouped else 1
         seconds = (
-            kernels.product(each, made, read, is_output=is_output, groups=groups),
-            kernels.product(each, read, made, is_output=is_output, groups=groups),
-            kernels.product(read, made, each, adds=self._fuses, is_output=is_output, groups=groups),
+            kernels.product(rows, result, read, is_output=is_output, groups=groups),
+            kernels.product(rows, read, result, is_output=is_output, groups=groups),
+            kernels.product(read, result, rows, adds=self._fuses, is_output=is_output, groups=groups),
         )
         launches = experts // groups
         # A gradient that its product does not add is read with the buffer, which is written.
-        adding = 0.0 if self._fuses else kernels.copy((sizes.bytes + 2 * self._gradient) * read * made)
-        waiting = max(1, copies) * kept * (1.0 if is_output else sizes.waiting)
+        adding = 0.0 if self._fuses else kernels.copy((sizes.bytes + 2 * self._gradient) * read * result)
+        waiting = max(1, copies) * operands * (1.0 if is_output else sizes.waiting)
         if is_grouped and not self._fuses:
             # Transformer Engine makes the weights' gradients in I, for W to fill (module/grouped_linear.py).
-            waiting += experts * sizes.bytes * read * made
+            waiting += experts * sizes.bytes * read * result
         # F casts the input, I the gradient of the output; W finds both.
-        casts = kernels.cast(tokens * read, parts[0], is_normed), kernels.cast(tokens * made, parts[1])
+        casts = kernels.cast(tokens * read, parts[0], is_normed), kernels.cast(tokens * result, parts[1])
         casts = (0.0, 0.0) if is_output else (casts[0] * is_cast[0], casts[1] * is_cast[1])
         has_bias = self._has_biases if is_biased is None else is_biased
         product = Part(
-            weight_operations=2 * tokens * read * made,
+            weight_operations=2 * tokens * read * result,
             forward_seconds=launches * seconds[0] + casts[0],
             input_gradient_seconds=launches * seconds[1] + casts[1],
             weight_gradient_seconds=launches * seconds[2] + experts * adding,
             after_input_gradient=waiting,
-            parameters=read * made + (made if has_bias else 0.0),
-            fp8_parameters=read * made if self._is_fp8 and not is_output else 0.0,
+            parameters=read * result + (result if has_bias else 0.0),
+            fp8_parameters=read * result if self._is_fp8 and not is_output else 0.0,
         )
         if is_output:
             return product
-        self.shapes.add((read, made))
-        return product + matrix(self._memory, read, made)
+        self.shapes.add((read, result))
+        return product + matrix(self._memory, read, result)
 
 
 def _keeps_gathered(job: Job, sizes: ActivationSizes) -> bool:

@@ -8,16 +8,16 @@ _CAPABILITY = {"delayed": 8.9, "tensorwise": 8.9, "blockwise": 9.0, "mxfp8": 10.
 
 def require_fp8(system: System, recipe: str) -> None:
     """Raise ValueError unless products of ``system`` run in FP8 with --fp8-recipe ``recipe``."""
-    known = (
+    recipes = (
         [name for name in _CAPABILITY if name != "mxfp8"]
         if system.fp8_recipes is None
         else system.fp8_recipes
     )
-    if recipe in known:
+    if recipe in recipes:
         return
-    fix = f"choose {' or '.join(known)}" if known else "leave --fp8-format out"
+    fix = f"choose {' or '.join(recipes)}" if recipes else "leave --fp8-format out"
     why = f"Transformer Engine has it from compute capability {_CAPABILITY.get(recipe, 'unknown')} on"
-    if system.fp8_recipes is not None and recipe == "blockwise" and known:
+    if system.fp8_recipes is not None and recipe == "blockwise" and recipes:
         why = "no rate of its products is known"
     elif system.fp8_recipes is None:
         fix += f', or add "fp8_recipes" to the file, where {recipe} runs'

@@ -1,6 +1,6 @@
 """Self-attention with its norm and its projections (arXiv 1706.03762; grouped queries: arXiv 2305.13245).
 
-What models have besides: norms of queries and keys (arXiv 2302.05442, section 2), a gate of the output (arXiv
+Models may also have: norms of queries and keys (arXiv 2302.05442, section 2), a gate of the output (arXiv
 2505.06708), sinks (arXiv 2508.10925, section 2.2), which ``core_attention`` counts.
 """
 
@@ -18,10 +18,10 @@ _ROTARY = ("rope", "yarn", "mrope")
 
 def attention(costs: LayerCosts, window: int | None = None) -> Part:
     """Return self-attention in which a token sees ``window`` tokens, or all of them."""
-    model, own, is_unfused = costs.job.model, costs.job.attention, costs.job.precision.is_unfused
+    model, options, is_unfused = costs.job.model, costs.job.attention, costs.job.precision.is_unfused
     query = model.head_width * model.num_attention_heads
     keys = model.head_width * model.key_heads
-    gate = query if own.attention_output_gate else 0
+    gate = query if options.attention_output_gate else 0
     projected = query + gate + 2 * keys
     is_rotary = model.position_embedding_type in _ROTARY
     ordered = query + 2 * keys if is_unfused else 0
@@ -48,10 +48,10 @@ def _kept(costs: LayerCosts, query: int, keys: int, projected: int) -> int:
     Attention in single products repeats keys and values for every query, unless it is computed again.  Values
     that are not repeated stay where they were projected, besides new queries and keys.
     """
-    model, own = costs.job.model, costs.job.attention
+    model, options = costs.job.model, costs.job.attention
     if not costs.job.precision.is_unfused:
         return query + 2 * keys
-    has_norms = own.qk_layernorm or own.qk_l2_norm
+    has_norms = options.qk_layernorm or options.qk_l2_norm
     is_new = has_norms or model.position_embedding_type in _ROTARY
     if keys == query:
         return projected + (query + keys if is_new else 0)
@@ -61,20 +61,20 @@ def _kept(costs: LayerCosts, query: int, keys: int, projected: int) -> int:
 
 
 def _normed(costs: LayerCosts, query: int, keys: int, projected: int) -> Part:
-    """Return the norms of queries and keys, which keep what they read.
+    """Return the norms of queries and keys, which save their inputs.
 
     Unfused attention keeps it where it was projected, and queries once more where they are ordered by group.
     """
-    own = costs.job.attention
-    if not own.qk_layernorm and not own.qk_l2_norm:
+    options = costs.job.attention
+    if not options.qk_layernorm and not options.qk_l2_norm:
         return Part()
-    kept = query + keys
+    width = query + keys
     if costs.job.precision.is_unfused:
-        kept = 0 if keys == query else query + projected
+        width = 0 if keys == query else query + projected
     return replace(
         turned(costs, query + keys),
-        after_forward=costs.sizes.cut(kept),
-        parameters=2 * norm_weights(costs, costs.job.model.head_width) if own.qk_layernorm else 0.0,
+        after_forward=costs.sizes.cut(width),
+        parameters=2 * norm_weights(costs, costs.job.model.head_width) if options.qk_layernorm else 0.0,
     )
 
 

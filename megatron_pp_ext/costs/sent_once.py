@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatron_pp_ext.costs.system import System
 
 _START = 3.7e-5
-"""What such a kernel takes to start and to tell all ranks how many tokens come, in seconds: fitted, like
+"""The seconds in which such a kernel starts and sends all ranks the number of tokens: fitted, like
 ``_OWN``, to one half of DeepEP's dispatches and combinations on 8 H100 (ai-dynamo/aiconfigurator, commit
 095f58a51, comm/sglang 0.5.12)."""
 
@@ -58,6 +58,6 @@ def sent_once_seconds(
     return _START + _LAYOUT.get(backend, 0.0) + max(inside, between)
 
 
-def _reached(chosen: float, places: float) -> float:
-    """Return how many of ``places`` have one of ``chosen`` experts that are chosen at random."""
-    return places * (1 - (1 - 1 / places) ** chosen)
+def _reached(top_k: float, places: float) -> float:
+    """Return how many of ``places`` have one of ``top_k`` experts that are chosen at random."""
+    return places * (1 - (1 - 1 / places) ** top_k)

@@ -25,11 +25,11 @@ quotient, and three masks (``masked_softmax`` in megatron.core's dsa_masking).""
 
 def attention(costs: LayerCosts, chooses: bool = True) -> Part:
     """Return sparse attention, with an indexer if it ``chooses`` keys itself."""
-    model, own, sizes = costs.job.model, costs.job.attention, costs.sizes
+    model, options, sizes = costs.job.model, costs.job.attention, costs.sizes
     core = _core(costs) + (_indexer(costs) if chooses else Part())
     if "core_attn" in costs.recomputed:
-        core = core.recomputed(kept=0)
-    value = model.num_attention_heads * own.v_head_dim
+        core = core.recomputed(after_forward=0)
+    value = model.num_attention_heads * options.v_head_dim
     whole = (
         costs.norm(is_recomputed=costs.recomputes_norms)
         + compression(costs)
@@ -47,7 +47,7 @@ def _is_fused(costs: LayerCosts) -> bool:
 
 
 def _is_trained(costs: LayerCosts) -> bool:
-    """Whether the indexer learns to choose what the scores of attention would."""
+    """Whether the indexer is trained to choose the keys with the largest attention scores."""
     return costs.job.attention.dsa_indexer_loss_coeff > 0
 
 
@@ -57,10 +57,10 @@ def _key(costs: LayerCosts) -> int:
 
 def _absorption(costs: LayerCosts, is_trained: bool) -> Part:
     """Return the products that make queries as wide as compressed keys, which mla_up_proj recomputes."""
-    model, own, sizes, products = costs.job.model, costs.job.attention, costs.sizes, costs.products
+    model, options, sizes, products = costs.job.model, costs.job.attention, costs.sizes, costs.products
     heads, key = model.num_attention_heads, _key(costs)
     expanding = products.column(
-        heads * (own.qk_head_dim + own.v_head_dim), read=own.kv_lora_rank, is_biased=False
+        heads * (options.qk_head_dim + options.v_head_dim), read=options.kv_lora_rank, is_biased=False
     )
     absorbed = replace(
         expanding,
@@ -75,47 +75,47 @@ def _absorption(costs: LayerCosts, is_trained: bool) -> Part:
     )
     is_read_later = _is_fused(costs) or is_trained or "core_attn" in costs.recomputed
     # Otherwise attention reads copies in fp32, and in fp32 the queries themselves.
-    kept = sizes.cut(heads * own.query_width)
-    kept += sizes.cut(heads * key) if is_read_later or sizes.bytes == 4 else 0.0
-    kept += sizes.whole(key) if is_read_later else 0.0
-    found = (
-        products.column(heads * own.query_width, read=own.q_lora_rank or None, is_biased=False)
+    saved_bytes = sizes.cut(heads * options.query_width)
+    saved_bytes += sizes.cut(heads * key) if is_read_later or sizes.bytes == 4 else 0.0
+    saved_bytes += sizes.whole(key) if is_read_later else 0.0
+    product = (
+        products.column(heads * options.query_width, read=options.q_lora_rank or None, is_biased=False)
         + absorbed
-        + turned(costs, heads * (own.query_width + key))
-        + Part(after_forward=kept)
+        + turned(costs, heads * (options.query_width + key))
+        + Part(after_forward=saved_bytes)
     )
-    inputs = sizes.spread(own.q_lora_rank)
+    inputs = sizes.spread(options.q_lora_rank)
     if "mla_up_proj" in costs.recomputed:
-        found = found.recomputed(kept=0)
-        inputs += sizes.whole(own.kv_lora_rank) if own.qk_layernorm or sizes.share > 1 else 0.0
-    return found + Part(after_forward=inputs)
+        product = product.recomputed(after_forward=0)
+        inputs += sizes.whole(options.kv_lora_rank) if options.qk_layernorm or sizes.share > 1 else 0.0
+    return product + Part(after_forward=inputs)
 
 
 def _core(costs: LayerCosts) -> Part:
-    """Return attention to the chosen keys, and what is kept until its results are expanded to values."""
-    model, own, sizes = costs.job.model, costs.job.attention, costs.sizes
+    """Return attention to the selected keys, and what it saves until its results are expanded to values."""
+    model, options, sizes = costs.job.model, costs.job.attention, costs.sizes
     heads, length = model.num_attention_heads, model.seq_length
-    pairs, chosen = sizes.tokens / sizes.share, min(length, own.dsa_indexer_topk)
-    query, latent = heads * _key(costs), heads * own.kv_lora_rank
+    pairs, top_k = sizes.tokens / sizes.share, min(length, options.dsa_indexer_topk)
+    query, latent = heads * _key(costs), heads * options.kv_lora_rank
     operations = 2 * (query + latent) * pairs
-    kept = sizes.cut(latent) + sizes.bytes * latent * own.v_head_dim / sizes.share
+    saved_bytes = sizes.cut(latent) + sizes.bytes * latent * options.v_head_dim / sizes.share
     if _is_fused(costs):
-        width, seen = (_key(costs) + own.kv_lora_rank) / 2, met(chosen, length) / (2 * length)
+        width, seen = (_key(costs) + options.kv_lora_rank) / 2, met(top_k, length) / (2 * length)
         work = AttentionWork(operations * length, 0.0, True, length, width, seen)
-        kept += 4 * sizes.tokens * chosen
+        saved_bytes += 4 * sizes.tokens * top_k
     else:
         scores = pairs * length * heads
         work = AttentionWork(operations * length, 4 * scores, False, length, is_wide=True)
         # Queries and each head's own copy of the keys are converted to fp32.
         copies = 4 * pairs * query * (1 if sizes.bytes == 4 else 2)
-        kept += copies + sizes.cut(latent) + scores * (_KEPT_OF_SCORES + sizes.bytes)
+        saved_bytes += copies + sizes.cut(latent) + scores * (_KEPT_OF_SCORES + sizes.bytes)
     forward, backward = costs.kernels.attention(work)
     gathering = costs.kernels.exchange(sizes.whole(_key(costs)))
     return Part(
-        activation_operations=operations * met(chosen, length),
+        activation_operations=operations * met(top_k, length),
         forward_seconds=forward + gathering,
         input_gradient_seconds=backward + gathering,
-        after_forward=kept,
+        after_forward=saved_bytes,
     )
 
 
@@ -125,9 +125,9 @@ def _indexer(costs: LayerCosts) -> Part:
     It takes no gradient to the layer.  Where it is trained, its loss compares it with the scores of attention
     over all keys, or those chosen, and a backward computes both scores again.
     """
-    model, own, sizes, kernels = costs.job.model, costs.job.attention, costs.sizes, costs.kernels
-    heads, width, length = own.dsa_indexer_n_heads, own.dsa_indexer_head_dim, model.seq_length
-    compressed = own.q_lora_rank or sizes.hidden
+    model, options, sizes, kernels = costs.job.model, costs.job.attention, costs.sizes, costs.kernels
+    heads, width, length = options.dsa_indexer_n_heads, options.dsa_indexer_head_dim, model.seq_length
+    compressed = options.q_lora_rank or sizes.hidden
     pairs = ((compressed, heads * width), (sizes.hidden, width), (sizes.hidden, heads))
     ranks = costs.job.parallel.sequence_ranks
     projected = sum(
@@ -147,8 +147,8 @@ def _indexer(costs: LayerCosts) -> Part:
             weight_gradient_seconds=0.0,
             after_input_gradient=0.0,
         )
-    is_sparse = own.dsa_indexer_use_sparse_loss and is_fused
-    compared = min(length, own.dsa_indexer_topk) if is_sparse else length
+    is_sparse = options.dsa_indexer_use_sparse_loss and is_fused
+    compared = min(length, options.dsa_indexer_topk) if is_sparse else length
     query = model.num_attention_heads * _key(costs)
     target, _ = kernels.attention(
         AttentionWork(
@@ -162,8 +162,8 @@ def _indexer(costs: LayerCosts) -> Part:
         )
     )
     summed = 2 * kernels.gather(4 * sizes.tokens * length) if sizes.share > 1 else 0.0
-    kept = sizes.whole(heads * width + 2 * width + 2 * heads)
-    kept += (4 if is_fused else 8) * sizes.tokens * min(length, own.dsa_indexer_topk)
+    saved_bytes = sizes.whole(heads * width + 2 * width + 2 * heads)
+    saved_bytes += (4 if is_fused else 8) * sizes.tokens * min(length, options.dsa_indexer_topk)
     read = sizes.whole(sizes.hidden + compressed)
     return replace(
         projected,
@@ -171,7 +171,7 @@ def _indexer(costs: LayerCosts) -> Part:
         forward_seconds=projected.forward_seconds + scored + target + summed,
         input_gradient_seconds=scored + scored_back + target + summed,
         # Its inputs are the layer's own, or are gathered for it.
-        after_forward=kept + (read if ranks > 1 else 0.0),
+        after_forward=saved_bytes + (read if ranks > 1 else 0.0),
         after_input_gradient=projected.after_input_gradient
         - sizes.waiting * (sizes.whole(sizes.hidden) + (read if ranks == 1 else 0.0)),
     )

@@ -27,8 +27,8 @@ def head_part(job: Job, model: ModelParts) -> Part:
     """Return a rank's part of a head that is split over the pipeline's ranks, and with it of the embedding.
 
     From S to T a rank keeps its exponentials, and the hidden states of all tokens twice: as they came and
-    their gradient's part.  A tied weight exists once.  Where the parameters of stages are measured, they have
-    those of this part.
+    their gradient's part.  A tied weight exists once.  Where the parameters of stages are measured, they
+    include this part's.
     """
     ranks, output = job.parallel.pipeline_model_parallel_size, model.output
     exponentials = max(0.0, output.after_input_gradient - model.hidden_bytes) / ranks
@@ -50,7 +50,7 @@ def head_part(job: Job, model: ModelParts) -> Part:
 def head_costs(job: Job, model: ModelParts, hop: float = 0.0) -> HeadCosts:
     """Return the costs of ``head_part``, as a schedule takes them.
 
-    An S does the part's forward and its part of the input gradient.  A ``hop`` is that of a message between
+    An S does the part's forward and its part of the input gradient.  ``hop`` is a message's latency between
     stages.  A part that was measured costs that, with the exchanges of a hop where they were not measured.
     """
     measured = model.measured.head if model.measured else None
@@ -80,7 +80,7 @@ def stage_parts(
     none.
 
     Stages that were measured have their own seconds and bytes.  If their parameters were counted, nothing
-    comes from formulas; otherwise these tell the parameters and operations.  ValueError where ``measured``
+    comes from formulas; otherwise these give the parameters and operations.  ValueError where ``measured``
     are no costs of such stages.
     """
     if model.measured is None:
@@ -99,11 +99,11 @@ def stage_parts(
 
 def _weights(job: Job, stage: StageCosts) -> Part:
     """Return the weights of a measured ``stage``; any product may read them in FP8."""
-    every = stage.parameters + stage.expert_parameters
+    parameters = stage.parameters + stage.expert_parameters
     return Part(
         parameters=stage.parameters,
         expert_parameters=stage.expert_parameters,
-        fp8_parameters=every if job.precision.uses_fp8 else 0.0,
+        fp8_parameters=parameters if job.precision.uses_fp8 else 0.0,
     )
 
 
@@ -141,18 +141,18 @@ def _by_formulas(
 
 
 def end_parts(model: ModelParts, splits_head: bool) -> list[tuple[Part, Part]]:
-    """Return what the first and the last stage have besides their layers."""
+    """Return the embedding part of the first stage and the output part of the last."""
     ends = [(model.positions, model.last_norm)]
     return ends if splits_head else [*ends, (model.table, model.output)]
 
 
 def prediction_parts(job: Job, model: ModelParts, has_embedding: bool) -> tuple[Part, Part]:
-    """Return what multi-token prediction adds to its stage, and to the last one.
+    """Return the MTP parts of the stage that predicts, and of the last stage.
 
     All depths take one embedding, of which the stage gets a copy unless it ``has_embedding`` anyhow.
     """
-    count, one = job.model.mtp_num_layers, model.prediction
-    predicted = one.repeated(count) if job.model.mtp_use_repeated_layer else one.times(count)
+    count, depth = job.model.mtp_num_layers, model.prediction
+    predicted = depth.repeated(count) if job.model.mtp_use_repeated_layer else depth.times(count)
     if count and not has_embedding:
         predicted += Part(parameters=model.output.parameters)
     return predicted, replace(model.head, parameters=0).times(count)
@@ -167,8 +167,8 @@ def kept_input(job: Job, hidden_bytes: float) -> float:
 def _sum(parts: Sequence[Part]) -> Part:
     total = Part()
     for _, run in groupby(parts, key=id):
-        same = list(run)
-        total += same[0].times(len(same))
+        equal_parts = list(run)
+        total += equal_parts[0].times(len(equal_parts))
     return total
 
 
@@ -180,14 +180,14 @@ def _recomputed(job: Job, hidden_bytes: float, stage: Sequence[Part]) -> Sequenc
     whole: Sequence[Part] = []
     if job.memory.recomputes_first:
         stage, whole, size = stage[:size], stage[size:], 1
-    kept = kept_input(job, hidden_bytes)
+    input_bytes = kept_input(job, hidden_bytes)
     groups = [stage[start : start + size] for start in range(0, len(stage), size)]
-    made = {key: _sum(group).recomputed(kept) for group in groups for key in (tuple(map(id, group)),)}
-    return [*(made[tuple(map(id, group))] for group in groups), *whole]
+    sums = {key: _sum(group).recomputed(input_bytes) for group in groups for key in (tuple(map(id, group)),)}
+    return [*(sums[tuple(map(id, group))] for group in groups), *whole]
 
 
 def _offloaded(stage: Part, layers: Sequence[Part], to_host: float) -> Part:
-    """Return a stage of which the first ``layers`` copy what they keep to the host, a byte in ``to_host``.
+    """Return a stage whose first ``layers`` are copied to the host, at ``to_host`` seconds a byte.
 
     Transformer Engine spreads their copies over the forwards and backwards of all layers, which wait where
     copies take longer (pytorch/cpu_offload.py, ``AsyncDoubleBufferGroupOffloadHandler``).  One layer's are

@@ -26,7 +26,7 @@ class ModelState:
 
 
 def _fp8_copies(job: Job) -> float:
-    """Return the bytes that a weight in FP8 or FP4 takes besides those in the forward's precision.
+    """Return the bytes of the FP8 or FP4 copies of a weight.
 
     Transformer Engine keeps two FP8 copies of a weight from a step's first microbatch on, one of which is
     transposed (module/linear.py, as Megatron 0.17 to 0.19 call it).  With --fp8-param-gather these two are
@@ -40,14 +40,14 @@ def model_state(job: Job, part: Part, sharing: Sharing) -> ModelState:
     total = part.parameters + part.expert_parameters
     dense, expert = (sharing.dense, sharing.expert) if job.memory.shards_state else (1, 1)
     updated = part.parameters / dense + part.expert_parameters / expert
-    own = part.matrices.parameters if part.matrices else 0.0
-    matrices = own / dense + part.expert_parameters / expert
+    matrix_weights = part.matrices.parameters if part.matrices else 0.0
+    matrices = matrix_weights / dense + part.expert_parameters / expert
     moments = moment_bytes(job.memory, matrices / updated if updated else 0.0)
     weights = job.precision.weight_size * total + _fp8_copies(job) * part.fp8_parameters
-    kept = updated / total if total else 0.0
+    share = updated / total if total else 0.0
     return ModelState(
-        weights=weights * (kept if job.memory.shards_weights else 1.0),
-        gradients=job.precision.gradient_size * total * (kept if job.memory.shards_gradients else 1.0),
+        weights=weights * (share if job.memory.shards_weights else 1.0),
+        gradients=job.precision.gradient_size * total * (share if job.memory.shards_gradients else 1.0),
         optimizer=(moments + _copies(job)) * updated * (1 - job.memory.offloaded),
         update=update(job, part, updated, moments, dense, expert),
     )

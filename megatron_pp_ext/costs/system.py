@@ -1,7 +1,7 @@
 """Descriptions of the machines that a model may run on: the speed of products, copies and messages.
 
 A description is JSON with the fields of ``System``, each figure with its source; some are shipped in
-``costs/systems``.  Rates are those that a well-tuned program reaches, not those of a data sheet; peaks
+``costs/systems``.  Rates are the ones that a well-tuned program reaches, not a data sheet's; peaks
 serve only to compute the utilisation.
 
     {"name": "h100", "gpus_per_node": 8, "memory_bytes": 8e10,
@@ -49,8 +49,8 @@ _OF_A_GPU = ("clock", "copy", "cast")
 class System:
     """One kind of GPU, its nodes of ``gpus_per_node``, and the network between them.
 
-    ``node`` is the link between the GPUs of a node, or of ``gpus_per_domain`` where switches join those of
-    several nodes, as NVLink does in a rack.
+    ``node`` is the link between the GPUs of a node, or of ``gpus_per_domain`` where switches join several
+    nodes, as NVLink does in a rack.
 
     ``matrix_rates`` has for each number format rows of (m, n, k, operations a second) for a product of
     m x k with k x n.  ``peak_rates`` are the data sheet's operations a second, for the utilisation; where
@@ -61,13 +61,13 @@ class System:
 
     ``host`` is the link between a GPU and the memory of its node's processors, of which a GPU's share is
     ``host_memory_bytes_per_second``, reading plus writing; where they are absent, nothing can be offloaded.
-    ``gpus_per_host_link`` GPUs, behind one switch, share the link (``host_beside_others``).
+    ``gpus_per_host_link`` GPUs of one switch share the link (``host_beside_others``).
     ``processors`` are the SMs or compute units, 0 where product shapes make no difference, and
     ``around_loop`` what a tile of each number format takes besides its loop (``product_shapes``);
     ``attention_rates`` has rows of (width of a head, operations a second, keys) of fused attention, which
     takes as long for each query as so many keys more than it sees would, and ``attention_backward_rates`` has
     such rows of its backward, which runs as fast as the forward where there are none;
-    ``kernel_seconds`` is what a host takes to start a kernel. ``exposed_sums`` is the share of the time to
+    ``kernel_seconds`` is the host's time to start a kernel. ``exposed_sums`` is the share of the time to
     read and write gradients that a product which adds to them does not hide: one where a processor works on
     one tile at a time. ``sustained`` has the share of these rates that training keeps up, 1 where it is left
     out: "clock" of products and attention, whose clock is lower under load than in the short measurement of
@@ -112,15 +112,15 @@ class System:
     def at_scale(self, gpus: int) -> Self:
         """Return the system as a job of so many ``gpus`` finds it.
 
-        A step waits for the slowest of them.  What computation and copies sustain is multiplied by the share
+        A step waits for the slowest of them.  The sustained parts of computation and copies are multiplied by
         "scale" for each doubling of a node of 8 GPUs, on which they are measured.
         """
         if gpus <= _MEASURED_GPUS or "scale" not in self.sustained:
             return self
-        left = self.sustained["scale"] ** math.log2(gpus / _MEASURED_GPUS)
+        scale = self.sustained["scale"] ** math.log2(gpus / _MEASURED_GPUS)
         shares = {"clock": 1.0, "copy": 1.0, **self.sustained}
         del shares["scale"]
-        shares.update({name: left * shares[name] for name in _OF_A_GPU if name in shares})
+        shares.update({name: scale * shares[name] for name in _OF_A_GPU if name in shares})
         return replace(self, sustained=shares)
 
     @property
@@ -137,7 +137,7 @@ class System:
     def rate(self, dtype: str, m: float, n: float, k: float, groups: float = 1) -> float:
         """Return the operations a second of ``groups`` products of m x k with k x n in a training step.
 
-        What a row reaches of its shape's efficiency (``product_shapes``) scales the efficiency of this shape:
+        A row's rate over its shape's efficiency (``product_shapes``) scales the efficiency of this shape:
         a mean of all rows, weighted by how near they are in the logarithms of the smallest dimension and of
         the number of operations, so that it is exact at a row, times the share of the clock that is
         sustained.
@@ -145,15 +145,15 @@ class System:
         near = best = 0.0
         smallest, size = math.log(max(1.0, min(m, n, k))), math.log(max(1.0, m * n * k))
         around = self.around_loop.get(dtype, AROUND_LOOP)
-        here = efficiency(m, n, k, self.processors, around, groups) * self.sustained.get("clock", 1.0)
+        reached = efficiency(m, n, k, self.processors, around, groups) * self.sustained.get("clock", 1.0)
         for *shape, rate in self._rates(dtype):
             scale = rate / efficiency(*shape, self.processors, around)
             distance = (smallest - math.log(min(shape))) ** 2 + (size - math.log(math.prod(shape))) ** 2
             if distance < 1e-12:
-                return here * scale
+                return reached * scale
             near += 1 / distance
             best += scale / distance
-        return here * best / near
+        return reached * best / near
 
     @property
     def multiplies_any_layout(self) -> bool:
@@ -172,8 +172,8 @@ class System:
     def _rates(self, dtype: str) -> Sequence[Sequence[float]]:
         rows = self.matrix_rates.get(dtype) or ()
         if not rows:
-            known = " and ".join(name for name in DTYPES if self.matrix_rates.get(name))
-            raise ValueError(f"system {self.name} has no matrix rate for {dtype}, only {known}: add rows")
+            dtypes = " and ".join(name for name in DTYPES if self.matrix_rates.get(name))
+            raise ValueError(f"system {self.name} has no matrix rate for {dtype}, only {dtypes}: add rows")
         return rows
 
     def link(self, ranks: int, stride: int) -> Link:
@@ -228,15 +228,15 @@ class System:
             return measured
         near = self.in_a_node(ranks, stride)
         links = [(near - 1, self.node), (ranks - near, self.between_nodes)]
-        return max(link.seconds(size * others / ranks) for others, link in links if others)
+        return max(link.seconds(size * peers / ranks) for peers, link in links if peers)
 
     def _measured(self, rows: Sequence[Collective], size: float, ranks: int, stride: int) -> float | None:
         """Return the seconds that ``rows`` have for a group within a node, or None."""
-        known = sorted((row[1], row[2]) for row in rows if row[0] == ranks)
-        if not known or self.in_a_node(ranks, stride) < ranks:
+        sizes = sorted((row[1], row[2]) for row in rows if row[0] == ranks)
+        if not sizes or self.in_a_node(ranks, stride) < ranks:
             return None
-        last, seconds = known[-1]
-        return seconds * size / last if size > last else interpolated(known, size)
+        last, seconds = sizes[-1]
+        return seconds * size / last if size > last else interpolated(sizes, size)
 
     def _ring(self, size: float, ranks: int, stride: int) -> float:
         """A part of the tensor goes to all members but one, into each other node once."""
@@ -265,9 +265,9 @@ class System:
         return json.dumps(asdict(self), indent=1) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, where: str) -> Self:
-        """Return the system that ``text`` describes; ValueError, naming ``where``, for anything else."""
-        with naming(where):
+    def from_json(cls, text: str, source: str) -> Self:
+        """Return the system that ``text`` describes; ValueError, naming ``source``, for anything else."""
+        with naming(source):
             return parse_as(cls, text, "write what mpp calibrate writes")
 
 

@@ -1,4 +1,4 @@
-"""What the fields of a system's description may have."""
+"""The accepted values of the fields in a system's description."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -27,8 +27,8 @@ On an H100 they run as fast as those of the forward: 518 and 529 TFLOP/s over 8,
 figures 5 and 6, cuDNN).  A system says where they do not (``attention_backward_rates``)."""
 
 _RANDOM_FORWARD = 1.5
-"""What the random numbers of dropout add to the forward of fused attention with heads of 128, and once more
-to the backward, which makes them again, as a part of that forward.
+"""The time that dropout's random numbers add to the forward of fused attention with heads of 128, and again
+to the backward, which makes them a second time, as a part of that forward.
 
 A Philox 4x32-10 takes ten rounds of eight integer operations for four numbers (Salmon et al., SC 2011), and a
 processor does 64 a cycle: as long as 760 operations of attention on an H100, whose scores take 512 each.
@@ -122,32 +122,32 @@ class SystemKernelSeconds(KernelSeconds):
     def product(
         self, m: float, n: float, k: float, adds: bool = False, is_output: bool = False, groups: float = 1
     ) -> float:
-        """Return the seconds at the shape's rate, or those of reading and writing the operands if more."""
+        """Return the seconds at the shape's rate, or of reading and writing the operands if longer."""
         dtype = self._half if is_output else self._dtype
         slower = 1.0 if is_output else self._slower
         seconds = slower * 2 * groups * m * n * k / self._system.rate(dtype, m, n, k, groups)
         read = (self._bytes if is_output else self._operand) * (m * k + k * n)
-        written = (8 if adds else self._bytes) * m * n
-        exposed = self._system.exposed_sums * written if adds else 0.0
+        output_bytes = (8 if adds else self._bytes) * m * n
+        exposed = self._system.exposed_sums * output_bytes if adds else 0.0
         exposed_seconds = groups * exposed / self._system.copy_bytes_per_second
-        return max(seconds, self.copy(groups * (read + written - exposed))) + exposed_seconds
+        return max(seconds, self.copy(groups * (read + output_bytes - exposed))) + exposed_seconds
 
     def attention(self, work: AttentionWork) -> tuple[float, float]:
         """Return the seconds at the measured rate of fused attention, else at a share of a product's.
 
-        Fused kernels skip what masks hide; unfused attention computes it and passes over all scores.
+        Fused kernels skip masked keys; unfused attention computes them and passes over all scores.
         """
-        operations, scores, is_fused, length, width, seen, is_wide = work
+        operations, scores, is_fused, length, width, share, is_wide = work
         rate = self._system.rate("fp32" if is_wide else self._half, *(3 * [operations ** (1 / 3)]))
         if is_fused:
             tiles = operations / (4 * length * width * _ATTENTION_TILE)
             # Where a window begins inside the sequence, its edge cuts tiles as that of the causal mask does.
-            cut = _ATTENTION_TILE * (1 - 2 * seen)
+            cut = _ATTENTION_TILE * (1 - 2 * share)
             forward, backward = (
-                seen
+                share
                 * operations
                 / (
-                    attention_rate(self._system, width, seen * length, tiles, cut, is_backward)
+                    attention_rate(self._system, width, share * length, tiles, cut, is_backward)
                     or _FUSED_RATE * rate
                 )
                 for is_backward in (False, True)
@@ -244,8 +244,8 @@ class SystemKernelSeconds(KernelSeconds):
         """
         ranks, stride = self._expert, self._expert_tensor
         if self._sends_once:
-            each = size / self._routing.chosen
-            return sent_once_seconds(self._system, each, self._routing, ranks, stride, self._backend)
+            token_bytes = size / self._routing.chosen
+            return sent_once_seconds(self._system, token_bytes, self._routing, ranks, stride, self._backend)
         return self._system.all_to_all_seconds(size, ranks, stride)
 
     def reached(self, ranks: int) -> float:
@@ -254,9 +254,9 @@ class SystemKernelSeconds(KernelSeconds):
 
     @property
     def left_beside_exchange(self) -> float:
-        """All but those of the dispatcher; all where their number is not known."""
-        taken = FLEXIBLE_PROCESSORS if self._sends_once else _COLLECTIVE_PROCESSORS
-        return 1 - min(1.0, taken / self._system.processors) if self._system.processors else 1.0
+        """The share of processors that an exchange leaves to computation; 1 where their number is unknown."""
+        processors = FLEXIBLE_PROCESSORS if self._sends_once else _COLLECTIVE_PROCESSORS
+        return 1 - min(1.0, processors / self._system.processors) if self._system.processors else 1.0
 
     def exchange(self, size: float) -> float:
         """Return the seconds of the all-to-all, with ranks a tensor-parallel size apart."""
@@ -268,11 +268,11 @@ class SystemKernelSeconds(KernelSeconds):
         Parts are equally long, as Megatron deals out the causal mask (arXiv 2310.01889; Megatron's
         cp_comm_type p2p).  A message travels during the part before.
         """
-        others, part = self._context - 1, seconds / self._context
-        if not others:
+        messages, part = self._context - 1, seconds / self._context
+        if not messages:
             return seconds
         message = self._system.link(self._context, self._tensor).seconds(size)
-        return part + others * (max(part, message) + self.addition(results))
+        return part + messages * (max(part, message) + self.addition(results))
 
     def stream(self, size: float) -> float:
         """Return the seconds at the rate of device memory that large copies reach."""

@@ -6,7 +6,7 @@ imports nothing of it, ``install`` does.
 
 
 def install(cpu: bool = False) -> None:
-    """Put the schedules into Megatron, and with ``cpu`` what it needs to run without a GPU; see ``hooks``.
+    """Put the schedules into Megatron, with ``cpu`` also stubs for a machine without a GPU; see ``hooks``.
 
     End the process with a one-line message, and Megatron untouched, if a hook does not fit or the release is
     not in the table of ``releases``.
@@ -22,5 +22,5 @@ def install(cpu: bool = False) -> None:
         from megatron_pp_ext.integration import hooks
 
         patching.apply(hooks.all_hooks(cpu))
-    except patching.SeamError as error:
+    except patching.HookError as error:
         raise SystemExit(f"megatron_pp_ext: {error}") from error

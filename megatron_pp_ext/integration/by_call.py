@@ -13,11 +13,11 @@ from typing import Any
 
 from megatron_pp_ext.features.lengths.ordering import LengthsOf
 from megatron_pp_ext.integration import patching, requested
-from megatron_pp_ext.integration.call_request import Call, GivenCosts, InForce, asked
+from megatron_pp_ext.integration.call_request import GivenCosts, InForce, InstallCall, asked
 from megatron_pp_ext.job.call_words import in_words_of_call, use_variables
 from megatron_pp_ext.schedule.placement import LAST
 
-_installed: tuple[Call, requested.Pipeline, InForce] | None = None
+_installed: tuple[InstallCall, requested.Pipeline, InForce] | None = None
 """What ``install`` has put in force."""
 
 _kept: int | None = None
@@ -43,7 +43,7 @@ def install(
     lengths: LengthsOf | None = None,
     unproved: bool = False,
 ) -> InForce:
-    """Run the models of megatron.core that are built from now on by ``schedule``, and return what will run.
+    """Run models of megatron.core that are built from now on by ``schedule``, and return a summary of it.
 
     Call it on every rank with the same arguments, before the model is built and best before its process
     groups are made.  ``schedule`` is a name of ``mpp list``, ``csv:FILE``, ``flex`` or ``auto``; those that
@@ -64,10 +64,10 @@ def install(
 
     ``order`` is "rule" or "search" for training steps whose microbatches have documents of unlike length:
     they are read ahead and run in an order planned by their lengths, and losses come back in the order of the
-    data.  docs/lengths.md says what that asks of a loop.  Without it, as with "given", microbatches run in
-    the order of the data, and nothing is read ahead or looked into; where their shapes vary, a line says what
-    "rule" would bring.  ``lengths`` is a function from what the data iterator yields to the lengths of its
-    documents in tokens, where the data does not tell them as Megatron's does.
+    data.  docs/lengths.md has the requirements for a loop.  Without it, as with "given", microbatches run in
+    the order of the data, and nothing is read ahead or looked into; where their shapes vary, a line reports
+    the gain of "rule".  ``lengths`` is a function from a batch of the data iterator to the lengths of its
+    documents in tokens, for data that does not state them as Megatron's does.
 
     ``unproved`` permits what is built and was never run on a GPU: CUDA graphs under a schedule (docs/gpu.md).
 
@@ -97,13 +97,13 @@ def install(
     )
     if _installed is not None and call == _installed[0]:
         return _installed[2]
-    pipeline, found = call.pipeline()
+    pipeline, in_force = call.pipeline()
     _patch()
     if _installed is not None:
         _require_unused(_installed[1])
     requested.activate(pipeline)
-    _installed = call, pipeline, found
-    return found
+    _installed = call, pipeline, in_force
+    return in_force
 
 
 def install_by_variables(variables: Mapping[str, str], **arguments: Any) -> None:
@@ -115,16 +115,16 @@ def install_by_variables(variables: Mapping[str, str], **arguments: Any) -> None
 
 @contextmanager
 def installed(schedule: str, **about: Any) -> Iterator[InForce]:
-    """Run the models that are built within the context by ``schedule``, and yield what will run.
+    """Run the models that are built within the context by ``schedule``, and yield a summary of it.
 
     The arguments are those of ``install``.  Models that are built outside of it run by what is installed
     there, or by Megatron's own schedule.  Steps run by the schedule that their model was built for, in the
     context or outside of it.
     """
-    pipeline, found = asked(schedule, **about).pipeline()
+    pipeline, in_force = asked(schedule, **about).pipeline()
     _patch()
     with requested.using(pipeline):
-        yield found
+        yield in_force
 
 
 def uninstall() -> None:
@@ -164,7 +164,7 @@ def _patch() -> None:
 
         _kept = patching.applied()
         patching.apply(core_hooks.INSTALLED)
-    except patching.SeamError as error:
+    except patching.HookError as error:
         _kept = None
         raise ValueError(f"megatron_pp_ext: {error}") from error
 

@@ -1,4 +1,4 @@
-"""What a call of ``megatron_pp_ext.install`` asks for, read once."""
+"""The arguments of a call of ``megatron_pp_ext.install``, read once."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ GivenCosts = str | Path | Costs | Sequence[float]
 
 @dataclass(frozen=True, slots=True)
 class InForce:
-    """What runs under ``install``.  As text it is the line that the first step prints."""
+    """The schedule that runs under ``install``.  As text it is the line that the first step prints."""
 
     name: str
     placement: Placement
@@ -53,15 +53,15 @@ class InForce:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """What a call asks for, with the contents of its files, to tell whether another one asks for the same."""
+class InstallCall:
+    """A call's request, with the contents of its files, so that two calls can be compared."""
 
     request: Request
     costs: Costs | None
     trace: Path | None
     timeout: timedelta | None
     is_unproved: bool = False
-    """Whether it permits what was never run on a GPU."""
+    """Whether it permits operation that was never tried on a GPU."""
 
     @in_words_of_call()
     def pipeline(self) -> tuple[requested.Pipeline, InForce]:
@@ -111,10 +111,10 @@ def asked(
     loss_rank: str = LAST,
     unproved: bool = False,
     **of_features: Any,
-) -> Call:
-    """Return what the arguments of ``install`` ask for; ValueError, in one line, for what cannot be read.
+) -> InstallCall:
+    """Read the arguments of ``install``; ValueError, in one line, for arguments that are not valid.
 
-    ``of_features`` are those of ``job.options.arguments``.
+    ``of_features`` are the arguments of ``job.options.arguments``.
     """
     file = None
     if trace is not None:
@@ -124,16 +124,18 @@ def asked(
         require_writable("trace", file)
     if not isinstance(unproved, bool):
         raise ValueError(f"unproved is {unproved!r}; give True or False, or leave it out")
-    given = None if costs is None else call.read_costs(costs)
-    if given is None and isinstance(memory_limit, (int, float)) and memory_limit > LARGEST_FRACTION:
+    explicit_costs = None if costs is None else call.read_costs(costs)
+    if explicit_costs is None and isinstance(memory_limit, (int, float)) and memory_limit > LARGEST_FRACTION:
         raise ValueError(
             f"memory_limit is {memory_limit}, an amount in the unit of costs, and none are given; "
             "give costs, or a fraction of 1F1B's peak, such as 0.5"
         )
-    stages = None if given is None else len(given.stages)
+    stages = None if explicit_costs is None else len(explicit_costs.stages)
     sizes = ranks, microbatches, chunks
-    request = call.requested(schedule, *sizes, memory_limit, stages, loss_rank, **of_features)
-    return Call(request, given, file, None if timeout is None else _patience(timeout), unproved)
+    request = call.request_of_call(schedule, *sizes, memory_limit, stages, loss_rank, **of_features)
+    return InstallCall(
+        request, explicit_costs, file, None if timeout is None else _patience(timeout), unproved
+    )
 
 
 def _beside_stock(timeline: Timeline, costs: Costs, request: Request) -> Iterator[str]:
@@ -164,20 +166,20 @@ def _least_fraction(request: Request, costs: Costs) -> float:
     return math.ceil(1000 * least / whole) / 1000
 
 
-def _costs(given: Costs | None, placement: Placement) -> Costs:
-    """Return the costs of the stages of ``placement``, those ``given`` or unit costs."""
-    if given is None:
+def _costs(costs: Costs | None, placement: Placement) -> Costs:
+    """Return ``costs`` for the stages of ``placement``, or unit costs where there are none."""
+    if costs is None:
         return Costs.unit(placement)
-    if len(given.stages) != placement.stages:
+    if len(costs.stages) != placement.stages:
         raise ValueError(
-            f"costs are given for {len(given.stages)} stages, but there are {placement.stages} (ranks x "
+            f"costs are given for {len(costs.stages)} stages, but there are {placement.stages} (ranks x "
             "chunks); give one for each"
         )
-    if placement.splits_head and given.head is None:
+    if placement.splits_head and costs.head is None:
         raise ValueError(
             "the costs have none of a rank's part of the head; give them a head, or leave one of both out"
         )
-    return given
+    return costs
 
 
 def _patience(timeout: float | timedelta) -> timedelta:

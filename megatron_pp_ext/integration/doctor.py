@@ -1,4 +1,4 @@
-"""Examine what this machine has and lacks for running the schedules, and whether they fit its Megatron."""
+"""Examine whether this machine can run the schedules, and whether they fit its Megatron."""
 
 import importlib
 import importlib.util
@@ -35,13 +35,13 @@ PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex")
 
 
 Waiting = Callable[[str], AbstractContextManager[object]]
-"""Says what is being done while a context lasts."""
+"""Shows the present work while a context lasts."""
 
 
 def examine(console: Console, checkout: Path | None, waiting: Waiting, in_full: bool = False) -> int:
-    """Print a verdict and what is missing; return 0 if all seams fit.
+    """Print a verdict and all that is missing; return 0 if all hooks fit.
 
-    Where it is wanted ``in_full``, versions, how messages go and every seam follow.  ``checkout`` is a
+    Where it is wanted ``in_full``, versions, how messages go and every hook follow.  ``checkout`` is a
     Megatron-LM checkout to look at in place of the installed megatron-core.  Raises
     ValueError if it is not one, or if another Megatron is imported already.
     """
@@ -72,22 +72,24 @@ def examine(console: Console, checkout: Path | None, waiting: Waiting, in_full: 
         lines = hooks_here.examine(details)
         if lines:
             fix = "install a Megatron of docs/compatibility.md, or run without megatron_pp_ext"
-            problem = f"{len(lines)} seam(s) do not fit this Megatron: {fix}"
+            problem = f"{len(lines)} hook(s) do not fit this Megatron: {fix}"
         lines.append(hooks_here.commit())
     verdict = f"not ready: {problem}"
     if problem is None:
         verdict = f"ready{hooks_here.for_what()}: Megatron {releases.own_megatron_version()} fits; {advice}"
-    shown: list[Table | str] = [verdict, *lines, missing]
-    for one in (*shown, *details) if in_full else (*shown, "mpp doctor --full lists all that was looked at."):
-        if isinstance(one, str):
-            console.print(one, soft_wrap=True, markup=False)
-        elif one.row_count:
-            console.print(one)
+    report: list[Table | str] = [verdict, *lines, missing]
+    for entry in (
+        (*report, *details) if in_full else (*report, "mpp doctor --full lists all that was looked at.")
+    ):
+        if isinstance(entry, str):
+            console.print(entry, soft_wrap=True, markup=False)
+        elif entry.row_count:
+            console.print(entry)
     return 0 if problem is None else 1
 
 
 def how_to_start() -> str:
-    """Return what a training run on this machine needs besides its own flags, in words."""
+    """Return the flags and the launcher that a training run on this machine needs, in words."""
     if not torch.cuda.is_available():
         return "there is no GPU, so start scripts with --cpu"
     flags = []
@@ -100,7 +102,7 @@ def how_to_start() -> str:
 
 
 def lacking() -> Iterator[tuple[str, str]]:
-    """Yield what this machine lacks, each with the consequence."""
+    """Yield missing parts of this machine, each with the consequence."""
     if not torch.cuda.is_available():
         yield "a GPU that torch can use", "start scripts with --cpu: slow, for trying things out"
     engine = _version("transformer-engine")
@@ -126,7 +128,7 @@ def lacking() -> Iterator[tuple[str, str]]:
 
 
 def messages() -> Iterator[tuple[str, str]]:
-    """Yield what carries messages between ranks, and the settings under which a GPU runs their kernels."""
+    """Yield the transport of messages between ranks, and the settings of its kernels on a GPU."""
     is_there = dist.is_nccl_available()
     yield "NCCL", _nccl_version() if is_there else "not in this torch"
     if is_there:
@@ -197,5 +199,5 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _numbers(found: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in found.split("+")[0].split(".")[:2] if number.isdigit())
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in version.split("+")[0].split(".")[:2] if number.isdigit())

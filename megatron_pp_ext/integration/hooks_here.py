@@ -1,4 +1,4 @@
-"""What ``mpp doctor`` reports of this machine's Megatron: whether the hooks fit, and which commit it is."""
+"""The report of ``mpp doctor`` on this machine's Megatron: whether the hooks fit, and which commit it is."""
 
 import importlib
 from importlib.metadata import PackageNotFoundError
@@ -9,11 +9,11 @@ from megatron_pp_ext.integration import patching, places, releases, tried
 
 
 def problem_of_import() -> str | None:
-    """Import Megatron and its hooks; return in one line what is against it, None if nothing is."""
+    """Import Megatron and its hooks; return an error in one line, or None."""
     try:
         patching.require_known_release()
-        _seams()
-    except patching.SeamError as error:
+        _hooks()
+    except patching.HookError as error:
         return str(error)
     except (ImportError, PackageNotFoundError) as error:
         return (
@@ -28,14 +28,16 @@ def for_what() -> str:
 
 
 def commit() -> str:
-    """Return in one line which of the commits that were tried this Megatron is, by what stands in it."""
-    found = {place.path: places.parameters_here(place.path) for seam in _seams() for place in seam.places}
-    same = tried.agreeing(found)
-    if not same:
-        return f"No commit with exactly its functions was tried. The nearest is {tried.nearest(found)}."
+    """Name in one line the tried commits whose hooked functions this Megatron has."""
+    signatures = {
+        place.path: places.parameters_here(place.path) for hook in _hooks() for place in hook.places
+    }
+    matching = tried.agreeing(signatures)
+    if not matching:
+        return f"No commit with exactly its functions was tried. The nearest is {tried.nearest(signatures)}."
     version = releases.megatron_version().partition("+")[0]
-    mine = [one for one in same if one.version == version] or same
-    return f"Its hooked functions are those of {', and of '.join(map(str, mine))}, which ran the tests."
+    of_version = [candidate for candidate in matching if candidate.version == version] or matching
+    return f"Its hooked functions are those of {', and of '.join(map(str, of_version))}, which ran the tests."
 
 
 def examine(details: list[Table | str]) -> list[str]:
@@ -52,29 +54,29 @@ def examine(details: list[Table | str]) -> list[str]:
     table.add_column("for")
     table.add_column("as in")
     table.add_column("fits")
-    around_core = (*frameworks.SEAMS, *frameworks.ENGINE)
-    always = (*_seams(cpu=False), *around_core)
-    for seam in (*_seams(), *filter(_can_be_imported, around_core)):
-        shown, since, fits = seam.places[0], "", "not in this release"
+    around_core = (*frameworks.HOOKS, *frameworks.ENGINE)
+    always = (*_hooks(cpu=False), *around_core)
+    for hook in (*_hooks(), *filter(_can_be_imported, around_core)):
+        shown_place, since, fits = hook.places[0], "", "not in this release"
         try:
-            place = seam.here()
+            place = hook.here()
             if place is not None:
-                shown, since, fits = place, _first_with(place), "yes"
-        except patching.SeamError as error:
+                shown_place, since, fits = place, _first_with(place), "yes"
+        except patching.HookError as error:
             problems.append(str(error))
             fits = "no"
-        why = seam.why if seam in always else f"--cpu: {seam.why}"
-        table.add_row(shown.dotted.removeprefix("megatron."), why, since, fits)
+        why = hook.why if hook in always else f"--cpu: {hook.why}"
+        table.add_row(shown_place.dotted.removeprefix("megatron."), why, since, fits)
     workarounds = Table(
         "defect", "in", "gone when this passes without it", title="Workarounds of Megatron's own defects"
     )
-    found = [bucket_padding.WORKAROUND]
+    defects = [bucket_padding.WORKAROUND]
     if _takes_flags():
         from megatron_pp_ext.integration.workarounds.table import WORKAROUNDS
 
-        found = [*WORKAROUNDS]
-    for one in found:
-        workarounds.add_row(one.defect, one.releases, one.test.removeprefix("tests/"))
+        defects = [*WORKAROUNDS]
+    for defect in defects:
+        workarounds.add_row(defect.defect, defect.releases, defect.test.removeprefix("tests/"))
     details += [
         table,
         workarounds,
@@ -85,12 +87,12 @@ def examine(details: list[Table | str]) -> list[str]:
 
 
 def _takes_flags() -> bool:
-    here = releases.release_here()
-    return here is not None and here.by_flags
+    release = releases.release_here()
+    return release is not None and release.by_flags
 
 
-def _seams(cpu: bool = True) -> tuple[patching.Seam, ...]:
-    """Return what is replaced here, with ``cpu`` on a machine without a GPU."""
+def _hooks(cpu: bool = True) -> tuple[patching.Hook, ...]:
+    """Return the hooks for this machine, with ``cpu`` those for a machine without a GPU."""
     if not _takes_flags():
         from megatron_pp_ext.integration import core_hooks
 
@@ -101,16 +103,18 @@ def _seams(cpu: bool = True) -> tuple[patching.Seam, ...]:
 
 
 def _first_with(place: places.Place) -> str:
-    """Return the oldest of the tried commits that has in ``place`` what is there now."""
-    here = places.parameters_here(place.path)
-    having = (one for one in tried.commits() if tried.signatures(one.name).get(place.path) == here)
-    return next((one.name for one in having), "")
+    """Return the oldest tried commit that has the present function at ``place``, by its parameters."""
+    parameters = places.parameters_here(place.path)
+    having = (
+        commit for commit in tried.commits() if tried.signatures(commit.name).get(place.path) == parameters
+    )
+    return next((commit.name for commit in having), "")
 
 
-def _can_be_imported(seam: patching.Seam) -> bool:
-    """Return whether the framework of ``seam`` is here, with all that it needs."""
+def _can_be_imported(hook: patching.Hook) -> bool:
+    """Return whether the framework of ``hook`` is here, with all that it needs."""
     try:
-        importlib.import_module(seam.places[0].module)
+        importlib.import_module(hook.places[0].module)
     except ImportError:
         return False
     return True

@@ -1,6 +1,6 @@
 """Places of Megatron's source that hooks take, and the parameters that the hooks know there.
 
-Megatron's development goes on under one version number, so what is judged is what stands in a place.
+Megatron's development goes on under one version number, so a place is judged by its function.
 """
 
 import importlib
@@ -16,10 +16,10 @@ Known = str | Sequence[str]
 """The parameters of a function, separated by spaces; a sequence where Megatrons differ."""
 
 ParametersOf = Callable[[str], str | None]
-"""Returns the parameters of what stands in a place of some Megatron; None if nothing does."""
+"""Returns the parameters of the function at a place of some Megatron; None if there is none."""
 
 
-class SeamError(RuntimeError):
+class HookError(RuntimeError):
     """Megatron does not look as expected; nothing was patched."""
 
 
@@ -29,8 +29,8 @@ class Place:
 
     path: str
     known: tuple[str, ...]
-    """The lists of parameters that the hook knows.  They are those of the class's ``forward`` where the place
-    has an autograd function."""
+    """The lists of parameters that the hook knows: the ones of ``forward`` where the place has a class of
+    autograd functions."""
     ordered: int | None = None
     """How many of the first parameters the hook takes by position, so that their order counts, and that of
     the others does not; None if it is that of all."""
@@ -51,22 +51,24 @@ class Place:
         return self.path.partition(":")[2]
 
     def require(self, parameters: str) -> None:
-        """Raise SeamError unless ``parameters`` are among those that are known."""
-        if not any(self._same(parameters.split(), known.split()) for known in self.known):
-            known = min(self.known, key=lambda known: len({*known.split()} ^ {*parameters.split()}))
-            raise SeamError(f"{self.dotted} takes ({parameters}) where ({known}) was known")
+        """Raise HookError unless ``parameters`` are one of the known lists."""
+        if not any(self._same(parameters.split(), accepted.split()) for accepted in self.known):
+            accepted = min(self.known, key=lambda accepted: len({*accepted.split()} ^ {*parameters.split()}))
+            raise HookError(f"{self.dotted} takes ({parameters}) where ({accepted}) was known")
 
-    def _same(self, found: list[str], known: list[str]) -> bool:
+    def _same(self, parameters: list[str], accepted: list[str]) -> bool:
         by_position = slice(self.ordered)
-        return sorted(found) == sorted(known) and found[by_position] == known[by_position]
+        return sorted(parameters) == sorted(accepted) and parameters[by_position] == accepted[by_position]
 
 
-def places(path: str, known: Known, before: Mapping[str, Known], ordered: int | None) -> tuple[Place, ...]:
-    """Return the place ``path`` and after it those in which older Megatrons have the same function."""
-    every = {path: known, **before}
+def places(
+    path: str, parameters: Known, before: Mapping[str, Known], ordered: int | None
+) -> tuple[Place, ...]:
+    """Return the place ``path``, and after it the places of the same function in older Megatrons."""
+    by_path = {path: parameters, **before}
     return tuple(
-        Place(path, (known,) if isinstance(known, str) else tuple(known), ordered)
-        for path, known in every.items()
+        Place(path, (parameters,) if isinstance(parameters, str) else tuple(parameters), ordered)
+        for path, parameters in by_path.items()
     )
 
 
@@ -78,7 +80,7 @@ def choose(
 ) -> Place | None:
     """Return the first of ``places`` that a Megatron has, or None if its ``release`` comes before ``since``.
 
-    Raise SeamError if the hook does not know what stands there, or if the function is missing.
+    Raise HookError if the hook does not know what stands there, or if the function is missing.
     """
     for place in places:
         parameters = parameters_of(place.path)
@@ -87,11 +89,11 @@ def choose(
             return place
     if since is not None and release < since:
         return None
-    raise SeamError(f"{places[0].dotted} is not there")
+    raise HookError(f"{places[0].dotted} is not there")
 
 
 def target_of(place: Place) -> Any:
-    """Return what stands in a place of the Megatron that is imported here."""
+    """Return the object at a place of the imported Megatron."""
     return operator.attrgetter(place.name)(importlib.import_module(place.module))
 
 

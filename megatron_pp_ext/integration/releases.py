@@ -25,7 +25,7 @@ CORE_0_20: Number = (0, 20)
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """One release of Megatron and what was tried on it."""
+    """A release of Megatron and how far it was tried."""
 
     number: Number
     wheel: str | None
@@ -34,7 +34,7 @@ class Release:
     """The Megatron-LM whose unmodified pretrain_gpt.py runs in the tests and for which ``patches/`` has a
     patch; None before the release."""
     tried: str
-    """What was tried, in the words of the table in docs/compatibility.md."""
+    """How far it was tried, in the words of the table in docs/compatibility.md."""
     by_flags: bool = True
     """Whether it has schedules by flags, too, and not by ``megatron_pp_ext.install`` alone."""
 
@@ -99,8 +99,8 @@ def own_megatron_version() -> str:
 
 def megatron_release() -> Number:
     """Return the release of the Megatron that would be imported; (0, 0) if its version has no numbers."""
-    found = re.match(r"(\d+)\.(\d+)", megatron_version())
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    match = re.match(r"(\d+)\.(\d+)", megatron_version())
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def release_here() -> Release | None:

@@ -1,4 +1,4 @@
-"""What hooks and runners have to know of a training run in addition to its schedule.
+"""The settings of a training run, besides its schedule, that hooks and runners need.
 
 Whoever requests a pipeline fills it in.  Megatron's own trainer does so from its arguments
 (``trainer.run_settings``); the defaults are for a training loop that sets nothing itself.
@@ -18,7 +18,7 @@ PIPELINE = "pp"
 
 
 class Saving(Protocol):
-    """What another layout saves of a pipeline's makespan, by simulation."""
+    """The part of a pipeline's makespan that another layout saves, by simulation."""
 
     @property
     def before(self) -> float:
@@ -44,7 +44,7 @@ ValueError for a model that cannot be estimated.
 class Settings:
     """A training run, as far as the pipeline has to know it.
 
-    What a run settles only later, such as the step that it resumes from, is a function.
+    A value that is known only later, such as the step that a run resumes from, is a function.
     """
 
     timeout: timedelta = timedelta(minutes=10)
@@ -66,4 +66,4 @@ class Settings:
     estimate: CostModel | None = None
     """What the model's stages cost by its arithmetic, at any length of sequences; None where nobody knows."""
     caveat: Callable[[], str] = lambda: ""
-    """Returns what makes the run differ from one under 1F1B; logged once, before the first step."""
+    """Returns a line about differences from a run under 1F1B; logged once, before the first step."""

@@ -1,4 +1,4 @@
-"""What a model settles of the pipeline that was installed before it was built.
+"""Completes the pipeline that was installed before its model was built, from the model.
 
 A call of ``install`` knows no model.  Before the first step there is one: its config and that of its data
 parallelism are held against the rules for flags, costs follow from its sizes where none were given, and
@@ -27,7 +27,9 @@ from megatron_pp_ext.schedule.costs import CostModel, Costs
 from megatron_pp_ext.schedule.placement import Placement
 
 
-def settle(pipeline: Pipeline, model: Sequence[torch.nn.Module], sequence: int, microbatch: int) -> Pipeline:
+def bind_to_model(
+    pipeline: Pipeline, model: Sequence[torch.nn.Module], sequence: int, microbatch: int
+) -> Pipeline:
     """Return ``pipeline`` as the chunks ``model`` need it; ValueError where it cannot train them.
 
     A step has ``microbatch`` samples of ``sequence`` tokens in a microbatch.
@@ -35,7 +37,7 @@ def settle(pipeline: Pipeline, model: Sequence[torch.nn.Module], sequence: int, 
     request, config = pipeline.request, get_model_config(model[0])
     of_part = partial(getattr, part_of(model[0]))
     longest = of_part("max_sequence_length", sequence)
-    known: Any = {
+    explicit: Any = {
         "pipeline_schedule": request.schedule,
         "pipeline_model_parallel_size": pipeline.placement.ranks,
         **options.as_flags(request),
@@ -53,7 +55,7 @@ def settle(pipeline: Pipeline, model: Sequence[torch.nn.Module], sequence: int, 
         "transformer_impl": "transformer_engine" if any(map(_is_of_engine, model)) else "local",
         "hybrid_layer_pattern": of_part("hybrid_layer_pattern", None),
     }
-    args = arguments(config, getattr(model[0], "ddp_config", None), **known)
+    args = arguments(config, getattr(model[0], "ddp_config", None), **explicit)
     asked = RequestedJob.of_args(
         args,
         {ENGINE: str(get_te_version())},
@@ -87,5 +89,5 @@ def _estimate(job: RequestedJob, placement: Placement) -> Costs:
 
 
 def _is_of_engine(chunk: torch.nn.Module) -> bool:
-    """Whether ``chunk`` has a layer of Transformer Engine, whatever its config has."""
+    """Whether ``chunk`` has a layer of Transformer Engine, independent of its config."""
     return any("transformer_engine" in type(part).__module__ for part in chunk.modules())

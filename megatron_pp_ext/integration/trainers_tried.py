@@ -18,10 +18,10 @@ def here() -> Iterator[tuple[str, str, str]]:
     """Yield name, version and whether that was tried, of every trainer of this environment."""
     for name, tried in TRIED.items():
         try:
-            found = version(name)
+            installed = version(name)
         except PackageNotFoundError:
             continue
-        if found in tried:
-            yield name, found, "yes"
+        if installed in tried:
+            yield name, installed, "yes"
         else:
-            yield name, found, f"no, but {', '.join(tried)} was" if tried else "no, its source was read"
+            yield name, installed, f"no, but {', '.join(tried)} was" if tried else "no, its source was read"

@@ -1,9 +1,9 @@
 """The commits of Megatron on which the hooks were tried, and the parameters that they have in each place.
 
-``signatures.json`` is written by ``scripts/tried_commits.py``.  Its ``commits`` are told by name, with the
-repository, the date, the version in the source, and whose pin a commit is.  Each of its ``places`` is what
-stands in one place, by the text of parameters as in ``places``, and in which ``commits``, where those are not
-all of Megatron's.  A commit without a row for a place lacks it.
+``signatures.json`` is written by ``scripts/tried_commits.py``.  Its ``commits`` are listed by name, with the
+repository, the date, the version in the source, and whose pin a commit is.  Each of its ``places`` has the
+parameters of a function, as text as in ``places``, and its ``commits``, where those are not all of
+Megatron's.  A commit without a row for a place lacks it.
 """
 
 import json
@@ -18,7 +18,7 @@ FILE = Path(__file__).with_name("signatures.json")
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A commit that was tried.  As text it is what to look for in which repository."""
+    """A commit that was tried.  As text it names the repository and the commit."""
 
     name: str
     repository: str
@@ -28,7 +28,7 @@ class Commit:
     pinned_by: str
     """The frameworks that pin the commit in images or submodules; empty where it is a release."""
     patch: str = ""
-    """What its user changes in it, in words."""
+    """Its user's changes to it, in words."""
 
     @property
     def is_megatron(self) -> bool:
@@ -36,9 +36,9 @@ class Commit:
         return self.repository.endswith("/Megatron-LM")
 
     def __str__(self) -> str:
-        where = f"{self.repository} {self.commit}".strip()
+        origin = f"{self.repository} {self.commit}".strip()
         patch = f" with {self.patch}" if self.patch else ""
-        return f"{self.name} ({where}{patch}, {self.date})"
+        return f"{self.name} ({origin}{patch}, {self.date})"
 
 
 @cache
@@ -57,22 +57,24 @@ def commits() -> tuple[Commit, ...]:
 @cache
 def signatures(name: str) -> Mapping[str, str]:
     """Return the parameters by place of the commit that is called ``name``."""
-    every = [commit.name for commit in commits() if commit.is_megatron]
+    all_names = [commit.name for commit in commits() if commit.is_megatron]
     rows = _read()["places"]
-    return {row["place"]: row["parameters"] for row in rows if name in row.get("commits", every)}
+    return {row["place"]: row["parameters"] for row in rows if name in row.get("commits", all_names)}
 
 
-def agreeing(found: Mapping[str, str | None]) -> list[Commit]:
-    """Return Megatron's commits with all that was ``found``, parameters by place, which the table has."""
-    return [commit for commit in commits() if commit.is_megatron and _differing(commit, found) == 0]
+def agreeing(parameters: Mapping[str, str | None]) -> list[Commit]:
+    """Return Megatron's commits that have ``parameters`` (by place), of those that the table lists."""
+    return [commit for commit in commits() if commit.is_megatron and _differing(commit, parameters) == 0]
 
 
-def nearest(found: Mapping[str, str | None]) -> Commit:
-    """Return Megatron's commit with the fewest other places than were ``found``; of several the newest."""
+def nearest(parameters: Mapping[str, str | None]) -> Commit:
+    """Return Megatron's commit that differs from ``parameters`` in the fewest places, the newest."""
     newest_first = [commit for commit in reversed(commits()) if commit.is_megatron]
-    return min(newest_first, key=lambda commit: _differing(commit, found))
+    return min(newest_first, key=lambda commit: _differing(commit, parameters))
 
 
-def _differing(commit: Commit, found: Mapping[str, str | None]) -> int:
-    known, places = signatures(commit.name), {row["place"] for row in _read()["places"]}
-    return sum(known.get(place) != parameters for place, parameters in found.items() if place in places)
+def _differing(commit: Commit, found_parameters: Mapping[str, str | None]) -> int:
+    accepted, places = signatures(commit.name), {row["place"] for row in _read()["places"]}
+    return sum(
+        accepted.get(place) != parameters for place, parameters in found_parameters.items() if place in places
+    )

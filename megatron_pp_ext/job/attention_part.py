@@ -1,4 +1,4 @@
-"""What attends in each layer of a model; a field has the name of Megatron's argument."""
+"""The attention of each layer of a model; a field has the name of Megatron's argument."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ _FREQUENCY = int | tuple[int, ...]
 
 @dataclass(frozen=True)
 class Attention:
-    """The kinds of attention and what they have in addition to heads.  A size that nobody gives is 0.
+    """The kinds of attention with the sizes of each.  A size that nobody gives is 0.
 
     ``window_size`` are the tokens before and after a token that it sees, as a text or as two numbers;
     ``window_attn_skip_freq`` is a number k, for windows in all layers but every k-th, or a 1 for each layer
@@ -82,7 +82,7 @@ class Attention:
 
 
 def seen(window: object) -> int | None:
-    """Return the tokens in ``window``, such as 127,0: a token and those before it; None for all of them."""
+    """Return the number of tokens in ``window``, such as 127,0: a token and those before it; None for all."""
     before = str(window).strip("()").partition(",")[0]
     return int(before) + 1 if before.isdigit() else None
 

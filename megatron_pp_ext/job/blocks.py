@@ -16,9 +16,9 @@ _FIX = "give the config.json of a model whose block_configs describe each layer"
 
 
 class Half(NamedTuple):
-    """What a layer has for attention, or for its MLP: nothing, a product in its place, or itself.
+    """A layer's attention or MLP: absent, a single product in its place, or the full one.
 
-    ``size`` is the number of query groups, or the width of the MLP; 0 for what the model has.
+    ``size`` is the number of query groups, or the width of the MLP; 0 for the model's own.
     """
 
     is_left_out: bool = False
@@ -26,7 +26,7 @@ class Half(NamedTuple):
     size: int = 0
 
 
-class Block(NamedTuple):
+class LayerBlock(NamedTuple):
     """One layer."""
 
     attention: Half
@@ -34,40 +34,40 @@ class Block(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def blocks(path: str | None, text: str | None, heads: int, hidden: int) -> tuple[Block, ...]:
+def blocks(path: str | None, text: str | None, heads: int, hidden: int) -> tuple[LayerBlock, ...]:
     """Return the layers that ``text`` describes, or the file at ``path``, of a model of these sizes.
 
-    ValueError for a file that cannot be read, and for what describes no layers.
+    ValueError for a file that cannot be read, and for content that describes no layers.
     """
-    where = "--heterogeneous-layers-config-encoded-json" if text else f"{path}"
-    with naming(where):
+    source = "--heterogeneous-layers-config-encoded-json" if text else f"{path}"
+    with naming(source):
         try:
             content = parse(text, _FIX) if text else read(Path(path or ""), _FIX)
         except OSError as error:
             raise ValueError(f"cannot be read ({error.strerror}): {_FIX}") from None
-        found = content.get("block_configs") if isinstance(content, dict) else None
-        if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        layers = content.get("block_configs") if isinstance(content, dict) else None
+        if not isinstance(layers, list) or not all(isinstance(layer, dict) for layer in layers):
             raise ValueError(f"has no list of block_configs: {_FIX}")
         return tuple(
-            Block(
-                _half(one.get("attention"), "num_query_groups", "n_heads_in_group", lambda n: heads // n),
+            LayerBlock(
+                _half(layer.get("attention"), "num_query_groups", "n_heads_in_group", lambda n: heads // n),
                 _half(
-                    one.get("ffn") or one.get("mlp"),
+                    layer.get("ffn") or layer.get("mlp"),
                     "ffn_hidden_size",
                     "ffn_mult",
                     # Two thirds of it times the hidden size, in multiples of 256.
                     lambda multiple: -(-int(2 * multiple * hidden / 3) // 256) * 256,
                 ),
             )
-            for one in found
+            for layer in layers
         )
 
 
-def _half(asked: Any, name: str, other: str, derived: Callable[[Any], int]) -> Half:
-    """Return what ``asked`` describes, whose size is under ``name``, or is ``derived`` from ``other``."""
-    if not isinstance(asked, Mapping) or (name not in asked and other not in asked):
+def _half(entry: Any, name: str, other: str, derived: Callable[[Any], int]) -> Half:
+    """Return the half that ``entry`` describes, whose size is ``name`` or ``derived`` from ``other``."""
+    if not isinstance(entry, Mapping) or (name not in entry and other not in entry):
         raise ValueError(f"a layer has no {name} and no {other}: {_FIX}")
-    size, from_other = asked.get(name), asked.get(other)
+    size, from_other = entry.get(name), entry.get(other)
     if size is None and from_other is not None:
         size = derived(from_other)
-    return Half(bool(asked.get("no_op")), bool(asked.get("replace_with_linear")), int(size or 0))
+    return Half(bool(entry.get("no_op")), bool(entry.get("replace_with_linear")), int(size or 0))

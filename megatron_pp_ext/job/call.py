@@ -1,4 +1,4 @@
-"""What a call from Python requests, where no flags are given: the same ``Request`` as from flags."""
+"""Requests by a call from Python, without flags: the same ``Request`` as from flags."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from megatron_pp_ext.schedule.formats import costs_file, csv_file
 from megatron_pp_ext.schedule.placement import FIRST, LAST
 
 
-def requested(
+def request_of_call(
     schedule: str,
     ranks: int,
     microbatches: int,
@@ -27,7 +27,7 @@ def requested(
     """Return the request of a loop that updates once a step; ValueError, in one line, if it cannot be.
 
     The arguments are those of ``megatron_pp_ext.install``, and the number of ``stages`` that costs are given
-    for; ``of_features`` are those of ``job.options.arguments``, None where they are not given.
+    for; ``of_features`` are the arguments of ``job.options.arguments``, None where they are not given.
     """
     if not isinstance(schedule, str):
         raise ValueError(f"schedule is {schedule!r}; give a name, such as 'v-half'")
@@ -45,21 +45,21 @@ def requested(
             "and a loop on megatron.core updates all of them once a step; choose a schedule that flushes, "
             "such as 1f1b or v-half, or train with Megatron's own loop and --pipeline-schedule"
         )
-    known = options.arguments()
+    arguments = options.arguments()
     for name in of_features:
-        if name not in known:
+        if name not in arguments:
             raise TypeError(f"install() got an unexpected keyword argument {name!r}")
-    given = [(known[name], value) for name, value in of_features.items() if value is not None]
+    values = [(arguments[name], value) for name, value in of_features.items() if value is not None]
     if can.file is not None:
         request = _from_file(schedule, can.file, ranks, microbatches, chunks, limit)
     else:
-        is_of_feature = any(argument.has_limit(value) for argument, value in given)
-        own = None if limit is None or (is_of_feature and not can.takes_limit) else limit
-        read = None if own is None else memory_limit.read(own, ranks, memory_limit.BY_CALL)
+        is_of_feature = any(argument.has_limit(value) for argument, value in values)
+        own_limit = None if limit is None or (is_of_feature and not can.takes_limit) else limit
+        read = None if own_limit is None else memory_limit.read(own_limit, ranks, memory_limit.BY_CALL)
         request = named(schedule, ranks, microbatches, chunks, read)
-    for argument, value in given:
+    for argument, value in values:
         request = argument.read(request, value, limit)
-    all_rules.refuse_call(schedule, {argument.name: value for argument, value in given})
+    all_rules.refuse_call(schedule, {argument.name: value for argument, value in values})
     request.require_few_actions()
     return with_loss_on(request, loss_rank)
 
@@ -71,7 +71,7 @@ def with_loss_on(request: Request, rank: str, option: str = "loss_rank") -> Requ
     """
     if rank not in (FIRST, LAST):
         raise ValueError(f"{option} is {rank!r}; give {FIRST!r} or {LAST!r}, or leave it out")
-    if rank == FIRST and not any(one.folds for one in request.placements):
+    if rank == FIRST and not any(placement.folds for placement in request.placements):
         raise ValueError(
             f"{option} is {FIRST!r}, but {request.schedule} has the loss on the last rank; leave {option} "
             "out, or choose a V, such as v-half"
@@ -89,33 +89,35 @@ def _from_file(
     except OSError as error:
         raise ValueError(f"{name}: {error}; give the path of a schedule's file") from error
     placement = schedule.placement
-    for what, given, found in (
+    for name_of_size, value, size in (
         ("ranks", ranks, schedule.ranks),
         ("microbatches", microbatches, schedule.microbatches),
         ("chunks", placement.chunks if chunks is None else chunks, placement.chunks),
     ):
-        if given != found:
-            raise ValueError(f"{file} is a schedule for {found} {what}, got {given}; give {what}={found}")
+        if value != size:
+            raise ValueError(
+                f"{file} is a schedule for {size} {name_of_size}, got {value}; give {name_of_size}={size}"
+            )
     require_plain(schedule, file)
     return Request(name, (placement,), microbatches, schedule.splits_backward, from_file=schedule)
 
 
-def read_costs(given: str | Path | Costs | Sequence[float]) -> Costs:
+def read_costs(costs: str | Path | Costs | Sequence[float]) -> Costs:
     """Return the costs that a file has, that are given as they are, or that have one number for each stage.
 
-    Such a number is what each F, I and W of the stage takes.  ValueError, in one line, for anything else.
+    Such a number holds for each F, I and W of the stage.  ValueError, in one line, for anything else.
     """
-    if isinstance(given, Costs):
-        return given
-    if isinstance(given, (str, Path)):
+    if isinstance(costs, Costs):
+        return costs
+    if isinstance(costs, (str, Path)):
         try:
-            return costs_file.read(given)
+            return costs_file.read(costs)
         except OSError as error:
             raise ValueError(f"costs: {error}; give the path of a file with costs") from error
     try:
-        seconds = [float(number) for number in given]
+        seconds = [float(number) for number in costs]
     except (TypeError, ValueError):
         raise ValueError(
-            f"costs are {given!r}; give the path of a file, Costs, or a number for each stage"
+            f"costs are {costs!r}; give the path of a file, Costs, or a number for each stage"
         ) from None
     return Costs(tuple(StageCosts(number, number, number) for number in seconds))

@@ -50,16 +50,16 @@ def require_trainable(schedule: Schedule, job: RequestedJob) -> None:
 def require_batches(job: Job, schedule: Schedule, data: int) -> None:
     """ValueError unless every step of ``job`` on ``data`` ranks has the microbatches of ``schedule``."""
     batch, name = job.batch, job.pipeline.pipeline_schedule
-    each = batch.micro_batch_size * data
-    if any(size // each != schedule.microbatches for size in batch.sizes):
+    samples = batch.micro_batch_size * data
+    if any(size // samples != schedule.microbatches for size in batch.sizes):
         flag = "--step-batch-size-schedule"
         growing = batch.global_batch_size is None
-        given = f"{flag} {batch.step_batch_size_schedule}"
+        batches = f"{flag} {batch.step_batch_size_schedule}"
         raise ValueError(
             f"--pipeline-schedule {name} has {schedule.microbatches} microbatches in every "
-            f"step, but {given if growing else f'--global-batch-size {batch.global_batch_size}'} requests "
+            f"step, but {batches if growing else f'--global-batch-size {batch.global_batch_size}'} requests "
             f"others; {f'leave {flag} out and ' if growing else ''}set --global-batch-size "
-            f"{schedule.microbatches * each}"
+            f"{schedule.microbatches * samples}"
         )
 
 
@@ -76,10 +76,10 @@ def require_backwards_in_order(schedule: Schedule) -> None:
             orders[action.stage, action.kind is Kind.F].append(action.microbatch)
     for stage in range(schedule.placement.stages):
         forward, backward = orders[stage, True], orders[stage, False]
-        for first, here in zip(forward, backward, strict=True):
-            if first != here:
+        for first, second in zip(forward, backward, strict=True):
+            if first != second:
                 raise ValueError(
-                    f"schedule {schedule.name!r}: stage {stage} takes microbatch {here} backward where "
+                    f"schedule {schedule.name!r}: stage {stage} takes microbatch {second} backward where "
                     f"{first} is the next that it took forward, but with --fp8-recipe delayed Transformer "
                     "Engine computes microbatches again in that order; give the backwards the order of the "
                     "forwards, choose another --fp8-recipe, or recompute nothing"
@@ -92,17 +92,17 @@ def require_first_first(schedule: Schedule) -> None:
     Under Transformer Engine ``is_first_microbatch`` is true of a module's first forward ever and, where
     layers quantize (FP8, FP4, --te-precision-config-file), of microbatch 0's in every step.  That forward
     casts the weights, which later ones rely on; and where accumulation is fused its weight gradient
-    overwrites ``main_grad``, to which those of others are added (``accumulate`` in Transformer Engine's
+    overwrites ``main_grad``, to which other gradients are added (``accumulate`` in Transformer Engine's
     module/linear.py, layernorm_linear.py and grouped_linear.py, the same from 2.3 to 2.18; Megatron's
     extensions/transformer_engine.py).
     """
     for rank, order in enumerate(schedule.orders):
-        begun: set[tuple[int, bool]] = set()
+        started: set[tuple[int, bool]] = set()
         for action in order:
             is_forward = action.kind is Kind.F
-            if action.kind is Kind.I or (action.stage, is_forward) in begun:
+            if action.kind is Kind.I or (action.stage, is_forward) in started:
                 continue
-            begun.add((action.stage, is_forward))
+            started.add((action.stage, is_forward))
             if action.microbatch != 0:
                 raise ValueError(
                     f"schedule {schedule.name!r}: rank {rank} runs {action} before microbatch 0's "

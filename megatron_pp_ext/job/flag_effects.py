@@ -1,4 +1,4 @@
-"""What each of Megatron's arguments does to the time and the memory of a training step.
+"""The effect of each of Megatron's arguments on the time and the memory of a training step.
 
 ``flag_effects.toml`` has them all: those that the costs of a step count, those that change a step somewhat
 and are reported with an estimate (``bounds``), those with which it would be of something else and is refused,
@@ -22,9 +22,9 @@ _NOT_COSTS = "what a model is apart from its costs", "how tokens are routed: eac
 
 @cache
 def table() -> Mapping[str, Any]:
-    """Return the sections of ``FILE``; a section has names, with spaces between, by what they do.
+    """Return the sections of ``FILE``; a section has names, with spaces between, by their effect.
 
-    But ``values`` has, by argument, those that the costs of "stages" or of a "step" know, where not all.
+    But ``values`` has, by argument, the values that the costs of "stages" or of a "step" know, where not all.
     """
     return tomllib.loads(FILE.read_text(encoding="utf-8"))
 
@@ -36,14 +36,14 @@ def counted() -> set[str]:
 
 def described() -> set[str]:
     """Return the names of the arguments that a description of a model and its training may have."""
-    others = table()["bounds"], table()["refused"]["stages"], table()["refused"]["step"]
+    groups = table()["bounds"], table()["refused"]["stages"], table()["refused"]["step"]
     apart = [table()["without_effect"][group].split() for group in _NOT_COSTS]
-    return counted().union(*apart, *map(_by_name, others))
+    return counted().union(*apart, *map(_by_name, groups))
 
 
-def refused(what: str) -> dict[str, str]:
-    """Return the arguments of which the costs of ``what``, "stages" or "step", know nothing, and why."""
-    return _by_name(table()["refused"][what])
+def refused(estimate: str) -> dict[str, str]:
+    """Return the arguments that an ``estimate`` of "stages" or "step" knows nothing of, and why."""
+    return _by_name(table()["refused"][estimate])
 
 
 def is_asked(asked: RequestedJob, name: str) -> bool:
@@ -54,7 +54,7 @@ def is_asked(asked: RequestedJob, name: str) -> bool:
 
 
 def not_counted(asked: RequestedJob) -> list[str]:
-    """Return the flags in ``asked`` that an estimate is made without, with what a step is in truth.
+    """Return the flags in ``asked`` that an estimate leaves out, each with its effect on a real step.
 
     Such as ``--qk-layernorm (longer: kernels are added, or no longer fused or hidden)``.
     """

@@ -80,4 +80,4 @@ class Flags:
     @classmethod
     def of(cls, args: object) -> Self:
         """Return the flags of ``args``, which has arguments under their names."""
-        return cls(**{one.name: getattr(args, one.name, None) for one in fields(cls)})
+        return cls(**{field.name: getattr(args, field.name, None) for field in fields(cls)})

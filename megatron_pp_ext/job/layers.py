@@ -30,20 +30,20 @@ CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pi
 def spread(job: Job) -> int:
     """The number of layers that are spread over stages, embedding and loss among them where they count."""
     split = job.pipeline
-    counted = split.account_for_embedding_in_pipeline_split + split.account_for_loss_in_pipeline_split
-    return job.model.layers + counted
+    extra = split.account_for_embedding_in_pipeline_split + split.account_for_loss_in_pipeline_split
+    return job.model.layers + extra
 
 
 def layout(job: Job) -> tuple[str, ...] | None:
     """The stages of --pipeline-model-parallel-layout, a letter a layer; None without the flag.
 
-    ValueError for a layout that Megatron cannot read, and for that of another model.
+    ValueError for a layout that Megatron cannot read, and for another model's.
     """
-    given = job.pipeline.pipeline_model_parallel_layout
-    if given is None:
+    text = job.pipeline.pipeline_model_parallel_layout
+    if text is None:
         return None
-    stages = stages_of(given)
-    require_same(given, stages, job.model.layers, job.model.mtp_num_layers)
+    stages = stages_of(text)
+    require_same(text, stages, job.model.layers, job.model.mtp_num_layers)
     return stages
 
 
@@ -115,7 +115,7 @@ def joined(job: Job, stages: int) -> dict[str, str]:
 
 
 def _neighbours(described: Sequence[str], stages: int) -> list[str]:
-    return ["".join(some) for some in batched(described, len(described) // stages)]
+    return ["".join(group) for group in batched(described, len(described) // stages)]
 
 
 def can_predict(job: Job, placement: Placement) -> bool:
@@ -144,16 +144,16 @@ def by_stage(job: Job, stages: int) -> list[int]:
 
 
 def _evenly(job: Job, stages: int) -> list[int]:
-    each, left = divmod(spread(job), stages)
-    if left:
-        counted = spread(job) - job.model.layers
-        below, above = each * stages - counted, (each + 1) * stages - counted
+    per_stage, excess = divmod(spread(job), stages)
+    if excess:
+        extra = spread(job) - job.model.layers
+        below, above = per_stage * stages - extra, (per_stage + 1) * stages - extra
         nearest = f"{below} or {above}" if below > 0 else f"{above}"
         raise ValueError(
             f"--num-layers {job.model.layers} does not fill {stages} stages evenly; "
             f"{_uneven_fix(job, stages)}, or set it to {nearest}"
         )
-    even = [each] * stages
+    even = [per_stage] * stages
     even[0] -= job.pipeline.account_for_embedding_in_pipeline_split
     even[-1] -= job.pipeline.account_for_loss_in_pipeline_split
     return even
@@ -170,20 +170,22 @@ def _uneven_fix(job: Job, stages: int) -> str:
 
 def _by_rank(job: Job) -> list[int]:
     """The number of layers of each rank where the first or the last rank has a number of its own."""
-    front, back = ([given] if (given := _value(job, flag)) is not None else [] for flag in ENDS)
-    others = job.parallel.pipeline_model_parallel_size - len(front) - len(back)
-    left = job.model.layers - sum(front + back)
-    if left < 0 or (left and others < 1):
-        asked = " and ".join(f"{flag} {_value(job, flag)}" for flag in given_ends(job))
-        why = "" if left < 0 else " and there is no other rank"
+    front, back = ([count] if (count := _value(job, flag)) is not None else [] for flag in ENDS)
+    middle_ranks = job.parallel.pipeline_model_parallel_size - len(front) - len(back)
+    remaining = job.model.layers - sum(front + back)
+    if remaining < 0 or (remaining and middle_ranks < 1):
+        flags = " and ".join(f"{flag} {_value(job, flag)}" for flag in given_ends(job))
+        why = "" if remaining < 0 else " and there is no other rank"
         raise ValueError(
-            f"{asked} make {sum(front + back)} layers, but --num-layers is {job.model.layers}{why}; "
+            f"{flags} make {sum(front + back)} layers, but --num-layers is {job.model.layers}{why}; "
             f"{_ends_fix(job)}"
         )
-    each, rest = divmod(left, max(others, 1))
-    if rest:
-        raise ValueError(f"{left} layers cannot be shared evenly by {others} other ranks; {_ends_fix(job)}")
-    return [*front, *[each] * others, *back]
+    per_rank, excess = divmod(remaining, max(middle_ranks, 1))
+    if excess:
+        raise ValueError(
+            f"{remaining} layers cannot be shared evenly by {middle_ranks} other ranks; {_ends_fix(job)}"
+        )
+    return [*front, *[per_rank] * middle_ranks, *back]
 
 
 def given_ends(job: Job) -> list[str]:
@@ -198,8 +200,8 @@ def _ends_fix(job: Job) -> str:
 
 def _in_place(job: Job) -> str:
     """The flags of ``job`` that a layout takes the place of, in words."""
-    given = [flag for flag in (*SPREAD, *CHUNKS) if _value(job, flag)]
-    return f" in place of {' and '.join(given)}" if given else ""
+    flags = [flag for flag in (*SPREAD, *CHUNKS) if _value(job, flag)]
+    return f" in place of {' and '.join(flags)}" if flags else ""
 
 
 def as_v(job: Job) -> str:
@@ -218,7 +220,7 @@ def cut_evenly(letters: str, stages: int) -> str:
 
 def chunks_requested(job: Job) -> int | None:
     """The chunks a rank that Megatron's own flags request; None where they do not."""
-    ranks, given = job.parallel.pipeline_model_parallel_size, job.pipeline
+    ranks, options = job.parallel.pipeline_model_parallel_size, job.pipeline
     stages = stages_described(job)
     if stages is not None:
         if stages % ranks:
@@ -227,17 +229,17 @@ def chunks_requested(job: Job) -> int | None:
                 f"share evenly; give it {ranks} or {2 * ranks} stages"
             )
         return stages // ranks
-    if given.num_virtual_stages_per_pipeline_rank is not None:
-        return given.num_virtual_stages_per_pipeline_rank
-    each = given.num_layers_per_virtual_pipeline_stage
-    if each is not None:
+    if options.num_virtual_stages_per_pipeline_rank is not None:
+        return options.num_virtual_stages_per_pipeline_rank
+    per_stage = options.num_layers_per_virtual_pipeline_stage
+    if per_stage is not None:
         by_rank = spread(job) // ranks
-        if by_rank % each:
+        if by_rank % per_stage:
             raise ValueError(
-                f"--num-layers-per-virtual-pipeline-stage {each} does not divide the {by_rank} layers of a "
-                "pipeline rank; set it to a number that does, or leave it out"
+                f"--num-layers-per-virtual-pipeline-stage {per_stage} does not divide the {by_rank} layers "
+                "of a pipeline rank; set it to a number that does, or leave it out"
             )
-        return max(1, by_rank // each)
+        return max(1, by_rank // per_stage)
     return None
 
 

@@ -64,10 +64,10 @@ def spelled_layout(layout: Any) -> str:
     They are the flag's own, lists of kinds of layers ("embedding", "decoder", "mtp", "loss", or LayerType)
     with one list a stage, and the PipelineParallelLayerLayout that Megatron makes of either.
     """
-    given = getattr(layout, "input_data", layout)
-    if isinstance(given, str):
-        return given
-    kinds = [[getattr(kind, "name", kind).strip().lower() for kind in stage] for stage in given]
+    value = getattr(layout, "input_data", layout)
+    if isinstance(value, str):
+        return value
+    kinds = [[getattr(kind, "name", kind).strip().lower() for kind in stage] for stage in value]
     return spelled(["".join(_LETTER_OF_KIND[kind] for kind in stage) for stage in kinds])
 
 

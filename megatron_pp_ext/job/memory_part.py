@@ -1,11 +1,11 @@
-"""What ranks keep in memory, in the words of the flags: a part of a ``Job``."""
+"""A ``Job``'s memory: recomputation, offloading and the optimizer's state, in the words of the flags."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What ranks keep of activations and of the optimizer's state.
+    """The settings of activations and of the optimizer's state.
 
     ``recompute_num_layers`` is 0 where nobody gives it.
     """

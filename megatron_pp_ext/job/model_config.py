@@ -24,31 +24,31 @@ _NOT_ASKED = {
 }
 
 
-def arguments(*configs: Any, **known: Any) -> Namespace:
-    """Return the arguments that flags would have set to ask for what ``configs`` have.
+def arguments(*configs: Any, **explicit: Any) -> Namespace:
+    """Return the arguments that flags would have set for the settings of ``configs``.
 
     These are a TransformerConfig and what else has settings under the names of Megatron's arguments, such as
-    the config of data parallelism.  ``known`` are arguments by name, and come first.
+    the config of data parallelism.  ``explicit`` are arguments by name, and come first.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     names = vars(flag_table.parse([], {}))
     for config in configs:
         for field in fields(config) if is_dataclass(config) else ():
             name = _RENAMED.get(field.name, field.name)
             # What several of them have is asked for if one of them asks.
-            if name in names and name not in _NOT_ASKED and not found.get(name):
-                found[name] = getattr(config, field.name, None)
-    if (layout := found.get("pipeline_model_parallel_layout")) is not None:
-        found["pipeline_model_parallel_layout"] = layout_text.spelled_layout(layout)
-    if found.get("num_query_groups") is not None:
-        found["group_query_attention"] = found["num_query_groups"] != found.get("num_attention_heads")
+            if name in names and name not in _NOT_ASKED and not values.get(name):
+                values[name] = getattr(config, field.name, None)
+    if (layout := values.get("pipeline_model_parallel_layout")) is not None:
+        values["pipeline_model_parallel_layout"] = layout_text.spelled_layout(layout)
+    if values.get("num_query_groups") is not None:
+        values["group_query_attention"] = values["num_query_groups"] != values.get("num_attention_heads")
     for config in configs:
-        found.update(_activation(config))
-    return flag_table.parse([], {**found, **known})
+        values.update(_activation(config))
+    return flag_table.parse([], {**values, **explicit})
 
 
 def setting_of(argument: str) -> str:
-    """Return the name in a model's config of what flags have as ``argument``."""
+    """Return the name in a model's config of the flag ``argument``."""
     return next((setting for setting, name in _RENAMED.items() if name == argument), argument)
 
 

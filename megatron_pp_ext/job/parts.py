@@ -1,13 +1,13 @@
-"""The parts of a job: a field has the name of Megatron's argument, and what follows is a property."""
+"""The parts of a job: a field has the name of Megatron's argument, and derived values are properties."""
 
 from dataclasses import dataclass
 
-from megatron_pp_ext.job.blocks import Block, blocks
+from megatron_pp_ext.job.blocks import LayerBlock, blocks
 
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained.  A size that nobody gives is 0.
+    """The model that is trained.  A size that nobody gives is 0.
 
     ``moe_layer_freq`` is a number k, for experts in every k-th layer, or a 1 for each layer with experts.
     """
@@ -59,7 +59,7 @@ class Model:
 
     @property
     def expert_capacity(self) -> float | None:
-        """The tokens that an expert takes at most, as a part of those it gets on average; None for all."""
+        """The most tokens of an expert, as a part of its average share; None for all."""
         factor = self.moe_expert_capacity_factor
         return None if factor is None or factor < 0 else factor
 
@@ -67,16 +67,18 @@ class Model:
     def routed_copies(self) -> float:
         """How many times experts get each token, if the router sends every expert the same number.
 
-        A capacity drops what is beyond it, and padding fills it up.
+        A capacity drops tokens beyond it, and padding fills it up.
         """
-        taken = 1.0 if self.expert_capacity is None else self.expert_capacity
-        return self.moe_router_topk * (taken if self.moe_pad_expert_input_to_capacity else min(taken, 1.0))
+        capacity = 1.0 if self.expert_capacity is None else self.expert_capacity
+        return self.moe_router_topk * (
+            capacity if self.moe_pad_expert_input_to_capacity else min(capacity, 1.0)
+        )
 
     @property
     def pattern(self) -> str | None:
         """The layers of --hybrid-layer-pattern, a letter each, with a | between stages; None without one.
 
-        What follows a slash is multi-token prediction (MTP), which belongs to the last stage.
+        The part after a slash is multi-token prediction (MTP), which belongs to the last stage.
         """
         return self.hybrid_layer_pattern.partition("/")[0] if self.hybrid_layer_pattern else None
 
@@ -86,7 +88,7 @@ class Model:
         return (self.hybrid_layer_pattern or "").partition("/")[2].partition("/")[0] or None
 
     @property
-    def blocks(self) -> tuple[Block, ...]:
+    def blocks(self) -> tuple[LayerBlock, ...]:
         """The layers that a file describes one by one; empty where none does."""
         path, text = self.heterogeneous_layers_config_path, self.heterogeneous_layers_config_encoded_json
         if not path and not text:
@@ -106,12 +108,12 @@ class Model:
     @property
     def has_experts(self) -> tuple[bool, ...]:
         """Whether each layer has experts in the place of an MLP, for a model without a pattern."""
-        every = self.moe_layer_freq
+        period = self.moe_layer_freq
         if not self.num_experts:
             return (False,) * self.num_layers
-        if isinstance(every, tuple):
-            return tuple(map(bool, every))
-        return tuple(layer % every == 0 for layer in range(self.num_layers))
+        if isinstance(period, tuple):
+            return tuple(map(bool, period))
+        return tuple(layer % period == 0 for layer in range(self.num_layers))
 
     @property
     def has_dense_layer(self) -> bool:
@@ -152,13 +154,13 @@ class Model:
 
     @property
     def mamba_heads(self) -> int:
-        """The number of heads of a Mamba-2 layer; if none is given, those that make twice the hidden size."""
+        """The number of heads of a Mamba-2 layer; by default as many as make twice the hidden size."""
         return self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """The sizes of every kind of parallelism, and how the ranks exchange what they compute.
+    """The sizes of every kind of parallelism, and the ways of communication.
 
     ``expert_tensor_parallel_size`` is 0 where nobody gives it.  Not to begin the tensor-parallel sum of an
     input gradient before the product for the weight gradient is what the fork of Megatron that trained BLOOM
@@ -209,7 +211,7 @@ class Parallel:
 
     @property
     def divides_messages(self) -> bool:
-        """Whether tensor-parallel ranks each send a part of what all of them have, and gather it afterwards.
+        """Whether tensor-parallel ranks each send a part of a message that all have, and gather it after.
 
         Megatron did so by default (arXiv 2104.04473, section 4.1), as DeepSpeed's pipelines do.  Under
         sequence parallelism ranks have parts anyway.

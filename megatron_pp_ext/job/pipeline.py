@@ -61,7 +61,7 @@ def read(job: RequestedJob, data: int) -> Request:
     if catalog.abilities(request.schedule).flushes:
         return request
     request = replace(request, updates=updates.read(job, microbatches))
-    replicated = replicas.requested(job)
+    replicated = replicas.requested_replicas(job)
     if replicated:
         replicas.require_turns(job, replicated, microbatches)
     return request

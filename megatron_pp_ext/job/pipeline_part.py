@@ -9,7 +9,7 @@ from megatron_pp_ext.schedule.names import AUTO
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class PipelinePart:
     """The pipeline's schedule and its stages, in the words of the flags; ``job.pipeline`` reads them."""
 
     pipeline_schedule: str | None = None
@@ -40,7 +40,7 @@ class Pipeline:
 
     @property
     def can(self) -> Abilities:
-        """What the schedule can do; Megatron's own where no flag names one."""
+        """The abilities of the schedule; of Megatron's own where no flag names one."""
         return catalog.abilities(self.pipeline_schedule)
 
     @property

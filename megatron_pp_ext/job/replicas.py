@@ -12,32 +12,35 @@ if TYPE_CHECKING:
 _FLAG = "--pipeline-replicas"
 
 
-def requested(job: Job) -> Replicas | None:
+def requested_replicas(job: Job) -> Replicas | None:
     """The replicas of each stage of ``job``, None without the flag; ValueError if it cannot be."""
-    given = job.pipeline.pipeline_replicas
-    return None if given is None else _read(given, job.parallel.pipeline_model_parallel_size)
+    text = job.pipeline.pipeline_replicas
+    return None if text is None else _read(text, job.parallel.pipeline_model_parallel_size)
 
 
 @lru_cache(maxsize=64)
-def _read(given: str, stages: int) -> Replicas:
-    counts = given.split("-")
+def _read(text: str, stages: int) -> Replicas:
+    counts = text.split("-")
     if len(counts) < 2 or not all(count.isdecimal() and int(count) for count in counts):
-        raise ValueError(f"{_FLAG} is {given!r}, but must have a number above 0 for each stage, as in 3-1")
+        raise ValueError(f"{_FLAG} is {text!r}, but must have a number above 0 for each stage, as in 3-1")
     if len(counts) != stages:
         raise ValueError(
-            f"{_FLAG} {given} is for {len(counts)} stages, but --pipeline-model-parallel-size is {stages}; "
+            f"{_FLAG} {text} is for {len(counts)} stages, but --pipeline-model-parallel-size is {stages}; "
             f"set that to {len(counts)}, or give {stages} numbers"
         )
     return Replicas(tuple(map(int, counts)))
 
 
 def of_stages(job: Job) -> Replicas:
-    """The replicas of each stage, one each where ``job`` requests none; ValueError as for ``requested``."""
-    return requested(job) or Replicas.straight(job.parallel.pipeline_model_parallel_size)
+    """Return the replicas of each stage, one each where ``job`` requests none.
+
+    Raises ValueError as ``requested_replicas`` does.
+    """
+    return requested_replicas(job) or Replicas.straight(job.parallel.pipeline_model_parallel_size)
 
 
 def require_world(job: Job, replicas: Replicas, world_size: int) -> None:
-    """Raise ValueError unless ``world_size`` ranks are what ``replicas`` take, with tensor parallelism."""
+    """Raise ValueError unless ``world_size`` ranks make up the ``replicas``, tensor ranks included."""
     width = job.parallel.tensor_model_parallel_size
     if world_size != replicas.ranks * width:
         raise ValueError(
@@ -52,10 +55,10 @@ def require_turns(asked: "RequestedJob", replicas: Replicas, microbatches: int) 
     ``microbatches`` are those of a global batch.
     """
     batch, evaluated = asked.batch, asked.flags.eval_global_batch_size
-    each = asked.flags.eval_micro_batch_size or batch.micro_batch_size
+    samples = asked.flags.eval_micro_batch_size or batch.micro_batch_size
     for flag, count in (
         ("--global-batch-size", microbatches),
-        ("--eval-global-batch-size", (evaluated or batch.global_batch_size or each) // each),
+        ("--eval-global-batch-size", (evaluated or batch.global_batch_size or samples) // samples),
     ):
         try:
             replicas.require_turns(count)

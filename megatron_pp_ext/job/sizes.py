@@ -8,8 +8,8 @@ from megatron_pp_ext.job.typed_job import Job
 
 
 def fewest_ranks(job: Job) -> int:
-    """The ranks of one copy of the model; with --pipeline-replicas those of all replicas of its stages."""
-    replicated, parallel = replicas.requested(job), job.parallel
+    """The ranks of one copy of the model; with --pipeline-replicas, of all replicas of its stages."""
+    replicated, parallel = replicas.requested_replicas(job), job.parallel
     across = replicated.ranks if replicated else parallel.pipeline_model_parallel_size
     return parallel.tensor_model_parallel_size * across * parallel.context_parallel_size
 
@@ -26,7 +26,7 @@ def data_parallel_size(job: Job, world_size: int) -> int:
 
     ValueError, with the nearest numbers that work, where the parallel sizes do not divide ranks or model.
     """
-    replicated, parallel = replicas.requested(job), job.parallel
+    replicated, parallel = replicas.requested_replicas(job), job.parallel
     if replicated:
         replicas.require_world(job, replicated, world_size)
         require_divisible(job, parallel.tensor_model_parallel_size)
@@ -56,28 +56,28 @@ def require_vocabulary(asked: RequestedJob) -> None:
 def microbatches(job: Job, data: int) -> int:
     """The microbatches of an ordinary step on ``data`` data-parallel ranks.
 
-    Where the batch grows, they are those of its last size, which most steps have.  ValueError for a batch
+    Where the batch grows, they are its last size's, which most steps have.  ValueError for a batch
     that is not a multiple of the samples in one microbatch of all ranks.
     """
-    own = job.batch
-    if not own.micro_batch_size:
+    batch_part = job.batch
+    if not batch_part.micro_batch_size:
         raise ValueError("the model has no --micro-batch-size: give it")
-    each, found = own.micro_batch_size * data, 1
-    flag = "--global-batch-size" if own.global_batch_size is not None else "--step-batch-size-schedule"
-    for batch in own.sizes:
-        if batch < each:
+    samples, count = batch_part.micro_batch_size * data, 1
+    flag = "--global-batch-size" if batch_part.global_batch_size is not None else "--step-batch-size-schedule"
+    for batch in batch_part.sizes:
+        if batch < samples:
             raise ValueError(
                 f"{flag} {batch} makes 0 microbatches of --micro-batch-size "
-                f"{own.micro_batch_size} on {data} data-parallel rank(s); set it to {each} or more"
+                f"{batch_part.micro_batch_size} on {data} data-parallel rank(s); set it to {samples} or more"
             )
-        if batch % each and not own.decrease_batch_size_if_needed:
-            below = batch // each * each
+        if batch % samples and not batch_part.decrease_batch_size_if_needed:
+            below = batch // samples * samples
             raise ValueError(
-                f"{flag} {batch} is no multiple of --micro-batch-size {own.micro_batch_size} x "
-                f"{data} data-parallel ranks: nearest that work are {below} or {below + each}"
+                f"{flag} {batch} is no multiple of --micro-batch-size {batch_part.micro_batch_size} x "
+                f"{data} data-parallel ranks: nearest that work are {below} or {below + samples}"
             )
-        found = batch // each
-    return found
+        count = batch // samples
+    return count
 
 
 def require_divisible(job: Job, stage_ranks: int) -> None:
@@ -91,7 +91,7 @@ def require_divisible(job: Job, stage_ranks: int) -> None:
     heads, length = model.num_attention_heads, model.seq_length
     groups = model.num_query_groups if model.group_query_attention else tensor
     shares = length // context % tensor if parallel.sequence_parallel else 0
-    for flag, value, is_cut, what in (
+    for flag, value, is_cut, size in (
         ("tensor-model", tensor, heads % tensor == 0, f"--num-attention-heads {heads}"),
         ("tensor-model", tensor, not (groups % tensor and tensor % groups), f"--num-query-groups {groups}"),
         ("context", context, context == 1 or length % (2 * context) == 0, f"half of --seq-length {length}"),
@@ -99,7 +99,7 @@ def require_divisible(job: Job, stage_ranks: int) -> None:
         ("expert-model", expert, (experts or 1) % expert == 0, f"--num-experts {experts}"),
     ):
         if not is_cut:
-            raise ValueError(f"--{flag}-parallel-size {value} does not divide {what}: change one of them")
+            raise ValueError(f"--{flag}-parallel-size {value} does not divide {size}: change one of them")
     if stage_ranks % parallel.expert_ranks:
         raise ValueError(
             f"expert parallelism of {parallel.expert_ranks} (with its tensor parallelism) does not divide "

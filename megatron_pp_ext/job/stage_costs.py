@@ -16,34 +16,34 @@ _SIZES = (
     "context_parallel_size",
     "expert_model_parallel_size",
 )
-"""The arguments that change what a layer costs, and that a stage's costs do not show."""
+"""The arguments that change the costs of a layer, and that a stage's costs do not show."""
 
 
 def sizes(job: Job) -> dict[str, int]:
-    """Return what ``Costs.sizes`` of a measurement of ``job`` are."""
+    """Return the sizes of ``job`` as ``Costs.sizes`` of a measurement has them."""
     return {name: job.value(name) for name in _SIZES}
 
 
 def read(job: Job) -> Costs:
     """Return the costs in the file of --pipeline-costs.
 
-    ValueError where the file states that they were measured at other sizes than those of ``job``.
+    ValueError where the file states that they were measured at other sizes than ``job`` has.
     """
     file = job.pipeline.pipeline_costs
     assert file is not None
     costs = costs_file.read(file)
-    here = sizes(job)
+    sizes_of_job = sizes(job)
     for name, measured in costs.sizes.items():
-        if name in here and here[name] and here[name] != measured:
+        if name in sizes_of_job and sizes_of_job[name] and sizes_of_job[name] != measured:
             raise ValueError(
-                f"--pipeline-costs {file} was measured with {flag(name)} {measured}, not {here[name]}: "
-                "measure the stages again, or give that size"
+                f"--pipeline-costs {file} was measured with {flag(name)} {measured}, "
+                f"not {sizes_of_job[name]}: measure the stages again, or give that size"
             )
     return costs
 
 
 def cut(costs: Costs, job: Job, stages: int, splits_head: bool = False) -> Costs:
-    """Return the costs of ``stages`` stages of ``job`` from ``costs``, those in the file of --pipeline-costs.
+    """Return the costs of ``stages`` stages of ``job`` from ``costs``, read from --pipeline-costs.
 
     It has an object for each stage, or for each of several stages that are joined in one.  Where a layout
     states which layers a stage has, it may have one for each layer, the first with the embedding and the last

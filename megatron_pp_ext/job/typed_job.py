@@ -14,7 +14,7 @@ from typing import Any, Self
 from megatron_pp_ext.job.attention_part import Attention
 from megatron_pp_ext.job.memory_part import Memory
 from megatron_pp_ext.job.parts import Batch, Model, Parallel
-from megatron_pp_ext.job.pipeline_part import Pipeline
+from megatron_pp_ext.job.pipeline_part import PipelinePart
 from megatron_pp_ext.job.precision_part import Precision
 from megatron_pp_ext.schedule import catalog
 
@@ -33,7 +33,7 @@ class Job:
     batch: Batch = field(default_factory=Batch)
     precision: Precision = field(default_factory=Precision)
     memory: Memory = field(default_factory=Memory)
-    pipeline: Pipeline = field(default_factory=Pipeline)
+    pipeline: PipelinePart = field(default_factory=PipelinePart)
 
     @classmethod
     def of(cls, asked: object) -> Self:
@@ -44,7 +44,7 @@ class Job:
         if isinstance(asked, cls):
             return asked
         found = {name: getattr(asked, name, None) for name in _READ}
-        return cls().changed(**{name: _plain(value) for name, value in settled(found).items()})
+        return cls().changed(**{name: _plain(value) for name, value in with_derived(found).items()})
 
     def changed(self, **values: Any) -> Self:
         """Return a job with other ``values``, None for a default; the parts that they leave alone are shared.
@@ -98,7 +98,7 @@ IMPLY = {"recompute_activations", "use_rotary_position_embeddings", "mtp_hybrid_
 _READ = (*PLACES, *OTHER_NAMES, *IMPLY)
 
 
-def settled(given: Mapping[str, Any]) -> dict[str, Any]:
+def with_derived(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments ``given`` with what Megatron derives from others, for those that a job has."""
     found = {name: given.get(name) for name in PLACES}
     for other, name in OTHER_NAMES.items():

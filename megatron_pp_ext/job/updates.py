@@ -26,12 +26,12 @@ def read(job: Job, microbatches: int) -> Updates:
 
 def described(job: Job, name: str, interval: int) -> Updates:
     """Return the updates of the schedule ``name`` as ``job`` has them otherwise, unchecked."""
-    given = job.pipeline
+    options = job.pipeline
     if catalog.abilities(name).has_two_versions:
         weights = WeightVersion.PREVIOUS
     else:
-        weights = WeightVersion.SAME if given.pipeline_vertical_sync else WeightVersion.LATEST
-    return Updates(interval, weights, given.pipeline_allow_waits, replicas.of_stages(job))
+        weights = WeightVersion.SAME if options.pipeline_vertical_sync else WeightVersion.LATEST
+    return Updates(interval, weights, options.pipeline_allow_waits, replicas.of_stages(job))
 
 
 def _interval(name: str, stages: Replicas, requested: int | None, microbatches: int) -> int:

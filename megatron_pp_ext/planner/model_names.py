@@ -19,7 +19,7 @@ _MODELS = resources.files("megatron_pp_ext.planner") / "models"
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A named model: ``parameters`` as published, with their ``source``, and what it is to Megatron."""
+    """A named model: ``parameters`` as published, with their ``source``, and its arguments for Megatron."""
 
     name: str
     title: str
@@ -36,44 +36,44 @@ def names() -> list[str]:
 def named(name: str) -> Named:
     """Return the shipped model ``name``."""
     content = parse((_MODELS / f"{name}.json").read_text(encoding="utf-8"), "install the package again")
-    found = config_json.read(content["config"])
-    values = {**found.values, "seq_length": content["seq_length"]}
+    described = config_json.read(content["config"])
+    values = {**described.values, "seq_length": content["seq_length"]}
     about = (content["title"], content["source"], content["parameters"])
     return Named(
-        name, *about, replace(found, name=name, values=values, assumed=found.assumed - {"seq_length"})
+        name, *about, replace(described, name=name, values=values, assumed=described.assumed - {"seq_length"})
     )
 
 
-def read(given: str) -> GivenModel:
+def read(name: str) -> GivenModel:
     """Return the model that ``--model given`` names.
 
     It is a shipped name, a Hugging Face config.json or its folder, or a JSON object of Megatron's names.
     ValueError, naming the file or the name, for anything else and for models that are not supported.
     """
-    path = Path(given)
+    path = Path(name)
     path = _file_of_folder(path) if path.is_dir() else path
-    spelled = given.strip().lower().replace("_", "-")
+    spelled = name.strip().lower().replace("_", "-")
     if spelled in names() and not path.is_file():
         return named(spelled).described
     if not path.is_file():
         if path.suffix == ".json":
             raise ValueError(f"{path}: No such file or directory; correct --model")
         hint = did_you_mean(spelled, names(), "no shipped model resembles it")
-        raise ValueError(f"--model {given} is neither a file nor a name: {hint} (mpp models lists them)")
+        raise ValueError(f"--model {name} is neither a file nor a name: {hint} (mpp models lists them)")
     with naming(path):
         content = read_json(path, "write an object of Megatron's names")
         if not isinstance(content, dict):
             raise ValueError("is no object: write one of Megatron's names, such as num_layers")
         config_json.refuse_other_files(content)
         if config_json.is_config(content):
-            return replace(config_json.read(content), name=given)
+            return replace(config_json.read(content), name=name)
         for name, value in content.items():
             for text in value if isinstance(value, list) else [value]:
                 if isinstance(text, str):
                     with naming(name):
                         require_printable(text)
     model_description.require_known(content, str(path))
-    return GivenModel(given, content)
+    return GivenModel(name, content)
 
 
 def _file_of_folder(folder: Path) -> Path:

@@ -68,20 +68,20 @@ class Rehearsal:
 def chosen_ranks(words: str, ranks: int) -> list[int]:
     """Return the ranks named as in ``first,last``, ``0,3`` or ``all``; ValueError for anything else."""
     numbers = dict(zip(PLACES, (0, ranks // 2, ranks - 1), strict=True))
-    chosen: set[int] = set()
+    selected: set[int] = set()
     for word in words.split(","):
         if word == "all":
-            chosen |= set(range(ranks))
+            selected |= set(range(ranks))
         elif word in numbers:
-            chosen.add(numbers[word])
+            selected.add(numbers[word])
         elif word.isdecimal() and int(word) < ranks:
-            chosen.add(int(word))
+            selected.add(int(word))
         else:
             raise ValueError(
                 f"--ranks got {word!r}, but takes {', '.join(PLACES)}, all or numbers from 0 to {ranks - 1}, "
                 "with commas between: correct it"
             )
-    return sorted(chosen)
+    return sorted(selected)
 
 
 def stand_in(rank: int, rehearsed: Sequence[int], ranks: int) -> int:
@@ -108,37 +108,39 @@ def put_together(
     Raises ValueError where ranks ran different schedules, or where one would stand in for a rank whose
     stages have other numbers of layers.
     """
-    for one in measured.values():
-        if one.digest != schedule.digest:
+    for rehearsal in measured.values():
+        if rehearsal.digest != schedule.digest:
             raise ValueError(
-                f"rank {one.rank} rehearsed another schedule than rank {min(measured)}: start again, and "
-                "give flex its --pipeline-costs"
+                f"rank {rehearsal.rank} rehearsed another schedule than rank {min(measured)}: start again, "
+                "and give flex its --pipeline-costs"
             )
     placement, layers = schedule.placement, next(iter(measured.values())).layers
     source = [stand_in(rank, sorted(measured), placement.ranks) for rank in range(placement.ranks)]
     for rank, other in enumerate(source):
-        own, theirs = ([layers[stage] for stage in placement.stages_of(r)] for r in (rank, other))
-        if own != theirs:
+        layer_counts, other_counts = (
+            [layers[stage] for stage in placement.stages_of(r)] for r in (rank, other)
+        )
+        if layer_counts != other_counts:
             raise ValueError(
-                f"rank {rank} has stages of {own} layers and rank {other}, which would stand in for it, of "
-                f"{theirs}: set --ranks all, or name rank {rank} as well"
+                f"rank {rank} has stages of {layer_counts} layers and rank {other}, which would stand in "
+                f"for it, of {other_counts}: set --ranks all, or name rank {rank} as well"
             )
     stages = tuple(
         _stage(measured[source[placement.rank_of(stage)]], placement.chunk_of(stage), system)
         for stage in range(placement.stages)
     )
     message = next(iter(measured.values())).message_bytes
-    hop = 0.0
+    latency = 0.0
     if system is not None:
-        hop = system.message_link(placement.ranks, world // placement.ranks).seconds(message)
+        latency = system.message_link(placement.ranks, world // placement.ranks).seconds(message)
     hidden = sum(
         # The tokens of a microbatch travel between experts, there and back, both ways.
         _waits(measured[source[placement.rank_of(stage)]], system, placement.chunk_of(stage), "all_to_all")
         for stage in range(placement.stages)
     )
-    head = _head(measured.values(), system, hop)
+    head = _head(measured.values(), system, latency)
     alone = sum(stage.forward + stage.seconds(Kind.B) for stage in stages)
-    costs = Costs(stages, hop, message, head)
+    costs = Costs(stages, latency, message, head)
     timeline = simulate(schedule, costs.hiding(hidden, alone) if schedule.paired else costs)
     waiting = timeline.peak_messages
     ranks = tuple(
@@ -152,7 +154,7 @@ def put_together(
         )
         for rank, other in enumerate(source)
     )
-    outside = max(one.outside_seconds for one in measured.values())
+    outside = max(rehearsal.outside_seconds for rehearsal in measured.values())
     return Rehearsal(timeline, _pipeline_seconds(timeline, measured, source), outside, ranks)
 
 
@@ -169,13 +171,13 @@ def _pipeline_seconds(
     def on_its_rank(action: Action) -> tuple[int, Kind, int]:
         return placement.chunk_of(action.stage), action.kind, action.microbatch
 
-    known = [{on_its_rank(action): at for at, action in enumerate(order)} for order in schedule.orders]
-    steps = min(len(one.ratios) for one in measured.values())
+    positions = [{on_its_rank(action): at for at, action in enumerate(order)} for order in schedule.orders]
+    steps = min(len(rehearsal.ratios) for rehearsal in measured.values())
 
     def seconds(step: int, action: Action) -> float:
         rank = placement.rank_of(action.stage)
         other = source[rank]
-        place = known[other].get(on_its_rank(action))
+        place = positions[other].get(on_its_rank(action))
         if place is None:  # The stand-in may do a B where this rank does I and W.
             return costs.seconds(action)
         return costs.seconds(action) * measured[other].ratios[(step + rank - other) % steps][place]
@@ -197,25 +199,27 @@ def _stage(measured: RankRehearsal, chunk: int, system: System | None) -> StageC
     )
 
 
-def _head(measured: Iterable[RankRehearsal], system: System | None, hop: float) -> HeadCosts | None:
+def _head(measured: Iterable[RankRehearsal], system: System | None, latency: float) -> HeadCosts | None:
     """Return the mean costs of the ranks' parts of a split head, of which all but one are equal."""
-    parts = [(one, one.head) for one in measured if one.head is not None]
+    parts = [(rehearsal, rehearsal.head) for rehearsal in measured if rehearsal.head is not None]
     if not parts:
         return None
     alone = HeadCosts(
-        scores=mean(part.scores + _waits(one, system, 0, Kind.S) for one, part in parts),
+        scores=mean(part.scores + _waits(rehearsal, system, 0, Kind.S) for rehearsal, part in parts),
         weight_gradient=mean(part.weight_gradient for _, part in parts),
         activation=mean(part.activation for _, part in parts),
     )
-    return alone.exchanged_over(hop)
+    return alone.exchanged_over(latency)
 
 
 def _waits(measured: RankRehearsal, system: System | None, chunk: int, *during: Kind | str) -> float:
     """Return the seconds of a microbatch's collectives ``during`` some kinds of actions, or of some kinds."""
     return sum(
-        seconds(one, system)
-        for one in measured.collectives
-        if system is not None and one.chunk == chunk and (one.operation in during or one.kind in during)
+        seconds(collective, system)
+        for collective in measured.collectives
+        if system is not None
+        and collective.chunk == chunk
+        and (collective.operation in during or collective.kind in during)
     )
 
 

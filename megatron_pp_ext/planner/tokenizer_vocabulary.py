@@ -19,7 +19,7 @@ _FIX = "give --vocab-size"
 def size(asked: RequestedJob) -> int:
     """Return the tokens of the tokenizer in the folder --tokenizer-model, or else of the model there.
 
-    ValueError where no such folder is here, and where its files do not say it.
+    ValueError where there is no such folder, and where its files do not have the number.
     """
     if not asked.flags.tokenizer_model:
         raise ValueError(
@@ -35,25 +35,25 @@ def size(asked: RequestedJob) -> int:
     for name, count in (("tokenizer.json", _tokens), ("config.json", _rows)):
         if (folder / name).is_file():
             with naming(folder / name):
-                found = count(read_json(folder / name, _FIX))
-            if found:
-                return found
+                tokens = count(read_json(folder / name, _FIX))
+            if tokens:
+                return tokens
     raise ValueError(f"{flag} has neither a tokenizer.json nor a config.json with its vocabulary: {_FIX}")
 
 
 def _tokens(content: Any) -> int:
-    """Return how many tokens a tokenizer.json has, those that were added to its model's included."""
+    """Return the number of tokens in a tokenizer.json, with the tokens added to its model."""
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
         return 0
     vocabulary, added = content["model"].get("vocab", ()), content.get("added_tokens", ())
     texts = vocabulary if isinstance(vocabulary, dict) else [token for token, *_ in vocabulary]
-    return len({*texts, *(one["content"] for one in added)})
+    return len({*texts, *(entry["content"] for entry in added)})
 
 
 def _rows(content: Any) -> int:
-    """Return the rows of the embedding that a config.json has; 0 where it does not say it."""
+    """Return the rows of the embedding in a config.json; 0 where it has none."""
     if not isinstance(content, dict):
         return 0
     inner = content.get("text_config", content)
-    found = inner.get("vocab_size", 0) if isinstance(inner, dict) else 0
-    return found if isinstance(found, int) else 0
+    rows = inner.get("vocab_size", 0) if isinstance(inner, dict) else 0
+    return rows if isinstance(rows, int) else 0

@@ -11,7 +11,7 @@ from megatron_pp_ext.costs.mamba import mamba
 from megatron_pp_ext.costs.mlp import mlp
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.costs.self_attention import attention
-from megatron_pp_ext.job.blocks import Block, Half, blocks
+from megatron_pp_ext.job.blocks import Half, LayerBlock, blocks
 from megatron_pp_ext.planner.step.model_description import describe
 from megatron_pp_ext.planner.step.parameters import parameters
 from tests.costs.test_layer_terms import GATED, HIDDEN, MODEL, B, H, S, costs, seconds
@@ -149,11 +149,11 @@ def test_described_layers():
     """Halves are left out, replaced by a product, or have a size of their own."""
     made = costs("product", **GATED)
     whole, none, linear = Half(), Half(is_left_out=True), Half(is_linear=True)
-    assert block(made, Block(whole, whole)) == attention(made) + mlp(made)
-    assert block(made, Block(none, none)) == Part()
-    assert block(made, Block(none, Half(size=512))) == mlp(made.of(ffn_hidden_size=512))
-    assert block(made, Block(Half(size=2), none)).parameters == H * (2 * H + 2 * 2 * H // 8) + H
-    assert block(made, Block(none, linear)).parameters == H * H + H
+    assert block(made, LayerBlock(whole, whole)) == attention(made) + mlp(made)
+    assert block(made, LayerBlock(none, none)) == Part()
+    assert block(made, LayerBlock(none, Half(size=512))) == mlp(made.of(ffn_hidden_size=512))
+    assert block(made, LayerBlock(Half(size=2), none)).parameters == H * (2 * H + 2 * 2 * H // 8) + H
+    assert block(made, LayerBlock(none, linear)).parameters == H * H + H
 
 
 def described(**attention):
@@ -163,7 +163,7 @@ def described(**attention):
 def test_the_words_of_a_described_layer():
     """The width is two thirds of a multiple of the hidden size, in multiples of 256."""
     (found,) = blocks(None, described(n_heads_in_group=4), 32, 4096)
-    assert found == Block(Half(size=8), Half(size=7168))
+    assert found == LayerBlock(Half(size=8), Half(size=7168))
     (found,) = blocks(None, described(num_query_groups=2), 32, 4096)
     assert found.attention == Half(size=2)
     (found,) = blocks(None, described(n_heads_in_group=None, no_op=True), 32, 4096)

@@ -19,7 +19,7 @@ import torch
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.features import FEATURES
-from megatron_pp_ext.integration.patching import apply, seams_of
+from megatron_pp_ext.integration.patching import apply, hooks_of
 from megatron_pp_ext.job import options
 from megatron_pp_ext.job.our_flags import add_flags
 from megatron_pp_ext.job.requested_job import RequestedJob
@@ -64,7 +64,7 @@ for schedule in plain, late:
     execute(plan_rank(schedule, 0), Rank({0: stage}, channels))
 
 import megatron.core.distributed as distributed
-apply(seams_of(*FEATURES[-1].hooked()))
+apply(hooks_of(*FEATURES[-1].hooked()))
 try:
     distributed.finalize_model_grads([])
 except Exception:

@@ -64,7 +64,7 @@ def predicted(ranks: int, flags: str) -> tuple[float, ...]:
     request = for_world(asked, ranks)
     work = Workload(asked, system.read("h100"), request.placement, request.data)
     order = program(request.schedule, request.ranks, request.microbatches, request.placement.chunks)
-    return order.in_flight.peaks([replace(part, brief_in_whole=0.0) for part in work.parts])
+    return order.in_flight.peaks([replace(part, workspace_in_whole=0.0) for part in work.parts])
 
 
 TESTED = ("v-half, TP and SP", "1f1b, full recompute", "interleaved", "v-min, bf16")

@@ -206,7 +206,7 @@ def test_nothing_heavy_is_imported_for_a_refusal() -> None:
 def test_a_file_is_for_its_own_ranks_and_microbatches(tmp_path: Path) -> None:
     file = tmp_path / "mine.csv"
     megatron_pp_ext.write_csv(megatron_pp_ext.build("v-half", 4, 8), file)
-    found = call.requested(f"csv:{file}", 4, 8)
+    found = call.request_of_call(f"csv:{file}", 4, 8)
     assert (found.placement.chunks, found.splits_backward) == (2, True)
     for wrong, line in (
         ((2, 8), "4 ranks, got 2"),
@@ -214,9 +214,9 @@ def test_a_file_is_for_its_own_ranks_and_microbatches(tmp_path: Path) -> None:
         ((4, 8, 1), "2 chunks"),
     ):
         with pytest.raises(ValueError, match=line):
-            call.requested(f"csv:{file}", *wrong)
+            call.request_of_call(f"csv:{file}", *wrong)
     with pytest.raises(ValueError, match="a memory limit has no meaning for csv:"):
-        call.requested(f"csv:{file}", 4, 8, limit=0.5)
+        call.request_of_call(f"csv:{file}", 4, 8, limit=0.5)
 
 
 def test_costs_are_a_file_an_object_or_numbers(tmp_path: Path) -> None:
@@ -266,10 +266,10 @@ def test_a_v_has_both_ends_on_the_last_rank_unless_told_otherwise(tmp_path: Path
     file = tmp_path / "mine.csv"
     csv_file.write(catalog.build("v-zb", 4, 8), file)
     for name in ("v-half", f"csv:{file}"):
-        request = call.requested(name, **sizes)
+        request = call.request_of_call(name, **sizes)
         assert request.placement == v(4).with_loss_on(LAST)
-        assert call.requested(name, **sizes, loss_rank=FIRST).placement == v(4)
-    assert call.requested("interleaved", **sizes).placement == loop(4, 2)
-    flex = call.requested("flex", **sizes, limit=0.5)
+        assert call.request_of_call(name, **sizes, loss_rank=FIRST).placement == v(4)
+    assert call.request_of_call("interleaved", **sizes).placement == loop(4, 2)
+    flex = call.request_of_call("flex", **sizes, limit=0.5)
     assert {one.ends_on_last for one in flex.placements if one.folds} == {True}
     assert {one.ends_on_last for one in flex.placements if not one.folds} == {False}

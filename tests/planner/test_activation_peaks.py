@@ -21,7 +21,7 @@ def parts(stages, **more):
     ]
 
 
-@pytest.mark.parametrize("again", [{}, {"brief": 6.0, "brief_in_whole": 9.0}])
+@pytest.mark.parametrize("again", [{}, {"workspace": 6.0, "workspace_in_whole": 9.0}])
 @pytest.mark.parametrize("name", catalog.NAMES)
 def test_peaks_are_the_simulations(name, again):
     schedule = catalog.build(name, 4, 10)
@@ -37,7 +37,7 @@ def test_more_microbatches_never_need_less(name):
     for ranks, few in product((2, 3, 8), (2, 3)):
         before = few * ranks
         for after in (before + 1, 2 * before + 1):
-            stages = parts(ranks * chunks, brief=1.0, brief_in_whole=4.0)
+            stages = parts(ranks * chunks, workspace=1.0, workspace_in_whole=4.0)
             less, more = (
                 program(name, ranks, count, chunks).in_flight.peaks(stages) for count in (before, after)
             )
@@ -47,14 +47,14 @@ def test_more_microbatches_never_need_less(name):
 
 def test_a_whole_backward_computes_one_group_again():
     schedule = catalog.build("1f1b", 2, 4)
-    plain, again = parts(2), parts(2, brief_in_whole=4.0)
+    plain, again = parts(2), parts(2, workspace_in_whole=4.0)
     assert Prepared(schedule).in_flight.peaks(again) == pytest.approx(
         [peak + 4 for peak in Prepared(schedule).in_flight.peaks(plain)]
     )
 
 
 def test_an_input_gradient_keeps_what_its_forward_did_not():
-    stages = [Part(1, 1, 1, 1.0, 1.0, 1.0, after_forward=1.0, after_input_gradient=5.0, brief=2.0)] * 2
+    stages = [Part(1, 1, 1, 1.0, 1.0, 1.0, after_forward=1.0, after_input_gradient=5.0, workspace=2.0)] * 2
     # zb-h1's last rank: one forward, and at most two microbatches between I and W.
     peaks = Prepared(catalog.build("zb-h1", 2, 4)).in_flight.peaks(stages)
     assert max(peaks) >= 7
@@ -64,7 +64,7 @@ def test_an_input_gradient_keeps_what_its_forward_did_not():
 def test_without_a_pipeline_there_is_one_microbatch_in_flight(is_paired):
     """In a pair one half keeps by layer what the other frees; both halves and the ends of a step count."""
     order = program("interleaved", 1, 3, 1, options=(Pairs(),) if is_paired else ())
-    assert order.in_flight.peaks(parts(1, brief_in_whole=4.0)) == pytest.approx([10 + 4])
+    assert order.in_flight.peaks(parts(1, workspace_in_whole=4.0)) == pytest.approx([10 + 4])
     assert len(order.timer.schedule.paired) == (2 if is_paired else 0)
     assert order.timer.spans(Costs((parts(1)[0].costs(),), pair=0.75))[0].end == pytest.approx(
         2.8 * (1 + 2 * 0.75) if is_paired else 3 * 2.8

@@ -405,11 +405,11 @@ def test_a_key_that_nobody_knows_is_refused_by_its_name_for_each_type(kind: str)
 
 
 def test_a_window_of_some_layers_is_a_number_where_their_pattern_repeats() -> None:
-    assert frequency([1, 0, 1, 0], every=0) == 2
-    assert frequency([1, 1, 0, 1, 1], every=0) == 3
-    assert frequency([1, 1, 1, 0, 0], every=0) == [1, 1, 1, 0, 0]
-    assert frequency([0, 0, 0, 1], every=1) == 4
-    assert frequency([0, 0, 0], every=1) == [0, 0, 0]
+    assert frequency([1, 0, 1, 0], marked=0) == 2
+    assert frequency([1, 1, 0, 1, 1], marked=0) == 3
+    assert frequency([1, 1, 1, 0, 0], marked=0) == [1, 1, 1, 0, 0]
+    assert frequency([0, 0, 0, 1], marked=1) == 4
+    assert frequency([0, 0, 0], marked=1) == [0, 0, 0]
 
 
 def test_layers_that_share_a_choice_of_tokens_do_so_with_a_period() -> None:

@@ -13,7 +13,7 @@ from megatron_pp_ext.job import options
 from megatron_pp_ext.job.memory_limit import spelled
 from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.planner.search.best_first import Search
-from megatron_pp_ext.planner.search.candidate import Candidate, Recompute, settled_in, strip
+from megatron_pp_ext.planner.search.candidate import Candidate, Recompute, fixed_arguments, strip
 from megatron_pp_ext.planner.search.compiled import Compiler
 from megatron_pp_ext.planner.search.configurations import Space, record
 from megatron_pp_ext.planner.search.explanation import why
@@ -290,7 +290,7 @@ def test_nodes_are_used_whole():
 def test_flags_of_the_user_stay_and_those_of_the_search_are_replaced():
     kept = ["--num-layers", "8", "--bf16"]
     words = [*kept, "--tensor-model-parallel-size", "4", "--sequence-parallel", "--recompute-activations"]
-    assert settled_in(words) == {"tensor_model_parallel_size", "recompute_granularity"}
+    assert fixed_arguments(words) == {"tensor_model_parallel_size", "recompute_granularity"}
     assert strip(words) == kept
     chosen = Candidate(2, 1, 1, 4, 1, 1, 16, Recompute("none"), "v-half", 2)
     flags = " ".join(chosen.flags())
@@ -347,7 +347,7 @@ def test_no_candidate_that_shares_is_below_its_bounds(name, batch):
 @pytest.mark.parametrize("name", catalog.NAMES)
 def test_no_rank_keeps_less_of_its_stages_for_sharing_the_vocabulary(name):
     chunks = catalog.entry(name).chunks
-    again = {"after_forward": 1.0, "after_input_gradient": 7.0, "brief": 3.0, "brief_in_whole": 9.0}
+    again = {"after_forward": 1.0, "after_input_gradient": 7.0, "workspace": 3.0, "workspace_in_whole": 9.0}
     kept = {"after_forward": 10.0, "after_input_gradient": 7.0}
     for (ranks, microbatches), of_part in product([(2, 4), (3, 6), (4, 9), (6, 30)], (kept, again)):
         parts = [Part(**of_part)] * (ranks * chunks)

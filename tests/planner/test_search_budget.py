@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_pp_ext.planner.search.best_first import Search
-from megatron_pp_ext.planner.search.budget import Budget
+from megatron_pp_ext.planner.search.budget import SearchBudget
 from megatron_pp_ext.planner.search.result import Compiles
 from tests.planner.test_configuration_search import A100, space
 
@@ -42,7 +42,7 @@ def test_a_search_without_a_limit_goes_to_its_end(whole):
 
 
 def test_a_spent_budget_ends_the_search_with_the_best_so_far(whole):
-    found = search(budget=Budget(20, Clock())).run()
+    found = search(budget=SearchBudget(20, Clock())).run()
     assert found.best and len(found.best) < len(whole.best)
     assert "stopped after the 20 s of a processor that --cpu-seconds allows" in str(found.stopped)
     # What was not looked at has no shorter step than reported.
@@ -52,7 +52,7 @@ def test_a_spent_budget_ends_the_search_with_the_best_so_far(whole):
 
 
 def test_some_of_the_budget_is_left_to_compile():
-    found = search(budget=Budget(20, Clock()), compiles=Compiles.TOO).run()
+    found = search(budget=SearchBudget(20, Clock()), compiles=Compiles.TOO).run()
     assert found.stopped.left
     assert any(one.candidate.schedule == "flex" for one in found.named)
 
@@ -73,4 +73,4 @@ def test_an_interrupted_search_without_a_result_is_interrupted(phase):
 
 def test_a_budget_in_which_nothing_is_found_is_an_error_with_what_to_do():
     with pytest.raises(ValueError, match=r"nothing that fits was found: stopped .* give more --cpu-seconds"):
-        search(budget=Budget(0.4, Clock())).run()
+        search(budget=SearchBudget(0.4, Clock())).run()

@@ -131,8 +131,8 @@ def test_full_recomputation_keeps_the_input_of_each_group(number, groups):
     made, (first, _) = stages(**FULL, recompute_method="uniform", recompute_num_layers=number)
     layer, largest = made.layers[0], min(number or 1, 4)
     assert first.after_forward == groups * HIDDEN
-    assert first.brief_in_whole == largest * layer.after_forward
-    assert first.brief == largest * max(0, layer.after_forward - layer.after_input_gradient)
+    assert first.workspace_in_whole == largest * layer.after_forward
+    assert first.workspace == largest * max(0, layer.after_forward - layer.after_input_gradient)
     assert first.repeated_operations == 4 * layer.forward_operations
     plain = stages()[1][0]
     assert first.input_gradient_seconds == pytest.approx(
@@ -155,8 +155,10 @@ def test_distributed_inputs_are_shared_by_tensor_parallel_ranks():
 
 def test_what_a_schedule_is_charged_for_a_recomputed_part():
     """40 bytes after F become 10; I makes 30 more, and they fall back to the 25 that W needs."""
-    part = Part(1, 2, 0, 3.0, 4.0, 5.0, after_forward=40, after_input_gradient=25).recomputed(kept=10)
-    assert (part.brief, part.brief_in_whole, part.repeated_operations) == (15, 40, 3)
+    part = Part(1, 2, 0, 3.0, 4.0, 5.0, after_forward=40, after_input_gradient=25).recomputed(
+        after_forward=10
+    )
+    assert (part.workspace, part.workspace_in_whole, part.repeated_operations) == (15, 40, 3)
     costs = part.costs()
     assert (costs.forward, costs.input_gradient, costs.weight_gradient) == (3, 7, 5)
     assert (costs.activation, costs.released_by_input_gradient, costs.workspace) == (10, -15, 15)
@@ -170,7 +172,7 @@ def test_parts_add_up_but_are_recomputed_one_after_the_other():
     assert last == "matrices"
     count = len(names)
     one, other = Part(*range(1, count + 1)), Part(*range(count, 0, -1))
-    largest = {"brief", "brief_in_whole", "first_gathering"}
+    largest = {"workspace", "workspace_in_whole", "first_gathering"}
     both = [getattr(one + other, name) for name in names]
     assert both == [
         max(number, count + 1 - number) if name in largest else count + 1

@@ -24,7 +24,7 @@ PACKAGES = {
     "megatron.energon": "multimodal data",
     "ray": "actors on the machines of a cluster",
 }
-"""What stands in for which purpose."""
+"""The stand-ins by purpose."""
 
 
 class _Name(type):
@@ -56,8 +56,8 @@ class _Module(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        setattr(self, name, made := empty_class(name))
-        return made
+        setattr(self, name, attribute := empty_class(name))
+        return attribute
 
 
 class _Packages(importlib.abc.MetaPathFinder, importlib.abc.Loader):

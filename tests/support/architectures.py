@@ -65,8 +65,8 @@ _PATTERNS = {"nemotron-h": ("M-", "M-", "M*", "M-"), "nemotron-3": ("ME", "ME", 
 def flags(model: str, stages: int) -> list[str]:
     """Return the flags of ``model``; a hybrid one's layers are cut into so many ``stages``, 2 or 4."""
     quarters = _PATTERNS.get(model, ())
-    each = 4 // stages
-    cut = ["".join(quarters[start : start + each]) for start in range(0, len(quarters), each)]
+    per_stage = 4 // stages
+    cut = ["".join(quarters[start : start + per_stage]) for start in range(0, len(quarters), per_stage)]
     pattern = ["--hybrid-layer-pattern", "|".join(cut)] if quarters else []
     return [*FLAGS[model].split(), *pattern]
 
@@ -74,13 +74,13 @@ def flags(model: str, stages: int) -> list[str]:
 class Normed(ColumnParallelLinear):
     """A norm and a product, in the place of Transformer Engine's layer of both."""
 
-    def __init__(self, read: int, made: int, *, config: Any, **more: Any) -> None:
-        super().__init__(read, made, config=config, **more)
+    def __init__(self, read: int, result: int, *, config: Any, **more: Any) -> None:
+        super().__init__(read, result, config=config, **more)
         self.norm = attention_layers.Norm(config, read)
 
-    def forward(self, hidden: Any, *more: Any, **named: Any) -> Any:
+    def forward(self, hidden: Any, *more: Any, **keywords: Any) -> Any:
         """The product of the norm of ``hidden``."""
-        return super().forward(self.norm(hidden), *more, **named)
+        return super().forward(self.norm(hidden), *more, **keywords)
 
 
 class Backend(attention_layers.Backend):
@@ -97,9 +97,9 @@ def _attention(config: Any, backend: Any) -> ModuleSpec:
         multi_latent_attention=config.multi_latent_attention,
         normalization=config.normalization,
     )
-    made: ModuleSpec = layer.submodules.self_attention
-    made.metainfo["fuse_input_layernorm"] = False
-    return made
+    attention: ModuleSpec = layer.submodules.self_attention
+    attention.metainfo["fuse_input_layernorm"] = False
+    return attention
 
 
 def layers(config: Any, vp_stage: int | None = None) -> Any:

@@ -1,4 +1,4 @@
-"""One layer of each kind of attention on a CPU rank, as Megatron builds it: what it has and what it keeps.
+"""One layer of each kind of attention on a CPU rank, as Megatron builds it: its weights and saved bytes.
 
 Megatron makes some kinds of Transformer Engine's modules and of CUDA kernels alone.  What stands in for them
 here has the same weights and saves for its backward what they save: a norm its input, a kernel its operands.
@@ -36,7 +36,7 @@ from tests.support.kept_bytes import kept_bytes, share_storage
 
 
 class Layer(NamedTuple):
-    """The number of a layer's weights, the bytes that its forward keeps, and those that wait for its W.
+    """The number of a layer's weights, the bytes that its forward keeps, and the bytes that wait for its W.
 
     These are, of each product with a weight, its input, once where products share it, and the gradient of its
     output.
@@ -49,8 +49,8 @@ class Layer(NamedTuple):
 
 def build(*models: Sequence[str]) -> list[Layer]:
     """Return the first layer of each of ``models``, which flags describe, without its MLP."""
-    (found,) = ranks.run_ranks(_build_all, 1, [cpu.with_cpu_flags(flags) for flags in models])
-    return found
+    (layers,) = ranks.run_ranks(_build_all, 1, [cpu.with_cpu_flags(flags) for flags in models])
+    return layers
 
 
 def _build_all(rank: int, models: Sequence[list[str]]) -> list[Layer]:
@@ -79,8 +79,10 @@ def _build(flags: list[str]) -> Layer:
     hidden = torch.randn(shape, dtype=config.params_dtype, requires_grad=True)
     positions = _rotary(args, config)
     waiting, parameters = _Waiting(layer), list(layer.parameters())
-    kept = kept_bytes(parameters, lambda: layer(hidden, attention_mask=None, rotary_pos_emb=positions)[0])
-    return Layer(sum(weight.numel() for weight in parameters), kept, waiting.bytes())
+    saved_bytes = kept_bytes(
+        parameters, lambda: layer(hidden, attention_mask=None, rotary_pos_emb=positions)[0]
+    )
+    return Layer(sum(weight.numel() for weight in parameters), saved_bytes, waiting.bytes())
 
 
 class _Waiting:
@@ -100,7 +102,9 @@ class _Waiting:
 
     def bytes(self) -> int:
         """Return their bytes."""
-        return sum(one.numel() * one.element_size() for one in [*self._inputs.values(), *self._outputs])
+        return sum(
+            tensor.numel() * tensor.element_size() for tensor in [*self._inputs.values(), *self._outputs]
+        )
 
 
 def _rotary(args: Any, config: Any) -> torch.Tensor | None:
@@ -108,18 +112,20 @@ def _rotary(args: Any, config: Any) -> torch.Tensor | None:
         return None
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-    made = RotaryEmbedding(config.kv_channels, args.rotary_percent, cp_group=mpu.get_context_parallel_group())
-    return made(args.seq_length)
+    embedding = RotaryEmbedding(
+        config.kv_channels, args.rotary_percent, cp_group=mpu.get_context_parallel_group()
+    )
+    return embedding(args.seq_length)
 
 
 def _standard(config: Any) -> ModuleSpec:
-    made = gpt_layer_specs.get_gpt_layer_local_submodules(
+    submodules = gpt_layer_specs.get_gpt_layer_local_submodules(
         qk_layernorm=config.qk_layernorm,
         multi_latent_attention=config.multi_latent_attention,
         normalization=config.normalization,
         qk_l2_norm=config.qk_l2_norm,
     )
-    attention = made.self_attention
+    attention = submodules.self_attention
     if config.multi_latent_attention and config.mla_down_proj_fusion:
         attention.module = FusedMLASelfAttention
         attention.submodules.linear_qkv_down_proj = ColumnParallelLinear
@@ -170,8 +176,8 @@ class Norm(torch.nn.Module):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__()
         kind = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}[config.normalization]
-        made = kind(hidden_size, eps=eps)
-        self.weight, self.bias, self.eps = made.weight, getattr(made, "bias", None), eps
+        norm = kind(hidden_size, eps=eps)
+        self.weight, self.bias, self.eps = norm.weight, getattr(norm, "bias", None), eps
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """The norm over the last dimension."""
@@ -208,7 +214,7 @@ class Core(DotProductAttention):
 
 
 class Backend(LocalSpecProvider):
-    """Megatron's local modules, and what stands in for those of Transformer Engine."""
+    """Megatron's local modules, and stand-ins for Transformer Engine's."""
 
     def linear(self) -> type:
         """The product whose weight is not divided."""
@@ -268,14 +274,14 @@ _l2norm = _L2Norm.apply
 
 
 def _convolution(x: torch.Tensor, weight: torch.Tensor, **unused: Any) -> tuple[torch.Tensor, None]:
-    """flash-linear-attention's, over tokens and by channels, with SiLU behind: it saves its input."""
+    """flash-linear-attention's, over tokens and by channels, followed by SiLU: it saves its input."""
 
     def compute(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         width = weight.shape[-1]
-        found = torch.nn.functional.conv1d(
+        convolved = torch.nn.functional.conv1d(
             x.transpose(1, 2), weight[:, None], padding=width - 1, groups=len(weight)
         )
-        return torch.nn.functional.silu(found[..., : x.shape[1]]).transpose(1, 2).contiguous()
+        return torch.nn.functional.silu(convolved[..., : x.shape[1]]).transpose(1, 2).contiguous()
 
     return _Saving.apply(compute, x, weight), None
 
@@ -295,7 +301,7 @@ def _gated_delta_rule(
 
 
 def _gated_norm(layer: GatedDeltaNet, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Megatron's, compiled: what is behind the norm is one kernel."""
+    """Megatron's, compiled: the work after the norm is one kernel."""
     normed = layer.out_norm(x.reshape(-1, x.shape[-1]))
 
     def compute(normed: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

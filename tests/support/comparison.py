@@ -1,4 +1,4 @@
-"""Training runs under stock's schedules and under ours, and what has to be equal between them."""
+"""Training runs under stock's schedules and under ours, and the comparisons of their numbers."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -58,14 +58,14 @@ def gradients_by_name(chunks: list[torch.nn.Module]) -> dict[tuple[str, int | Ro
             if group.ddp_config.use_distributed_optimizer:
                 _gather(group)
     rank, size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
-    found: dict[tuple[str, int | Rows], torch.Tensor] = {}
+    gradients: dict[tuple[str, int | Rows], torch.Tensor] = {}
     for name, parameter in training.global_parameters(chunks):
         rows = getattr(parameter, "rows_of_whole", None)
         if not parameter.requires_grad:
             assert parameter.grad is None and not hasattr(parameter, "main_grad"), name
             continue
-        found[name, Rows(*rows, size) if rows else rank] = parameter.main_grad.clone()
-    return found
+        gradients[name, Rows(*rows, size) if rows else rank] = parameter.main_grad.clone()
+    return gradients
 
 
 def _joined(gradients: dict[tuple[str, int | Rows], torch.Tensor]) -> dict[tuple[str, int], torch.Tensor]:
@@ -94,7 +94,7 @@ def _gather(group: Any) -> None:
 
 
 def run(world_size: int, flags: Sequence[str], **options: Any) -> Result:
-    """Train the tiny GPT and bring together what its ranks saw.
+    """Train the tiny GPT and bring together the results of its ranks.
 
     Two steps show all gradients and what an update makes of them.  There are more where ``flags`` say so, and
     three where an evaluation may stand between them.
@@ -104,9 +104,9 @@ def run(world_size: int, flags: Sequence[str], **options: Any) -> Result:
     gradients: dict[tuple[str, int | Rows], torch.Tensor] = {}
     for rank in ranks:
         for name, gradient in rank.grabbed.items():
-            known = gradients.setdefault(name, gradient)
+            first = gradients.setdefault(name, gradient)
             # A tied weight, or a data-parallel replica: the copies must agree to the last bit.
-            assert are_same(known, gradient), name
+            assert are_same(first, gradient), name
     last = next(rank for rank in reversed(ranks) if rank.losses)
     for rank in ranks:
         # Only the ranks of the last pipeline stage tell a loss, and they tell the same.
@@ -126,15 +126,15 @@ def traced(world_size: int, flags: Sequence[str], **options: Any) -> RecordedSte
         return trace_reading.read(file)
 
 
-def are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def are_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors agree to the last bit; where fp16 overflowed, both have no number."""
-    return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+    return tensor.shape == other.shape and torch.allclose(tensor, other, rtol=0, atol=0, equal_nan=True)
 
 
 def _clips_above(flags: Sequence[str]) -> float:
     """Megatron clips at 1 by default, and at 0 never."""
-    given = flags[flags.index("--clip-grad") + 1] if "--clip-grad" in flags else 1
-    return float(given) or math.inf
+    bound = flags[flags.index("--clip-grad") + 1] if "--clip-grad" in flags else 1
+    return float(bound) or math.inf
 
 
 @cache
@@ -152,7 +152,11 @@ def assert_same_bits(ours: Result, theirs: Result) -> None:
     assert not clipped, "a clipped update is not equal to the last bit; give --clip-grad 0"
     assert ours.losses == theirs.losses
     assert_same_norms(ours.norms, theirs.norms)
-    assert [name for name, one, other in both_gradients(ours, theirs) if not torch.equal(one, other)] == []
+    assert [
+        name
+        for name, gradient, expected in both_gradients(ours, theirs)
+        if not torch.equal(gradient, expected)
+    ] == []
 
 
 def both_gradients(
@@ -168,8 +172,8 @@ def assert_same_norms(
 ) -> None:
     """The same steps skipped, and the norms of the others; by default as another order sums them."""
     assert [norm is None for norm in ours] == [norm is None for norm in theirs]
-    done = [[norm for norm in norms if norm is not None] for norms in (ours, theirs)]
-    assert done[0] == pytest.approx(done[1], rel=within)
+    norms_of_both = [[norm for norm in norms if norm is not None] for norms in (ours, theirs)]
+    assert norms_of_both[0] == pytest.approx(norms_of_both[1], rel=within)
 
 
 def assert_same_gradients(ours: Result, theirs: Result, later: float = rounding.relative()) -> None:
@@ -185,7 +189,7 @@ def assert_same_gradients(ours: Result, theirs: Result, later: float = rounding.
     assert ours.losses[0] == theirs.losses[0]
     assert_same_norms(ours.norms, theirs.norms, within=4 * later)
     assert_same_norms(ours.norms[:1], theirs.norms[:1])
-    assert all(torch.equal(one, other) for _, one, other in both_gradients(ours, theirs))
+    assert all(torch.equal(gradient, expected) for _, gradient, expected in both_gradients(ours, theirs))
 
 
 def assert_same_predictions(ours: Result, theirs: Result) -> None:
@@ -223,6 +227,6 @@ def assert_close(ours: Result, theirs: Result) -> None:
 
 def distance(ours: Result, theirs: Result) -> float:
     """The norm of the difference of all gradients of the first step, by that of ``theirs``."""
-    pairs = [(one, other) for _, one, other in both_gradients(ours, theirs)]
-    difference = math.hypot(*((one - other).double().norm().item() for one, other in pairs))
-    return difference / math.hypot(*(other.double().norm().item() for _, other in pairs))
+    pairs = [(gradient, expected) for _, gradient, expected in both_gradients(ours, theirs)]
+    difference = math.hypot(*((gradient - expected).double().norm().item() for gradient, expected in pairs))
+    return difference / math.hypot(*(expected.double().norm().item() for _, expected in pairs))

@@ -5,7 +5,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from megatron_pp_ext.features.offload.runtime.copy_streams import Timed, Transfer
-from megatron_pp_ext.features.offload.runtime.host_buffers import Done
+from megatron_pp_ext.features.offload.runtime.host_buffers import Completion
 
 
 class Threads:
@@ -19,10 +19,12 @@ class Threads:
         self._seconds_per_byte = seconds_per_byte
         self.log: list[tuple[str, int]] = []
 
-    def to_host(self, transfers: Sequence[Transfer], after: Iterable[Done], timed: Timed) -> "OnThread":
+    def to_host(self, transfers: Sequence[Transfer], after: Iterable[Completion], timed: Timed) -> "OnThread":
         return self._launch("out", self._out, transfers, list(after), timed)
 
-    def to_device(self, transfers: Sequence[Transfer], after: Iterable[Done], timed: Timed) -> "OnThread":
+    def to_device(
+        self, transfers: Sequence[Transfer], after: Iterable[Completion], timed: Timed
+    ) -> "OnThread":
         return self._launch("back", self._back, transfers, list(after), timed)
 
     def stream(self) -> Hashable:
@@ -33,20 +35,20 @@ class Threads:
         way: str,
         thread: ThreadPoolExecutor,
         transfers: Sequence[Transfer],
-        after: list[Done],
+        after: list[Completion],
         timed: Timed,
     ) -> "OnThread":
         size = sum(transfer.source.nbytes for transfer in transfers)
         self.log.append((way, size))
-        left = list(transfers)
+        remaining = list(transfers)
 
         def copy() -> None:
-            for done in after:
-                done.wait()
+            for event in after:
+                event.wait()
             with timed:
                 start = time.perf_counter()
-                while left:  # so that nothing holds the memory once the copy is done
-                    _copy(left.pop())
+                while remaining:  # so that nothing holds the memory once the copy is done
+                    _copy(remaining.pop())
                 time.sleep(max(0.0, self._seconds_per_byte * size - (time.perf_counter() - start)))
 
         return OnThread(thread.submit(copy))

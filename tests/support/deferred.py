@@ -19,11 +19,11 @@ class Layer(torch.nn.Module):
 
 
 def put(*operands):
-    """Hand ``operands`` over; returns how many bytes wait, and the operands that the product was given."""
-    given = []
+    """Hand ``operands`` over; returns how many bytes wait, and the operands of the product."""
+    received = []
 
-    def product(*those):
-        given.extend(those)
+    def product(*arguments):
+        received.extend(arguments)
         return None, None
 
     STORE.meter = ActivationMeter([])
@@ -34,4 +34,4 @@ def put(*operands):
         STORE.run(SLOT)
     finally:
         STORE.meter = None
-    return waiting, given
+    return waiting, received

@@ -28,20 +28,20 @@ class Reference:
         self.layers = config.num_layers
         if forward_only:
             return _evaluate(forward_step_func, data_iterator, chunk, num_microbatches, config)
-        named = training.global_parameters(model)
-        home = [parameter.data for _, parameter in named]
+        parameters = training.global_parameters(model)
+        home = [parameter.data for _, parameter in parameters]
         update = len(self.history)
         self.history.append([data.clone() for data in home])
         losses: list = []
         for microbatch in range(update * self.interval, (update + 1) * self.interval):
-            for index, (name, parameter) in enumerate(named):
+            for index, (name, parameter) in enumerate(parameters):
                 parameter.data = self.weights(index, microbatch, self.stage_of(name))
             output, _ = _step(
                 forward_step_func, data_iterator, chunk, num_microbatches, None, losses, config, 1,
                 is_first_microbatch=False, current_microbatch=microbatch, is_last_stage=True,
             )  # fmt: skip
             _finish(None, output, None, config)
-        for data, (_, parameter) in zip(home, named, strict=True):
+        for data, (_, parameter) in zip(home, parameters, strict=True):
             parameter.data = data
         config.finalize_model_grads_func(model, None)
         return losses

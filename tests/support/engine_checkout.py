@@ -18,7 +18,7 @@ from tests.support import engine_kernels
 
 
 class _Named(type):
-    """A class whose unknown attributes are numbers, as those of an enumeration."""
+    """A class whose unknown attributes are numbers, like an enumeration's."""
 
     def __getattr__(cls, name: str) -> int:
         if name.startswith("__"):
@@ -40,9 +40,9 @@ class _Anything(types.ModuleType):
             raise AttributeError(name)
         if not name[0].isupper():
             return _absent(f"{self.__name__}.{name}")
-        found = _Named(name, (), {})
-        setattr(self, name, found)
-        return found
+        attribute = _Named(name, (), {})
+        setattr(self, name, attribute)
+        return attribute
 
 
 def _absent(name: str) -> Any:

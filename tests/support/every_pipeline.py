@@ -17,8 +17,8 @@ def compositions(total: int, most: int) -> Iterator[tuple[int, ...]]:
     if total == 0:
         yield ()
     for first in range(1, min(total, most) + 1):
-        for rest in compositions(total - first, most):
-            yield (first, *rest)
+        for tail in compositions(total - first, most):
+            yield (first, *tail)
 
 
 class Oracle:
@@ -52,16 +52,16 @@ class Oracle:
 
         Its weights and activations, once for every microbatch in flight, and the weights' state once.
         """
-        found = []
+        sizes = []
         for number, (layers, replicas) in enumerate(stages):
             to_the_end = sum(count for _, count in stages[number:])
             in_flight = -(-to_the_end // replicas)
-            one = sum(
+            microbatch_bytes = sum(
                 self.profile.layers[at].kept_bytes + self.profile.layers[at].parameter_bytes for at in layers
             )
             weights = sum(self.profile.layers[at].parameter_bytes for at in layers)
-            found.append(in_flight * one + self.state * weights)
-        return found
+            sizes.append(in_flight * microbatch_bytes + self.state * weights)
+        return sizes
 
     def _pipelines(self, start: Layers, end: Layers, depth: int) -> Iterator[tuple[float, Stages]]:
         """All pipelines of the layers between two cuts on all machines of a level, and their seconds."""
@@ -76,13 +76,15 @@ class Oracle:
                 if any(not a < b for a, b in itertools.pairwise(path)):
                     continue
                 inner = [list(self._pipelines(a, b, depth - 1)) for a, b in itertools.pairwise(path)]
-                for chosen in itertools.product(*inner):
-                    seconds = self._seconds(path, replicas, [one for one, _ in chosen], depth)
+                for choice in itertools.product(*inner):
+                    seconds = self._seconds(
+                        path, replicas, [inner_seconds for inner_seconds, _ in choice], depth
+                    )
                     yield (
                         seconds,
                         [
                             (layers, count * copies)
-                            for copies, (_, stages) in zip(replicas, chosen, strict=True)
+                            for copies, (_, stages) in zip(replicas, choice, strict=True)
                             for layers, count in stages
                         ],
                     )
@@ -101,8 +103,8 @@ class Oracle:
                 if number > 0:
                     worst = max(worst, 2 * into / bandwidth)
             elif self.cost == "links":
-                sent = into + out + 2 * (r - 1) / r * weights
-                worst = max(worst, seconds / r, sent / bandwidth / r)
+                traffic = into + out + 2 * (r - 1) / r * weights
+                worst = max(worst, seconds / r, traffic / bandwidth / r)
             else:
                 shared_by = machines if number == 0 else 1
                 worst = max(worst, (seconds + 4 * (r - 1) * weights / (bandwidth * r) / shared_by) / r)

@@ -83,5 +83,5 @@ def shortest(placement, microbatches, costs, limits, *, effort, hint=None, ranks
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 1
     status = solver.solve(model)
-    found = solver.objective_value if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else float("inf")
-    return solver.best_objective_bound, found
+    best = solver.objective_value if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else float("inf")
+    return solver.best_objective_bound, best

@@ -1,4 +1,4 @@
-"""Stand-ins for what experts take from Transformer Engine: grouped products, and those to a latent width.
+"""Stand-ins for Transformer Engine's modules of experts: grouped products, and products to a latent width.
 
 Importing this module puts the latter into ``megatron.core.transformer.moe.moe_layer``, which takes
 Transformer Engine for absent on a CPU.
@@ -24,11 +24,11 @@ class Linear(torch.nn.Module):
     """Transformer Engine's linear layer where every rank has its weight whole."""
 
     def __init__(
-        self, read: int, made: int, config: Any, init_method: Initializer, bias: bool, **unused: Any
+        self, read: int, result: int, config: Any, init_method: Initializer, bias: bool, **unused: Any
     ):
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.empty(made, read, dtype=config.params_dtype))
-        self.bias = torch.nn.Parameter(torch.zeros(made, dtype=config.params_dtype)) if bias else None
+        self.weight = torch.nn.Parameter(torch.empty(result, read, dtype=config.params_dtype))
+        self.bias = torch.nn.Parameter(torch.zeros(result, dtype=config.params_dtype)) if bias else None
         init_method(self.weight)
 
     def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -42,7 +42,7 @@ class GroupedLinear(torch.nn.Module):
         self,
         experts: int,
         read: int,
-        made: int,
+        result: int,
         config: Any,
         init_method: Initializer,
         bias: bool,
@@ -52,20 +52,20 @@ class GroupedLinear(torch.nn.Module):
         super().__init__()
         self.experts, self.skips_bias = experts, skip_bias_add
         for expert in range(experts):
-            weight = torch.nn.Parameter(torch.empty(made, read, dtype=config.params_dtype))
+            weight = torch.nn.Parameter(torch.empty(result, read, dtype=config.params_dtype))
             init_method(weight)
             self.register_parameter(f"weight{expert}", weight)
-            zeros = torch.nn.Parameter(torch.zeros(made, dtype=config.params_dtype)) if bias else None
+            zeros = torch.nn.Parameter(torch.zeros(result, dtype=config.params_dtype)) if bias else None
             self.register_parameter(f"bias{expert}", zeros)
 
     def forward(self, input: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, Any]:
         biases = [getattr(self, f"bias{expert}") for expert in range(self.experts)]
         added = [None] * self.experts if self.skips_bias else biases
-        made = [
+        results = [
             functional.linear(part, getattr(self, f"weight{expert}"), added[expert])
             for expert, part in enumerate(input.split(tokens))
         ]
-        return torch.cat(made), biases if self.skips_bias and biases[0] is not None else None
+        return torch.cat(results), biases if self.skips_bias and biases[0] is not None else None
 
 
 class _Grouped(LocalSpecProvider):
@@ -76,10 +76,10 @@ class _Grouped(LocalSpecProvider):
 
 def experts(is_grouped: bool) -> Any:
     """Return the spec of a layer's experts: in one product for all of them, or one after the other."""
-    made = get_moe_module_spec(use_te=False, num_experts=4)
+    spec = get_moe_module_spec(use_te=False, num_experts=4)
     if is_grouped:
-        made.keywords["submodules"].experts = _Grouped().grouped_mlp_modules(True)
-    return made
+        spec.keywords["submodules"].experts = _Grouped().grouped_mlp_modules(True)
+    return spec
 
 
 class _NoFP8:

@@ -1,4 +1,4 @@
-"""Megatron's features as a table: what a job can choose, and rows that bring every two choices together once.
+"""Megatron's features as a table: a job's choices, and rows that bring every two choices together once.
 
 A failure needs two features to meet far more often than three, so a covering array of pairs (Cohen et al.,
 "The AETG System", IEEE TSE 1997) finds most of what the full product, some 70,000 jobs, would find.
@@ -183,13 +183,13 @@ LARGE_ROWS: tuple[Row, ...] = (
 def covering_rows(
     factors: Mapping[str, tuple[str, ...]], excluded: Collection[Pair], known: Collection[Row] = ()
 ) -> list[Row]:
-    """Rows that bring, beside the ``known`` ones, every pair of levels but the excluded; nearly the fewest.
+    """Rows that bring, besides the ``known`` ones, every pair of levels but the excluded; nearly the fewest.
 
     Greedy: a row starts as a pair that no row has yet, and takes in each further factor the level that
     brings the most such pairs, of several the one used least.
     """
     missing = all_pairs(factors).difference(excluded, *map(pairs_of, known))
-    used: Counter[Choice] = Counter()
+    uses: Counter[Choice] = Counter()
     rows: list[Row] = []
     while missing:
         row = dict(min(missing))
@@ -197,10 +197,10 @@ def covering_rows(
             with_level = {level: pairs_of({**row, factor: level}) for level in levels}
             legal = [level for level in levels if with_level[level].isdisjoint(excluded)]
             row[factor] = row.get(factor) or max(
-                legal, key=lambda level: (len(missing & with_level[level]), -used[factor, level])
+                legal, key=lambda level: (len(missing & with_level[level]), -uses[factor, level])
             )
         missing -= pairs_of(row)
-        used.update(row.items())
+        uses.update(row.items())
         rows.append({factor: row[factor] for factor in factors})
     return rows
 
@@ -211,11 +211,11 @@ def every_level_once(rows: Collection[Row]) -> list[Row]:
     They bring a further choice, the same in all of them, together with each level.
     """
     missing = {choice for row in rows for choice in row.items()}
-    found: list[Row] = []
+    chosen_rows: list[Row] = []
     while missing:
-        found.append(max(rows, key=lambda row: len(missing & row.items())))
-        missing -= found[-1].items()
-    return found
+        chosen_rows.append(max(rows, key=lambda row: len(missing & row.items())))
+        missing -= chosen_rows[-1].items()
+    return chosen_rows
 
 
 def pairs_of(row: Row) -> set[Pair]:
@@ -226,7 +226,7 @@ def pairs_of(row: Row) -> set[Pair]:
 def all_pairs(factors: Mapping[str, tuple[str, ...]]) -> set[Pair]:
     """Every two choices there are, of different factors."""
     choices = sorted((factor, level) for factor, levels in factors.items() for level in levels)
-    return {(one, other) for one, other in combinations(choices, 2) if one[0] != other[0]}
+    return {(first, second) for first, second in combinations(choices, 2) if first[0] != second[0]}
 
 
 def job(row: Row) -> tuple[int, tuple[str, ...], tuple[str, ...]]:

@@ -36,10 +36,10 @@ def seconds_of(
     announced: Announced = Announced.NOTHING,
     hop: float = 0.0,
 ) -> float:
-    """Return what ``step_seconds`` does, for the ``plans`` of all ranks."""
+    """Return ``step_seconds`` for the ``plans`` of all ranks."""
     operations = [plan.operations for plan in plans]
     at, now = [0] * len(plans), [0.0] * len(plans)
-    posted, sent = dict[Message, float](), dict[Message, float]()
+    posted, sent_at = dict[Message, float](), dict[Message, float]()
     under_way: list[deque[Message]] = [deque() for _ in plans]
     inputs = Orders.of(schedule, announced)
 
@@ -53,17 +53,17 @@ def seconds_of(
         match operation:
             case Post(_, message):
                 is_announced = announces(message)
-                if is_announced and message not in sent:
+                if is_announced and message not in sent_at:
                     return False
-                now[rank] = max(now[rank], sent[message] + hop if is_announced else 0.0)
+                now[rank] = max(now[rank], sent_at[message] + hop if is_announced else 0.0)
                 posted[message] = now[rank]
             case Receive(_, message):
-                if message not in sent:
+                if message not in sent_at:
                     return False
-                now[rank] = max(now[rank], max(sent[message], posted[message]) + hop)
+                now[rank] = max(now[rank], max(sent_at[message], posted[message]) + hop)
             case Send(_, message):
-                if message not in sent:
-                    sent[message] = now[rank]
+                if message not in sent_at:
+                    sent_at[message] = now[rank]
                     waiting.append(message)
                 while len(waiting) > SENDS_AHEAD:
                     if waiting[0] not in posted:

@@ -47,12 +47,12 @@ def name_engine_layers() -> None:
 @contextmanager
 def counting_steps() -> Iterator[list[int]]:
     """Yield a list that gets the number of microbatches of each step that this package runs, not stock."""
-    counted: list[int] = []
+    counts: list[int] = []
     run = PipelineRunner.__call__
 
     def counting(runner: PipelineRunner, *args: Any, **kwargs: Any) -> Any:
-        counted.append(kwargs["num_microbatches"])
+        counts.append(kwargs["num_microbatches"])
         return run(runner, *args, **kwargs)
 
     with mock.patch.object(PipelineRunner, "__call__", counting):
-        yield counted
+        yield counts

@@ -1,4 +1,4 @@
-"""The bytes that a forward keeps for its backward, by the activation meter and by what is alive."""
+"""The bytes that a forward keeps for its backward, by the activation meter and by the tensors alive."""
 
 import gc
 from collections.abc import Callable, Iterable
@@ -10,25 +10,25 @@ from megatron_pp_ext.runtime.storages import storages
 
 
 def kept_bytes(parameters: Iterable[torch.Tensor], forward: Callable[[], torch.Tensor]) -> int:
-    """Return the meter's bytes after ``forward``, which have to be those alive, and run its backward."""
+    """Return the meter's bytes after ``forward``, checked against the tensors alive, and run its backward."""
     weights = list(parameters)
     meter = ActivationMeter(weights)
     with meter.forward(Owner(0, 0)):
         output = forward()
-    kept = meter.live_bytes
-    assert kept == meter.peak_bytes == _alive(weights)
+    live = meter.live_bytes
+    assert live == meter.peak_bytes == _alive(weights)
     output.sum().backward()
     assert (meter.live_bytes, meter.live_microbatches) == (0, 0)
-    return kept
+    return live
 
 
 def _alive(weights: list[torch.Tensor]) -> int:
     """Return the bytes of the tensors that autograd keeps; one whose storage was emptied has none."""
-    found = storages([one.tensor for one in gc.get_objects() if type(one) is _Kept])
-    return sum(size for storage, size in found.items() if storage not in storages(weights))
+    sizes = storages([thing.tensor for thing in gc.get_objects() if type(thing) is _Kept])
+    return sum(size for storage, size in sizes.items() if storage not in storages(weights))
 
 
-def share_storage(given: torch.Tensor, source: torch.Tensor) -> None:
+def share_storage(target: torch.Tensor, source: torch.Tensor) -> None:
     """Give an emptied tensor the numbers of ``source``; Megatron's own way has to be compiled first."""
-    given.untyped_storage().resize_(source.untyped_storage().nbytes())
-    given.untyped_storage().copy_(source.untyped_storage())
+    target.untyped_storage().resize_(source.untyped_storage().nbytes())
+    target.untyped_storage().copy_(source.untyped_storage())

@@ -31,10 +31,10 @@ class StageWork:
     depth: int
 
 
-def stages_of(found: Partition, profile: Profile, depth_factor: int = 1) -> list[StageWork]:
+def stages_of(partition: Partition, profile: Profile, depth_factor: int = 1) -> list[StageWork]:
     """Return the work of each stage, with ``depth_factor`` times its microbatches in flight."""
     work, before = [], set[int]()
-    for stage in found.stages:
+    for stage in partition.stages:
         layers = [profile.layers[at] for at in stage.layers]
         crossing = {a for a, b in profile.edges if a in before and b not in before}
         work.append(
@@ -112,12 +112,12 @@ class _Game:
         while self.events:
             self.now, _, happen = heapq.heappop(self.events)
             happen()
-        done = [
-            one.updates * stage.replicas
+        updates = [
+            worker.updates * stage.replicas
             for stage, ring in zip(self.stages, self.replicas, strict=True)
-            for one in ring
+            for worker in ring
         ]
-        assert set(done) == {self.microbatches}, f"the pipeline has come to a stop: {done}"
+        assert set(updates) == {self.microbatches}, f"the pipeline has come to a stop: {updates}"
         return self.now
 
     def at(self, time: float, happen: Callable[[], None]) -> None:
@@ -125,7 +125,7 @@ class _Game:
         heapq.heappush(self.events, (time, self.asked, happen))
 
     def compute(self, number: int, replica: _Replica) -> None:
-        """Start what the replica can do next, unless it is busy."""
+        """Start the replica's next work, unless it is busy."""
         stage = self.stages[number]
         backward = replica.first + replica.backwards * stage.replicas
         forward = replica.first + replica.forwards * stage.replicas
@@ -180,18 +180,18 @@ class _Game:
             return
         self.step(number, 2 * (stage.replicas - 1))
 
-    def step(self, number: int, left: int) -> None:
+    def step(self, number: int, remaining: int) -> None:
         """Do the steps of an all-reduce that are left; in each, a replica sends and receives W / r bytes."""
         stage, ring = self.stages[number], self.replicas[number]
-        if left > 0:
+        if remaining > 0:
             seconds = stage.weights / stage.replicas / self.bandwidth
-            served = [one.send(self.now, seconds) for one in ring]
-            served += [one.receive(self.now, seconds) for one in ring]
-            self.at(max(served), lambda: self.step(number, left - 1))
+            served = [replica.send(self.now, seconds) for replica in ring]
+            served += [replica.receive(self.now, seconds) for replica in ring]
+            self.at(max(served), lambda: self.step(number, remaining - 1))
             return
-        for one in ring:
-            one.updates += 1
-            self.compute(number, one)
+        for replica in ring:
+            replica.updates += 1
+            self.compute(number, replica)
 
     def replica_of(self, number: int, microbatch: int) -> _Replica:
         return self.replicas[number][microbatch % self.stages[number].replicas]

@@ -50,8 +50,8 @@ def _scanned(
     values, into, out_of = mixed.split([inner, groups * state_size, groups * state_size], -1)
     values = values.unflatten(-1, (heads, width)).float()
     into, out_of = (
-        one.unflatten(-1, (groups, state_size)).repeat_interleave(heads // groups, 2).float()
-        for one in (into, out_of)
+        part.unflatten(-1, (groups, state_size)).repeat_interleave(heads // groups, 2).float()
+        for part in (into, out_of)
     )
     steps = functional.softplus(steps.float() + step_bias)
     state = values.new_zeros(*values.shape[:1], heads, width, state_size)
@@ -75,7 +75,7 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        operands = [one.detach().requires_grad_() for one in ctx.saved_tensors[:-1]]
+        operands = [saved.detach().requires_grad_() for saved in ctx.saved_tensors[:-1]]
         with torch.enable_grad():
             result, gate = _scanned(*operands, *ctx.sizes)
             output = result * functional.silu(gate)
@@ -109,7 +109,7 @@ class _Normed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        operands = [one.detach().requires_grad_() for one in ctx.saved_tensors]
+        operands = [saved.detach().requires_grad_() for saved in ctx.saved_tensors]
         with torch.enable_grad():
             output = _normed(*operands, *ctx.sizes)
         return (*torch.autograd.grad(output, operands, gradient), None, None)

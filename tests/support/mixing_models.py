@@ -13,7 +13,7 @@ from tests.support import own_loop, own_loop_experts
 
 
 class LooksAhead(DotProductAttention):
-    """Attention by causal scores whose values are those of the next token."""
+    """Attention by causal scores whose values are the next token's."""
 
     def forward(self, query: Any, key: Any, value: Any, *args: Any, **about: Any) -> Any:
         """See ``DotProductAttention``."""
@@ -66,16 +66,16 @@ class WithScale(GPTModel):
         return super().forward(*args, **about)
 
 
-def gpt(config: Any, attention: Any = DotProductAttention, kind: Any = GPTModel, **given: Any) -> Any:
+def gpt(config: Any, attention: Any = DotProductAttention, kind: Any = GPTModel, **arguments: Any) -> Any:
     """Return a GPT with rotary positions."""
     spec = get_gpt_layer_local_spec()
     spec.submodules.self_attention.submodules.core_attention = attention
-    return kind(config, spec, position_embedding_type="rope", **given)
+    return kind(config, spec, position_embedding_type="rope", **arguments)
 
 
-def mixed(mix: Callable[[torch.Tensor], torch.Tensor], config: Any, **given: Any) -> GPTModel:
+def mixed(mix: Callable[[torch.Tensor], torch.Tensor], config: Any, **arguments: Any) -> GPTModel:
     """Return a model whose last layer's input is mixed along the tokens, where it is in this chunk."""
-    model = gpt(config, **given)
+    model = gpt(config, **arguments)
 
     def before(module: Any, args: Any, kwargs: Any) -> Any:
         return args, {**kwargs, "hidden_states": mix(kwargs["hidden_states"])}
@@ -104,29 +104,29 @@ def attended(hidden: torch.Tensor) -> torch.Tensor:
     return hidden + torch.einsum("bst,tbh->sbh", scores, hidden) * 1e-3
 
 
-def with_own_positions(config: Any, **given: Any) -> GPTModel:
+def with_own_positions(config: Any, **arguments: Any) -> GPTModel:
     """Return a model with ``OwnPositions``."""
-    model = gpt(config, **given)
+    model = gpt(config, **arguments)
     model.rotary_pos_emb = OwnPositions(model.rotary_pos_emb)
     return model
 
 
-def with_pairs_of_words(config: Any, **given: Any) -> GPTModel:
+def with_pairs_of_words(config: Any, **arguments: Any) -> GPTModel:
     """Return a model with ``PairsOfWords``."""
-    model = gpt(config, **given)
+    model = gpt(config, **arguments)
     if model.pre_process:
         model.embedding = PairsOfWords(model.embedding)
     return model
 
 
-def with_a_layer_twice(config: Any, **given: Any) -> GPTModel:
+def with_a_layer_twice(config: Any, **arguments: Any) -> GPTModel:
     """Return a model that calls the first layer of each chunk twice."""
-    model = gpt(config, **given)
+    model = gpt(config, **arguments)
     layer = model.decoder.layers[0]
 
     def forward(hidden_states: Any, **about: Any) -> Any:
-        once, _ = type(layer).forward(layer, hidden_states=hidden_states, **about)
-        return type(layer).forward(layer, hidden_states=once, **about)
+        between, _ = type(layer).forward(layer, hidden_states=hidden_states, **about)
+        return type(layer).forward(layer, hidden_states=between, **about)
 
     layer.forward = forward
     return model

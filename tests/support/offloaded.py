@@ -7,12 +7,12 @@ from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, together
 from megatron_pp_ext.schedule.copies import Copies, Kept
 
 
-def half(kept: Kept) -> bool:
+def half(activation: Kept) -> bool:
     """Whether it is one of every other microbatch."""
-    return kept[1] % 2 == 0
+    return activation[1] % 2 == 0
 
 
-def everything(kept: Kept) -> bool:
+def everything(activation: Kept) -> bool:
     """Whatever it is."""
     return True
 
@@ -27,8 +27,8 @@ def with_offloaded(schedule: Schedule, leaves: Callable[[Kept], bool] = everythi
         launches = list(together(order, schedule.paired))
         place_of = {action: place for place, actions in enumerate(launches) for action in actions}
         for action, place in place_of.items():
-            kept = action.stage, action.microbatch
-            if action.kind in (Kind.I, Kind.B) and leaves(kept):
+            activation = action.stage, action.microbatch
+            if action.kind in (Kind.I, Kind.B) and leaves(activation):
                 forward = place_of[Action(action.stage, Kind.F, action.microbatch)]
-                back[kept] = launches[max(forward + 1, place - 1)][0]
+                back[activation] = launches[max(forward + 1, place - 1)][0]
     return replace(schedule, copies=Copies(back))

@@ -40,7 +40,7 @@ RATE = 1e-2
 
 @dataclass
 class Record:
-    """What a run leaves: the losses of each step, and by global names gradients and weights.
+    """The results of a run: the losses of each step, and by global names gradients and weights.
 
     The gradients are those of each of the ``steps``, and those of the last one.
     """
@@ -73,19 +73,19 @@ def config_of(chunks: int, **more: Any) -> TransformerConfig:
     )
 
 
-def gpt(config: TransformerConfig, **given: Any) -> GPTModel:
+def gpt(config: TransformerConfig, **arguments: Any) -> GPTModel:
     """Return a chunk of a GPT."""
-    return GPTModel(config, get_gpt_layer_local_spec(), **given)
+    return GPTModel(config, get_gpt_layer_local_spec(), **arguments)
 
 
-def predicting(config: TransformerConfig, **given: Any) -> GPTModel:
+def predicting(config: TransformerConfig, **arguments: Any) -> GPTModel:
     """The same with multi-token prediction, in the stage where the config's layout has it."""
     _make_classes_of_engine()
     layer = get_gpt_layer_local_spec()
     prediction = get_gpt_mtp_block_spec(
-        config, layer, use_transformer_engine=False, vp_stage=given["vp_stage"]
+        config, layer, use_transformer_engine=False, vp_stage=arguments["vp_stage"]
     )
-    return GPTModel(config, layer, mtp_block_spec=prediction, position_embedding_type="rope", **given)
+    return GPTModel(config, layer, mtp_block_spec=prediction, position_embedding_type="rope", **arguments)
 
 
 def _make_classes_of_engine() -> None:
@@ -98,7 +98,7 @@ def _make_classes_of_engine() -> None:
                 setattr(inference_layers, name, type(name, (), {}))
 
 
-def hybrid(config: TransformerConfig, **given: Any) -> Any:
+def hybrid(config: TransformerConfig, **arguments: Any) -> Any:
     """Return a chunk of a hybrid of attention and MLP layers, whose pattern has a segment a stage."""
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
@@ -106,7 +106,7 @@ def hybrid(config: TransformerConfig, **given: Any) -> Any:
 
     stages = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
     pattern = "|".join(["*-" * (LAYERS // 2 // stages)] * stages)
-    return HybridModel(config, stack, hybrid_layer_pattern=pattern, **given)
+    return HybridModel(config, stack, hybrid_layer_pattern=pattern, **arguments)
 
 
 def build(
@@ -141,8 +141,8 @@ def build(
         seed = int(hashlib.sha256(name.encode()).hexdigest()[:8], 16)
         # A part of a shared vocabulary has its rows of the whole weight.
         first, rows = getattr(parameter, "rows_of_whole", (0, len(parameter)))
-        drawn = torch.randn(rows, *parameter.shape[1:], generator=torch.Generator().manual_seed(seed))
-        parameter.data.copy_(drawn[first : first + len(parameter)] * 0.1)
+        values = torch.randn(rows, *parameter.shape[1:], generator=torch.Generator().manual_seed(seed))
+        parameter.data.copy_(values[first : first + len(parameter)] * 0.1)
     settings = DistributedDataParallelConfig(
         overlap_grad_reduce=overlaps, use_distributed_optimizer=is_distributed
     )
@@ -164,7 +164,7 @@ def batches(lengths: tuple[int, ...] = (LENGTH,), seed: int = 7) -> Iterator[dic
 
 
 def forward_step(iterator: Iterator[Any], model: Any) -> tuple[torch.Tensor, Any]:
-    """Megatron's forward step: the losses of a batch, and what makes one loss of them."""
+    """Megatron's forward step: the losses of a batch, and the function that makes one loss of them."""
     batch = next(iterator)
     return model(**batch), partial(_mean)
 
@@ -177,7 +177,7 @@ def _mean(losses: torch.Tensor, non_loss_data: bool = False) -> Any:
 
 
 def run_step(model: list[Any], iterators: list[Any], count: int, **about: Any) -> list[Any]:
-    """Run ``count`` microbatches, and return what megatron.core returns on this rank."""
+    """Run ``count`` microbatches, and return megatron.core's result on this rank."""
     run = schedules.get_forward_backward_func()
     return run(
         data_iterator=iterators if len(model) > 1 else iterators[0],
@@ -198,7 +198,7 @@ def train(
 ) -> Record:
     """Train by one step for each of ``counts``, which are numbers of microbatches."""
     record, iterators = Record(), [batches(lengths, seed) for _ in model]
-    optimizer = torch.optim.Adam([one for chunk in model for one in chunk.parameters()], lr=rate)
+    optimizer = torch.optim.Adam([parameter for chunk in model for parameter in chunk.parameters()], lr=rate)
     for count in counts:
         for chunk in model:
             chunk.zero_grad_buffer()
@@ -211,15 +211,15 @@ def train(
         record.steps.append(dict(record.gradients))
         optimizer.step()
         optimizer.zero_grad()
-    record.weights = {name: one.detach().clone() for name, one in global_parameters(model)}
+    record.weights = {name: parameter.detach().clone() for name, parameter in global_parameters(model)}
     return record
 
 
-def _whole(ranks: list[Record], what: str) -> dict[str, torch.Tensor]:
+def _whole(ranks: list[Record], field: str) -> dict[str, torch.Tensor]:
     """Return the gradients or weights of all ranks by name."""
     merged: dict[str, torch.Tensor] = {}
     for record in ranks:
-        merged.update(getattr(record, what))
+        merged.update(getattr(record, field))
     return merged
 
 
@@ -235,7 +235,7 @@ def assert_same(ranks: list[Record], stock: list[Record]) -> None:
     """The losses of each step are where the caller looks, on the last rank; all numbers are stock's."""
     assert stock[-1].losses and all(stock[-1].losses)
     assert [record.losses for record in ranks] == [record.losses for record in stock]
-    for what in ("gradients", "weights"):
-        expected, actual = _whole(stock, what), _whole(ranks, what)
+    for kind in ("gradients", "weights"):
+        expected, actual = _whole(stock, kind), _whole(ranks, kind)
         assert expected.keys() == actual.keys()
         assert [name for name in expected if not torch.equal(expected[name], actual[name])] == []

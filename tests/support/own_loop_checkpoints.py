@@ -52,7 +52,7 @@ def exchanged(folder: str) -> dict[Any, Any]:
     With it come the ``SHARED_KEYS``.
     """
     saved: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
-    found: dict[Any, Any] = {}
+    results: dict[Any, Any] = {}
     keys: dict[tuple[str, str], set[str]] = {}
     for form, name, other in PAIRS:
         path = Path(folder, f"{form} {name}")
@@ -70,19 +70,19 @@ def exchanged(folder: str) -> dict[Any, Any]:
         try:
             loaded = dist_checkpointing.load(template, str(path))
         except ValueError as error:
-            found[form, name, other] = str(error)
+            results[form, name, other] = str(error)
             continue
         if form == BY_WEIGHT:  # which torch's own Adam cannot take: its steps are counted by weight
-            found[form, name, other] = "loaded"
+            results[form, name, other] = "loaded"
             continue
         with torch.no_grad():
             optimizer.load_state_dict(loaded["optimizer"])
         now, before = _moments(model, optimizer), saved[form, name]
         common = now.keys() & before.keys()
         is_same = all(torch.equal(now[key], before[key]) for key in common)
-        found[form, name, other] = "same" if common and is_same else "other"
-    found[SHARED_KEYS] = keys[BY_RANK, "v-half"] & keys[BY_RANK, "stock"]
-    return found
+        results[form, name, other] = "same" if common and is_same else "other"
+    results[SHARED_KEYS] = keys[BY_RANK, "v-half"] & keys[BY_RANK, "stock"]
+    return results
 
 
 def _shards(state: Any) -> Iterator[ShardedBase]:
@@ -92,8 +92,8 @@ def _shards(state: Any) -> Iterator[ShardedBase]:
 def _built(name: str) -> tuple[list[Any], Any]:
     """Return a model that is built under the schedule ``name``, and its distributed optimizer."""
     about = {"loss_rank": "first"} if name.endswith(FIRST) else {}
-    ours = megatron_pp_ext.installed(name.removesuffix(FIRST), ranks=2, microbatches=4, **about)
-    with nullcontext() if name.startswith("stock") else ours:
+    installed = megatron_pp_ext.installed(name.removesuffix(FIRST), ranks=2, microbatches=4, **about)
+    with nullcontext() if name.startswith("stock") else installed:
         model = own_loop.build(SCHEDULES[name], is_distributed=True)
     config = OptimizerConfig(optimizer="adam", lr=1e-2, use_distributed_optimizer=True)
     return model, get_megatron_optimizer(config, model)

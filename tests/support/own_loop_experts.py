@@ -1,4 +1,4 @@
-"""What ``tests/features/slices/megatron/test_shared_experts.py`` compares, written to the given file.
+"""The runs of ``tests/features/slices/megatron/test_shared_experts.py``, written to a file.
 
 All of it runs in a process of its own, in which Megatron is as it comes.
 """
@@ -38,35 +38,35 @@ EXPERTS: dict[str, Any] = {
 }
 
 
-def gpt_of_experts(config: Any, **given: Any) -> GPTModel:
+def gpt_of_experts(config: Any, **arguments: Any) -> GPTModel:
     """A GPT all of whose layers have experts."""
     spec = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False)
-    return GPTModel(config, spec, position_embedding_type="rope", **given)
+    return GPTModel(config, spec, position_embedding_type="rope", **arguments)
 
 
 def trained(chunks: int) -> tuple[own_loop.Record, list[float]]:
-    """Return what a run left, and the losses of an evaluation after it."""
+    """Return the results of a run, and the losses of an evaluation after it."""
     model = own_loop.build(chunks, model_class=gpt_of_experts, variable_seq_lengths=True, **EXPERTS)
     replica = parallel_state.get_data_parallel_rank()
     lengths = LENGTHS[replica]
     record = own_loop.train(model, COUNTS, lengths, seed=replica, seq_length=1)
     iterators = [own_loop.batches(lengths, replica) for _ in model]
     losses = own_loop.run_step(model, iterators, COUNTS[0], forward_only=True, seq_length=1)
-    return record, [float(one["loss"]) for one in losses]
+    return record, [float(entry["loss"]) for entry in losses]
 
 
 def on_rank(rank: int) -> dict[str, Any]:
-    """Return what this rank found."""
+    """Return this rank's results."""
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(1, 2, expert_model_parallel_size=2)
     model_parallel_cuda_manual_seed(1)
-    found: dict[str, Any] = {"stock": trained(1)}
+    results: dict[str, Any] = {"stock": trained(1)}
     for name, about in SCHEDULES.items():
         with megatron_pp_ext.installed(
             name, ranks=2, microbatches=COUNTS[0], slice_tokens=TOKENS, **about
         ) as line:
-            found[name] = trained(line.chunks if name == "flex" else 1)
-    return found
+            results[name] = trained(line.chunks if name == "flex" else 1)
+    return results
 
 
 if __name__ == "__main__":

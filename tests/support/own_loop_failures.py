@@ -1,4 +1,4 @@
-"""What ``tests/integration/test_failed_steps.py`` compares, written to the file that it is given.
+"""The runs of ``tests/integration/test_failed_steps.py``, written to a file.
 
 Steps fail at one of a rank's operations, or within it.  The other rank of the pipeline then fails as one does
 whose peer is gone.  The connections of both are made anew, and a step follows that has to be as good as the
@@ -61,7 +61,7 @@ CASES = {
     "a V": Case("v-half", ("F", "I", "W", "within I", "within W")),
     "reductions in the step": Case("zb-h1", ("I", "W", "Drain"), model={"overlaps": True}),
     "offload": Case(
-        "v-half", ("F", "W", "within F", "Offload", "Free", "Reload", "EndOffloading"), {"offload": 0.7}
+        "v-half", ("F", "W", "within F", "OffloadCopy", "Free", "Reload", "EndOffloading"), {"offload": 0.7}
     ),
     "vocabulary": Case(
         "zb-h1", ("F", "I", "W", "S", "T", "within F", "Begin", "TakeEmbedded"), {"vocabulary": "shared"}
@@ -84,19 +84,19 @@ def on_rank(rank: int, name: str) -> dict[str, Any]:
     host_activations.SMALLEST = 1
     case = CASES[name]
     model = own_loop.build(1, **{**case.model, "overlaps": False})
-    found: dict[str, Any] = {"stock": stepped(model, case), "failures": {}}
+    results: dict[str, Any] = {"stock": stepped(model, case), "failures": {}}
     with megatron_pp_ext.installed(case.schedule, ranks=2, microbatches=MICROBATCHES, **case.install):
         model = own_loop.build(case.chunks, **case.model)
-    found["first"] = stepped(model, case)
+    results["first"] = stepped(model, case)
     for place in case.places:
         failure = failed(model, case, place, key=f"failed at {place}")
         connect_anew(model)
-        found["failures"][place] = failure, stepped(model, case), len(split.STORE)
-    return found
+        results["failures"][place] = failure, stepped(model, case), len(split.STORE)
+    return results
 
 
 def stepped(model: list[Any], case: Case) -> own_loop.Record:
-    """Return what a step computes; no weights change."""
+    """Return the results of a step; no weights change."""
     record = own_loop.Record()
     for chunk in model:
         chunk.zero_grad_buffer()
@@ -126,7 +126,7 @@ def failed(model: list[Any], case: Case, place: str, key: str) -> str:
 
 @contextmanager
 def failing_with_peers(store: dist.Store, key: str) -> Iterator[None]:
-    """Let what waits for another rank fail once that has failed.
+    """Let waits for another rank fail once that has failed.
 
     A thread waits, for ever in the end: gloo's messages are complete only to whoever waits for them, and one
     that is waited for too long closes the connection.
@@ -151,9 +151,13 @@ def at(place: str) -> Iterator[None]:
     """Fail where the middle one of the operations called ``place`` would run."""
 
     def execute(plan: RankPlan, rank: Rank) -> None:
-        found = [one for one in plan.operations if place in (name_of(one), type(one).__name__)]
+        matching = [
+            candidate
+            for candidate in plan.operations
+            if place in (name_of(candidate), type(candidate).__name__)
+        ]
         for operation in plan.operations:
-            if found and operation is found[len(found) // 2]:
+            if matching and operation is matching[len(matching) // 2]:
                 raise Failed(place)
             operation.run(rank)
 
@@ -177,7 +181,7 @@ def within(model: list[Any], place: str) -> Iterator[None]:
         if count[0] == 11:
             raise Failed(place)
 
-    def fail_in_backward(module: Any, given: Any, output: Any) -> None:
+    def fail_in_backward(module: Any, inputs: Any, output: Any) -> None:
         first = output[0] if isinstance(output, tuple) else output
         if first.requires_grad:
             first.register_hook(fail_later)

@@ -1,4 +1,4 @@
-"""What ``tests/features/slices/megatron/test_by_length.py`` compares, written to the file that it is given.
+"""The runs of ``tests/features/slices/megatron/test_by_length.py``, written to a file.
 
 All of it runs in a process of its own, in which Megatron is as it comes.
 """
@@ -46,15 +46,15 @@ class PackedAttention(DotProductAttention):
         of = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
         apart = (of[:, None] != of[None, :]) | torch.ones(len(of), len(of)).triu(1).bool()
         about["attn_mask_type"] = AttnMaskType.arbitrary
-        alone = (one[:, None] for one in (query, key, value))
+        alone = (part[:, None] for part in (query, key, value))
         return super().forward(*alone, apart[None, None], **about).squeeze(1)
 
 
-def packed_gpt(config: Any, **given: Any) -> GPTModel:
+def packed_gpt(config: Any, **arguments: Any) -> GPTModel:
     """A GPT with rotary positions whose attention knows packs."""
     spec = get_gpt_layer_local_spec()
     spec.submodules.self_attention.submodules.core_attention = PackedAttention
-    return GPTModel(config, spec, position_embedding_type="rope", **given)
+    return GPTModel(config, spec, position_embedding_type="rope", **arguments)
 
 
 def packed_batches(*unused: Any) -> Iterator[dict[str, Any]]:
@@ -83,14 +83,14 @@ def packed_step(iterator: Iterator[Any], model: Any) -> Any:
     weights = torch.linspace(0.5, 1.5, batch["input_ids"].shape[1])
 
     def loss(losses: torch.Tensor, non_loss_data: bool = False) -> Any:
-        found = (losses.float().flatten() * weights).sum() / weights.sum()
-        return found, {"loss": found.detach().clone()}
+        mean = (losses.float().flatten() * weights).sum() / weights.sum()
+        return mean, {"loss": mean.detach().clone()}
 
     return model(**batch, packed_seq_params=params), loss
 
 
 def trained(chunks: int, **about: Any) -> own_loop.Record:
-    """Return what sequences of unlike length left."""
+    """Return the results of sequences of unlike length."""
     model = own_loop.build(chunks, variable_seq_lengths=True, moe_token_dispatcher_type="alltoall", **about)
     return own_loop.train(model, COUNTS, LENGTHS, seq_length=1)
 
@@ -103,11 +103,11 @@ def evaluated(chunks: int) -> tuple[list[float], int]:
     model[0].register_forward_hook(lambda *_: calls.append(None))
     iterators = [own_loop.batches(LENGTHS) for _ in model]
     losses = own_loop.run_step(model, iterators, len(LENGTHS), forward_only=True, seq_length=1)
-    return [float(one["loss"]) for one in losses], len(calls)
+    return [float(entry["loss"]) for entry in losses], len(calls)
 
 
 def packed(chunks: int) -> own_loop.Record:
-    """Return what packed documents left."""
+    """Return the results of packed documents."""
     own_loop.batches, own_loop.forward_step = packed_batches, packed_step
     try:
         model = own_loop.build(
@@ -122,7 +122,7 @@ def packed(chunks: int) -> own_loop.Record:
 
 
 def of_experts() -> tuple[own_loop.Record, dict[str, list[float]]]:
-    """Return what experts left whose microbatches have unlike numbers of slices, and their routers' log.
+    """Return the results of experts with unlike numbers of slices, and their routers' log.
 
     The router's loss is one whose mean over tokens is that of slices by their tokens.
     """
@@ -148,8 +148,8 @@ def pair_step(iterator: Iterator[Any], model: Any) -> Any:
     params = PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
 
     def loss(losses: torch.Tensor) -> Any:
-        found = losses.float().flatten().square().mean().log()
-        return found, {"loss": found.detach()}
+        value = losses.float().flatten().square().mean().log()
+        return value, {"loss": value.detach()}
 
     return model(**batch, packed_seq_params=params), loss
 
@@ -173,28 +173,32 @@ def rows() -> Iterator[dict[str, Any]]:
 
 
 def on_rank(rank: int) -> dict[Any, Any]:
-    """Return what this rank found."""
+    """Return this rank's results."""
     own_loop.start()
-    found: dict[Any, Any] = {"stock": trained(1), "stock packed": packed(1), "stock evaluated": evaluated(1)}
-    found["stock experts"] = of_experts()
+    results: dict[Any, Any] = {
+        "stock": trained(1),
+        "stock packed": packed(1),
+        "stock evaluated": evaluated(1),
+    }
+    results["stock experts"] = of_experts()
     with megatron_pp_ext.installed(
         "1f1b", ranks=2, microbatches=COUNTS[0], slice_tokens=TOKENS, order="rule"
     ):
-        found["experts"] = of_experts()
-        found["rows"] = error_of(own_loop.forward_step, rows)
-        found["pairs"] = error_of(pair_step, packed_batches)
-        found["sums"] = error_of(packed_step, packed_batches)
+        results["experts"] = of_experts()
+        results["rows"] = error_of(own_loop.forward_step, rows)
+        results["pairs"] = error_of(pair_step, packed_batches)
+        results["sums"] = error_of(packed_step, packed_batches)
     for name, about in SCHEDULES.items():
         chunks = 1 if name == "1f1b" else 2
         for kind, train in (("", trained), (" packed", packed)):
             with megatron_pp_ext.installed(
                 name, ranks=2, microbatches=COUNTS[0], slice_tokens=TOKENS, **about
             ) as line:
-                found[name + kind] = train(line.chunks if name == "flex" else chunks)
+                results[name + kind] = train(line.chunks if name == "flex" else chunks)
                 if not kind:
-                    found[name + " evaluated"] = evaluated(line.chunks if name == "flex" else chunks)
-            found["line"] = str(line)
-    return found
+                    results[name + " evaluated"] = evaluated(line.chunks if name == "flex" else chunks)
+            results["line"] = str(line)
+    return results
 
 
 if __name__ == "__main__":

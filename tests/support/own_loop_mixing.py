@@ -1,4 +1,4 @@
-"""What ``tests/features/slices/megatron/test_probe.py`` looks at, written to the file that it is given.
+"""The runs of ``tests/features/slices/megatron/test_probe.py``, written to a file.
 
 All of it runs in a process of its own, in which Megatron is as it comes.
 """
@@ -22,27 +22,27 @@ from tests.support import mixing_models, own_loop
 def on_rank(rank: int) -> dict[str, Any]:
     """Return the error and the lines of a step of each model."""
     own_loop.start()
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with megatron_pp_ext.installed("1f1b", ranks=2, microbatches=2, slice_tokens=4):
         for name, (_, model_class, about) in mixing_models.MODELS.items():
-            found[name] = stepped(model_class, about)
-        found["untouched"] = untouched()
-        found["an argument of its own"] = stepped(
+            results[name] = stepped(model_class, about)
+        results["untouched"] = untouched()
+        results["an argument of its own"] = stepped(
             mixing_models.with_scale, {}, forward_step_func=mixing_models.step_with_scale
         )
     _, shifting, about = mixing_models.MODELS["token shift"]
     with megatron_pp_ext.installed("1f1b", ranks=2, microbatches=2, slice_tokens=4, slice_check="off"):
-        found["left out"] = stepped(shifting, about)
+        results["left out"] = stepped(shifting, about)
     more = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
     with megatron_pp_ext.installed("1f1b", ranks=2, microbatches=2, slice_tokens=4, order="rule"):
-        found["by length"] = stepped(shifting, {**about, **more}, seq_length=1)
+        results["by length"] = stepped(shifting, {**about, **more}, seq_length=1)
     with megatron_pp_ext.installed("1f1b", ranks=2, microbatches=2, slice_tokens=512, order="rule"):
-        found["more tokens than positions"] = stepped(own_loop.gpt, more, seq_length=1)
-    return found
+        results["more tokens than positions"] = stepped(own_loop.gpt, more, seq_length=1)
+    return results
 
 
 def stepped(model_class: Any, about: dict[str, Any], **step: Any) -> tuple[str, str]:
-    """Return the error of a training step, and what was printed."""
+    """Return the error of a training step, and the printed lines."""
     with redirect_stdout(StringIO()) as printed:
         model = own_loop.build(1, model_class=model_class, **about)
         try:
@@ -53,7 +53,7 @@ def stepped(model_class: Any, about: dict[str, Any], **step: Any) -> tuple[str, 
 
 
 def untouched() -> list[str]:
-    """Return what the check of a model with experts changes."""
+    """Return the changes that the check of a model with experts makes."""
     from megatron_pp_ext.features.slices.megatron import layers, probe
 
     _, model_class, about = mixing_models.MODELS["experts"]
@@ -68,9 +68,12 @@ def untouched() -> list[str]:
         return {
             "modes": [module.training for module in model.modules()],
             "buffers": [buffer.clone() for buffer in model.buffers()],
-            "random numbers": [torch.get_rng_state(), *(one.clone() for one in tracker.values())],
+            "random numbers": [
+                torch.get_rng_state(),
+                *(generator_state.clone() for generator_state in tracker.values()),
+            ],
             "input": [model.decoder.input_tensor is None],
-            "hooks": [(len(one._forward_hooks), len(one._forward_pre_hooks)) for one in model.modules()],
+            "hooks": [(len(part._forward_hooks), len(part._forward_pre_hooks)) for part in model.modules()],
         }
 
     before = state()
@@ -83,8 +86,8 @@ def untouched() -> list[str]:
     return [name for name in before if not all(map(_is_same, before[name], after[name]))]
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+def _is_same(value: Any, other: Any) -> bool:
+    return torch.equal(value, other) if isinstance(value, torch.Tensor) else bool(value == other)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What ``tests/integration/test_install.py`` compares: runs under stock and under installed schedules.
+"""The runs of ``tests/integration/test_install.py``: under stock and under installed schedules.
 
 All of them run in one process a rank, in which megatron.training cannot be imported.  As a program it writes
 what the two ranks found to the file that it is given.
@@ -47,49 +47,49 @@ LENGTHS = (8, 5, 7, 3)
 
 
 def on_rank(rank: int, folder: str) -> dict[Any, Any]:
-    """Return what this rank found, by the names under which tests look for it."""
+    """Return this rank's results, by the names under which tests look for them."""
     own_loop.start()
     stock_names = _names()
-    found: dict[Any, Any] = {}
+    results: dict[Any, Any] = {}
     for tied in (False, True):
-        found["stock", tied] = own_loop.train(own_loop.build(1, tied), own_loop.COUNTS)
-    found["stock", "lengths"] = _lengths(1)
-    found["stock", "passes"] = _passes(own_loop.build(1))
+        results["stock", tied] = own_loop.train(own_loop.build(1, tied), own_loop.COUNTS)
+    results["stock", "lengths"] = _lengths(1)
+    results["stock", "passes"] = _passes(own_loop.build(1))
     for name, chunks in own_loop.CHUNKS.items():
         limit = {"memory_limit": 0.8} if name == "flex" else {}
-        found["line", name] = str(megatron_pp_ext.install(name, ranks=2, microbatches=8, **limit))
+        results["line", name] = str(megatron_pp_ext.install(name, ranks=2, microbatches=8, **limit))
         for tied in (False, True) if name in own_loop.TIED else (False,):
-            found[name, tied] = own_loop.train(own_loop.build(chunks, tied), own_loop.COUNTS)
+            results[name, tied] = own_loop.train(own_loop.build(chunks, tied), own_loop.COUNTS)
     for tied in (False, True):
         with megatron_pp_ext.installed("v-half", ranks=2, microbatches=8, loss_rank="first"):
-            found["first rank", tied] = own_loop.train(own_loop.build(2, tied), own_loop.COUNTS)
+            results["first rank", tied] = own_loop.train(own_loop.build(2, tied), own_loop.COUNTS)
     gc.collect()
     megatron_pp_ext.uninstall()
     if megatron_release() >= CORE_0_19:
-        found["stock", "hybrid"] = own_loop.train(own_loop.build(1, model_class=own_loop.hybrid), (3,))
+        results["stock", "hybrid"] = own_loop.train(own_loop.build(1, model_class=own_loop.hybrid), (3,))
         with megatron_pp_ext.installed("v-half", ranks=2, microbatches=3):
-            found["v-half", "hybrid"] = own_loop.train(own_loop.build(2, model_class=own_loop.hybrid), (3,))
+            results["v-half", "hybrid"] = own_loop.train(own_loop.build(2, model_class=own_loop.hybrid), (3,))
         gc.collect()
         megatron_pp_ext.uninstall()
-    found["predictions"] = _predictions()
+    results["predictions"] = _predictions()
     gc.collect()
     megatron_pp_ext.uninstall()
-    found["restored"] = _names() == stock_names
-    found["again"] = own_loop.train(own_loop.build(1), own_loop.COUNTS)
+    results["restored"] = _names() == stock_names
+    results["again"] = own_loop.train(own_loop.build(1), own_loop.COUNTS)
     trace = Path(folder, "trace.json")
     megatron_pp_ext.install("v-half", ranks=2, microbatches=3, trace=trace, timeout=5, order="given")
-    found["v-half", "lengths"] = _lengths(2)
-    found["v-half", "passes"] = _passes(own_loop.build(2))
-    found["trace"] = trace.exists()
+    results["v-half", "lengths"] = _lengths(2)
+    results["v-half", "passes"] = _passes(own_loop.build(2))
+    results["trace"] = trace.exists()
     gc.collect()
     megatron_pp_ext.uninstall()
     with megatron_pp_ext.installed("zb-h1", ranks=2, microbatches=8, vocabulary="shared"):
-        found["shared"], found["collecting"], found["doubling"] = _shared(rank)
-    found["offloaded"] = _offloaded()
-    found["several"] = _several()
-    found["refused"] = _refused()
-    found["arrived"] = _arrived()
-    return found
+        results["shared"], results["collecting"], results["doubling"] = _shared(rank)
+    results["offloaded"] = _offloaded()
+    results["several"] = _several()
+    results["refused"] = _refused()
+    results["arrived"] = _arrived()
+    return results
 
 
 def core_alone(rank: int) -> list[tuple[str, str]]:
@@ -100,18 +100,18 @@ def core_alone(rank: int) -> list[tuple[str, str]]:
     patching.apply(core_hooks.CORE)
 
     costs = CostModel(Costs.unit)
-    found = []
+    steps = []
     for name, more in (("v-half", ()), ("zb-h1", (ProfileSteps(2, 3),)), ("auto", ())):
         request = replace(named(name, 2, 4), options=more)
         pipeline = requested.Pipeline(request, Source(request, costs))
         line = start_up.summary(pipeline, costs)
         requested.activate(pipeline)
-        found.append((line, type(stock_schedules.get_forward_backward_func()).__name__))
-    return found
+        steps.append((line, type(stock_schedules.get_forward_backward_func()).__name__))
+    return steps
 
 
 def _names() -> list[int]:
-    """Return what stands behind some of the names that are replaced, one of them imported here."""
+    """Return the objects of some of the replaced names, one of them imported here."""
     return [
         id(stock_schedules.get_forward_backward_func),
         id(parallel_state.is_pipeline_last_stage),
@@ -124,21 +124,21 @@ is_pipeline_last_stage = parallel_state.is_pipeline_last_stage
 
 
 def _predictions() -> dict[Any, tuple[own_loop.Record, list[torch.Tensor]]]:
-    """Runs of a model that predicts beside the loss under stock and before it under a V.
+    """Runs of a model that predicts with the loss under stock and before it under a V.
 
     With each come this rank's copies of the embedding as Megatron builds them.
     """
     kinds = {"E": "embedding", "t": "decoder", "m": "mtp", "L": "loss"}
-    found: dict[Any, Any] = {}
+    runs: dict[Any, Any] = {}
 
-    def train(name: str, layout: str, tied: bool, listed: bool = True) -> None:
+    def train(name: str, layout: str, tied: bool, is_list: bool = True) -> None:
         copies: list[torch.Tensor] = []
 
-        def build(config: Any, **given: Any) -> Any:
-            model = own_loop.predicting(config, **given)
+        def build(config: Any, **arguments: Any) -> Any:
+            model = own_loop.predicting(config, **arguments)
             if hasattr(model, "embedding"):
                 copies.append(model.embedding.word_embeddings.weight)
-            if given["vp_stage"] != 0:  # the last one
+            if arguments["vp_stage"] != 0:  # the last one
                 copies[:] = [copy.detach().clone() for copy in copies]
             return model
 
@@ -146,18 +146,18 @@ def _predictions() -> dict[Any, tuple[own_loop.Record, list[torch.Tensor]]]:
         more = {
             "mtp_num_layers": 1,
             "mtp_loss_scaling_factor": 0.1,  # some commits have no default
-            "pipeline_model_parallel_layout": stages if listed else layout,
+            "pipeline_model_parallel_layout": stages if is_list else layout,
         }
         model = own_loop.build(len(stages) // 2, tied, model_class=build, **more)
-        found[name, tied, listed] = own_loop.train(model, own_loop.COUNTS), copies
+        runs[name, tied, is_list] = own_loop.train(model, own_loop.COUNTS), copies
 
     for tied in (False, True):
         train("stock", "Etttt|ttttmL", tied)
     for rank in ("last", "first"):
         with megatron_pp_ext.installed("v-half", ranks=2, microbatches=8, loss_rank=rank):
-            for tied, listed in ((False, True), (False, False), (True, True)):
-                train(rank, "Ett|ttt|tttm|L", tied, listed)
-    return found
+            for tied, is_list in ((False, True), (False, False), (True, True)):
+                train(rank, "Ett|ttt|tttm|L", tied, is_list)
+    return runs
 
 
 def _lengths(chunks: int) -> own_loop.Record:
@@ -167,11 +167,11 @@ def _lengths(chunks: int) -> own_loop.Record:
 
 
 def _passes(model: list[Any]) -> list[Any]:
-    """Return losses of an evaluation, and what a log-probability pass collects, before any training."""
+    """Return losses of an evaluation, and the collection of a log-probability pass, before any training."""
     iterators = [own_loop.batches() for _ in model]
     losses = own_loop.run_step(model, iterators, 3, forward_only=True)
     collected = own_loop.run_step(model, iterators, 2, forward_only=True, collect_non_loss_data=True)
-    return [[float(one["loss"]) for one in losses], collected]
+    return [[float(entry["loss"]) for entry in losses], collected]
 
 
 def _shared(rank: int) -> tuple[own_loop.Record, str, str]:
@@ -196,16 +196,16 @@ def _shared(rank: int) -> tuple[own_loop.Record, str, str]:
 
 def _offloaded() -> tuple[own_loop.Record, list[int]]:
     """Train with activations on the host; return the bytes that steps have sent there, too."""
-    sent: list[int] = []
+    sizes: list[int] = []
 
     class Telling(OffloadedActivations):
         def close(self) -> None:
             super().close()
-            sent.append(self.offloaded_bytes)
+            sizes.append(self.offloaded_bytes)
 
     host_activations.SMALLEST, host_activations.OffloadedActivations = 1, Telling
     with megatron_pp_ext.installed("v-half", ranks=2, microbatches=8, offload=0.5):
-        return own_loop.train(own_loop.build(2), own_loop.COUNTS), sent
+        return own_loop.train(own_loop.build(2), own_loop.COUNTS), sizes
 
 
 def _several() -> dict[str, own_loop.Record]:
@@ -216,11 +216,11 @@ def _several() -> dict[str, own_loop.Record]:
         layers = [part.layer_number for chunk in models["v-half"] for part in chunk.module.decoder.layers]
     with megatron_pp_ext.installed("zb-h1", ranks=2, microbatches=8):
         models["zb-h1"] = own_loop.build(1)
-    found = {name: own_loop.train(model, (8,)) for name, model in models.items()}
+    records = {name: own_loop.train(model, (8,)) for name, model in models.items()}
     for model in models.values():
         own_loop.run_step(model, [own_loop.batches() for _ in model], 2, forward_only=True)
-    found["offsets"] = _offsets(models["v-half"]), layers
-    return found
+    records["offsets"] = _offsets(models["v-half"]), layers
+    return records
 
 
 def _offsets(model: list[Any]) -> list[int]:
@@ -228,32 +228,32 @@ def _offsets(model: list[Any]) -> list[int]:
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    told: list[int] = []
+    numbers: list[int] = []
     for chunk, part in enumerate(model):
         first = get_transformer_layer_offset(part.config, vp_stage=chunk) + 1
-        told += range(first, first + get_num_layers_to_build(part.config, vp_stage=chunk))
-    return told
+        numbers += range(first, first + get_num_layers_to_build(part.config, vp_stage=chunk))
+    return numbers
 
 
 def _refused() -> dict[Any, str]:
     """Return the lines that refuse models which were not built for the schedule that they are to run by."""
     gc.collect()
     megatron_pp_ext.uninstall()
-    found = {"built before": _built_before(), **_built_under_v_half()}
+    errors = {"built before": _built_before(), **_built_under_v_half()}
     gc.collect()
     megatron_pp_ext.install("v-min", ranks=2, microbatches=8)  # nothing is built for v-half any more
     megatron_pp_ext.install("zb-h1", ranks=4, microbatches=8)
-    found["ranks"] = _error(lambda: own_loop.build(1))
+    errors["ranks"] = _error(lambda: own_loop.build(1))
     megatron_pp_ext.install("1f1b", ranks=2, microbatches=8)
-    found["config"] = _with_a_setting_that_cannot_be("config", "delay_wgrad_compute")
-    found["data parallelism"] = _with_a_setting_that_cannot_be("ddp_config", "use_megatron_fsdp")
+    errors["config"] = _with_a_setting_that_cannot_be("config", "delay_wgrad_compute")
+    errors["data parallelism"] = _with_a_setting_that_cannot_be("ddp_config", "use_megatron_fsdp")
     gc.collect()
     megatron_pp_ext.uninstall()
-    found["one config"] = _one_config_for_two_models()
+    errors["one config"] = _one_config_for_two_models()
     for unproved in (False, True):
         with megatron_pp_ext.installed("1f1b", ranks=2, microbatches=8, unproved=unproved):
-            found["graphs", unproved] = _step(own_loop.build(1, cuda_graph_impl="transformer_engine"))
-    return found
+            errors["graphs", unproved] = _step(own_loop.build(1, cuda_graph_impl="transformer_engine"))
+    return errors
 
 
 def _step(model: list[Any], **about: Any) -> str:
@@ -267,13 +267,13 @@ def _built_before() -> str:
 
 
 def _built_under_v_half() -> dict[str, str]:
-    found = {"chunks": _error(lambda: own_loop.build(1))}
+    errors = {"chunks": _error(lambda: own_loop.build(1))}
     model = own_loop.build(2)
-    found["one chunk"] = _step(model[:1])
-    found["changed"] = _error(lambda: megatron_pp_ext.install("v-min", ranks=2, microbatches=8))
-    found["left"] = _error(megatron_pp_ext.uninstall)
-    found["still trains"] = _step(model)
-    return found
+    errors["one chunk"] = _step(model[:1])
+    errors["changed"] = _error(lambda: megatron_pp_ext.install("v-min", ranks=2, microbatches=8))
+    errors["left"] = _error(megatron_pp_ext.uninstall)
+    errors["still trains"] = _step(model)
+    return errors
 
 
 def _with_a_setting_that_cannot_be(of: str, setting: str) -> str:

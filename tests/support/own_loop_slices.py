@@ -1,4 +1,4 @@
-"""What ``tests/features/slices/megatron/test_install.py`` compares, written to the file that it is given.
+"""The runs of ``tests/features/slices/megatron/test_install.py``, written to a file.
 
 All of it runs in a process of its own, in which Megatron is as it comes.
 """
@@ -23,32 +23,32 @@ from tests.support import own_loop
 
 
 def on_rank(rank: int) -> dict[str, Any]:
-    """Return what this rank found."""
+    """Return this rank's results."""
     own_loop.start()
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     model = own_loop.build(1)
-    found["stock"] = own_loop.train(model, own_loop.COUNTS)
-    found["stock data"] = _data(model)
-    found["stock wrappers"] = _evaluated(model)
-    found["stock returns"] = {kind: _trained_by(kind, 1) for kind in RETURNS}
-    found["chosen"], found["line"] = _chosen()
+    results["stock"] = own_loop.train(model, own_loop.COUNTS)
+    results["stock data"] = _data(model)
+    results["stock wrappers"] = _evaluated(model)
+    results["stock returns"] = {kind: _trained_by(kind, 1) for kind in RETURNS}
+    results["chosen"], results["line"] = _chosen()
     megatron_pp_ext.install("v-half", ranks=2, microbatches=8, slice_tokens=2)
-    found["returns"] = {kind: _trained_by(kind, 2) for kind in RETURNS}
+    results["returns"] = {kind: _trained_by(kind, 2) for kind in RETURNS}
     model = own_loop.build(2)
-    found["sliced"] = own_loop.train(model, own_loop.COUNTS)
-    found["data"] = _data(model)
-    found["wrappers"] = [_evaluated(one) for one in (model, [part.module for part in model], model)]
-    found["keys"] = _keys_in_evaluation(model)
-    found["length"] = _error(model, seq_length=4)
+    results["sliced"] = own_loop.train(model, own_loop.COUNTS)
+    results["data"] = _data(model)
+    results["wrappers"] = [_evaluated(chunks) for chunks in (model, [part.module for part in model], model)]
+    results["keys"] = _keys_in_evaluation(model)
+    results["length"] = _error(model, seq_length=4)
     step = own_loop.forward_step
 
-    def changed(*given: Any) -> Any:
-        output, loss = step(*given)
+    def changed(*args: Any) -> Any:
+        output, loss = step(*args)
         return 2 * output, loss
 
     if rank == 1:  # it has the first stage, and fails before its first message
-        found["changed"] = _error(model, forward_step=changed)
-    return found
+        results["changed"] = _error(model, forward_step=changed)
+    return results
 
 
 RETURNS: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -62,7 +62,7 @@ RETURNS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 def _trained_by(kind: str, chunks: int) -> own_loop.Record:
-    """Return what a step left whose loss function writes to the model's output and returns this ``kind``."""
+    """Return a step's results whose loss function writes to the model's output and returns this ``kind``."""
 
     def step(iterator: Any, model: Any) -> Any:
         output, _ = own_loop.forward_step(iterator, model)
@@ -73,15 +73,15 @@ def _trained_by(kind: str, chunks: int) -> own_loop.Record:
 
 def _keys_in_evaluation(model: list[Any]) -> int:
     """Return the most storages of keys and of values that there are at once in an evaluation."""
-    there: WeakSet[Any] = WeakSet()
+    alive: WeakSet[Any] = WeakSet()
     most = 0
 
     class Counted(prefixes.Prefix):
         def __init__(self, *about: Any) -> None:
             nonlocal most
             super().__init__(*about)
-            there.add(self)
-            most = max(most, len(there))
+            alive.add(self)
+            most = max(most, len(alive))
 
     stock, prefixes.Prefix = prefixes.Prefix, Counted
     try:
@@ -94,11 +94,11 @@ def _keys_in_evaluation(model: list[Any]) -> int:
 def _evaluated(model: list[Any]) -> list[float]:
     """Return the losses of an evaluation."""
     losses = own_loop.run_step(model, [own_loop.batches() for _ in model], 3, forward_only=True)
-    return [float(one["loss"]) for one in losses]
+    return [float(entry["loss"]) for entry in losses]
 
 
 def _chosen() -> tuple[Any, str]:
-    """Return what a model found whose slices are chosen, here as 4 tokens, and what was printed."""
+    """Return the results of a model whose slices are chosen, here as 4 tokens, and the printed lines."""
     choice.chosen = lambda *about: 4
     with redirect_stdout(StringIO()) as printed:
         megatron_pp_ext.install("v-half", ranks=2, microbatches=8, slice_tokens="auto")

@@ -62,18 +62,18 @@ def in_one_process(stages: int, microbatches: int) -> tuple[dict[int, list[torch
 
 
 def on_ranks(run: Callable[[int, Schedule], Any], schedules: Sequence[Schedule]) -> list[tuple[Any, ...]]:
-    """Return for each of ``schedules``, one after another, what ``run(rank, schedule)`` returns by rank."""
+    """Return the results of ``run(rank, schedule)`` by rank for each of ``schedules``, one after another."""
     by_rank = run_ranks(_run_each, schedules[0].ranks, run, schedules)
     return list(zip(*by_rank, strict=True))
 
 
 def _run_each(rank: int, run: Callable[[int, Schedule], Any], schedules: Sequence[Schedule]) -> list[Any]:
     dist.init_process_group("gloo")
-    found = []
+    results = []
     for schedule in schedules:
         try:
-            found.append(run(rank, schedule))
+            results.append(run(rank, schedule))
         except BaseException as error:
             error.add_note(f"under {schedule.name}")
             raise
-    return found
+    return results

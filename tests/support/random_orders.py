@@ -17,16 +17,16 @@ def random_schedule(random: Random, placement: Placement, microbatches: int, in_
     """
     orders: list[list[Action]] = [[] for _ in range(placement.ranks)]
     ready = [Action(0, Kind.F, i) for i in range(microbatches)]
-    done: Counter[tuple[int, str]] = Counter()
+    counts: Counter[tuple[int, str]] = Counter()
 
     def has_its_turn(action: Action) -> bool:
-        passes = (one for one in _PASSES[action.kind] if one in in_turn)
-        return all(done[action.stage, one] == action.microbatch for one in passes)
+        passes = (letter for letter in _PASSES[action.kind] if letter in in_turn)
+        return all(counts[action.stage, letter] == action.microbatch for letter in passes)
 
     while ready:
         able = [at for at, action in enumerate(ready) if has_its_turn(action)]
         a = ready.pop(able[random.randrange(len(able))])
-        done.update((a.stage, one) for one in _PASSES[a.kind])
+        counts.update((a.stage, letter) for letter in _PASSES[a.kind])
         orders[placement.rank_of(a.stage)].append(a)
         stage, kind, i = a
         backward = Kind.B if random.random() < 0.4 else Kind.I

@@ -34,7 +34,7 @@ SCHEDULES = {"stock": 1, "v-half": 2, "v-zb": 2, "zb-h1": 1}
 
 
 def policy(model: list[Any]) -> list[float]:
-    """Return the losses of a step whose advantages are those of an earlier pass."""
+    """Return the losses of a step whose advantages come from an earlier pass."""
     rollout: dict[str, list[torch.Tensor]] = {}
 
     def collected(output: torch.Tensor, non_loss_data: bool = True) -> Any:
@@ -44,18 +44,18 @@ def policy(model: list[Any]) -> list[float]:
         return chunk(**next(iterator)), collected
 
     with torch.no_grad():
-        found = own_loop.run_step(
+        outputs = own_loop.run_step(
             model, _iterators(model), COUNT, forward_step_func=observe, forward_only=True
         )
     if parallel_state.is_pipeline_last_stage():
-        rollout["log_probs"] = [value for one in found for value in one["log_probs"]]
+        rollout["log_probs"] = [value for output_entry in outputs for value in output_entry["log_probs"]]
         baseline = torch.stack(rollout["log_probs"]).mean()
         rollout["advantages"] = [value - baseline for value in rollout["log_probs"]]
-    asked = [0] * len(model)
+    calls = [0] * len(model)
 
     def learn(iterator: Iterator[Any], chunk: Any) -> Any:
         batch, at = next(iterator), getattr(chunk.module, "vp_stage", None) or 0
-        number, asked[at] = asked[at], asked[at] + 1
+        number, calls[at] = calls[at], calls[at] + 1
         old, advantages = (
             [rollout[key][number]] if key in rollout else None for key in ("log_probs", "advantages")
         )
@@ -89,7 +89,7 @@ def masked(model: list[Any]) -> list[float]:
 
 
 def measured(model: list[Any]) -> list[float]:
-    """Return what an evaluation has measured by its end, of the outputs on the last rank."""
+    """Return the measurements of an evaluation, of the outputs on the last rank."""
     measure: list[torch.Tensor] = []
 
     def forward_step(iterator: Iterator[Any], chunk: Any) -> Any:
@@ -109,14 +109,14 @@ def measured(model: list[Any]) -> list[float]:
 
 
 def told_by_groups(model: list[Any]) -> list[float]:
-    """Return the rank that each chunk's pipeline group has for this process, and those that it gathers."""
-    found: list[float] = []
+    """Return this process's rank in each chunk's pipeline group, and the ranks that the group gathers."""
+    numbers: list[float] = []
     for chunk in model:
         group = get_attr_wrapped_model(chunk, "pg_collection").pp
         ranks: list[Any] = [None] * group.size()
         torch.distributed.all_gather_object(ranks, group.rank(), group=group)
-        found += [group.rank(), *ranks]
-    return found
+        numbers += [group.rank(), *ranks]
+    return numbers
 
 
 LOOPS = {loop.__name__: loop for loop in (policy, masked, measured)}
@@ -126,27 +126,29 @@ def _iterators(model: list[Any]) -> list[Any]:
     return [own_loop.batches() for _ in model]
 
 
-def _losses(found: list[Any]) -> list[float]:
-    return [float(one["loss"]) for one in found]
+def _losses(entries: list[Any]) -> list[float]:
+    return [float(entry["loss"]) for entry in entries]
 
 
 def on_rank(rank: int, ranks: int) -> dict[tuple[str, str], Any]:
     """Return this rank's losses and gradients by schedule and loop."""
     own_loop.start(ranks)
-    found: dict[tuple[str, str], Any] = {}
+    results: dict[tuple[str, str], Any] = {}
     for name, chunks in SCHEDULES.items():
-        ours = megatron_pp_ext.installed(name, ranks=ranks, microbatches=COUNT)
-        with nullcontext() if name == "stock" else ours:
+        installed = megatron_pp_ext.installed(name, ranks=ranks, microbatches=COUNT)
+        with nullcontext() if name == "stock" else installed:
             for loop in LOOPS:
                 model = own_loop.build(chunks)
                 for chunk in model:
                     chunk.zero_grad_buffer()
                 groups = told_by_groups(model)
                 losses = LOOPS[loop](model)
-                gradients = {key: one.main_grad.clone() for key, one in own_loop.global_parameters(model)}
-                found[name, loop] = own_loop.Record([losses], gradients)
-                found[name, "groups"] = groups
-    return found
+                gradients = {
+                    key: parameter.main_grad.clone() for key, parameter in own_loop.global_parameters(model)
+                }
+                results[name, loop] = own_loop.Record([losses], gradients)
+                results[name, "groups"] = groups
+    return results
 
 
 if __name__ == "__main__":

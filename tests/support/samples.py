@@ -11,17 +11,17 @@ from megatron_pp_ext import pretrain_gpt
 def note_samples(file: Path) -> None:
     """Have this rank append a line for each training loss: the number of its step and its first tokens."""
     get_batch, loss_func = pretrain_gpt.get_batch, pretrain_gpt.loss_func
-    seen: list[torch.Tensor] = []
+    labels: list[torch.Tensor] = []
 
     def noted_batch(iterator, vp_stage):
         rows = get_batch(iterator, vp_stage)
-        seen.append(rows["labels"])
+        labels.append(rows["labels"])
         return rows
 
     def noted_loss(*args):
         if torch.is_grad_enabled():  # not in an evaluation
             with file.open("a") as log:
-                log.write(f"{get_args().curr_iteration} {seen[-1][0, :8].tolist()}\n")
+                log.write(f"{get_args().curr_iteration} {labels[-1][0, :8].tolist()}\n")
         return loss_func(*args)
 
     pretrain_gpt.get_batch, pretrain_gpt.loss_func = noted_batch, noted_loss
@@ -29,8 +29,8 @@ def note_samples(file: Path) -> None:
 
 def samples_of(file: Path) -> dict[int, list[str]]:
     """Return the first tokens of each sample in ``file``, by the number of the step that it was noted in."""
-    found: dict[int, list[str]] = {}
+    samples: dict[int, list[str]] = {}
     for line in file.read_text().splitlines() if file.exists() else ():
         step, _, tokens = line.partition(" ")
-        found.setdefault(int(step), []).append(tokens)
-    return found
+        samples.setdefault(int(step), []).append(tokens)
+    return samples

@@ -26,7 +26,7 @@ def starts(schedule, costs):
 
     def seconds(a):
         """A pair takes its share of what its two actions take, and no less than either."""
-        of_group = [alone(one) for one in groups.get(a, (a,))]
+        of_group = [alone(member) for member in groups.get(a, (a,))]
         return max(costs.pair * sum(of_group), *of_group) if len(of_group) > 1 else of_group[0]
 
     def alone(a):
@@ -85,33 +85,33 @@ def starts(schedule, costs):
         bounds += [(a, b, 0) for engine in engines.values() for a, b in pairwise(engine)]
 
     nodes = {a for before, after, _ in bounds for a in (before, after)} | set(rank_of)
-    found = dict.fromkeys(nodes, 0)
+    start_of = dict.fromkeys(nodes, 0)
     for _ in range(len(nodes) + 1):
         changed = False
         for before, after, delay in bounds:
-            least = found[before] + seconds(before) + delay
-            if found[after] < least:
-                found[after] = least
+            least = start_of[before] + seconds(before) + delay
+            if start_of[after] < least:
+                start_of[after] = least
                 changed = True
         if not changed:
-            return found
+            return start_of
     return None
 
 
 def live(schedule, costs, start, rank, moment):
     """Activations that ``rank`` keeps at ``moment``, after all that starts and ends then."""
-    kept = 0
+    memory = 0
     for a in schedule.orders[rank]:
         stage = costs.stages[a.stage]
         seconds = stage.seconds(a.kind)
         if a.kind == "F" and start[a] <= moment:
-            kept += stage.activation
+            memory += stage.activation
         elif start[a] + seconds <= moment:
-            kept += stage.kept(a.kind)
+            memory += stage.kept(a.kind)
         elif a.kind == "B" and start[a] <= moment:
-            kept += stage.workspace_in_whole
+            memory += stage.workspace_in_whole
         elif a.kind == "I" and start[a] <= moment:
-            kept += stage.workspace - min(0, stage.released_by_input_gradient)
+            memory += stage.workspace - min(0, stage.released_by_input_gradient)
     order, copies = schedule.orders[rank], schedule.copies
 
     def end_before(action):
@@ -126,8 +126,8 @@ def live(schedule, costs, start, rank, moment):
             given_up = max(end_before(copies.frees[key]), away(key))
             earlier = [away(other) for other, place in copies.frees.items() if place == action]
             launched = max([end_before(action), *earlier])
-            kept += costs.stages[key[0]].activation * ((launched <= moment) - (given_up <= moment))
-    return kept
+            memory += costs.stages[key[0]].activation * ((launched <= moment) - (given_up <= moment))
+    return memory
 
 
 @st.composite

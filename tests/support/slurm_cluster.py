@@ -64,7 +64,7 @@ class Cluster:
         self.variables = {"SLURM_CONF": str(folder / "slurm.conf")}
 
     def run(self, *words: str, cwd: Path | None = None, settings: Mapping[str, str] | None = None) -> str:
-        """Run a command, with ``settings`` in its environment; return what it prints, or raise its error."""
+        """Run a command, with ``settings`` in its environment; return its output, or raise its error."""
         environment = {**os.environ, **self.variables, **(settings or {})}
         run = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
         if run.returncode:
@@ -80,14 +80,14 @@ class Cluster:
 
     def end(self) -> None:
         """End all processes that are left."""
-        left = self.processes()
-        for one in left:
+        processes = self.processes()
+        for member in processes:
             with suppress(psutil.NoSuchProcess):
-                one.kill()
-        psutil.wait_procs(left)
+                member.kill()
+        psutil.wait_procs(processes)
 
     def job(self, number: str) -> dict[str, str]:
-        """Return what SLURM says of a job, by its own words."""
+        """Return SLURM's words for a job's state."""
         words = self.run("scontrol", "--oneliner", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
@@ -106,17 +106,21 @@ class Cluster:
 
     def processes(self) -> list[psutil.Process]:
         """Return the cluster's daemons and all that its jobs have started."""
-        return [one for one in psutil.process_iter() if self.variables.items() <= _environment(one).items()]
+        return [
+            member
+            for member in psutil.process_iter()
+            if self.variables.items() <= _environment(member).items()
+        ]
 
     def ranks(self) -> dict[int, tuple[int, psutil.Process]]:
         """Return the node and the process of each rank of the jobs that run."""
-        found: dict[int, tuple[int, psutil.Process]] = {}
-        for one in self.processes():
-            variables = _environment(one)
+        ranks_of_jobs: dict[int, tuple[int, psutil.Process]] = {}
+        for member in self.processes():
+            variables = _environment(member)
             # A rank's forks have its variables too, and so has the tee that keeps its log.
-            if variables.get("RANK") and one.name() != "tee":
-                found.setdefault(int(variables["RANK"]), (int(variables["SLURM_NODEID"]), one))
-        return found
+            if variables.get("RANK") and member.name() != "tee":
+                ranks_of_jobs.setdefault(int(variables["RANK"]), (int(variables["SLURM_NODEID"]), member))
+        return ranks_of_jobs
 
 
 def log_of(job: Mapping[str, str]) -> str:
@@ -124,19 +128,19 @@ def log_of(job: Mapping[str, str]) -> str:
     return f"{job['JobState']}\n{Path(job['StdOut']).read_text()[-5000:]}"
 
 
-def _environment(one: psutil.Process) -> dict[str, str]:
+def _environment(member: psutil.Process) -> dict[str, str]:
     try:
-        return one.environ()
+        return member.environ()
     except psutil.Error:
         return {}  # it has ended
 
 
 @contextmanager
 def running(folder: Path) -> Iterator[Cluster]:
-    """Start a cluster whose files are in ``folder``, and leave nothing of it behind."""
+    """Start a cluster whose files are in ``folder``, and end it at the context's end."""
     with ExitStack() as free:
         sockets = [free.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in DAEMONS]
-        ports = [one.getsockname()[1] for one in sockets]
+        ports = [server.getsockname()[1] for server in sockets]
     host, user = socket.gethostname(), getpass.getuser()
     # By a job's number the batch scripts choose the port at which its ranks meet.
     text = CONFIGURATION.format(host=host, user=user, ports=ports, folder=folder, first=os.getpid())
@@ -158,7 +162,7 @@ def running(folder: Path) -> Iterator[Cluster]:
         ]
         end = time.monotonic() + PATIENCE
         while not cluster.is_idle():
-            runs = all(one.poll() is None for one in started) and time.monotonic() < end
+            runs = all(daemon.poll() is None for daemon in started) and time.monotonic() < end
             assert runs, "\n".join(log.read_text()[-2000:] for log in logs)
             time.sleep(0.5)
         yield cluster

@@ -44,7 +44,7 @@ def told(order: Callable[[int], int] = int) -> Iterator[None]:
 
     @functools.wraps(build)
     def datasets(*args: Any, **kwargs: Any) -> list[Any]:
-        return [None if one is None else Told(one, order) for one in build(*args, **kwargs)]
+        return [None if dataset is None else Told(dataset, order) for dataset in build(*args, **kwargs)]
 
     datasets.is_distributed = True  # type: ignore[attr-defined]
     pretrain_gpt.datasets = datasets

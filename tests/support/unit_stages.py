@@ -27,27 +27,30 @@ class _Work(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, activation: torch.Tensor, layer: "UnitLayer", unit: int) -> torch.Tensor:
         begin = time.perf_counter()
-        one = layer.costs.units[unit].stages[layer.stage]
-        ctx.layer, ctx.one = layer, one
-        sizes = one.released_by_input_gradient, one.activation - one.released_by_input_gradient
+        stage_costs = layer.costs.units[unit].stages[layer.stage]
+        ctx.layer, ctx.one = layer, stage_costs
+        sizes = (
+            stage_costs.released_by_input_gradient,
+            stage_costs.activation - stage_costs.released_by_input_gradient,
+        )
         ctx.save_for_backward(*(torch.empty(round(size), dtype=torch.uint8) for size in sizes))
-        layer.sleep(begin, one.seconds(Kind.F))
+        layer.sleep(begin, stage_costs.seconds(Kind.F))
         return activation.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        begin, layer, one = time.perf_counter(), ctx.layer, ctx.one
+        begin, layer, stage_costs = time.perf_counter(), ctx.layer, ctx.one
 
         def weight() -> None:
-            layer.sleep(time.perf_counter(), one.seconds(Kind.W))
+            layer.sleep(time.perf_counter(), stage_costs.seconds(Kind.W))
 
-        layer.sleep(begin, one.seconds(Kind.I))
+        layer.sleep(begin, stage_costs.seconds(Kind.I))
         STORE.defer(weight, ctx.saved_tensors[1])
         return gradients[0], None, None
 
 
 class UnitLayer(torch.nn.Module):
-    """A stage's layer, whose actions take ``scale`` times what ``costs`` have for the ``unit`` that runs."""
+    """A stage's layer, whose actions take ``scale`` times the ``costs`` of the ``unit`` that runs."""
 
     def __init__(self, stage: int, costs: UnitCosts, scale: float) -> None:
         super().__init__()
@@ -86,7 +89,7 @@ def steps_of(
     """
     dist.init_process_group("gloo")
     down, up = direction_groups(list(range(dist.get_world_size())))
-    found = []
+    results = []
     for schedule, costs, scale in cases:
         last, shapes = schedule.placement.stages - 1, [(tokens, 1, 1) for tokens in costs.tokens]
         stages = {
@@ -111,5 +114,5 @@ def steps_of(
             else:
                 with recorder.step():
                     execute(plan, Rank(stages, channels, recorder))
-        found.append((seconds, recorder.record.peak_bytes))
-    return found
+        results.append((seconds, recorder.record.peak_bytes))
+    return results

@@ -31,14 +31,14 @@ class Wrapped(torch.Tensor):
         self.transposed = self.numbers.t().contiguous()
 
     def values(self) -> torch.Tensor:
-        """Return what it stands for."""
+        """Return the numbers that it stands for."""
         return self.numbers.float() * self.scale
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.detach.default:
-            (own,) = args
-            return cls(own.numbers, own.scale, own.transposed)
+            (tensor,) = args
+            return cls(tensor.numbers, tensor.scale, tensor.transposed)
         plain = tree_map(lambda value: value.values() if isinstance(value, Wrapped) else value, args)
         return func(*plain, **(kwargs or {}))
 
@@ -68,7 +68,7 @@ def wrapped(kind: type[Wrapped], *shape: int) -> Wrapped:
 
 
 def bytes_of(tensor: Wrapped) -> int:
-    """The bytes that count for ``tensor``: those of its scale too where the protocol names it."""
+    """The bytes that count for ``tensor``, with its scale where the protocol names it."""
     names = tensor.parts if type(tensor) is Wrapped else tensor.parts[:2]
     return sum(part.nbytes for name in names if (part := getattr(tensor, name)) is not None)
 

@@ -1,4 +1,4 @@
-"""What a schedule that is compiled from measured steps needs."""
+"""The requirements of a schedule that is compiled from measured steps."""
 
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules.rule import Rule, Rules

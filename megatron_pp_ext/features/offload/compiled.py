@@ -1,6 +1,6 @@
-"""The shortest step within a limit below what an order alone can keep: activations wait on the host.
+"""The shortest step within a limit below the least peak of any order: activations wait on the host.
 
-An order in which weight gradients wait fills its bubbles with them, but what a W still needs is on the device
+An order in which weight gradients wait fills its bubbles with them, but the operands of a W are on the device
 all the while, where no copy helps.  So the orders of the published families are tried with fewer and fewer of
 them waiting, on the ranks that are above their limit, until copies that take no time (``free_plans``) keep it
 or, at last, ranks wait for copies (``longer_plans``).
@@ -39,7 +39,7 @@ def published_orders(placements: Sequence[Placement], microbatches: int) -> list
     """Return the orders of all published families with one of ``placements``."""
     from megatron_pp_ext.compiler.search.proposals import published  # numpy takes a while
 
-    return [schedule for where in placements for schedule in published(where, microbatches)]
+    return [schedule for placement in placements for schedule in published(placement, microbatches)]
 
 
 def planned(
@@ -51,15 +51,15 @@ def planned(
     name = cache.key(["copies", VERSION, catalog.NAMES, microbatches, limits, spelled])
 
     def read() -> Timeline | None:
-        found = kept(name, cuts, microbatches, limits)
-        return found and found[0]
+        step = kept(name, cuts, microbatches, limits)
+        return step and step[0]
 
     def made() -> Timeline | None:
-        found = shortest_within(published_orders(placements, microbatches), costs, limits)
-        if found is not None:
-            check(found.schedule)
-            cache.store(name, found.schedule, found.schedule.name)
-        return found
+        step = shortest_within(published_orders(placements, microbatches), costs, limits)
+        if step is not None:
+            check(step.schedule)
+            cache.store(name, step.schedule, step.schedule.name)
+        return step
 
     return cache.in_cache(name, in_turn, read, made)
 
@@ -67,7 +67,7 @@ def planned(
 def shortest_within(schedules: Sequence[Schedule], costs: Costs, limits: Sequence[float]) -> Timeline | None:
     """Return the shortest step with copies that keeps ``limits``, in one of the orders of ``schedules``.
 
-    ``costs`` are those of the finest cut, with the seconds of copies (``StageCosts.copy``), and ``limits``
+    ``costs`` are of the finest cut, with the seconds of copies (``StageCosts.copy``), and ``limits``
     are in the unit of their activations.  None where no order keeps the limits.
     """
     heap: list[_Tried] = []
@@ -95,8 +95,8 @@ def shortest_within(schedules: Sequence[Schedule], costs: Costs, limits: Sequenc
         if fewer != waiting:
             add(number, fewer)
             continue
-        found = within_limits(step.schedule, step.costs, limits) if above else timed(step, copies)
-        best = min(filter(None, (best, found)), key=lambda one: one.makespan, default=None)
+        candidate = within_limits(step.schedule, step.costs, limits) if above else timed(step, copies)
+        best = min(filter(None, (best, candidate)), key=lambda timeline: timeline.makespan, default=None)
     return best
 
 
@@ -113,7 +113,7 @@ def _most_waiting(order: Sequence[Action], costs: Costs, limit: float) -> int | 
 
 
 def _least_kept(order: Sequence[Action], costs: Costs) -> float:
-    """Return what a rank keeps at least with whatever copies: of what it works on, and for each W to come."""
+    """Return the least bytes of a rank under any copies: of the action that runs, and for each W to come."""
     waiting = most = 0.0
     for stage, kind, _ in order:
         if kind is Kind.W:
@@ -137,17 +137,17 @@ def _waiting(order: Sequence[Action]) -> Iterator[int]:
 def _hurried(order: Sequence[Action], most: int) -> tuple[Action, ...]:
     """Return ``order`` with weight gradients earlier, so that at most ``most`` wait, the oldest first."""
     waiting: list[Action] = []
-    found = []
+    actions = []
     for action in order:
         stage, kind, microbatch = action
         if kind is Kind.W:
             if action in waiting:
                 waiting.remove(action)
-                found.append(action)
+                actions.append(action)
             continue
         if kind is Kind.I:
             while len(waiting) >= most:
-                found.append(waiting.pop(0))
+                actions.append(waiting.pop(0))
             waiting.append(Action(stage, Kind.W, microbatch))
-        found.append(action)
-    return tuple(found)
+        actions.append(action)
+    return tuple(actions)

@@ -32,10 +32,10 @@ class Offloading(Feature):
         flags = job.pipeline
         if flags.pipeline_offload is None:
             return request
-        from megatron_pp_ext.features.offload.options import requested
+        from megatron_pp_ext.features.offload.options import with_offload
 
         limit, host_bytes = flags.pipeline_memory_limit, flags.pipeline_offload_host_bytes
-        return requested(request, flags.pipeline_offload, limit, host_bytes=host_bytes)
+        return with_offload(request, flags.pipeline_offload, limit, host_bytes=host_bytes)
 
     def arguments(self) -> tuple[Argument, ...]:
         from megatron_pp_ext.features.offload.options import of_call

@@ -34,8 +34,8 @@ def with_share(schedule: Schedule, costs: Costs, share: float) -> Timeline:
         raise ValueError(f"the share of activations on the host is {share:g}: give one above 0, at most 1")
     alone = without_copies(schedule, costs)
     ranks = [RankCopies(alone, rank) for rank in range(len(alone.events))]
-    rooms = [len(rank.copies(len(rank.waits))) for rank in ranks]
-    counts = balanced(rooms, round(share * sum(len(rank.waits) for rank in ranks)))
+    capacities = [len(rank.copies(len(rank.waits))) for rank in ranks]
+    counts = balanced(capacities, round(share * sum(len(rank.waits) for rank in ranks)))
     return timed(alone, [rank.copies(count) for rank, count in zip(ranks, counts, strict=True)])
 
 
@@ -52,16 +52,16 @@ def within(schedule: Schedule, costs: Costs, limits: Sequence[float]) -> Timelin
 def least_copies(step: Timeline, limits: Sequence[float]) -> tuple[list[list[PlannedCopy]], list[int]]:
     """Return as few copies as keep each rank of ``step`` within its limit, and the ranks that none keep."""
     copies, above = [], []
-    for rank, room in enumerate(without_messages(step, limits)):
-        own = RankCopies(step, rank)
-        copies.append(own.least(room))
-        if own.peak(copies[rank]) > room * (1 + ROUNDING):
+    for rank, limit in enumerate(without_messages(step, limits)):
+        plan = RankCopies(step, rank)
+        copies.append(plan.least(limit))
+        if plan.peak(copies[rank]) > limit * (1 + ROUNDING):
             above.append(rank)
     return copies, above
 
 
 def without_messages(timeline: Timeline, limits: Sequence[float]) -> list[float]:
-    """Return what the messages of a rank leave of its limit."""
+    """Return the memory limits of ranks less their messages."""
     message = timeline.costs.message
     counts = timeline.peak_messages if message else (0,) * len(limits)
     return [limit - message * count for limit, count in zip(limits, counts, strict=True)]
@@ -73,14 +73,14 @@ def over(timeline: Timeline, limits: Sequence[float]) -> float:
     return max(0.0, *above)
 
 
-def balanced(rooms: Sequence[int], total: int) -> list[int]:
-    """Return ``total`` in equal parts, none larger than its room; the first have one more where it is odd."""
+def balanced(capacities: Sequence[int], total: int) -> list[int]:
+    """Return ``total`` in equal parts, none above its capacity; the first have one more where it is odd."""
     level = 0
-    while sum(min(room, level + 1) for room in rooms) <= min(total, sum(rooms) - 1):
+    while sum(min(capacity, level + 1) for capacity in capacities) <= min(total, sum(capacities) - 1):
         level += 1
-    left = total - sum(min(room, level) for room in rooms)
-    higher = [at for at, room in enumerate(rooms) if room > level][:left]
-    return [min(room, level) + (at in higher) for at, room in enumerate(rooms)]
+    remaining = total - sum(min(capacity, level) for capacity in capacities)
+    higher = [at for at, capacity in enumerate(capacities) if capacity > level][:remaining]
+    return [min(capacity, level) + (at in higher) for at, capacity in enumerate(capacities)]
 
 
 def without_copies(schedule: Schedule, costs: Costs) -> Timeline:
@@ -90,7 +90,7 @@ def without_copies(schedule: Schedule, costs: Costs) -> Timeline:
 
 def timed(step: Timeline, copies: Iterable[Iterable[PlannedCopy]]) -> Timeline:
     """Return ``step`` with these ``copies`` of its ranks and no others, simulated."""
-    found = [one for rank in copies for one in rank]
-    reloads = {one.times[:2]: one.reloaded_before for one in found}
-    frees = {one.times[:2]: one.freed_before for one in found}
+    planned = [copy for rank in copies for copy in rank]
+    reloads = {copy.times[:2]: copy.reloaded_before for copy in planned}
+    frees = {copy.times[:2]: copy.freed_before for copy in planned}
     return simulate(replace(step.schedule, copies=Copies(reloads, frees)), step.costs)

@@ -1,11 +1,11 @@
 """Plans of copies that may make a step longer, by as little as is found, where more is asked than is free.
 
-What waits for less than a copy there and one back waits longer where each stage does its forwards some
-microbatches ahead: they wait on the host, where there is room, and mostly the step stays as long as it is.
+An activation that waits for less than a copy there and one back waits longer where each stage does its
+forwards some microbatches ahead.  It then waits on the host, and mostly the step stays as long as it is.
 Where that is not enough for a share, backwards wait for copies.
 
 A limit is kept at every place of a rank's order.  Where a plan that is free exceeds it, a rank reloads later,
-frees earlier or offloads more, and waits for what has not ended by then.
+frees earlier or offloads more, and waits for copies that have not ended by then.
 """
 
 from collections import defaultdict
@@ -40,46 +40,46 @@ def with_whole_share(schedule: Schedule, costs: Costs, share: float) -> Timeline
 
     It may have forwards ahead.  ValueError for a share that is not above 0 and at most 1.
     """
-    wanted = round(share * schedule.placement.stages * schedule.microbatches)
+    count_of_copies = round(share * schedule.placement.stages * schedule.microbatches)
     shortest = without_copies(schedule, costs).makespan * (1 + ROUNDING)
-    found: list[Timeline] = []
+    steps: list[Timeline] = []
     for count in range(min(_FURTHEST, schedule.microbatches)):
         try:
             ahead = forwards_ahead(schedule, count)
             free = with_share(ahead, costs, share)
         except InvalidSchedule:  # a file may have stages that take the microbatches in different orders
             break
-        is_whole = len(free.schedule.copies.reloads) >= wanted
-        found.append(free if is_whole else _late(ahead, costs, wanted))
-        if is_whole or found[-1].makespan <= shortest:
+        is_whole = len(free.schedule.copies.reloads) >= count_of_copies
+        steps.append(free if is_whole else _late(ahead, costs, count_of_copies))
+        if is_whole or steps[-1].makespan <= shortest:
             break
-    return min(found, key=lambda timeline: (timeline.makespan, max(timeline.peak_memory)))
+    return min(steps, key=lambda timeline: (timeline.makespan, max(timeline.peak_memory)))
 
 
 def within_limits(schedule: Schedule, costs: Costs, limits: Sequence[float]) -> Timeline | None:
     """Return the shortest step found of ``schedule`` that keeps each rank within its limit, simulated.
 
-    Arguments are those of ``offload.within``, whose plan stays where it keeps the limits.  None where none
-    does: what is between an I and its W is on the device.
+    Arguments are as for ``offload.within``, whose plan stays where it keeps the limits.  None where none
+    does: activations between an I and its W stay on the device.
     """
     free = within(schedule, costs, limits)
     if not over(free, limits):
         return free
     step = without_copies(schedule, costs)
-    rooms = without_messages(step, limits)
-    found: list[Timeline] = []
+    budgets = without_messages(step, limits)
+    steps: list[Timeline] = []
     for _ in range(_ROUNDS):
         reloads: dict[Kept, Action] = {}
         frees: dict[Kept, Action] = {}
-        for rank, room in enumerate(rooms):
+        for rank, budget in enumerate(budgets):
             plan = _Places(step, rank)
-            if not plan.keeps(room * (1 + ROUNDING)):
+            if not plan.keeps(budget * (1 + ROUNDING)):
                 return None
             reloads |= plan.actions(plan.reloads)
             frees |= plan.actions(plan.frees)
         step = simulate(replace(step.schedule, copies=Copies(reloads, frees)), costs)
-        found.append(step)
-    return min(found, key=lambda timeline: timeline.makespan)
+        steps.append(step)
+    return min(steps, key=lambda timeline: timeline.makespan)
 
 
 def forwards_ahead(schedule: Schedule, count: int) -> Schedule:
@@ -95,31 +95,31 @@ def forwards_ahead(schedule: Schedule, count: int) -> Schedule:
         for action in order:
             if action.kind is Kind.F:
                 forwards[action.stage].append(action)
-        found: list[Action] = []
+        actions: list[Action] = []
         for action in order:
             if action.kind is not Kind.F:
-                found.append(action)
+                actions.append(action)
                 continue
-            own = forwards[action.stage]
-            place = own.index(action)
+            of_stage = forwards[action.stage]
+            place = of_stage.index(action)
             last = place + count
-            found += own[last if place else 0 : last + 1]
-            if action in schedule.paired and last < len(own):
-                paired.add(own[last])
-        orders.append(tuple(found))
+            actions += of_stage[last if place else 0 : last + 1]
+            if action in schedule.paired and last < len(of_stage):
+                paired.add(of_stage[last])
+        orders.append(tuple(actions))
     return replace(schedule, orders=tuple(orders), paired=frozenset(paired))
 
 
-def _late(schedule: Schedule, costs: Costs, wanted: int) -> Timeline:
+def _late(schedule: Schedule, costs: Costs, copies: int) -> Timeline:
     """Return the shortest step found with so many copies, for which backwards may wait."""
     step = without_copies(schedule, costs)
-    found: list[Timeline] = []
+    steps: list[Timeline] = []
     for _ in range(_ROUNDS):
         ranks = [RankCopies(step, rank) for rank in range(schedule.ranks)]
-        counts = balanced([len(rank.waits) for rank in ranks], wanted)
+        counts = balanced([len(rank.waits) for rank in ranks], copies)
         step = timed(step, [rank.late(count) for rank, count in zip(ranks, counts, strict=True)])
-        found.append(step)
-    return min(found, key=lambda timeline: timeline.makespan)
+        steps.append(step)
+    return min(steps, key=lambda timeline: timeline.makespan)
 
 
 class _Places:
@@ -134,52 +134,63 @@ class _Places:
 
     def actions(self, places: dict[Kept, int]) -> dict[Kept, Action]:
         """Return the first actions at ``places``."""
-        return {kept: self._copies.launches[place][0] for kept, place in places.items()}
+        return {activation: self._copies.launches[place][0] for activation, place in places.items()}
 
     def keeps(self, limit: float) -> bool:
         """Choose copies, and return whether the rank keeps ``limit`` with them."""
         launches = self._copies.launches
         place_of = {action: place for place, launch in enumerate(launches) for action in launch}
-        for one in self._copies.least(limit):
-            kept = one.times[:2]
-            self.frees[kept], self.reloads[kept] = place_of[one.freed_before], place_of[one.reloaded_before]
-        here = 0.0
+        for copy in self._copies.least(limit):
+            activation = copy.times[:2]
+            self.frees[activation], self.reloads[activation] = (
+                place_of[copy.freed_before],
+                place_of[copy.reloaded_before],
+            )
+        held = 0.0
         for place, launch in enumerate(launches):
-            taken = sum(map(self._costs.growth, launch))
-            here += taken
-            here += self._amount(self.reloads, place) - self._amount(self.frees, place)
-            while here > limit:
+            growth = sum(map(self._costs.growth, launch))
+            held += growth
+            held += self._amount(self.reloads, place) - self._amount(self.frees, place)
+            while held > limit:
                 freed = self._makes_room(place)
                 if not freed:
                     return False
-                here -= freed
-            here += sum(map(self._costs.kept, launch)) - taken
+                held -= freed
+            held += sum(map(self._costs.kept, launch)) - growth
         return True
 
     def _makes_room(self, place: int) -> float:
         """Change the copies so that the rank keeps less at ``place``, and return how much; 0 if none does."""
         waits, frees, reloads = self._waits, self.frees, self.reloads
         # What has to wait least: a copy back for a backward that is furthest, or the first copy to the host.
-        if later := [kept for kept in reloads if reloads[kept] == place < waits[kept].latest]:
-            chosen = max(later, key=lambda kept: waits[kept].latest)
-            reloads[chosen] += 1
-        elif earlier := [kept for kept in frees if waits[kept].earliest <= place < frees[kept]]:
-            chosen = min(earlier, key=lambda kept: waits[kept].earliest)
-            frees[chosen] = place
+        if later := [
+            activation for activation in reloads if reloads[activation] == place < waits[activation].latest
+        ]:
+            changed = max(later, key=lambda activation: waits[activation].latest)
+            reloads[changed] += 1
+        elif earlier := [
+            activation for activation in frees if waits[activation].earliest <= place < frees[activation]
+        ]:
+            changed = min(earlier, key=lambda activation: waits[activation].earliest)
+            frees[changed] = place
         elif more := [
-            kept for kept, wait in waits.items() if kept not in frees and wait.earliest <= place < wait.latest
+            activation
+            for activation, wait in waits.items()
+            if activation not in frees and wait.earliest <= place < wait.latest
         ]:
             now = self._starts[self._copies.launches[place][0]]
-            chosen = max(more, key=lambda kept: self._spare(kept, now))
-            frees[chosen], reloads[chosen] = place, waits[chosen].latest
+            changed = max(more, key=lambda activation: self._spare(activation, now))
+            frees[changed], reloads[changed] = place, waits[changed].latest
         else:
             return 0.0
-        return self._costs.stages[chosen[0]].activation
+        return self._costs.stages[changed[0]].activation
 
     def _amount(self, places: dict[Kept, int], place: int) -> float:
-        return sum(self._costs.stages[kept[0]].activation for kept, at in places.items() if at == place)
+        return sum(
+            self._costs.stages[activation[0]].activation for activation, at in places.items() if at == place
+        )
 
-    def _spare(self, kept: Kept, now: float) -> float:
+    def _spare(self, activation: Kept, now: float) -> float:
         """Return the time that is left for a copy to the host by ``now``, or for one back from there on."""
-        wait = self._waits[kept]
+        wait = self._waits[activation]
         return min(now - wait.since, wait.until - now) - wait.seconds

@@ -20,7 +20,7 @@ class Offload(Option):
     host_bytes: float | None = None
 
 
-def requested(
+def with_offload(
     request: Request,
     given: float | str,
     limit: float | str | None,
@@ -49,4 +49,4 @@ def requested(
 
 def of_call(request: Request, value: float | str, limit: float | str | None) -> Request:
     """Return ``request`` with what the argument ``offload`` of ``install`` asks for."""
-    return requested(request, value, limit, "offload", memory_limit.BY_CALL)
+    return with_offload(request, value, limit, "offload", memory_limit.BY_CALL)

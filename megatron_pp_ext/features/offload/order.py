@@ -20,7 +20,7 @@ from megatron_pp_ext.schedule.names import AUTO, FLEX
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 
 HOST_LINK = 25e9
-"""The bytes a second, each way, that are counted on where the machine is not known: those of PCIe 4 x16."""
+"""The bytes a second, each way, for an unknown machine: PCIe 4 x16."""
 
 PART_OF_FORWARD = 0.5
 """The part of a forward that a copy counts as where it is not known how many bytes a stage keeps."""
@@ -39,14 +39,14 @@ def offloaded(request: Request, option: Offload, costs: CostModel, before: Make)
     """
     if option.share == AUTO and request.is_compiled:
         return _compiled(request, costs, before)
-    made = before(request)
-    known = with_copy_seconds(_known(request, costs, made.schedule))
-    alone = without_copies(made.schedule, known)
-    timeline = _timeline(made.schedule, request, option.share, known)
+    result = before(request)
+    copy_costs = with_copy_seconds(_known(request, costs, result.schedule))
+    alone = without_copies(result.schedule, copy_costs)
+    timeline = _timeline(result.schedule, request, option.share, copy_costs)
     growth = timeline.makespan / alone.makespan - 1
     note = f"copies to the host make steps {growth:.1%} longer by the estimate"
-    notes = "; ".join(filter(None, (made.note, note if growth > _WORTH_SAYING else "")))
-    return replace(made, schedule=timeline.schedule, note=notes)
+    notes = "; ".join(filter(None, (result.note, note if growth > _WORTH_SAYING else "")))
+    return replace(result, schedule=timeline.schedule, note=notes)
 
 
 def with_copy_seconds(costs: Costs) -> Costs:
@@ -93,23 +93,23 @@ def _timeline(schedule: Schedule, request: Request, share: float | str, costs: C
 def _compiled(request: Request, costs: CostModel, before: Make) -> Made:
     """Return the shortest step found within the limit where activations may wait on the host.
 
-    What is compiled without copies stays if nothing is shorter.  Where a published family keeps the limit
-    with them, fewer trials search for it, and none where its lower bound is above that family's step.
+    The order compiled without copies stays if nothing is shorter.  Where a published family keeps the limit
+    with copies, fewer trials search for it, and none where its lower bound is above that family's step.
     """
-    known = with_copy_seconds(costs.of(request.finest))
-    budget = request.budget(known)
-    counted = budget.counted(known)
-    found = planned(request.placements, request.microbatches, counted, budget.ranks)
-    trials = request.trials if found is None else request.trials // _FEWER
-    if found is None:
+    all_costs = with_copy_seconds(costs.of(request.finest))
+    budget = request.budget(all_costs)
+    counted_costs = budget.counted(all_costs)
+    step = planned(request.placements, request.microbatches, counted_costs, budget.ranks)
+    trials = request.trials if step is None else request.trials // _FEWER
+    if step is None:
         return Made(before(replace(request, trials=trials)).schedule)
-    made = Made(replace(found.schedule, name=FLEX))
-    least = least_makespan(request.placements, request.microbatches, counted, budget.ranks)
-    if least > found.makespan * (1 + TOLERANCE):
-        return made
+    result = Made(replace(step.schedule, name=FLEX))
+    least = least_makespan(request.placements, request.microbatches, counted_costs, budget.ranks)
+    if least > step.makespan * (1 + TOLERANCE):
+        return result
     with suppress(InfeasibleLimit):
         alone = before(replace(request, trials=trials))
         stages = alone.schedule.placement.stages
-        if simulate(alone.schedule, counted.merged(stages)).makespan <= found.makespan:
+        if simulate(alone.schedule, counted_costs.merged(stages)).makespan <= step.makespan:
             return Made(alone.schedule)
-    return made
+    return result

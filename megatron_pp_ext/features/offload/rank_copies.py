@@ -1,15 +1,15 @@
 """The copies of one rank, chosen by the times of a step (arXiv 2503.01328, section 3).
 
-1. What waits longest is offloaded first: the stages are taken in the order of their mean wait, and of the
+1. The longest waits are offloaded first: the stages are taken in the order of their mean wait, and of the
    last one that is taken in part, microbatches at equal distances, so that the copies follow each other
    evenly.
 2. The copies to the host run one after the other, in the order of the forwards.
 3. A copy back ends as late as neither its backward waits nor a copy after it on the engine is put off.  It
    is launched at the last end of an action before that, since it takes memory from there on.
 4. The memory is freed at the first start of an action after the end of the copy, so that nothing waits.
-5. What would not be freed before its copy back is launched stays on the device: every other one of these,
+5. An activation that would not be freed before its reload is launched stays on the device: every other one,
    until none is left.
-6. What is reloaded already at the rank's fullest moment stays as well, as long as that lowers the peak:
+6. An activation reloaded before the rank's fullest moment stays as well, as long as that lowers the peak:
    before a long idle time a copy back is launched early.
 """
 
@@ -34,9 +34,9 @@ _TRIES = 32
 
 
 class Wait(NamedTuple):
-    """What waits from ``since`` to ``until``, and takes so many ``seconds`` to copy.
+    """Activations that wait from ``since`` to ``until``, and take so many ``seconds`` to copy.
 
-    Its copy back may be launched at those of the rank's steps that are from ``earliest`` to ``latest``.
+    Its copy back may be launched at the rank's steps from ``earliest`` to ``latest``.
     """
 
     kept: Kept
@@ -48,7 +48,7 @@ class Wait(NamedTuple):
 
 
 class PlannedCopy(NamedTuple):
-    """What is offloaded, with its times, and the actions before which it is freed and reloaded.
+    """An offloaded activation, with its times, and the actions before which it is freed and reloaded.
 
     ``is_useful`` is whether there is any time between the two.
     """
@@ -62,8 +62,8 @@ class PlannedCopy(NamedTuple):
 class RankCopies:
     """A rank of a step with its times, for which its copies are chosen.
 
-    ``launches`` are its actions, the two of a pair together, and ``waits`` what waits for a backward, in the
-    order of those.
+    ``launches`` are its actions, the two of a pair together, and ``waits`` its waiting activations, in the
+    order of their backwards.
     """
 
     def __init__(self, timeline: Timeline, rank: int) -> None:
@@ -91,29 +91,29 @@ class RankCopies:
         best = self._useful(waits, count)
         peak, moment = self._peak(best)
         for _ in range(_TRIES):
-            early = [one.times[:2] for one in best if one.times.launched <= moment < one.times.back[1]]
-            for some in (early[:1], early):
-                left = [wait for wait in waits if wait.kept not in some]
-                found = self._useful(left, count)
-                lower, at = self._peak(found)
+            early = [copy.times[:2] for copy in best if copy.times.launched <= moment < copy.times.back[1]]
+            for dropped in (early[:1], early):
+                remaining = [wait for wait in waits if wait.kept not in dropped]
+                choice = self._useful(remaining, count)
+                lower, at = self._peak(choice)
                 if lower < peak * (1 - ROUNDING):
-                    best, waits, peak, moment = found, left, lower, at
+                    best, waits, peak, moment = choice, remaining, lower, at
                     break
             else:
                 break
         return best
 
     def late(self, count: int) -> list[PlannedCopy]:
-        """Return so many copies, also those for whose end a backward has to wait."""
+        """Return so many copies, including some whose end delays a backward."""
         return self._placed(_chosen(self.waits, count))
 
     def _useful(self, waits: Sequence[Wait], count: int) -> list[PlannedCopy]:
         """Return so many copies of ``waits``, or of as many as are freed before they are reloaded."""
         while True:
-            found = self._placed(_chosen(waits, count))
-            staying = {one.times[:2] for one in [one for one in found if not one.is_useful][::2]}
+            copies = self._placed(_chosen(waits, count))
+            staying = {copy.times[:2] for copy in [copy for copy in copies if not copy.is_useful][::2]}
             if not staying:
-                return found
+                return copies
             waits = [wait for wait in waits if wait.kept not in staying]
 
     def least(self, limit: float) -> list[PlannedCopy]:
@@ -131,9 +131,9 @@ class RankCopies:
                 return best
         while low < high:
             middle = (low + high) // 2
-            found = choose(middle)
-            if self.peak(found) <= limit:
-                best, high = found, middle
+            copies = choose(middle)
+            if self.peak(copies) <= limit:
+                best, high = copies, middle
             else:
                 low = middle + 1
         return best
@@ -144,9 +144,9 @@ class RankCopies:
 
     def _peak(self, copies: Iterable[PlannedCopy]) -> tuple[float, float]:
         """Return the most that the rank keeps at one time, and when it first does."""
-        by_copies = changes_by((one.times for one in copies), self._timeline.costs)
+        by_copies = changes_by((copy.times for copy in copies), self._timeline.costs)
         changes = sorted([*self._changes, *by_copies])
-        live = list(accumulate(kept for _, kept in changes))
+        live = list(accumulate(change for _, change in changes))
         peak = max(live, default=0.0)
         return peak, changes[live.index(peak)][0] if changes else self._timeline.start
 
@@ -168,7 +168,7 @@ class RankCopies:
             launch = bisect_right(self._idle_from, possible + rounding) - 1
             launches[wait.kept] = min(max(launch, wait.earliest), wait.latest)
             returns[wait.kept] = start, start + wait.seconds
-        launching, found = set(launches.values()), []
+        launching, copies = set(launches.values()), []
         for wait in waits:
             launch, copied = launches[wait.kept], out[wait.kept][1]
             place = bisect_left(self._starts, copied - rounding)
@@ -178,18 +178,22 @@ class RankCopies:
             freed = max(copied, self._idle_from[place])
             times = Copied(*wait.kept, out[wait.kept], freed, self._idle_from[launch], returns[wait.kept])
             is_useful = freed < self._idle_from[launch] - rounding
-            found.append(PlannedCopy(times, self._steps[place], self._steps[launch], is_useful))
-        return found
+            copies.append(PlannedCopy(times, self._steps[place], self._steps[launch], is_useful))
+        return copies
 
 
 def _chosen(waits: Sequence[Wait], count: int) -> list[Wait]:
-    """Return ``count`` of ``waits``, or all if there are fewer: those of the stages that wait longest."""
+    """Return ``count`` of ``waits``, or all if there are fewer, of the stages that wait longest."""
     of_stage: dict[int, list[Wait]] = defaultdict(list)
     for wait in waits:
         of_stage[wait.kept[0]].append(wait)
-    chosen: set[Kept] = set()
-    for stage in sorted(of_stage, key=lambda stage: -fmean(one.until - one.since for one in of_stage[stage])):
-        own = of_stage[stage]
-        some = min(count - len(chosen), len(own))
-        chosen |= {own[(2 * at + 1) * len(own) // (2 * some)].kept for at in range(some)}
-    return [wait for wait in waits if wait.kept in chosen]
+    selected: set[Kept] = set()
+    for stage in sorted(
+        of_stage, key=lambda stage: -fmean(wait.until - wait.since for wait in of_stage[stage])
+    ):
+        stage_waits = of_stage[stage]
+        number = min(count - len(selected), len(stage_waits))
+        selected |= {
+            stage_waits[(2 * at + 1) * len(stage_waits) // (2 * number)].kept for at in range(number)
+        }
+    return [wait for wait in waits if wait.kept in selected]

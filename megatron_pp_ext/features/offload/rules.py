@@ -1,4 +1,4 @@
-"""What activations that wait on the host by a plan do not support."""
+"""The limits of planned offloading: flags that it does not support."""
 
 from megatron_pp_ext.job.rules.rule import Rule, Rules
 from megatron_pp_ext.schedule.names import AUTO

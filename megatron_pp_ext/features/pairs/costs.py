@@ -1,4 +1,4 @@
-"""What pairs of a forward and a backward hide of the exchanges of tokens between experts."""
+"""The token exchanges of experts that a pair of a forward and a backward hides."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Orders in pairs: those of families, and pairs for an order that has none.
+"""Orders in pairs: those that families define, and pairs that are added to an order without.
 
 For the latter it is chosen which forwards run together with the backward after them.
 
@@ -30,15 +30,15 @@ _ACTIONS = 200_000
 
 
 def compiled(
-    found: Timeline, origin: str, cuts: Sequence[tuple[Placement, Costs]], microbatches: int
+    shortest: Timeline, origin: str, cuts: Sequence[tuple[Placement, Costs]], microbatches: int
 ) -> Iterator[tuple[Timeline, str]]:
     """Yield what was ``found`` in pairs, and the families that have pairs; see ``Feature.compiled``.
 
     Nothing where a pair takes as long as its two actions.
     """
-    if found.costs.pair >= 1:
+    if shortest.costs.pair >= 1:
         return
-    yield in_pairs(found.schedule, found.costs), f"{origin}, in pairs"
+    yield in_pairs(shortest.schedule, shortest.costs), f"{origin}, in pairs"
     for name, entry in catalog.ENTRIES.items():
         for placement, costs in cuts:
             if entry.make_paired is None or entry.shape is not placement.shape:
@@ -53,7 +53,7 @@ def compiled(
 def paired(request: Request, before: Make) -> Made:
     """Return a family's order with pairs; a pass of ``compiler.make``.
 
-    ValueError for a family that has none.  What is compiled has its pairs already, a file its own.
+    ValueError for a family that has none.  A compiled order has its pairs already, a file its own.
     """
     if request.is_compiled or request.from_file is not None or request.schedule == FORWARD_ONLY:
         return before(request)
@@ -72,7 +72,7 @@ def counted(request: Request, costs: Costs) -> Costs:
 
 
 def in_pairs(schedule: Schedule, costs: Costs) -> Timeline:
-    """Return ``schedule``, which has no pairs, with those that shorten it; simulated with ``costs``."""
+    """Return ``schedule``, which has no pairs, with all pairs that shorten it; simulated with ``costs``."""
     best = simulate(_with(schedule, _without_circles(schedule, _adjacent(schedule))), costs)
     attempts = _ACTIONS // max(1, sum(map(len, schedule.orders)))
     # A late pair has less after it that its dissolution could shorten.
@@ -100,7 +100,7 @@ def _adjacent(schedule: Schedule) -> frozenset[Action]:
 
 
 def _without_circles(schedule: Schedule, paired: frozenset[Action]) -> frozenset[Action]:
-    """Return ``paired`` without those in which ranks wait for each other.
+    """Return ``paired`` without the pairs that make ranks wait for each other in a circle.
 
     Where no rank can continue, all pairs dissolve that ranks stand at: without pairs the order has no circle.
     """

@@ -1,4 +1,4 @@
-"""What forwards and backwards that run in pairs need, and what they do not support."""
+"""The requirements of forwards and backwards in pairs, and the flags that they do not support."""
 
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules.rule import Rule, Rules
@@ -7,7 +7,7 @@ from megatron_pp_ext.schedule import catalog
 
 def paired_schedules(job: RequestedJob) -> str:
     """Return the names of the schedules that can run forwards and backwards in pairs."""
-    *names, last = (one for one, entry in catalog.ENTRIES.items() if entry.make_paired)
+    *names, last = (name for name, entry in catalog.ENTRIES.items() if entry.make_paired)
     return f"{', '.join(names)} or {last}"
 
 

@@ -20,7 +20,7 @@ _WORTH_SHARING = 0.01
 """The part of a step that sharing the vocabulary has to save before ``auto`` chooses it."""
 
 _ATTEMPTS = 8
-"""The budgets tried for what the stages keep, so that the parts of the vocabulary fit in the limit too."""
+"""The budgets tried for the stages' activations, so that the parts of the vocabulary fit in the limit too."""
 
 
 def shared(request: Request, costs: CostModel, before: Make) -> Made:
@@ -59,34 +59,34 @@ def _shorter_of_both(request: Request, costs: CostModel, before: Make) -> Made:
 def _compiled(request: Request, costs: CostModel, before: Make) -> Schedule:
     """Compile with the parts of the vocabulary in the limit.
 
-    A fraction as limit is one of what 1F1B keeps without sharing.  Under ``auto`` each rank has what it has
-    free, but no less than the order needs that keeps least.
+    A fraction as limit is one of 1F1B's peak without sharing.  Under ``auto`` each rank has its free memory,
+    but no less than the order needs that keeps least.
     """
     is_auto = catalog.abilities(request.schedule).measures_memory
-    known = costs.of(request.finest)
+    split_costs = costs.of(request.finest)
     if is_auto and not isinstance(request.limit, Budget):
-        compiler = _Compiler(request, known, before)
+        compiler = _Compiler(request, split_costs, before)
         least = compiler.least(request.placement)
         if request.free is None:
             return least
         free = tuple(map(max, compiler.needed(least), request.free))
         return compiler.within(free, request.placement)
     budget = request.budget(costs.of(replace(request.finest, splits_head=False)))
-    compiler = _Compiler(request, budget.counted(known), before, budget.holds_messages)
-    found, reason = [], InfeasibleLimit()
+    compiler = _Compiler(request, budget.counted(split_costs), before, budget.holds_messages)
+    schedules, reason = [], InfeasibleLimit()
     for placement in request.placements:
         try:
-            found.append(compiler.within(budget.ranks, placement))
+            schedules.append(compiler.within(budget.ranks, placement))
         except InfeasibleLimit as error:
             reason = error
-    if not found:
+    if not schedules:
         raise reason
-    return min(found, key=lambda schedule: compiler.simulated(schedule).makespan)
+    return min(schedules, key=lambda schedule: compiler.simulated(schedule).makespan)
 
 
 @dataclass(frozen=True, slots=True)
 class _Compiler:
-    """Compiles with the ranks' parts of a vocabulary; ``costs`` are those of the finest stages."""
+    """Compiles orders with the vocabulary's S and T on every rank; ``costs`` are of the finest stages."""
 
     request: Request
     costs: Costs
@@ -99,25 +99,25 @@ class _Compiler:
         It is no longer than the one for the least limit on all ranks: more memory on some of them does not
         always lead the compiler to a shorter schedule.
         """
-        own = self._keeping(limits, placement)
+        schedule = self._keeping(limits, placement)
         if len(set(limits)) == 1:
-            return own
+            return schedule
         with suppress(InfeasibleLimit):
             alike = self._keeping((min(limits),) * len(limits), placement)
-            return min(own, alike, key=lambda one: self.simulated(one).makespan)
-        return own
+            return min(schedule, alike, key=lambda order: self.simulated(order).makespan)
+        return schedule
 
     def _keeping(self, limits: Sequence[float], placement: Placement) -> Schedule:
         """Return a schedule that keeps ``limits``; InfeasibleLimit without one.
 
-        What the parts keep is known once they are in the order, so the budgets of the stages are lowered by
-        what was too much.  The last try is the order that keeps least.
+        The parts' bytes are known once they are in the order, so the budgets of the stages are lowered by
+        the excess.  The last try is the order that keeps least.
         """
         budgets = list(limits)
         with suppress(InfeasibleLimit):
             for _ in range(_ATTEMPTS):
                 schedule = self._shared(budgets, placement)
-                excess = [needed - limit for needed, limit in zip(self.needed(schedule), limits, strict=True)]
+                excess = [amount - limit for amount, limit in zip(self.needed(schedule), limits, strict=True)]
                 if max(excess) <= 0:
                     return schedule
                 budgets = [budget - max(0.0, more) for budget, more in zip(budgets, excess, strict=True)]
@@ -125,14 +125,14 @@ class _Compiler:
                     break
         least = self.least(placement)
         needs = self.needed(least)
-        rank, limit, needed = max(
-            zip(range(len(needs)), limits, needs, strict=True), key=lambda one: one[2] - one[1]
+        rank, limit, peak = max(
+            zip(range(len(needs)), limits, needs, strict=True), key=lambda entry: entry[2] - entry[1]
         )
-        if needed <= limit:
+        if peak <= limit:
             return least
         raise InfeasibleLimit(
             f"a memory limit of {limit:.6g} on rank {{rank}} has no room for the parts of a shared "
-            f"vocabulary, with which the order that keeps least keeps {needed:.6g} there; raise "
+            f"vocabulary, with which the order that keeps least keeps {peak:.6g} there; raise "
             "--pipeline-memory-limit, or leave --pipeline-vocabulary out",
             rank,
         )

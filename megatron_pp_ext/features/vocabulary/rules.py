@@ -1,4 +1,4 @@
-"""What a vocabulary that all ranks of a pipeline share does not support."""
+"""The limits of vocabulary parallelism: flags that it does not support."""
 
 from megatron_pp_ext.features.vocabulary.names import SHARED
 from megatron_pp_ext.job.rules.rule import Rule, Rules

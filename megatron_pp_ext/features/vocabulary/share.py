@@ -63,8 +63,10 @@ def share(build: Callable[[int], Schedule], microbatches: int) -> Schedule:
     if not candidates:
         raise InvalidSchedule("the ranks wait for each other: let schedule.check name the actions")
     shortest = min(run.end for run in candidates)
-    chosen = min((run for run in candidates if run.end <= _NEARLY * shortest), key=lambda run: run.most_kept)
-    return replace(schedule, placement=placement, orders=chosen.orders)
+    schedule_run = min(
+        (run for run in candidates if run.end <= _NEARLY * shortest), key=lambda run: run.most_kept
+    )
+    return replace(schedule, placement=placement, orders=schedule_run.orders)
 
 
 def share_evaluation(schedule: Schedule) -> Schedule:
@@ -84,10 +86,10 @@ def without_weight_gradients(schedule: Schedule) -> Schedule:
     orders = (tuple(action for action in order if action.kind is not Kind.T) for order in schedule.orders)
     following: dict[Action, Action] = {}
     for order in schedule.orders:
-        left = order[-1]
+        successor = order[-1]
         for action in reversed(order):
-            left = left if action.kind is Kind.T else action
-            following[action] = left
+            successor = successor if action.kind is Kind.T else action
+            following[action] = successor
     return replace(schedule, orders=tuple(orders), copies=schedule.copies.with_actions(following.__getitem__))
 
 
@@ -136,8 +138,8 @@ def _run(orders: Sequence[Order], placement: Placement, microbatches: int) -> "_
     run = _Paper(orders, placement)
     while run.moments:
         run.go_on(*heapq.heappop(run.moments))
-    wanted = sum(map(len, orders)) + placement.ranks * microbatches * (1 + run.has_backwards)
-    return run if sum(map(len, run.done)) == wanted else None
+    actions = sum(map(len, orders)) + placement.ranks * microbatches * (1 + run.has_backwards)
+    return run if sum(map(len, run.done)) == actions else None
 
 
 class _Paper:
@@ -174,11 +176,11 @@ class _Paper:
     @property
     def most_kept(self) -> float:
         """The most stages' activations that a rank has kept at one time."""
-        kept = Costs.unit(self._placement).kept
-        return max(max(accumulate(map(kept, order))) for order in self.done)
+        growth = Costs.unit(self._placement).kept
+        return max(max(accumulate(map(growth, order))) for order in self.done)
 
     def go_on(self, moment: int, rank: int) -> None:
-        """Let ``rank`` do at ``moment`` what it should do first, if it is free and can do anything."""
+        """Let ``rank`` run its first possible action at ``moment``, if it is free."""
         if moment < self._now[rank]:
             return  # It is busy, and its end is another moment.
         action = self._choice(moment, rank)

@@ -30,7 +30,7 @@ _chunk_of: dict[int, int] = {}
 
 @contextmanager
 def reporting_to(recorder: StepRecorder, model: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Report to ``recorder`` what happens to the chunks of ``model`` within the context."""
+    """Report the actions of the chunks of ``model`` to ``recorder`` within the context."""
     global _recorder
     _recorder = recorder
     _chunk_of.update(
@@ -75,8 +75,12 @@ def record_forward(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     placement = requested.require().placement
     rank = parallel_state.get_pipeline_model_parallel_rank()
     stage = placement.stage_of(rank, kwargs.get("vp_stage") or 0)
-    given = bound(stock, *args, **kwargs).arguments
-    microbatch, received, config = given["current_microbatch"], given["input_tensor"], given["config"]
+    arguments = bound(stock, *args, **kwargs).arguments
+    microbatch, received, config = (
+        arguments["current_microbatch"],
+        arguments["input_tensor"],
+        arguments["config"],
+    )
     for tensor in received if isinstance(received, list) else [received]:
         if tensor is not None and config.distribute_saved_activations:
             keep_shape(tensor)
@@ -125,5 +129,5 @@ def _key(output: Any) -> int:
 
 
 def _recorder_of_stock() -> StepRecorder | None:
-    """Return the recorder if stock's schedule runs; the executor reports what ours run."""
+    """Return the recorder if stock's schedule runs; the executor reports the actions of ours."""
     return _recorder if _recorder is not None and requested.require().source is None else None

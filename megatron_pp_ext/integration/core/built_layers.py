@@ -19,7 +19,7 @@ _LAYER = re.compile(r"decoder\.layers\.\d+")
 
 
 class Built(NamedTuple):
-    """What a chunk has: the numbers of its layers, from 1, the embedding and the output head."""
+    """The layers of a chunk by number, from 1, and whether it has the embedding and the output head."""
 
     layers: tuple[int, ...]
     embeds: bool
@@ -39,7 +39,7 @@ def require_as_placed(model: Sequence[torch.nn.Module], pipeline: Pipeline, grou
 
 
 def built(chunk: torch.nn.Module) -> Built:
-    """Return what ``chunk`` has, whatever it is wrapped in."""
+    """Return the layers of ``chunk``, under any wrappers."""
     part: Any = chunk_pipelines.part_of(chunk)
     layers = tuple(numbers_of_layers(part).values())
     return Built(layers, *(bool(getattr(part, end, False)) for end in ("pre_process", "post_process")))
@@ -66,19 +66,19 @@ def misplaced(gathered: Sequence[Sequence[Built]], placement: Placement) -> str:
     expected = 1
     for stage in range(placement.stages):
         rank, chunk = placement.rank_of(stage), placement.chunk_of(stage)
-        found = gathered[rank][chunk]
-        where = f"chunk {chunk} of pipeline rank {rank} is stage {stage}"
-        wanted = tuple(range(expected, expected + len(found.layers)))
-        if found.layers != wanted:
-            has = ", ".join(map(str, found.layers))
-            return f"{where}, which has to begin with layer {expected}, and has layers {has}; {_FIX}"
-        expected += len(found.layers)
+        built = gathered[rank][chunk]
+        position = f"chunk {chunk} of pipeline rank {rank} is stage {stage}"
+        layers = tuple(range(expected, expected + len(built.layers)))
+        if built.layers != layers:
+            has = ", ".join(map(str, built.layers))
+            return f"{position}, which has to begin with layer {expected}, and has layers {has}; {_FIX}"
+        expected += len(built.layers)
         for end, has_end, at in (
-            ("embedding", found.embeds, 0),
-            ("output layer", found.has_head, placement.stages - 1),
+            ("embedding", built.embeds, 0),
+            ("output layer", built.has_head, placement.stages - 1),
         ):
             if has_end is not (stage == at):
-                return f"{where}, and {'has' if has_end else 'lacks'} the model's {end}; {_FIX}"
+                return f"{position}, and {'has' if has_end else 'lacks'} the model's {end}; {_FIX}"
     return ""
 
 

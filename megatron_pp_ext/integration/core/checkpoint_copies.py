@@ -26,13 +26,13 @@ def write_copies_once(stock: Callable[..., None], sharded_state_dict: Any, *args
     chosen rank the one to write, then refuses to write a tensor twice.
     """
     stock(sharded_state_dict, *args, **kwargs)
-    written = set()
+    places = set()
     for shard in nested_values(sharded_state_dict):
         # Stock marks a tensor that this rank is to write with 0, any other with 1.
         if isinstance(shard, ShardedTensor) and shard.replica_id == 0:
             place = _sharded_tensor_shard_id(shard)
-            shard.replica_id = int(place in written)
-            written.add(place)
+            shard.replica_id = int(place in places)
+            places.add(place)
 
 
 def separate_copies(state: dict[str, Any]) -> None:
@@ -40,15 +40,15 @@ def separate_copies(state: dict[str, Any]) -> None:
 
     The optimizer uses its state as it is loaded, so two tied weights would update the same moments.
     """
-    seen = set()
+    places = set()
 
     def separate(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.numel() == 0:
             return value
         place = tuple(tensor.data_ptr() for tensor in plain_tensors(value))
-        if place in seen:
+        if place in places:
             return value.clone()
-        seen.add(place)
+        places.add(place)
         return value
 
     dict_list_map_inplace(separate, state)

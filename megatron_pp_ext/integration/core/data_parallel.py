@@ -75,11 +75,11 @@ class _Sum:
 
 
 Gradients = Iterable[tuple[Any, torch.Tensor]]
-"""Weights, and what is to be added to the gradient of each."""
+"""Weights, and the summands of each one's gradient."""
 
 
 def defer_weights(weights: Iterable[Any], gradients: Callable[[], Gradients]) -> Callable[[], None]:
-    """Return work that adds ``gradients()`` to those of ``weights``, called in the backward that needs it.
+    """Return work that adds ``gradients()`` to the gradients of ``weights``, called in the backward for them.
 
     A weight that this backward uses several times gets them at the last use, as their sum; a weight that is
     not among ``gradients()``, whose product has added its gradient itself, gets none.  The last piece of work
@@ -90,8 +90,8 @@ def defer_weights(weights: Iterable[Any], gradients: Callable[[], Gradients]) ->
     def work() -> None:
         for weight, gradient in gradients():
             sums[weight].add(weight, gradient)
-        for weight, one in sums.items():
-            one.use_is_done(weight)
+        for weight, gradient_sum in sums.items():
+            gradient_sum.use_is_done(weight)
             weight.deferred -= 1
             if not weight.deferred and hasattr(weight, "count"):
                 weight.count()
@@ -102,12 +102,12 @@ def defer_weights(weights: Iterable[Any], gradients: Callable[[], Gradients]) ->
 def _open_sum(weight: Any) -> _Sum:
     """Return the sum of ``weight`` in the present run of autograd's engine, with one use more."""
     run = torch._C._current_graph_task_id()
-    found: _Sum | None = getattr(weight, "sum_of_uses", None)
-    if found is None or found.run != run:
-        weight.sum_of_uses = found = _Sum(run)
-    found.left += 1
+    gradient_sum: _Sum | None = getattr(weight, "sum_of_uses", None)
+    if gradient_sum is None or gradient_sum.run != run:
+        weight.sum_of_uses = gradient_sum = _Sum(run)
+    gradient_sum.left += 1
     weight.deferred = getattr(weight, "deferred", 0) + 1
-    return found
+    return gradient_sum
 
 
 def add_gradient(parameter: Any, gradient: torch.Tensor) -> None:
@@ -183,7 +183,7 @@ class DataParallel:
     def overlaps(self) -> bool:
         """Whether gradients are reduced while the step goes on."""
         settings = (getattr(chunk, "ddp_config", None) for chunk in self._model)
-        is_counted = any(getattr(one, "overlap_grad_reduce", False) for one in settings)
+        is_counted = any(getattr(config, "overlap_grad_reduce", False) for config in settings)
         return not self._is_forced and (self._reduce is not None or is_counted)
 
     def reduce_as(
@@ -195,7 +195,7 @@ class DataParallel:
     ) -> None:
         """Reduce the chunks in the order in which they are complete in an ``ordinary`` step.
 
-        ``actions`` are those of this step.  Where they complete gradients in another order than the ordinary
+        ``actions`` are this step's.  Where they complete gradients in another order than the ordinary
         ones do, each chunk is reduced as a whole; and with ``as_whole`` in any case, since other replicas may
         complete them in other orders.
         """

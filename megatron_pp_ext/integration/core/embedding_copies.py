@@ -63,7 +63,7 @@ def _predicting_in_group(pipeline: Pipeline) -> int | None:
 
 
 def tie_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
-    """Start copies of the embedding that stock leaves at zero as what they copy; collective over a pipeline.
+    """Start copies of the embedding, which stock leaves at zero, with its values; collective over a pipeline.
 
     Stock fills them by an all-reduce over its embedding group; under a V both are on one rank.
     """
@@ -115,16 +115,16 @@ def sum_tied_gradients(
     group = parallel_state.get_pipeline_model_parallel_group()
     tied = _tied_weights(model, group.rank() == pipeline.embedding_rank) or ()
     gradients = [getattr(weight, "main_grad", None) for weight in tied]
-    both = [gradient for gradient in gradients if gradient is not None]  # none of a frozen embedding
-    if len(both) == 2:
-        both[0].add_(both[1])
+    present = [gradient for gradient in gradients if gradient is not None]  # none of a frozen embedding
+    if len(present) == 2:
+        present[0].add_(present[1])
     if _predicting_in_group(pipeline) not in (None, pipeline.embedding_rank):
         stock(model, *args, **kwargs)
     link = _link(model, pipeline, group)
     if link and (gradient := getattr(link.weight, "main_grad", None)) is not None:
         link.sum(gradient)
-    if len(both) == 2:
-        both[1].copy_(both[0])
+    if len(present) == 2:
+        present[1].copy_(present[0])
 
 
 class _Link:
@@ -157,9 +157,9 @@ class _Link:
         dist.send(numbers.to(self._wire), self._peer, group=self._group)
 
     def _received(self, numbers: torch.Tensor) -> torch.Tensor:
-        found = torch.empty_like(numbers, device=self._wire)
-        dist.recv(found, self._peer, group=self._group)
-        return found.to(numbers.device)
+        received = torch.empty_like(numbers, device=self._wire)
+        dist.recv(received, self._peer, group=self._group)
+        return received.to(numbers.device)
 
 
 def _link(chunks: Sequence[torch.nn.Module], pipeline: Pipeline, group: dist.ProcessGroup) -> _Link | None:

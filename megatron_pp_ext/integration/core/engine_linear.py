@@ -41,17 +41,17 @@ def split_backwards(model: Iterable[Any]) -> None:
 
 
 def without_bulk_overlap(model: Iterable[Any]) -> bool:
-    """Turn off those overlaps of --tp-comm-overlap that a split backward cannot have; return if any was on.
+    """Turn off the overlaps of --tp-comm-overlap that a split backward cannot have; return if any was on.
 
     In bulk, the product of the weight's gradient scatters that of the input, and the product of the input's
     gradient gathers the input for the other one.  The two products are no longer next to each other.
     """
-    found = False
+    had_overlap = False
     for module in _linear_layers(model):
         for name in ("ub_bulk_wgrad", "ub_bulk_dgrad"):
-            found = found or getattr(module, name, False)
+            had_overlap = had_overlap or getattr(module, name, False)
             setattr(module, name, False)
-    return found
+    return had_overlap
 
 
 def _linear_layers(model: Iterable[Any]) -> Iterator[Any]:
@@ -107,34 +107,34 @@ class DeferringStore:
 
         def gradients() -> Gradients:
             operands = [*map(whole, waiting), *buffers]
-            found = self._gradients(product(*operands), operands)
-            return [one for one in found if _is_trained(one[0])]
+            pairs = self._gradients(product(*operands), operands)
+            return [pair for pair in pairs if _is_trained(pair[0])]
 
         work = defer_weights(filter(_is_trained, (*self._weights, *self._biases)), gradients)
         parts = [part for operand in waiting for part in getattr(operand, "parts", ())]
         # Fused, the buffers are the gradients themselves, which are no activations.
-        held = plain_tensors([*waiting, *([] if self._is_fused else buffers)])
+        tensors = plain_tensors([*waiting, *([] if self._is_fused else buffers)])
         is_free = not any(map(has_second_use, self._weights))
-        STORE.defer(work, *held, *(part.part for part in parts), parts=parts, layer=layer, is_free=is_free)
+        STORE.defer(work, *tensors, *(part.part for part in parts), parts=parts, layer=layer, is_free=is_free)
 
     def _own_parts(self, pair: list[Any]) -> list[Any]:
-        """Return ``pair``, input and gradient, with this rank's own part of what the module has gathered."""
+        """Return ``pair``, input and gradient, with this rank's own part in place of a gathered operand."""
         module = self._module
         gathered = _GATHERED.get(getattr(module, "parallel_mode", None))
         if gathered is None or not getattr(module, "sequence_parallel", False):
             return pair
         if module.parallel_mode == "column" and _is_part(*pair):
             # I has gathered nothing; see ``gather_in_w``.
-            rows, *others = pair[0].shape
-            whole_shape = torch.Size([rows * module.tp_size, *others])
+            rows, *dimensions = pair[0].shape
+            whole_shape = torch.Size([rows * module.tp_size, *dimensions])
             return [OwnPart(pair[0], module.tp_group, whole_shape), pair[1]]
-        own = own_operand(pair[gathered], module.tp_group)
-        return [own if place == gathered else operand for place, operand in enumerate(pair)]
+        own_part = own_operand(pair[gathered], module.tp_group)
+        return [own_part if place == gathered else operand for place, operand in enumerate(pair)]
 
     def _gradients(self, result: Any, operands: Sequence[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
-        """Yield the parameters to whose gradients W still has to add, each with what to add.
+        """Yield the parameters whose gradients W still has to add, each with the gradient.
 
-        A fused product has added the weights' gradients itself; those of biases come with the product, unless
+        A fused product has added the weights' gradients itself; biases' come with the product, unless
         I computed them.  A fused product computes these in the dtype of its buffers
         (``csrc/extensions/gemm.cpp``, seen on an H100 with 2.16.1); autograd would round them to the bias's.
         """
@@ -167,16 +167,16 @@ def gather_in_w(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     It is the only gather that Transformer Engine's linear layers launch asynchronously.  That of quantized
     inputs stays, since a layer prepares the result for its product; so does that of a layer whose backward
-    does not tell its store (``Linear`` from 2.16 on, but not ``LayerNormLinear``).
+    does not know its store (``Linear`` from 2.16 on, but not ``LayerNormLinear``).
     """
 
-    def gather(inp: Any, process_group: Any, async_op: bool = False, *others: Any, **more: Any) -> Any:
-        is_plain = type(inp) is torch.Tensor and more.get("quantizer") is None and not any(others)
+    def gather(inp: Any, process_group: Any, async_op: bool = False, *more_args: Any, **more: Any) -> Any:
+        is_plain = type(inp) is torch.Tensor and more.get("quantizer") is None and not any(more_args)
         if async_op and is_plain:
             store = getattr(torch._C._current_autograd_node(), "wgrad_store", None)
             if isinstance(store, DeferringStore) and store.defers:
                 return inp, None
-        return stock(inp, process_group, async_op, *others, **more)
+        return stock(inp, process_group, async_op, *more_args, **more)
 
     return gather
 
@@ -228,7 +228,7 @@ def _read_by_w(operand: Any) -> Any:
     W gets another handle.  Storages of Transformer Engine 2.3 have no ``update_usage`` and keep both copies.
     """
     if isinstance(operand, list | tuple):
-        return [_read_by_w(one) for one in operand]
+        return [_read_by_w(member) for member in operand]
     if not hasattr(operand, "get_data_tensors"):
         return operand
     if isinstance(operand, torch.Tensor):

@@ -1,4 +1,4 @@
-"""What waits for W of an operand that Transformer Engine gathered: this rank's own part of it.
+"""Operands that Transformer Engine gathered and that wait for W: this rank keeps its own part.
 
 A quantized operand keeps its numbers and its scales in plain tensors of their own.  Those that the product of
 a weight gradient reads have the tokens along one dimension, padded or not; by class (Transformer Engine 2.3
@@ -66,7 +66,7 @@ class OwnOperand:
 def own_operand(operand: Any, group: dist.ProcessGroup) -> Any:
     """Return this rank's own part of ``operand``, which ``group`` has gathered: an OwnPart or an OwnOperand.
 
-    What cannot be cut is returned as it is.
+    An operand that cannot be cut is returned as it is.
     """
     if type(operand) is torch.Tensor:
         return OwnPart.cut(operand, group)
@@ -75,11 +75,11 @@ def own_operand(operand: Any, group: dist.ProcessGroup) -> Any:
         return operand
     (attribute, data), *_ = layout.items()
     tokens = getattr(operand, attribute).shape[data.dim] * data.block
-    if any(tokens % (dist.get_world_size(group) * where.block) for where in layout.values()):
+    if any(tokens % (dist.get_world_size(group) * place.block) for place in layout.values()):
         return operand
     parts = {
-        attribute: OwnPart.cut(getattr(operand, attribute), group, where.dim, tokens // where.block)
-        for attribute, where in layout.items()
+        attribute: OwnPart.cut(getattr(operand, attribute), group, place.dim, tokens // place.block)
+        for attribute, place in layout.items()
     }
     return OwnOperand(operand, parts)
 

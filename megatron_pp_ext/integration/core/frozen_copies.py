@@ -17,14 +17,14 @@ from megatron_pp_ext.integration.core.parameter_marks import half_frozen
 
 def require_alike(model: Sequence[torch.nn.Module]) -> None:
     """Raise ValueError, on all ranks, unless the job's copies and parts of each weight agree; collective."""
-    own = {
+    local = {
         (EMBEDDING if name == OUTPUT and has_tied_output(chunk) else name, parameter.requires_grad)
         for chunk in unwrap_model(list(model))
         for name, parameter in chunk.named_parameters()
         if name in (EMBEDDING, OUTPUT)
     }
-    gathered: list[set[tuple[str, bool]]] = [own] * dist.get_world_size()
-    dist.all_gather_object(gathered, own)
+    gathered: list[set[tuple[str, bool]]] = [local] * dist.get_world_size()
+    dist.all_gather_object(gathered, local)
     for name in (EMBEDDING, OUTPUT):
         frozen, trained = (
             [rank for rank, weights in enumerate(gathered) if (name, is_trained) in weights]

@@ -18,7 +18,7 @@ def global_parameters(chunks: Sequence[torch.nn.Module]) -> list[tuple[str, torc
 
     A tied output weight goes by the name of the embedding that it copies, so a name can come twice.
     """
-    named = []
+    pairs = []
     for chunk in unwrap_model(list(chunks)):
         layers = numbers_of_layers(chunk)
         for name, parameter in chunk.named_parameters():
@@ -27,8 +27,8 @@ def global_parameters(chunks: Sequence[torch.nn.Module]) -> list[tuple[str, torc
                 name = f"decoder.layers.{layers[layer]}{name[len(layer) :]}"
             elif name == OUTPUT and has_tied_output(chunk):
                 name = EMBEDDING
-            named.append((_global_expert(name, chunk.config.num_moe_experts), parameter))
-    return named
+            pairs.append((_global_expert(name, chunk.config.num_moe_experts), parameter))
+    return pairs
 
 
 def _global_expert(name: str, experts: int | None) -> str:
@@ -37,8 +37,8 @@ def _global_expert(name: str, experts: int | None) -> str:
     if not dot or experts is None:
         return name
     index, _, after = expert.partition(".")
-    here = experts // mpu.get_expert_model_parallel_world_size()
-    return f"{before}{dot}{mpu.get_expert_model_parallel_rank() * here + int(index)}.{after}"
+    local_experts = experts // mpu.get_expert_model_parallel_world_size()
+    return f"{before}{dot}{mpu.get_expert_model_parallel_rank() * local_experts + int(index)}.{after}"
 
 
 def has_tied_output(chunk: torch.nn.Module) -> bool:

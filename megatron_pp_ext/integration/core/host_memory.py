@@ -1,4 +1,4 @@
-"""The memory of the host that a rank may take: its part of what the machine and its cgroups have free.
+"""The host memory that a rank may take: its part of the machine's and its cgroups' free memory.
 
 A process that takes more than its cgroup allows, such as a container's or a batch job's, is killed, however
 much the machine has.
@@ -36,7 +36,7 @@ def counted_host_bytes() -> int:
     pools = _pools()
     pools_of_ranks: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(pools_of_ranks, [*pools])
-    return min(free // sum(pool in others for others in pools_of_ranks) for pool, free in pools.items())
+    return min(free // sum(pool in names for names in pools_of_ranks) for pool, free in pools.items())
 
 
 def _pools() -> dict[str, int]:
@@ -47,22 +47,22 @@ def _pools() -> dict[str, int]:
     machine = BOOT.read_text().strip() if BOOT.exists() else platform.node()
     pools = {machine: psutil.virtual_memory().available}
     for folder in _cgroups():
-        for limit, used, reclaimed in _FILES:
+        for limit, usage, reclaimed in _FILES:
             if (folder / limit).exists() and (most := (folder / limit).read_text().strip()) != "max":
                 fields = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                free = int(most) - int((folder / used).read_text()) + int(fields.get(reclaimed, 0))
+                free = int(most) - int((folder / usage).read_text()) + int(fields.get(reclaimed, 0))
                 pools[f"{machine} {folder.stat().st_ino}"] = max(0, free)
     return pools
 
 
 def _cgroups() -> Iterator[Path]:
-    """Yield the folders of this process's cgroup that controls memory, and of those around it."""
+    """Yield the folders of this process's cgroup that controls memory, and of its parents."""
     for line in OWN.read_text().splitlines() if OWN.exists() else ():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
         root = CGROUPS / "memory" if controllers else CGROUPS
         # A container may see the path that its cgroup has outside, where its own root is the cgroup itself.
-        own = Path(os.path.normpath(f"{root}/{path}"))
-        around = (folder for folder in (own, *own.parents) if folder.is_relative_to(root))
+        cgroup = Path(os.path.normpath(f"{root}/{path}"))
+        around = (folder for folder in (cgroup, *cgroup.parents) if folder.is_relative_to(root))
         yield from (folder for folder in dict.fromkeys((*around, root)) if folder.exists())

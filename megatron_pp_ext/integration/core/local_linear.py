@@ -34,15 +34,15 @@ _LINEAR = (
 def split_backward(stock: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
     """Derive from Megatron's linear function one that can leave its weight gradient for later.
 
-    What is added to the gradients, and in which order, is what stock adds: the numbers are the same.
+    The summands of gradients, and their order, are stock's: the numbers are the same.
     """
 
     class SplitLinearWithGradAccumulation(stock):  # type: ignore[valid-type,misc]
         @staticmethod
-        def forward(ctx: Any, input: torch.Tensor, weight: torch.nn.Parameter, *others: Any) -> Any:
+        def forward(ctx: Any, input: torch.Tensor, weight: torch.nn.Parameter, *more: Any) -> Any:
             # Saved tensors may come back as aliases, without the attributes that Megatron gave the parameter.
             ctx.parameter = weight
-            return stock.forward(ctx, input, weight, *others)
+            return stock.forward(ctx, input, weight, *more)
 
         @staticmethod
         @torch.amp.custom_bwd(device_type="cuda")
@@ -57,8 +57,8 @@ def split_backward(stock: type[torch.autograd.Function]) -> type[torch.autograd.
             bias_gradient = gradient.flatten(0, -2).sum(dim=0) if ctx.use_bias else None
             if message is not None:
                 message.wait()
-            others = [None] * (len(ctx.needs_input_grad) - 3)
-            return input_gradient, None, bias_gradient, *others
+            more = [None] * (len(ctx.needs_input_grad) - 3)
+            return input_gradient, None, bias_gradient, *more
 
     return SplitLinearWithGradAccumulation
 
@@ -81,8 +81,8 @@ def _defer(ctx: Any, input: torch.Tensor, gradient: torch.Tensor, layer: LayerKi
     weight, fused = ctx.parameter, ctx.gradient_accumulation_fusion
     operands: list[torch.Tensor | OwnPart] = [gradient, input]
     if ctx.sequence_parallel:
-        rows, *others = input.shape
-        shape = torch.Size([rows * ctx.tp_group.size(), *others])
+        rows, *dimensions = input.shape
+        shape = torch.Size([rows * ctx.tp_group.size(), *dimensions])
         operands[1] = OwnPart(input, ctx.tp_group, shape)
     elif (group := _GROUPS.get(weight)) is not None and not STORE.runs_soon:
         operands[0] = OwnPart.cut(gradient, group)
@@ -96,11 +96,11 @@ def _defer(ctx: Any, input: torch.Tensor, gradient: torch.Tensor, layer: LayerKi
         return [(weight, gradient_2d.t().matmul(input_2d))]
 
     parts = [operand for operand in operands if isinstance(operand, OwnPart)]
-    held = (operand.part if isinstance(operand, OwnPart) else operand for operand in operands)
+    tensors = (operand.part if isinstance(operand, OwnPart) else operand for operand in operands)
     work = defer_weights([weight], weight_gradient)
     if layer is LayerKind.SENDS_NOTHING and not getattr(weight, "allreduce", True):
         layer = LayerKind.IS_EXPERT
-    STORE.defer(work, *held, parts=parts, layer=layer, is_free=not has_second_use(weight))
+    STORE.defer(work, *tensors, parts=parts, layer=layer, is_free=not has_second_use(weight))
 
 
 _GROUPS: WeakIdKeyDictionary = WeakIdKeyDictionary()

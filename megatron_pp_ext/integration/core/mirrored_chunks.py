@@ -166,7 +166,9 @@ def _require_chunk_argument(build_chunk: Callable[..., Any]) -> None:
     """Raise ValueError if ``build_chunk`` cannot be given which of several chunks it is to build."""
     chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
     parameters = inspect.signature(build_chunk).parameters.values()
-    takes_any = any(one.name == "vp_stage" or one.kind is one.VAR_KEYWORD for one in parameters)
+    takes_any = any(
+        parameter.name == "vp_stage" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters
+    )
     if chunks > 1 and not takes_any:
         name = getattr(build_chunk, "__qualname__", str(build_chunk))
         raise ValueError(
@@ -175,18 +177,18 @@ def _require_chunk_argument(build_chunk: Callable[..., Any]) -> None:
         )
 
 
-def build_chunk_placed(build: Callable[..., Any], pg_collection: Any, *, vp_stage: int, **others: Any) -> Any:
+def build_chunk_placed(build: Callable[..., Any], pg_collection: Any, *, vp_stage: int, **more: Any) -> Any:
     """Build chunk ``vp_stage`` by ``build``, a mirrored one as the mirror image of this rank builds it.
 
-    ``build`` takes ``pg_collection``, ``vp_stage``, ``pre_process``, ``post_process`` and ``others``.
+    ``build`` takes ``pg_collection``, ``vp_stage``, ``pre_process``, ``post_process`` and ``more``.
     """
     pipeline = requested.require()
     if not pipeline.is_mirrored(vp_stage):
-        return build(pg_collection=pg_collection, vp_stage=vp_stage, **others)
+        return build(pg_collection=pg_collection, vp_stage=vp_stage, **more)
     stage = pipeline.placement.stage_of(pg_collection.pp.rank(), vp_stage)
-    others |= {"pre_process": stage == 0, "post_process": stage == pipeline.placement.stages - 1}
+    more |= {"pre_process": stage == 0, "post_process": stage == pipeline.placement.stages - 1}
     with mirrored_rank():
-        chunk = build(pg_collection=placed_groups(pg_collection), vp_stage=vp_stage, **others)
+        chunk = build(pg_collection=placed_groups(pg_collection), vp_stage=vp_stage, **more)
     stock_state_dict = chunk.sharded_state_dict
 
     @functools.wraps(stock_state_dict)

@@ -79,7 +79,7 @@ class ProgramOffloadManager(PipelineOffloadManager):
         return None if self._is_warmup and front is self._cur_forward_chunk else front
 
     def on_save_for_backward(self, tensor: torch.Tensor) -> Any:
-        """Let the activation meter count what the manager has on the device, and what it does not want."""
+        """Let the activation meter count tensors that the manager keeps on the device or does not take."""
         saved, meter = super().on_save_for_backward(tensor), watching()
         if isinstance(saved, torch.Tensor):
             return saved if meter is None else meter.pack(saved)
@@ -90,29 +90,29 @@ class ProgramOffloadManager(PipelineOffloadManager):
         return saved
 
     def on_get_saved_tensor(self, saved_state: Any) -> torch.Tensor:
-        """Return what ``on_save_for_backward`` was given."""
+        """Return the tensor that ``on_save_for_backward`` took."""
         if isinstance(saved_state, torch.Tensor | tuple):
             tensor: torch.Tensor = super().on_get_saved_tensor(saved_state)
             return tensor
         return ActivationMeter.unpack(saved_state)
 
 
-class _Counted:
+class _MeterToken:
     """Lives as long as the activation meter has to count a tensor."""
 
     __slots__ = ("__weakref__",)
 
 
 class _CountedTensors(dict[Any, Any]):
-    """What a group keeps, by tag: tensors, which the meter counts, or where they are on the host."""
+    """The tensors of a group by tag, which the meter counts, or their places on the host."""
 
     def __init__(self, tensors: dict[Any, Any]) -> None:
         super().__init__(tensors)
         self._watched: dict[Any, tuple[ActivationMeter, Owner]] = {}
-        self._counted: dict[Any, _Counted] = {}
+        self._counted: dict[Any, _MeterToken] = {}
 
     def count(self, tag: Any, meter: ActivationMeter | None, owner: Owner) -> None:
-        """Let ``meter``, if any, count for ``owner`` what has ``tag`` while it is on the device."""
+        """Let ``meter``, if any, count the tensor of ``tag`` for ``owner`` while it is on the device."""
         if meter is not None:
             self._watched[tag] = meter, owner
             self[tag] = self[tag]
@@ -122,11 +122,11 @@ class _CountedTensors(dict[Any, Any]):
         self._counted.pop(tag, None)
         if isinstance(state, torch.Tensor) and tag in self._watched:
             meter, owner = self._watched[tag]
-            self._counted[tag] = _Counted()
+            self._counted[tag] = _MeterToken()
             meter.hold(owner, state, self._counted[tag])
 
     def pop(self, tag: Any) -> Any:  # type: ignore[override]
-        """Return what has ``tag`` and forget it."""
+        """Return the entry of ``tag`` and forget it."""
         self._counted.pop(tag, None)
         self._watched.pop(tag, None)
         return super().pop(tag)

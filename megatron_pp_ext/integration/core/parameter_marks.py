@@ -1,4 +1,4 @@
-"""What a parameter carries besides its numbers, for one that takes its place, on this rank or on others.
+"""The attributes of a parameter, for another that takes its place, on this rank or on others.
 
 Megatron and scripts write on a parameter whether it is trained, how it is cut, which ranks hold copies of it
 and what the optimizer does with it.  A new parameter has to carry all of that, known here or not.
@@ -20,7 +20,7 @@ class Marks(NamedTuple):
 
 
 def marks_of(parameter: torch.nn.Parameter) -> Marks:
-    """Return what ``parameter`` carries; ValueError for what no other process can be given."""
+    """Return the attributes of ``parameter``; ValueError for one that cannot be sent to another process."""
     if has_hooks(parameter):
         raise ValueError("has a gradient hook")
     for name, value in vars(parameter).items():
@@ -48,9 +48,9 @@ def marked(data: torch.Tensor, marks: Marks) -> torch.nn.Parameter:
     return parameter
 
 
-def half_frozen(name: str, where: str) -> str:
+def half_frozen(name: str, state: str) -> str:
     """Return the error about copies or parts of the weight ``name`` of which some are frozen."""
     return (
-        f"{name} is {where}, and these are copies or parts of one weight; freeze all of them, under tied "
+        f"{name} is {state}, and these are copies or parts of one weight; freeze all of them, under tied "
         "embeddings also that of the output layer, or none"
     )

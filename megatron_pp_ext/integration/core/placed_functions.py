@@ -30,8 +30,8 @@ _WHY = "layers, embedding and head of a chunk, for whoever asks while it is not 
 def by_placement(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Let ``stock`` answer for the chunk that its ``vp_stage`` names, wherever it is called.
 
-    A ``pp_rank`` that is given is a true rank, unless a mirrored group or ``parallel_state`` has told it:
-    these are mirrored already, and say so.  With ``ignore_virtual`` the answer is for the whole rank.
+    A ``pp_rank`` in the call is a true rank, unless it comes from a mirrored group or ``parallel_state``,
+    which are mirrored already and marked so.  With ``ignore_virtual`` the answer is for the whole rank.
     """
     signature = inspect.signature(stock)
 
@@ -39,14 +39,14 @@ def by_placement(stock: Callable[..., Any]) -> Callable[..., Any]:
     def placed(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
-        given = call.arguments
-        vp_stage = given["vp_stage"]
-        pipeline = chunk_pipelines.of_config(given.get("config"))
-        if pipeline is None or vp_stage is None or given.get("ignore_virtual"):
+        arguments = call.arguments
+        vp_stage = arguments["vp_stage"]
+        pipeline = chunk_pipelines.of_config(arguments.get("config"))
+        if pipeline is None or vp_stage is None or arguments.get("ignore_virtual"):
             return stock(*args, **kwargs)
-        if given.get("pp_rank") is not None and pipeline.is_mirrored(vp_stage):
+        if arguments.get("pp_rank") is not None and pipeline.is_mirrored(vp_stage):
             size = parallel_state.get_pipeline_model_parallel_world_size()
-            given["pp_rank"] = mirror(given["pp_rank"], size)
+            arguments["pp_rank"] = mirror(arguments["pp_rank"], size)
         with as_chunk(vp_stage, pipeline):
             return stock(*call.args, **call.kwargs)
 

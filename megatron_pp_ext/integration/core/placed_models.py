@@ -76,18 +76,18 @@ def build_placed(stock: Callable[..., None], model: Any, *args: Any, **kwargs: A
         stock(model, *args, **kwargs)
         return
     call = bound(stock, model, *args, **kwargs)
-    given = call.arguments
-    groups = copy.copy(given.get("pg_collection") or ProcessGroupCollection.use_mpu_process_groups())
-    chunk = given.get("vp_stage")
-    require_sizes(pipeline, groups.pp.size(), given["config"], chunk)
-    chunk_pipelines.claim(given["config"], pipeline)
+    arguments = call.arguments
+    groups = copy.copy(arguments.get("pg_collection") or ProcessGroupCollection.use_mpu_process_groups())
+    chunk = arguments.get("vp_stage")
+    require_sizes(pipeline, groups.pp.size(), arguments["config"], chunk)
+    chunk_pipelines.claim(arguments["config"], pipeline)
     if pipeline.has_embedding_with_head:
         # Both copies of a tied weight are on one rank (``sum_tied_gradients``): there is nobody to exchange
         # it with, whichever ranks Megatron's group has, which may be older than the schedule.
         groups.embd = None
 
     def build(**placed: Any) -> Any:
-        given.update(placed)
+        arguments.update(placed)
         stock(*call.args, **call.kwargs)
         return model
 
@@ -101,7 +101,7 @@ def build_placed(stock: Callable[..., None], model: Any, *args: Any, **kwargs: A
 
 @in_words_of_call()
 def _collect(model: torch.nn.Module, chunk: int, pipeline: Pipeline) -> None:
-    """Do after the last chunk of a rank what needs all of them; they are built in order."""
+    """Finish a rank's chunks after the last one, since they are built in order."""
     if chunk == 0:
         _unfinished.clear()
     _unfinished.append(model)
@@ -130,10 +130,10 @@ def require_sizes(pipeline: Pipeline, ranks: int, config: Any, chunk: int | None
         )
     built = config.virtual_pipeline_model_parallel_size or 1
     if built != placement.chunks:
-        wanted = placement.chunks if placement.chunks > 1 else None
+        chunks = placement.chunks if placement.chunks > 1 else None
         raise ValueError(
             f"{pipeline.name} has {placement.chunks} chunks a rank, and this model's config says {built}; "
-            f"set virtual_pipeline_model_parallel_size to {wanted}{_or_one_chunk(built)}"
+            f"set virtual_pipeline_model_parallel_size to {chunks}{_or_one_chunk(built)}"
         )
     if chunk is None and placement.chunks > 1:
         raise ValueError(

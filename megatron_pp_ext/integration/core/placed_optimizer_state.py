@@ -17,7 +17,7 @@ from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.schedule.placement import Placement
 
 _FORMAT, _PLACEMENT = "param_state_sharding_type", "megatron_pp_ext_placement"
-"""What a state dict states of an optimizer's format, and of the placement unless it is stock's."""
+"""The part of a state dict about an optimizer's format, and its placement unless that is stock's."""
 
 _WHY = "a distributed optimizer's state goes only where it was saved, models that were built by a call"
 
@@ -69,10 +69,10 @@ def load_where_saved(
     stock: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: str | Path, *args: Any, **kwargs: Any
 ) -> Any:
     """Load a checkpoint; ValueError, in one line, where its optimizer's state is for another placement."""
-    wanted = dict(_by_rank(sharded_state_dict))
-    saved = dict(_by_rank(load_common_state_dict(checkpoint_dir))) if wanted else {}
-    for place in wanted.keys() & saved.keys():
-        before, now = (one[place] or "Megatron's own placement" for one in (saved, wanted))
+    placements = dict(_by_rank(sharded_state_dict))
+    saved = dict(_by_rank(load_common_state_dict(checkpoint_dir))) if placements else {}
+    for place in placements.keys() & saved.keys():
+        before, now = (source[place] or "Megatron's own placement" for source in (saved, placements))
         if before != now:
             raise ValueError(
                 f"the checkpoint in {checkpoint_dir} keeps the optimizer's state rank by rank, for {before}, "

@@ -5,9 +5,9 @@ by tensor parallelism, and the groups of a rank are those that it would have if 
 
 * its data-parallel group has the replicas of its stage, so that models, reductions, checkpoints and the mean
   of losses are stock's;
-* its pipeline has itself for its stage and the first replica of every other.  It states where the rank is,
-and
-  nothing is sent in it: a first replica is in several pipelines, but has the group of one.
+* its pipeline group has the rank itself for its stage, and the first replica of every other stage.  The
+  group only states where the rank is.  Nothing is sent in it, since a first replica is in several
+  pipelines but has the group of one.
 """
 
 from collections.abc import Callable, Sequence
@@ -60,12 +60,12 @@ def list_groups(stock: Callable[..., list[list[int]]], generator: Any, token: st
 def _pipelines(replicas: Replicas) -> list[Sequence[int]]:
     """Return the pipeline of every rank; last that of the first replicas, whose group they keep."""
     first = [replicas.first_rank(stage) for stage in range(replicas.stages)]
-    others = []
+    pipelines = []
     for rank in range(replicas.ranks):
         if rank not in first:
             stage = replicas.stage_of(rank)
-            others.append([*first[:stage], rank, *first[stage + 1 :]])
-    return [*others, first]
+            pipelines.append([*first[:stage], rank, *first[stage + 1 :]])
+    return [*pipelines, first]
 
 
 _SIZES = (
@@ -111,7 +111,7 @@ def initialize_replicas(stock: Callable[..., None], *args: Any, **kwargs: Any) -
 
 
 def ranks_of_pipeline(group: dist.ProcessGroup) -> list[int]:
-    """Return the global ranks that exchange messages: those of ``group``, Megatron's pipeline of this rank.
+    """Return the global ranks that exchange messages: ``group``, Megatron's pipeline group of this rank.
 
     Where stages are replicated, they are all replicas of all stages, in their order.
     """
@@ -129,7 +129,7 @@ def ranks_of_pipeline(group: dist.ProcessGroup) -> list[int]:
     "clipping where the ranks of a stage are in several pipelines",
 )
 def keep_statistics_in_replica(stock: Callable[..., Any], optimizer: Any) -> Any:
-    """Give the optimizer the tensor-parallel ranks of a replica for what it sums about gradients.
+    """Give the optimizer a replica's tensor-parallel ranks for its sums over gradients.
 
     Stock gives it those of a pipeline; with clipping, 0.19 asks them whether layers have norms of their own.
     """

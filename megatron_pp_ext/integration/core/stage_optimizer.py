@@ -49,19 +49,19 @@ def sum_within_stage(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def _part_of_stage(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return the group of those ranks of ``group``, None for all, that are in this rank's pipeline stage."""
+    """Return the group of the ranks of ``group``, None for all, that are in this rank's pipeline stage."""
     stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    wanted = _ranks(group) & _ranks(stage)
+    ranks = _ranks(group) & _ranks(stage)
     for candidate in (
         stage,
         parallel_state.get_tensor_model_parallel_group(),
         parallel_state.get_expert_tensor_and_model_parallel_group(),
         parallel_state.get_tensor_and_context_parallel_group(),
     ):
-        if _ranks(candidate) == wanted:
+        if _ranks(candidate) == ranks:
             return candidate
     raise RuntimeError(
-        f"Megatron has no process group of the ranks {sorted(wanted)}, over which this stage would take its "
+        f"Megatron has no process group of the ranks {sorted(ranks)}, over which this stage would take its "
         "gradient norm; add --pipeline-allow-waits, which takes it over all stages"
     )
 

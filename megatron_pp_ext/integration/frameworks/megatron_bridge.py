@@ -1,4 +1,4 @@
-"""Megatron-Bridge: what it builds before and after a language model, and tied weights that it imports."""
+"""Megatron-Bridge: parts around a language model, and tied weights that it imports."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +34,7 @@ class _Placed:
         return getattr(self._provider, name)
 
     def provide(self, pre_process: bool, post_process: bool, vp_stage: int | None = None) -> Any:
-        """Return a chunk; what a provider builds around a language model goes by these too."""
+        """Return a chunk; a provider builds the parts around a language model by these arguments too."""
         rank = parallel_state.get_pipeline_model_parallel_group().rank()
         stage = self._placement.stage_of(rank, vp_stage or 0)
         stage_flags = {"pre_process": stage == 0, "post_process": stage == self._placement.stages - 1}
@@ -47,7 +47,7 @@ class _Placed:
     "an image encoder, for example, on the rank that has the embedding",
 )
 def provide_placed(stock: Callable[..., Any], model_provider: Any, *args: Any, **kwargs: Any) -> Any:
-    """Let a provider build what comes before and after a language model on the first and last stage.
+    """Let a provider build the parts around a language model on the first and the last stage.
 
     Stock goes by the number of the rank.
     """

@@ -1,1 +1,1 @@
-"""The runners of training and evaluation steps, and what they have in common."""
+"""The runners of training and evaluation steps, and their common parts."""

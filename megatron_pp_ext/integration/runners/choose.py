@@ -15,12 +15,12 @@ from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.runners.flushed import FlushedSteps
 from megatron_pp_ext.integration.runners.losses_to_last_rank import LossesOnLastRank
 from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner, refuse_multimodule
-from megatron_pp_ext.integration.runners.rehearsing import DummyLosses, DummyTransport, Rehearsal
+from megatron_pp_ext.integration.runners.rehearsing import DummyLosses, DummyTransport, RehearsalRecording
 from megatron_pp_ext.integration.runners.sources import Requested, guide_of
 from megatron_pp_ext.integration.runners.stock_steps import measured
 from megatron_pp_ext.integration.runners.tracing import Tracing
 from megatron_pp_ext.integration.runners.transport import ProcessGroups
-from megatron_pp_ext.integration.settled import settle
+from megatron_pp_ext.integration.settled import bind_to_model
 from megatron_pp_ext.job.call_words import in_words_of_call
 from megatron_pp_ext.runtime.first_rank import print_rank_0
 
@@ -47,7 +47,7 @@ def _arrived(name: str) -> chunk_pipelines.Mark:
 
     Nothing else is put in place, so that a schedule can still be installed.
     """
-    patching.apply(choose_runner.seams)
+    patching.apply(choose_runner.hooks)
     return chunk_pipelines.arrived(name)
 
 
@@ -125,9 +125,9 @@ def _first_runner(
     refuse_multimodule(pg_collection)
     group = pg_collection.pp if pg_collection else parallel_state.get_pipeline_model_parallel_group()
     require_as_placed(model, pipeline, group)
-    settled = settle(pipeline, model, seq_length, micro_batch_size)
-    announce(settled)
-    return put_together(settled, _transport(pipeline))
+    bound = bind_to_model(pipeline, model, seq_length, micro_batch_size)
+    announce(bound)
+    return put_together(bound, _transport(pipeline))
 
 
 _runners: WeakKeyDictionary[torch.nn.Module, PipelineRunner] = WeakKeyDictionary()
@@ -170,4 +170,4 @@ def _rehearsed(pipeline: requested.Pipeline) -> PipelineRunner:
     """Return a runner of the steps of one rank without the others."""
     source, others = Requested(pipeline), DummyTransport()
     steps = FlushedSteps(pipeline, source, others)
-    return PipelineRunner(steps, Rehearsal(pipeline, source, others), DummyLosses())
+    return PipelineRunner(steps, RehearsalRecording(pipeline, source, others), DummyLosses())

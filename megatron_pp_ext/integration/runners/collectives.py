@@ -74,6 +74,6 @@ class CollectiveRecorder:
         if len(members) < 2 or "DATA_PARALLEL" in group.group_desc:
             return
         chunk = self._placement.chunk_of(action.stage)
-        size = max(sum(tensor.nbytes for tensor in plain_tensors(one)) for one in args[:2])
+        size = max(sum(tensor.nbytes for tensor in plain_tensors(argument)) for argument in args[:2])
         stride = members[1] - members[0]
         self.found.append(Collective(chunk, str(action.kind), operation, size, len(members), stride))

@@ -57,8 +57,8 @@ def send_losses_after_replay(stock: Callable[..., Any], self: Any, *args: Any, *
 )
 def order_of_plan(stock: Callable[..., list[int]], *args: Any, **kwargs: Any) -> list[int]:
     """Return the order of chunks in which this rank computes, in place of that of stock's schedule."""
-    found = _running()
-    return stock(*args, **kwargs) if found is None else order_of_chunks(*found)
+    running = _running()
+    return stock(*args, **kwargs) if running is None else order_of_chunks(*running)
 
 
 @hook(
@@ -70,10 +70,10 @@ def order_of_plan_in_pairs(
     stock: Callable[..., Any], order: Any, num_layers_per_chunk: Sequence[int], capture_wgrad_graph: bool
 ) -> Any:
     """Return the order of layers in which this rank computes in pairs, and whose layer each forward is."""
-    found = _running()
-    if found is None:
+    running = _running()
+    if running is None:
         return stock(order, num_layers_per_chunk, capture_wgrad_graph)
-    entries = list(order_of_layers(*found, num_layers_per_chunk))
+    entries = list(order_of_layers(*running, num_layers_per_chunk))
     return [layer for layer, _ in entries], [place for _, place in entries]
 
 
@@ -86,10 +86,10 @@ def keep_what_a_later_half_reads(stock: Callable[[Any], Any], self: Any) -> Any:
     token = _captured.set(self.model)
     try:
         samples, options = stock(self)
-        found = _running()
+        running = _running()
     finally:
         _captured.reset(token)
-    if found is not None and any(action.kind is Kind.W for action in found[0].actions):
+    if running is not None and any(action.kind is Kind.W for action in running[0].actions):
         options.pop("_reuse_graph_input_output_buffers", None)
     return samples, options
 

@@ -43,7 +43,7 @@ class FineGrainedOffload:
 
 
 def _groups(manager: ProgramOffloadManager, inputs: StepInputs) -> dict[str, Any]:
-    """Return the group in which newer releases sum up what they move."""
+    """Return the group by which newer releases sum up the bytes they move."""
     if "process_group" not in inspect.signature(manager.reset).parameters:
         return {}
     return {"process_group": ProcessGroupCollection.use_mpu_process_groups().tp_dp_cp}

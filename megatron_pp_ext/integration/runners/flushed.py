@@ -11,7 +11,7 @@ from megatron_pp_ext.compiler.request import evaluation
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.runners.fine_grained_offload import FineGrainedOffload
 from megatron_pp_ext.integration.runners.model_stage import StepInputs, model_stages
-from megatron_pp_ext.integration.runners.sources import Source
+from megatron_pp_ext.integration.runners.sources import StepSource
 from megatron_pp_ext.integration.runners.step_parts import Step, step_parts
 from megatron_pp_ext.integration.runners.transport import Transport
 from megatron_pp_ext.runtime.executor import execute
@@ -23,7 +23,7 @@ from megatron_pp_ext.schedule.actions import Schedule
 class FlushedSteps:
     """Takes a schedule for each number of microbatches, keeps it, and executes all its actions in a step."""
 
-    def __init__(self, pipeline: Pipeline, source: Source, transport: Transport) -> None:
+    def __init__(self, pipeline: Pipeline, source: StepSource, transport: Transport) -> None:
         self.placement, self._source, self._transport = pipeline.placement, source, transport
         self._options = pipeline.request.options
         self._parts = step_parts(pipeline)
@@ -52,7 +52,7 @@ class FlushedSteps:
                 execute(step.plan, Rank(stages, channels, recorder, step.parts))
 
     def plan(self, inputs: StepInputs) -> RankPlan:
-        """Return what this rank does in the step, unless a feature changes it.
+        """Return this rank's plan for the step, unless a feature changes it.
 
         Collective over the pipeline, and the first time over the job.
         """
@@ -69,14 +69,14 @@ class FlushedSteps:
         return self._plans[kind]
 
     def training_plan(self) -> RankPlan:
-        """Return what this rank does in the training steps so far; RuntimeError unless that is one plan."""
-        found = [plan for (_, forward_only, _), plan in self._plans.items() if not forward_only]
-        if len(found) != 1:
+        """Return this rank's plan of the training steps so far; RuntimeError unless there is exactly one."""
+        plans = [plan for (_, forward_only, _), plan in self._plans.items() if not forward_only]
+        if len(plans) != 1:
             raise RuntimeError(
-                f"graphs hold the order of one training step, and {len(found)} orders have run: raise "
+                f"graphs hold the order of one training step, and {len(plans)} orders have run: raise "
                 "--cuda-graph-warmup-steps to 1 or more, and keep the number of microbatches"
             )
-        return found[0]
+        return plans[0]
 
     def _reduce_as_replicas(self, step: Step) -> None:
         """Let gradients be reduced in one order in all replicas.
@@ -96,7 +96,7 @@ class FlushedSteps:
             )
 
     def _kind(self, inputs: StepInputs) -> tuple[int, bool, Hashable]:
-        """Return what all steps of one plan have in common."""
+        """Return the key that all steps of one plan share."""
         phase = None if inputs.forward_only else self._source.phase(inputs)
         return inputs.microbatches, inputs.forward_only, phase
 
@@ -116,15 +116,15 @@ def require_same_schedule(schedule: Schedule, groups: Any, in_job: bool = False)
     (``ProcessGroupCollection``): with different schedules they would wait for each other for ever.  With
     ``in_job`` all ranks of the job call this, and those with as many microbatches have to agree too.
     """
-    found = {(schedule.microbatches, schedule.digest): dist.get_rank()}
+    ranks = {(schedule.microbatches, schedule.digest): dist.get_rank()}
     if in_job:
-        gathered = _first_ranks(found, dist.group.WORLD)
-        found = {one: rank for one, rank in gathered.items() if one[0] == schedule.microbatches}
+        gathered = _first_ranks(ranks, dist.group.WORLD)
+        ranks = {entry: rank for entry, rank in gathered.items() if entry[0] == schedule.microbatches}
     for group in filter(None, (getattr(groups, name, None) for name in _GROUPS)):
-        found = _first_ranks(found, group)  # what one group has found travels on through the next
-    if len(found) == 1:
+        ranks = _first_ranks(ranks, group)  # what one group has found travels on through the next
+    if len(ranks) == 1:
         return
-    (first, rank), (second, other), *_ = sorted(found.items(), key=lambda one: one[1])
+    (first, rank), (second, other), *_ = sorted(ranks.items(), key=lambda entry: entry[1])
     if first[0] != second[0]:
         raise RuntimeError(
             f"rank {rank} has {first[0]} microbatches in this step and rank {other} has {second[0]}; give "
@@ -136,8 +136,10 @@ def require_same_schedule(schedule: Schedule, groups: Any, in_job: bool = False)
     )
 
 
-def _first_ranks(found: _Ranks, group: Any) -> _Ranks:
+def _first_ranks(ranks: _Ranks, group: Any) -> _Ranks:
     """Return the lowest rank that ``group`` knows for each schedule; collective over it."""
-    gathered = [found] * group.size()
-    dist.all_gather_object(gathered, found, group=group)
-    return {one: min(each[one] for each in gathered if one in each) for one in set().union(*gathered)}
+    gathered = [ranks] * group.size()
+    dist.all_gather_object(gathered, ranks, group=group)
+    return {
+        key: min(of_rank[key] for of_rank in gathered if key in of_rank) for key in set().union(*gathered)
+    }

@@ -9,13 +9,13 @@ from megatron.core import parallel_state
 from megatron_pp_ext.integration.core.host_memory import host_bytes
 
 DEVICE_MARGIN = 0.9
-"""The part of the free memory that ``auto`` uses: allocators fragment, and kernels need room."""
+"""The part of the free memory that ``auto`` uses: allocators fragment, and kernels need workspace."""
 
 
 def free_bytes_by_rank() -> list[float]:
-    """What the fullest device of each pipeline rank has left for a step in bytes, less a margin; collective.
+    """Return the free bytes for a step on each pipeline rank's fullest device, less a margin; collective.
 
-    All ranks of the job take part, not only those of a pipeline, since ranks that share a stage's tensors
+    All ranks of the job take part, not only a pipeline's, since ranks that share a stage's tensors
     must run the same schedule.  Call it right after an optimizer step, when weights, gradients and optimizer
     state are allocated and activations and messages are not.
     """

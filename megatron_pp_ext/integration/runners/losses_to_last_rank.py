@@ -35,9 +35,9 @@ class LossesOnLastRank:
         if connection is not None and rank == self._holder:
             dist.send(tokens.to(connection.wire), connection.receiver, group=connection.group)
         elif connection is not None and rank == self._reader:
-            counted = torch.empty_like(tokens, device=connection.wire)
-            dist.recv(counted, connection.sender, group=connection.group)
-            return counted.to(tokens.device)
+            received = torch.empty_like(tokens, device=connection.wire)
+            dist.recv(received, connection.sender, group=connection.group)
+            return received.to(tokens.device)
         return tokens
 
     def losses(self, inputs: StepInputs) -> list[Any]:
@@ -57,7 +57,7 @@ class LossesOnLastRank:
         return []
 
     def _connection(self, inputs: StepInputs) -> ObjectSend | None:
-        """Return what brings losses to the last rank; None if that computes them itself."""
+        """Return the connection that brings losses to the last rank; None if that computes them itself."""
         if self._holder != self._reader and self._object_send is None:
             down, _ = self._transport.directions(inputs.group)
             ranks = dist.get_process_group_ranks(inputs.group)

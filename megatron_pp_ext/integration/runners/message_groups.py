@@ -49,13 +49,13 @@ def message_channels(ranks: list[int], directions: Directions, inputs: StepInput
 def shapes_of(inputs: StepInputs, sizes: Iterable[tuple[int, int]]) -> tuple[Shape, ...]:
     """Return the shapes of messages whose units have ``sizes``: so many sequences of so many tokens each.
 
-    They are those of stock where all lengths are equal, which are not announced.  Empty where the ranks that
+    They are stock's shapes where all lengths are equal, which are not announced.  Empty where the ranks that
     share sequences cannot share one of these evenly.
     """
     config, groups = copy(inputs.config), inputs.groups
     config.variable_seq_lengths = False
     shared = _sharing(inputs)
-    ((_, _, *others),) = stock_schedules.get_tensor_shapes(
+    ((_, _, *dimensions),) = stock_schedules.get_tensor_shapes(
         seq_length=shared,
         micro_batch_size=1,
         decoder_seq_length=None,
@@ -66,7 +66,7 @@ def shapes_of(inputs: StepInputs, sizes: Iterable[tuple[int, int]]) -> tuple[Sha
     sizes = tuple(sizes)
     if any(tokens % shared for _, tokens in sizes):
         return ()
-    return tuple((tokens // shared, rows, *others) for rows, tokens in sizes)
+    return tuple((tokens // shared, rows, *dimensions) for rows, tokens in sizes)
 
 
 def sizes_of(inputs: StepInputs, shapes: Iterable[Shape]) -> list[tuple[int, int]]:
@@ -82,18 +82,18 @@ def _sharing(inputs: StepInputs) -> int:
 
 
 def group_options(settings: Settings) -> GroupOptions:
-    """Return the options for NCCL: what the user sets for Megatron's pipeline groups, else our defaults.
+    """Return the NCCL options that the user sets for Megatron's pipeline groups, else our defaults.
 
     As in Megatron (``parallel_state.initialize_model_parallel``), a group that is named for a high priority
     has it whatever the file of communicators sets.
     """
-    given: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if settings.communicators is not None:
         import yaml  # type: ignore[import-untyped]  # as in Megatron, only where there is such a file
 
-        given = dict(yaml.safe_load(read_text(settings.communicators)).get(PIPELINE) or {})
+        options = dict(yaml.safe_load(read_text(settings.communicators)).get(PIPELINE) or {})
     if settings.has_priority:
-        given["is_high_priority_stream"] = True
-    if "min_ctas" in given:
-        given.setdefault("max_ctas", max(MAX_CTAS, given["min_ctas"]))
-    return GroupOptions(**{name: given[name] for name in GroupOptions.__slots__ if name in given})
+        options["is_high_priority_stream"] = True
+    if "min_ctas" in options:
+        options.setdefault("max_ctas", max(MAX_CTAS, options["min_ctas"]))
+    return GroupOptions(**{name: options[name] for name in GroupOptions.__slots__ if name in options})

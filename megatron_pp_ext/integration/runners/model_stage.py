@@ -30,9 +30,9 @@ ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any] | None
 def step_of_one_call(
     forward_step: ForwardStep, iterator: Any, model: torch.nn.Module, flag: str
 ) -> tuple[torch.Tensor, Callable[..., Any] | None]:
-    """Return what a ``forward_step`` returns that calls its model once, and leaves its output as it is.
+    """Run a ``forward_step`` that calls its model once and does not change its output; return its result.
 
-    ValueError for any other: with ``flag`` the output is a part of what the forward step means.
+    ValueError for any other: with ``flag`` the forward step depends on the output as it is.
     """
     outputs = list[tuple[Any, Any, Any]]()
 
@@ -51,7 +51,7 @@ def step_of_one_call(
             f"{flag} needs a forward step that calls its model once for a microbatch, and this one called it "
             f"{calls} times; leave it out"
         )
-    if not any(output is one and _is_as_written(one, writes) for _, one, writes in outputs):
+    if not any(output is candidate and _is_as_written(candidate, writes) for _, candidate, writes in outputs):
         raise ValueError(
             f"{flag} needs a forward step which returns what the model returns, and this one changes it; do "
             "so in the loss function, or leave it out"
@@ -60,7 +60,7 @@ def step_of_one_call(
 
 
 def _wrapped(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return ``model``, what it wraps, and so on to the innermost module."""
+    """Return ``model`` and its wrapped modules, down to the innermost."""
     inner, parts = unwrap_model(model), [model]
     while parts[-1] is not inner:
         parts.append(parts[-1].get_submodule("module"))
@@ -68,7 +68,7 @@ def _wrapped(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _writes(output: Any) -> Any:
-    """Return what changes with a tensor: a copy where torch does not count writes (inference mode)."""
+    """Return a state that changes with a tensor: a copy where torch counts no writes (inference mode)."""
     if not isinstance(output, torch.Tensor):
         return None
     return output.clone() if output.is_inference() else (output._version, output.data_ptr())
@@ -84,10 +84,10 @@ def _is_as_written(output: Any, writes: Any) -> bool:
 class StepInputs:
     """The arguments that Megatron passes for one step, and the losses and tokens that the stages add.
 
-    ``group`` is the pipeline's, one of Megatron's ``groups``, and ``shape`` that of its messages, empty where
-    these differ; ``shapes`` are then those of each unit, if they are known before the step.  What messages
-    announce is added to ``announced`` where somebody wants to know.  Where a microbatch ``has_one_shape`` on
-    all stages, a rank is told it once (``Announced.FIRST``).
+    ``group`` is the pipeline's, one of Megatron's ``groups``, and ``shape`` its messages' shape, empty where
+    these differ; ``shapes`` are then each unit's, if they are known before the step.  Announced shapes are
+    added to ``announced`` where somebody wants to know.  Where a microbatch ``has_one_shape`` on all stages,
+    a rank is sent it once (``Announced.FIRST``).
     ``training_steps`` is the number of training steps that this process has run before, and ``samples`` those
     of a microbatch.
     """
@@ -124,7 +124,7 @@ class StepInputs:
 def model_stages[S: ModelStage](
     inputs: StepInputs, placement: Placement, plan: RankPlan, make: Callable[..., S]
 ) -> dict[int, S]:
-    """Return the stages of this rank, by number, for one step; ``make`` takes what ``ModelStage`` takes."""
+    """Return the stages of this rank, by number, for one step; ``make`` takes ``ModelStage``'s arguments."""
     last = last_actions(plan.actions)
     return {
         stage: make(
@@ -221,7 +221,7 @@ class ModelStage:
         output: torch.Tensor,
         tokens: torch.Tensor | int,
     ) -> torch.Tensor:
-        """Keep what the backward needs, and return what the next stage gets."""
+        """Keep the tensors for the backward, and return the next stage's input."""
         inputs = self.inputs
         inputs.tokens += tokens
         if inputs.forward_only:
@@ -269,8 +269,8 @@ class ModelStage:
         """
         in_parts = in_parts and kind is Kind.B
         collects = kind is Kind.I or in_parts
-        kept = STORE.collecting(Owner(self._stage, microbatch), in_parts) if collects else nullcontext()
-        with self._counted(kind, microbatch), kept:
+        collecting = STORE.collecting(Owner(self._stage, microbatch), in_parts) if collects else nullcontext()
+        with self._counted(kind, microbatch), collecting:
             yield
 
     def _counted(self, kind: Kind, microbatch: int) -> AbstractContextManager[None]:
@@ -281,8 +281,10 @@ class ModelStage:
     def _backward(self, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         activation, output = self.in_flight.pop(microbatch)
         with self.at_work():
-            found: torch.Tensor | None = backward_of_stock(activation, output, gradient, self.inputs.config)
-            return found
+            input_gradient: torch.Tensor | None = backward_of_stock(
+                activation, output, gradient, self.inputs.config
+            )
+            return input_gradient
 
 
 @contextmanager

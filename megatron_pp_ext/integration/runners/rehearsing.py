@@ -1,4 +1,4 @@
-"""Runs one rank of a pipeline without the others, to measure what its actions cost.
+"""Runs one rank of a pipeline without the others, to measure the costs of its actions.
 
 Under Megatron's fake process group a process can be any rank of any world, and collectives do nothing.  The
 rank runs its actions in the order of the schedule, and dummy tensors take the place of messages.  The first
@@ -21,7 +21,7 @@ from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.runners.collectives import CollectiveRecorder
 from megatron_pp_ext.integration.runners.message_groups import device
 from megatron_pp_ext.integration.runners.model_stage import StepInputs
-from megatron_pp_ext.integration.runners.sources import Source
+from megatron_pp_ext.integration.runners.sources import StepSource
 from megatron_pp_ext.processor import ProcessorTime, load
 from megatron_pp_ext.runtime.channels import Channels
 from megatron_pp_ext.runtime.dummy_channels import DummyChannels
@@ -77,13 +77,13 @@ class DummyLosses:
         return inputs.losses
 
 
-class Rehearsal:
+class RehearsalRecording:
     """Records steps of this rank alone, and writes its measurements, from the second timed one on.
 
     A ``pipeline_runner.Recording``.
     """
 
-    def __init__(self, pipeline: requested.Pipeline, source: Source, transport: DummyTransport) -> None:
+    def __init__(self, pipeline: requested.Pipeline, source: StepSource, transport: DummyTransport) -> None:
         self._placement, self._source, self._transport = pipeline.placement, source, transport
         self._recorder: StepRecorder | None = None
         self._bytes: RankRecord | None = None
@@ -139,7 +139,7 @@ class Rehearsal:
         # over steps, so that a step that something else disturbed does not count.
         means = [kind_seconds([record], mean) for record in self._timed]
         seconds = {key: median(step[key] for step in means) for key in means[0]}
-        held = _LastingBytes(inputs.model, self._optimizers.values())
+        lasting = _LastingBytes(inputs.model, self._optimizers.values())
         measured = RankRehearsal(
             rank=rank,
             schedule=schedule.name,
@@ -156,9 +156,9 @@ class Rehearsal:
             message_bytes=self._transport.message_bytes,
             outside_seconds=median(self._outside),
             peak_activation_bytes=int(self._bytes.peak_bytes),
-            weight_bytes=held.weights,
-            gradient_bytes=held.gradients,
-            optimizer_bytes=held.optimizer,
+            weight_bytes=lasting.weights,
+            gradient_bytes=lasting.gradients,
+            optimizer_bytes=lasting.optimizer,
             device_bytes=torch.cuda.max_memory_allocated() or None,
             ratios=tuple(
                 tuple((e.end - e.start) / seconds[e.action.stage, e.action.kind] for e in record.events)
@@ -173,9 +173,9 @@ class Rehearsal:
 
 def _head_costs(first: int, seconds: KindSeconds, record: RankRecord) -> HeadCosts:
     """Return the costs of this rank's part of a split head; ``first`` is the rank's first stage."""
-    scores = seconds[first, Kind.S]
-    gradient = seconds.get((first, Kind.T), scores)
-    return replace(head_costs([record]), scores=scores, weight_gradient=gradient)
+    logits = seconds[first, Kind.S]
+    gradient = seconds.get((first, Kind.T), logits)
+    return replace(head_costs([record]), scores=logits, weight_gradient=gradient)
 
 
 def _parameters(chunk: torch.nn.Module) -> dict[str, int]:
@@ -184,10 +184,10 @@ def _parameters(chunk: torch.nn.Module) -> dict[str, int]:
     Megatron marks the latter where each expert-parallel rank has its own, and sums their gradients over
     fewer ranks.
     """
-    found = {"parameters": 0, "expert_parameters": 0}
+    counts = {"parameters": 0, "expert_parameters": 0}
     for weight in chunk.parameters():
-        found["parameters" if getattr(weight, "allreduce", True) else "expert_parameters"] += weight.numel()
-    return found
+        counts["parameters" if getattr(weight, "allreduce", True) else "expert_parameters"] += weight.numel()
+    return counts
 
 
 class _LastingBytes:
@@ -211,7 +211,7 @@ class _LastingBytes:
         return self._count([*weights, *(value for value in state if isinstance(value, torch.Tensor))])
 
     def _count(self, tensors: Iterable[torch.Tensor]) -> int:
-        found = storages(list(tensors))
-        total = sum(size for key, size in found.items() if key not in self._seen)
-        self._seen.update(found)
+        sizes = storages(list(tensors))
+        total = sum(size for key, size in sizes.items() if key not in self._seen)
+        self._seen.update(sizes)
         return total

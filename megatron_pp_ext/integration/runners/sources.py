@@ -13,7 +13,7 @@ from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
 
 
-class Source(Protocol):
+class StepSource(Protocol):
     """Gives the schedules of training steps.
 
     All ranks of a pipeline ask in the same steps and in the same order, so it may communicate, as long as it
@@ -90,7 +90,7 @@ class Requested:
         return self._free_bytes
 
 
-class Guide(Source, Recording, Protocol):
+class Guide(StepSource, Recording, Protocol):
     """A source whose schedules follow from what it records of the steps before."""
 
 

@@ -67,7 +67,7 @@ def recording(
 
 
 class Tracing:
-    """Records what --pipeline-trace requests; a ``pipeline_runner.Recording``.
+    """Records the trace that --pipeline-trace requests; a ``pipeline_runner.Recording``.
 
     ``part`` returns the number of the step that comes, and the number of steps, of one trace.
     """

@@ -1,4 +1,4 @@
-"""What carries messages and collectives between the ranks of a pipeline."""
+"""The transport of messages and collectives between the ranks of a pipeline."""
 
 from typing import Protocol
 
@@ -67,7 +67,7 @@ class ProcessGroups:
         if feature not in self._groups:
             options, timeout = group_options(self._settings), self._settings.timeout
             self._groups[feature] = tuple(
-                collective_group(dist.get_process_group_ranks(one), feature, timeout, options=options)
-                for one in like
+                collective_group(dist.get_process_group_ranks(group), feature, timeout, options=options)
+                for group in like
             )
         return self._groups[feature]

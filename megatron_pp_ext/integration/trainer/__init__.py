@@ -1,1 +1,1 @@
-"""What enters megatron.training: its flags, its training loop, its logs and reports."""
+"""Hooks into megatron.training: its flags, its training loop, its logs and reports."""

@@ -1,4 +1,4 @@
-"""What all ranks of a job have to agree on, reported to all of them where one was refused or differs.
+"""Agreement of all ranks of a job on their flags, with an error on all of them where they differ.
 
 Ranks that disagree about the placement would wait for each other until the timeout, and so would all others
 for a rank that was refused.
@@ -46,7 +46,7 @@ def require_agreement(
 
 
 def _judge(reports: Sequence[str | None], patience: timedelta = rendezvous.PATIENCE) -> str:
-    """Return what is wrong with ``reports``: values by name, or the line of a rank that was refused."""
+    """Return the error in ``reports``: values that differ by name, or the line of a rank that was refused."""
     received: list[Any] = [None if report is None else json.loads(report) for report in reports]
     lines = [report if isinstance(report, str) else None for report in received]
     if any(lines):
@@ -62,11 +62,11 @@ def _judge(reports: Sequence[str | None], patience: timedelta = rendezvous.PATIE
             "ranks printed"
         )
     for name in dict.fromkeys(name for values in received for name in values):
-        found = [values.get(name, "not given") for values in received]
-        if len(set(found)) > 1:
+        values = [values.get(name, "not given") for values in received]
+        if len(set(values)) > 1:
             parts = [
-                f"{value} on {_named([rank for rank, other in enumerate(found) if other == value])}"
-                for value in dict.fromkeys(found)
+                f"{value} on {_named([rank for rank, other in enumerate(values) if other == value])}"
+                for value in dict.fromkeys(values)
             ]
             return (
                 f"the ranks of this job differ: {name} {' and '.join(parts)}; start all ranks with the same "

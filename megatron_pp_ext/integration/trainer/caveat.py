@@ -1,4 +1,4 @@
-"""What makes a run differ from one under 1F1B, logged at its start."""
+"""A line at the start of a run about its differences from one under 1F1B."""
 
 from argparse import Namespace
 
@@ -8,10 +8,10 @@ from megatron_pp_ext.schedule.placement import Shape
 
 
 def caveat(pipeline: Pipeline, args: Namespace) -> str:
-    """Return what makes this run differ from one under 1F1B, as two seeds do; empty where nothing does.
+    """Return why this run differs from one under 1F1B, as two seeds do; empty where it does not.
 
     Megatron seeds initial weights and dropout by pipeline rank, so both follow the placement of the layers.
-    ``args`` are those of a run whose checkpoint is loaded, if it has one.
+    ``args`` are the flags of a run whose checkpoint is loaded, if it has one.
     """
     if pipeline.source is None or pipeline.placement.shape is Shape.LINEAR:
         return ""
@@ -29,16 +29,17 @@ def caveat(pipeline: Pipeline, args: Namespace) -> str:
         "dropout": "turn dropout off",
     }
     verb = "follow" if follow != ["dropout"] else "follows"
-    said = (
+    text = (
         f"{' and '.join(follow).capitalize()} {verb} the placement of layers: this run differs from one "
-        f"under 1F1B as two seeds do.\nTo make losses equal, {', and '.join(fix[one] for one in follow)}."
+        "under 1F1B as two seeds do.\n"
+        f"To make losses equal, {', and '.join(fix[effect] for effect in follow)}."
     )
     if "dropout" in follow and (measured_by := _measured_by(pipeline)):
-        said += (
+        text += (
             f"\nUnder {measured_by} the order of a rank's chunks goes by measurements, and dropout by that "
             "order: losses change with the schedule, and two runs with one seed may differ."
         )
-    return said
+    return text
 
 
 def _measured_by(pipeline: Pipeline) -> str | None:

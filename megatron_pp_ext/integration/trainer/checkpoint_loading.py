@@ -26,9 +26,7 @@ _PARAMETERS = "load_dir args rank0 sharded_state_dict checkpointing_context"
     (_PARAMETERS, f"{_PARAMETERS} dp_cp_group expt_dp_group gpt_compat_layer_maps"),
     "state for the stages of this rank, a copy of it for each tied weight",
 )
-def load_placed(
-    stock: Callable[..., Any], load_dir: str, args: Namespace, *others: Any, **kwargs: Any
-) -> Any:
+def load_placed(stock: Callable[..., Any], load_dir: str, args: Namespace, *more: Any, **kwargs: Any) -> Any:
     """Refuse state that goes by rank and was saved elsewhere; give each copy of a tensor its own memory.
 
     Sizes may agree where contents do not (a wave and a loop of three chunks, say); stock would then
@@ -36,7 +34,7 @@ def load_placed(
 
     Megatron calls this for what all ranks have in common before it does so for tensors.
     """
-    loaded = stock(load_dir, args, *others, **kwargs)
+    loaded = stock(load_dir, args, *more, **kwargs)
     state, _, is_release, kind = loaded
     # Before validation only the flags of a checkpoint are read.
     if state and "args" in state and hasattr(args, "pipeline_placement"):
@@ -66,7 +64,7 @@ def _refuse_other_experts(load_dir: str, state: dict[str, Any], kind: Any, args:
     As soon as several ranks share the experts, Megatron gives them an optimizer of their own, and the state
     of one optimizer does not become that of two.
     """
-    before, now = (getattr(one, "expert_model_parallel_size", 1) or 1 for one in (state["args"], args))
+    before, now = (getattr(source, "expert_model_parallel_size", 1) or 1 for source in (state["args"], args))
     if before == now:
         return
     if kind == CheckpointType.LEGACY:
@@ -87,16 +85,16 @@ def _refuse_other_experts(load_dir: str, state: dict[str, Any], kind: Any, args:
 
 def _placement(args: Namespace) -> str:
     """Return the placement of a run with these validated flags, which are ours or else stock's."""
-    ours = getattr(args, "pipeline_placement", None)
-    if ours is not None:
-        return str(ours)
+    placement = getattr(args, "pipeline_placement", None)
+    if placement is not None:
+        return str(placement)
     chunks = getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
     ranks = getattr(args, "pipeline_model_parallel_size", 1)
     return describe(Placement(Shape.LOOP if chunks > 1 else Shape.LINEAR, ranks, chunks))
 
 
 def _fix_if_rank_by_rank(state: dict[str, Any], kind: Any, args: Namespace) -> str | None:
-    """Return what to do instead, if this run would load something that depends on where stages live."""
+    """Return a fix, if this run would load something that depends on the placement of stages."""
     if kind == CheckpointType.LEGACY:
         return "go on with the old placement, or save with --ckpt-format torch_dist there"
     if not args.use_distributed_optimizer or not _loads_optimizer(state, args) or _is_reshardable(state):

@@ -57,8 +57,8 @@ def remember_seeding(stock: Callable[..., None], *args: Any, **kwargs: Any) -> N
     global _seed_for
     stock(*args, **kwargs)
     _seed_for = None
-    given = get_args()
-    if not getattr(given, "pipeline_layer_seeds", False):
+    flags = get_args()
+    if not getattr(flags, "pipeline_layer_seeds", False):
         return
     call = bound(stock, *args, **kwargs)
     group, seed = call.arguments.get("pp_group"), call.arguments["seed_"]
@@ -74,7 +74,7 @@ def remember_seeding(stock: Callable[..., None], *args: Any, **kwargs: Any) -> N
 
 
 def seed_of(seed: int, part: str) -> int:
-    """Return the seed of a part of the model: far from 0, and within what every generator takes."""
+    """Return the seed of a part of the model: far from 0, and in the range of every generator."""
     return 2**24 + int.from_bytes(hashlib.sha256(f"{seed} {part}".encode()).digest()[:4]) % 2**30
 
 
@@ -98,8 +98,8 @@ def draw_chunks(stock: Callable[..., Any], build_chunk: Callable[..., Any], *arg
 @around
 def _seeded(build_chunk: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     global _drawn
-    drawn: list[str] = []
-    _drawn = drawn
+    layers: list[str] = []
+    _drawn = layers
     try:
         with _generators_kept():
             _seed("embedding" if kwargs.get("pre_process", True) else _REST)
@@ -107,7 +107,7 @@ def _seeded(build_chunk: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     finally:
         _drawn = None
     is_known = _KNOWN & {kind.__name__ for kind in type(chunk).__mro__}
-    if not is_known or len(drawn) < len(chunk.decoder.layers):
+    if not is_known or len(layers) < len(chunk.decoder.layers):
         raise SystemExit(
             f"megatron_pp_ext: {FLAG} knows the parts of GPTModel and HybridModel, and this script "
             "builds another model; leave it out, and start from a checkpoint instead"
@@ -121,22 +121,22 @@ def draw_layer(stock: Callable[..., Any], spec_or_module: Any, *args: Any, **kwa
     global _drawn
     if _drawn is None or "layer_number" not in kwargs:
         return stock(spec_or_module, *args, **kwargs)
-    drawn, _drawn = _drawn, None
+    layers, _drawn = _drawn, None
     layer = _layer(**kwargs)
     _seed(layer)
     module = stock(spec_or_module, *args, **kwargs)
     _seed(_REST)
-    drawn.append(layer)
-    _drawn = drawn
+    layers.append(layer)
+    _drawn = layers
     return module
 
 
-def _layer(layer_number: int, config: Any, vp_stage: int | None = None, **others: Any) -> str:
+def _layer(layer_number: int, config: Any, vp_stage: int | None = None, **more: Any) -> str:
     """Return the name of a layer, whose number counts from the rank's first or from the model's."""
-    if "mtp_layer_pattern" in others:
+    if "mtp_layer_pattern" in more:
         return f"prediction {layer_number + get_mtp_layer_offset(config, vp_stage)}"
-    if not {"add_layer_offset", "pp_layer_offset"} & others.keys():  # Hybrid models give the model's number.
-        groups = others.get("pg_collection")
+    if not {"add_layer_offset", "pp_layer_offset"} & more.keys():  # Hybrid models give the model's number.
+        groups = more.get("pg_collection")
         rank = None if groups is None else get_pg_rank(groups.pp)
         layer_number += get_transformer_layer_offset(config, vp_stage, rank)
     return f"layer {layer_number}"

@@ -48,6 +48,6 @@ def weights_of_embedding_and_head(
     if verbose:
         print(f"Under {pipeline.name} the most loaded shard has the output layer, too")
     # A second matrix of the embedding's size, tied or not.
-    both = copy.copy(args)
-    both.padded_vocab_size *= 2
-    return stock(both, False)
+    doubled = copy.copy(args)
+    doubled.padded_vocab_size *= 2
+    return stock(doubled, False)

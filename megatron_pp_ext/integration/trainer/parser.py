@@ -24,6 +24,6 @@ def _refuse(parser: ArgumentParser, message: str) -> NoReturn:
     """End the process with argparse's ``message`` in one line, and the flag that may be meant."""
     unknown = next((word for word in message.split() if word.startswith("--")), "")
     flag = unknown.partition("=")[0].rstrip(":")
-    known = [known for known in parser._option_string_actions if known.startswith("--")]
+    option = [option for option in parser._option_string_actions if option.startswith("--")]
     fix = "correct it (--help shows all flags)"
-    raise refused(f"{message}; {flag_table.hint(flag, known, fix) if flag and flag not in known else fix}")
+    raise refused(f"{message}; {flag_table.hint(flag, option, fix) if flag and flag not in option else fix}")

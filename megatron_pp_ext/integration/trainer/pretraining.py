@@ -48,8 +48,8 @@ def pretrain_gpt(
     for data that cannot be trained on.  Either ends the process with one line, before process groups exist.
     """
     model_type = ModelType.encoder_or_decoder
-    wanted = inspect.signature(pretrain).parameters
-    if "cfg_container" not in wanted:  # before 0.18
+    parameters = inspect.signature(pretrain).parameters
+    if "cfg_container" not in parameters:  # before 0.18
         args = arguments.parse_args()
         _refuse(args, (*refuse, *NOT_PROVIDED))
         _require_data(args, require_data)
@@ -66,7 +66,7 @@ def pretrain_gpt(
 
     args = arguments.parse_and_validate_args(args_defaults=DEFAULTS)
     _require_data(args, require_data)
-    if wanted["model_provider"].default is inspect.Parameter.empty:  # before 0.19
+    if parameters["model_provider"].default is inspect.Parameter.empty:  # before 0.19
         _refuse(args, (*refuse, *NOT_PROVIDED))
         config = pretrain_cfg_container_from_args(args)
         pretrain(config, datasets, provide_gpt, model_type, forward_step, get_embedding_ranks=embedding_ranks)
@@ -143,7 +143,7 @@ def provide_gpt(
 
 
 def embedding_ranks(pp_ranks: list[int]) -> list[int]:
-    """Return those of a pipeline's ranks that hold the embedding, or a copy of it, under stock's placement.
+    """Return the ranks of a pipeline that hold the embedding, or a copy of it, under stock's placement.
 
     The output layer has a tied one, and MTP has one wherever it is.
     """
@@ -160,12 +160,12 @@ def predicts_here(vp_stage: int | None) -> bool:
     if not args.mtp_num_layers:  # asked for every microbatch, and reading the job takes a millisecond
         return False
     stages = ranks * (args.virtual_pipeline_model_parallel_size or 1)
-    here = (vp_stage or 0) * ranks + mpu.get_pipeline_model_parallel_rank()
-    return predicting_stage(Job.of(args), stages) == here
+    stage = (vp_stage or 0) * ranks + mpu.get_pipeline_model_parallel_rank()
+    return predicting_stage(Job.of(args), stages) == stage
 
 
 def part_of_context(batch: dict[str, Any]) -> dict[str, Any]:
     """Return of every tensor of ``batch`` [rows, tokens, ...] the tokens of this context-parallel rank."""
-    wanted = inspect.signature(get_batch_on_this_cp_rank).parameters
-    plain = {"is_hybrid_cp": False} if "is_hybrid_cp" in wanted else {}
+    parameters = inspect.signature(get_batch_on_this_cp_rank).parameters
+    plain = {"is_hybrid_cp": False} if "is_hybrid_cp" in parameters else {}
     return get_batch_on_this_cp_rank(batch, **plain, cp_group=mpu.get_context_parallel_group())

@@ -39,7 +39,7 @@ def one_of_each(args: Namespace, pipeline: requested.Pipeline | None) -> Iterato
     "microbatches that the replicas of a stage take in turn",
 )
 def take_turns(stock: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Let a replica read every r-th microbatch of those that its stage has r replicas for.
+    """Let one of a stage's r replicas read every r-th microbatch.
 
     Megatron gives the rank among the replicas, and 1 for their number.
     """

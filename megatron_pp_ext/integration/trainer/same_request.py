@@ -1,4 +1,4 @@
-"""The hook that compares, before any process group is made, what the ranks of a job were started with."""
+"""The hook that compares the requests of a job's ranks before any process group is made."""
 
 import hashlib
 from argparse import ArgumentParser, Namespace
@@ -31,47 +31,47 @@ _PARAMETERS = "get_embedding_ranks get_position_embedding_ranks store"
     (_PARAMETERS, f"{_PARAMETERS} skip_model_parallel_init"),
     "one schedule, from the same flags and files, on all ranks of the job",
 )
-def compare_before_groups(stock: Callable[..., Any], *given: Any, **kwargs: Any) -> Any:
+def compare_before_groups(stock: Callable[..., Any], *sizes: Any, **kwargs: Any) -> Any:
     """Compare the pipelines that were requested of all ranks, then let Megatron make its process groups."""
     args = get_args()
     # A script may have made the default process group by itself; the ranks of a rehearsal run alone.
     if args.world_size > 1 and not args.fake_process_group and not dist.is_initialized():
         patience = timedelta(minutes=args.distributed_timeout_minutes)
-        store = bound(stock, *given, **kwargs).arguments["store"]
+        store = bound(stock, *sizes, **kwargs).arguments["store"]
         require_agreement(values(args, requested.pipeline()), patience, store)
-    return stock(*given, **kwargs)
+    return stock(*sizes, **kwargs)
 
 
 def values(args: Namespace, pipeline: requested.Pipeline | None) -> dict[str, str]:
-    """Return what has to be the same on all ranks, with the words that lead to it in an error.
+    """Return the values that have to be the same on all ranks, by the words of an error about them.
 
     Files go by their content, since each machine may have its own copy, and files to write by whether they
     are given.
     """
-    found = {"megatron_pp_ext is": version.VERSION}
+    shared = {"megatron_pp_ext is": version.VERSION}
     for action in add_flags(ArgumentParser(add_help=False))._actions:
         value = getattr(args, action.dest)
         if value is None or value is False:
             continue
         spelled = "given" if value is True or isinstance(value, Path) else str(value)
-        found[f"{action.option_strings[0]} is"] = CSV_PREFIX if spelled.startswith(CSV_PREFIX) else spelled
+        shared[f"{action.option_strings[0]} is"] = CSV_PREFIX if spelled.startswith(CSV_PREFIX) else spelled
         if action.dest in _READ:
-            found[f"the content of {action.option_strings[0]} has the digest"] = _digest(value)
+            shared[f"the content of {action.option_strings[0]} has the digest"] = _digest(value)
     if args.pipeline_model_parallel_layout is not None:
-        found["--pipeline-model-parallel-layout is"] = str(args.pipeline_model_parallel_layout)
+        shared["--pipeline-model-parallel-layout is"] = str(args.pipeline_model_parallel_layout)
     if pipeline is None:
-        return found
+        return shared
     request, placement = pipeline.request, pipeline.placement
     chunks = f"{placement.chunks} chunk{'s' * (placement.chunks > 1)}"
     ends = ", embedding and output head on the last rank" if placement.ends_on_last else ""
-    found["the placement is"] = f"{placement.shape}, {placement.ranks} ranks x {chunks}{ends}"
-    found["the data-parallel size is"] = str(request.data)
-    found["the microbatches of a step are"] = str(request.microbatches)
+    shared["the placement is"] = f"{placement.shape}, {placement.ranks} ranks x {chunks}{ends}"
+    shared["the data-parallel size is"] = str(request.data)
+    shared["the microbatches of a step are"] = str(request.microbatches)
     if request.layers is not None:
-        found["the stages have"] = f"{', '.join(map(str, request.layers))} layers"
+        shared["the stages have"] = f"{', '.join(map(str, request.layers))} layers"
     if pipeline.source is not None:
-        found["the schedule's digest is"] = pipeline.source.ordinary.digest[:12]
-    return found
+        shared["the schedule's digest is"] = pipeline.source.ordinary.digest[:12]
+    return shared
 
 
 def _digest(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""What every rank of a training run writes down for ``mpp verify``."""
+"""The record of a training run that every rank writes for ``mpp verify``."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from megatron_pp_ext.runtime import gradients_file
 from megatron_pp_ext.schedule.formats import run_record
 
 _NORM = 5
-"""The place of the gradient norm in what ``train_step`` returns; the losses by name come first."""
+"""The place of the gradient norm in ``train_step``'s result; the losses by name come first."""
 
 
 _PARAMETERS = (
@@ -38,11 +38,11 @@ def record_step(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(stock)
     def train_step(*args: Any, **kwargs: Any) -> Any:
-        given = get_args()
-        folder = getattr(given, "verify_pipeline", None)
+        flags = get_args()
+        folder = getattr(flags, "verify_pipeline", None)
         if folder is None:
             return stock(*args, **kwargs)
-        if given.verify_pipeline_gradients and not norms:
+        if flags.verify_pipeline_gradients and not norms:
             call = bound(stock, *args, **kwargs).arguments
             _before_next_step(call["optimizer"], functools.partial(_write_gradients, folder, call["model"]))
         result = stock(*args, **kwargs)
@@ -86,7 +86,7 @@ def _write_gradients(folder: Path, chunks: Sequence[Any]) -> None:
 
 
 def _joined(rows: torch.Tensor) -> torch.Tensor:
-    """Return the rows of all ranks of the pipeline, in their order: those of stock's tensor-parallel rank."""
+    """Return the rows of all ranks of the pipeline, in order, as stock's tensor-parallel rank has them."""
     group = mpu.get_pipeline_model_parallel_group()
     parts: list[torch.Tensor] = [rows] * group.size()
     dist.all_gather_object(parts, rows.detach().cpu(), group=group)

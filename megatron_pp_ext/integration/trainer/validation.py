@@ -210,7 +210,7 @@ def _summary(found: requested.Pipeline, job: RequestedJob) -> str:
 
 def _data_parallel_size(job: RequestedJob) -> int:
     world_size = job.args.world_size
-    if replicas.requested(job):
+    if replicas.requested_replicas(job):
         return sizes.data_parallel_size(job, world_size)
     # Megatron itself refuses sizes that do not divide.
     return max(1, world_size // sizes.fewest_ranks(job))

@@ -1,6 +1,6 @@
 """Every workaround; ``mpp doctor`` lists them with their releases and tests."""
 
-from megatron_pp_ext.integration.patching import seams_of
+from megatron_pp_ext.integration.patching import hooks_of
 from megatron_pp_ext.integration.workarounds import (
     bucket_padding,
     dataset_helpers,
@@ -12,4 +12,4 @@ MODULES = (stage_data, skipped_steps, bucket_padding, dataset_helpers)
 
 WORKAROUNDS = tuple(module.WORKAROUND for module in MODULES)
 
-SEAMS = seams_of(*MODULES)
+HOOKS = hooks_of(*MODULES)

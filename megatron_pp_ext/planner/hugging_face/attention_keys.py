@@ -43,7 +43,7 @@ def _head_size(keys: Keys, count: int) -> int:
 
 
 def biases_of_all(keys: Keys) -> Arguments:
-    """Return whether linear layers have biases; ValueError where those of attention alone, or of MLPs, do.
+    """Return whether linear layers have biases; ValueError where attention and MLPs differ.
 
     attention_bias is one of the output's projection too.
     """
@@ -89,37 +89,37 @@ def latent(keys: Keys) -> Arguments:
 def sparse(keys: Keys) -> Arguments:
     """Return DeepSeek's sparse attention, whose indexer selects tokens (DeepSeek-V3.2, arXiv 2512.02556)."""
     keys.by_layer("layer_types", keys.layers, {"indexed_attention": 1})
-    found: Arguments = {
+    arguments: Arguments = {
         "experimental_attention_variant": "dsa",
         "dsa_indexer_n_heads": keys.size("index_n_heads"),
         "dsa_indexer_head_dim": keys.size("index_head_dim"),
         "dsa_indexer_topk": keys.size("index_topk"),
     }
-    every, first = keys.size("index_topk_freq", 1), keys.count("index_skip_topk_offset")
+    period, first = keys.size("index_topk_freq", 1), keys.count("index_skip_topk_offset")
     pattern = keys.by_layer("index_topk_pattern", keys.layers, {"F": 1, "S": 0})
     choosing = keys.by_layer("indexer_types", keys.layers, {"full": 1, "shared": 0}) or pattern or []
     if 0 in choosing:
-        every, first = _sharing(choosing, "index_topk_pattern" if choosing is pattern else "indexer_types")
-    if every > 1:
-        found |= {"dsa_indexer_topk_freq": every, "dsa_indexer_skip_topk_offset": first}
-    return found
+        period, first = _sharing(choosing, "index_topk_pattern" if choosing is pattern else "indexer_types")
+    if period > 1:
+        arguments |= {"dsa_indexer_topk_freq": period, "dsa_indexer_skip_topk_offset": first}
+    return arguments
 
 
 def _sharing(choosing: list[int], name: str) -> tuple[int, int]:
     """Return how many layers share a choice of tokens, and how many before them choose by themselves.
 
-    ``choosing``, which the key ``name`` says, has a 1 for each layer with an indexer.
+    ``choosing``, the value of the key ``name``, has a 1 for each layer with an indexer.
     """
     first = choosing.index(0)
-    every = [*choosing, 1].index(1, first) - first + 1
+    period = [*choosing, 1].index(1, first) - first + 1
     alone = max(1, first)
-    if choosing != [int(max(0, number - alone) % every == 0) for number in range(1, len(choosing) + 1)]:
+    if choosing != [int(max(0, number - alone) % period == 0) for number in range(1, len(choosing) + 1)]:
         raise ValueError(f"{name} has no period, and Megatron's layers share with one: {BY_FLAGS}")
-    return every, first
+    return period, first
 
 
 def gated_delta_net(keys: Keys) -> Arguments:
-    """Return layers of gated delta nets between those of gated attention (Yang et al., arXiv 2412.06464)."""
+    """Return layers of gated delta nets between layers of gated attention (Yang et al., arXiv 2412.06464)."""
     kinds = keys.by_layer("layer_types", keys.layers, {"linear_attention": 1, "full_attention": 0})
     interval = keys.size("full_attention_interval", 4)
     keys.require("attn_output_gate", True, "the output of full attention is gated in this family")
@@ -127,7 +127,7 @@ def gated_delta_net(keys: Keys) -> Arguments:
     keys.require("use_sliding_window", False, "this model_type is known without windows")
     return {
         "experimental_attention_variant": "gated_delta_net",
-        "linear_attention_freq": interval if kinds is None else frequency(kinds, every=0),
+        "linear_attention_freq": interval if kinds is None else frequency(kinds, marked=0),
         "linear_conv_kernel_dim": keys.size("linear_conv_kernel_dim"),
         "linear_key_head_dim": keys.size("linear_key_head_dim"),
         "linear_value_head_dim": keys.size("linear_value_head_dim"),
@@ -138,18 +138,18 @@ def gated_delta_net(keys: Keys) -> Arguments:
 
 
 def windows(keys: Keys) -> Arguments:
-    """Return the sliding window of all layers, or of those that have one; no arguments without a window.
+    """Return the sliding window of all layers, or of some; no arguments without a window.
 
     A token sees itself and sliding_window - 1 tokens before it.
     """
     layers, window = keys.layers, keys.count("sliding_window")
     sliding = keys.by_layer("layer_types", layers, {"sliding_attention": 1, "full_attention": 0})
-    every = keys.count("sliding_window_pattern", keys.count("_sliding_window_pattern"))
+    period = keys.count("sliding_window_pattern", keys.count("_sliding_window_pattern"))
     first = keys.count("max_window_layers")
     if not keys.truth("use_sliding_window", True):
         return {}
-    if sliding is None and every:
-        sliding = [int(number % every != 0) for number in range(1, layers + 1)]
+    if sliding is None and period:
+        sliding = [int(number % period != 0) for number in range(1, layers + 1)]
     if sliding is None:
         sliding = [int(window > 0 and number >= first) for number in range(layers)]
     if not any(sliding):
@@ -157,46 +157,46 @@ def windows(keys: Keys) -> Arguments:
     if not window:
         raise ValueError("sliding_window is missing, and some layers have one: add it")
     size = {"window_size": f"{window - 1},0"}
-    return size if all(sliding) else {**size, "window_attn_skip_freq": frequency(sliding, every=0)}
+    return size if all(sliding) else {**size, "window_attn_skip_freq": frequency(sliding, marked=0)}
 
 
 def rotary(keys: Keys) -> Arguments:
     """Return rotary positions, and how they are scaled (YaRN: Peng et al., arXiv 2309.00071)."""
-    given, how = _scaling(keys)
-    found = {**_base(keys, given), "position_embedding_type": "rope"}
+    scaling, how = _scaling(keys)
+    arguments = {**_base(keys, scaling), "position_embedding_type": "rope"}
     if how == "llama3":
-        found |= {"use_rope_scaling": True, "rope_scaling_factor": given.number("factor", 8.0)}
+        arguments |= {"use_rope_scaling": True, "rope_scaling_factor": scaling.number("factor", 8.0)}
     elif how == "linear":
-        found |= {"rotary_seq_len_interpolation_factor": int(given.number("factor", 1.0))}
+        arguments |= {"rotary_seq_len_interpolation_factor": int(scaling.number("factor", 1.0))}
     elif how == "yarn":
-        found |= {
+        arguments |= {
             "position_embedding_type": "yarn",
-            "rotary_scaling_factor": given.number("factor", 1.0),
-            "yarn_original_max_position_embeddings": given.size(
+            "rotary_scaling_factor": scaling.number("factor", 1.0),
+            "yarn_original_max_position_embeddings": scaling.size(
                 "original_max_position_embeddings", keys.positions
             ),
-            "yarn_beta_fast": given.number("beta_fast", 32.0),
-            "yarn_beta_slow": given.number("beta_slow", 1.0),
-            "yarn_correction_range_round_to_int": given.truth("truncate", True),
+            "yarn_beta_fast": scaling.number("beta_fast", 32.0),
+            "yarn_beta_slow": scaling.number("beta_slow", 1.0),
+            "yarn_correction_range_round_to_int": scaling.truth("truncate", True),
         }
-    return found
+    return arguments
 
 
 def _latent_positions(keys: Keys) -> Arguments:
-    given, how = _scaling(keys)
+    scaling, how = _scaling(keys)
     keys.skip("partial_rotary_factor")  # qk_rope_head_dim says how much has positions
     if how not in ("default", "yarn"):
         raise ValueError(f"rope_scaling {how!r} is not supported with latent attention: {_NO_COST}")
-    base = {"position_embedding_type": "rope", "rotary_base": int(_theta(keys, given))}
+    base = {"position_embedding_type": "rope", "rotary_base": int(_theta(keys, scaling))}
     if how == "default":
         # Megatron fuses the rotation in latent attention for YaRN alone, and else stops.
         return {**base, "rope_type": "rope", "apply_rope_fusion": False}
     return {
         **base,
         "rope_type": "yarn",
-        "rotary_scaling_factor": given.number("factor", 1.0),
-        "mscale": given.number("mscale", 1.0),
-        "mscale_all_dim": given.number("mscale_all_dim", 0.0),
+        "rotary_scaling_factor": scaling.number("factor", 1.0),
+        "mscale": scaling.number("mscale", 1.0),
+        "mscale_all_dim": scaling.number("mscale_all_dim", 0.0),
     }
 
 
@@ -210,9 +210,9 @@ def positions_left_out(keys: Keys) -> Arguments:
         rotated = [int(number % interval != 0) for number in range(1, keys.layers + 1)]
     if rotated is None or all(rotated):
         return {}
-    pattern = frequency([1 - one for one in rotated], every=1)
+    pattern = frequency([1 - mark for mark in rotated], marked=1)
     if isinstance(pattern, int) and keys.layers % pattern:
-        pattern = [1 - one for one in rotated]  # Megatron repeats a number a whole number of times
+        pattern = [1 - mark for mark in rotated]  # Megatron repeats a number a whole number of times
     return {"no_rope_freq": pattern}
 
 
@@ -221,10 +221,10 @@ _NO_COST = "no cost depends on it, so take it out of a copy of the file"
 
 def _scaling(keys: Keys) -> tuple[Keys, str]:
     """Return the parameters of rotary positions, and the name of how they are scaled."""
-    given = keys.mapping("rope_parameters") or keys.mapping("rope_scaling")
+    outer = keys.mapping("rope_parameters") or keys.mapping("rope_scaling")
     keys.skip("rope_parameters", "rope_scaling")
-    by_kind = given.get("full_attention")
-    parameters = by_kind if isinstance(by_kind, Mapping) else given
+    by_kind = outer.get("full_attention")
+    parameters = by_kind if isinstance(by_kind, Mapping) else outer
     how = parameters.get("rope_type", parameters.get("type", "default"))
     if how in ("mrope", "proportional"):
         how = "default"  # for a text alone
@@ -236,15 +236,15 @@ def _scaling(keys: Keys) -> tuple[Keys, str]:
     return Keys(parameters, {}), str(how)
 
 
-def _theta(keys: Keys, given: Keys) -> float:
-    return given.number("rope_theta", keys.number("rope_theta", 10000.0))
+def _theta(keys: Keys, scaling: Keys) -> float:
+    return scaling.number("rope_theta", keys.number("rope_theta", 10000.0))
 
 
-def _base(keys: Keys, given: Keys) -> Arguments:
-    part = given.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0))
+def _base(keys: Keys, scaling: Keys) -> Arguments:
+    part = scaling.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0))
     if keys.get("rotary_dim") is not None:
         part = keys.size("rotary_dim") / _head_size(keys, keys.size("num_attention_heads"))
     if not 0 < part <= 1:
         raise ValueError(f"partial_rotary_factor is {part:g}, but must be above 0 and at most 1: correct it")
     share = {} if part == 1 else {"rotary_percent": part}
-    return {"rotary_base": int(_theta(keys, given)), **share}
+    return {"rotary_base": int(_theta(keys, scaling)), **share}

@@ -1,4 +1,4 @@
-"""The content of a config.json as Megatron's arguments; see ``model_types.py`` for what is known."""
+"""The content of a config.json as Megatron's arguments; ``model_types.py`` lists the supported types."""
 
 import re
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from megatron_pp_ext.planner.hugging_face.config_keys import BY_FLAGS
 from megatron_pp_ext.planner.hugging_face.model_types import REFUSED, SAME, TYPES
 
 LONGEST_DEFAULT = 8192
-"""The sequence length where nobody gives one: that of the model's positions, but at most so many tokens."""
+"""The sequence length where nobody gives one: the model's number of positions, but at most so many tokens."""
 
 _NAMES = {
     "model_type",
@@ -29,7 +29,7 @@ _OF_MODEL = {"model_type", "num_hidden_layers", *_NESTED}
 """Keys of which such a description has some."""
 
 _OF_ALL = "tie_word_embeddings", "pad_token_id", "quantization_config"
-"""Keys of a language model that may stand beside it."""
+"""Keys of a language model that may stand next to it."""
 
 _OTHER_FILES = {
     "peft_type": "of an adapter",
@@ -39,7 +39,7 @@ _OTHER_FILES = {
     "do_sample": "of the generation of text",
     "_diffusers_version": "of a diffusion model",
 }
-"""What other files of Hugging Face describe, by a key that each of them has."""
+"""The contents of other files of Hugging Face, by a key that each of them has."""
 
 _BASE = "base_model_name_or_path"
 
@@ -50,12 +50,12 @@ _HEADLESS = re.compile(
 """Matches classes whose output is no token: rewards, classes, spans of a text, hidden states."""
 
 _INPUTS = "vision_config", "audio_config", "vision_feature_layer", "spatial_merge_size"
-"""Keys of the encoders of other inputs, where they stand among those of the language model."""
+"""Keys of the encoders of other inputs, where they stand among the language model's."""
 
 
 @dataclass(frozen=True, slots=True)
 class GivenModel:
-    """The model ``name`` in Megatron's arguments, and ``notes``: sentences on what they leave out of it.
+    """The model ``name`` in Megatron's arguments, and ``notes``: sentences on parts that are left out.
 
     Up to ``longest`` tokens a sequence is trained as the model would; None without a bound.
     """
@@ -74,9 +74,9 @@ def is_config(content: Mapping[str, Any]) -> bool:
 
 
 def read(config: Mapping[str, Any]) -> GivenModel:
-    """Return what ``config``, the content of a config.json, describes.
+    """Return the model of ``config``, the content of a config.json.
 
-    ValueError for types and keys that are not known, for wrong values, and for what is missing.
+    ValueError for types and keys that are not known, for wrong values, and for missing keys.
     """
     language, notes = _language_model(config)
     values, keys = TYPES[_known(language.get("model_type"), config.get("model_type"))].read(language)
@@ -125,12 +125,12 @@ def _language_model(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[
         inner = config.get(name)
         if isinstance(inner, Mapping) and not _OF_MODEL.isdisjoint(inner):
             outer = {key: config[key] for key in (*_OF_ALL, "model_type") if key in config}
-            found, _ = _language_model({**outer, **inner})
-            rest = "its encoders and its talker" if name == "thinker_config" else "its encoders"
-            return found, [f"the language model alone is described ({name}), without {rest}"]
+            description, _ = _language_model({**outer, **inner})
+            without = "its encoders and its talker" if name == "thinker_config" else "its encoders"
+            return description, [f"the language model alone is described ({name}), without {without}"]
     if any(name in config for name in _INPUTS):
-        kept = {name: value for name, value in config.items() if name not in _INPUTS}
-        return kept, ["the language model alone is described, without its encoders"]
+        texts = {name: value for name, value in config.items() if name not in _INPUTS}
+        return texts, ["the language model alone is described, without its encoders"]
     return config, []
 
 
@@ -145,9 +145,9 @@ def _known(kind: object, outer: object) -> str:
         name = SAME.get(kind, kind)
         if name in TYPES:
             return name
-        for one in (kind, outer):
-            if isinstance(one, str) and one in REFUSED:
-                raise ValueError(f"model_type {one!r} is not supported: {REFUSED[one]}")
+        for model_type in (kind, outer):
+            if isinstance(model_type, str) and model_type in REFUSED:
+                raise ValueError(f"model_type {model_type!r} is not supported: {REFUSED[model_type]}")
     hint = _misspelled(kind) if isinstance(kind, str) else ""
     raise ValueError(f"model_type {short(kind)} is not known here: {hint or BY_FLAGS}")
 
@@ -161,4 +161,4 @@ def _misspelled(kind: str) -> str:
     def shape(name: str) -> tuple[list[str], int]:
         return re.findall(r"\d+", name), len(name.split("_"))
 
-    return did_you_mean(kind, [one for one in (*TYPES, *SAME) if shape(one) == shape(kind)], cutoff=0.8)
+    return did_you_mean(kind, [known for known in (*TYPES, *SAME) if shape(known) == shape(kind)], cutoff=0.8)

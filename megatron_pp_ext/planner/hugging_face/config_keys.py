@@ -23,14 +23,14 @@ class Keys:
     """
 
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        given = {name: value for name, value in values.items() if value not in (None, [], {})}
-        self._values = {**defaults, **given}
+        present = {name: value for name, value in values.items() if value not in (None, [], {})}
+        self._values = {**defaults, **present}
         self._used: set[str] = set()
         self.notes: list[str] = []
         self.longest: int | None = None
 
     def unused(self) -> dict[str, Any]:
-        """Return what nobody has read and what is not known to be without effect."""
+        """Return the keys that nobody has read and that are not known to be without effect."""
         passed_over = self._used.union(_by_name("without_effect"))
         return {name: value for name, value in self._values.items() if name not in passed_over}
 
@@ -58,11 +58,11 @@ class Keys:
 
     def size_of(self, *names: str) -> int:
         """Return the size that goes by any of ``names``; ValueError where it has several values, or none."""
-        given = {name: self.size(name) for name in names if self.get(name) is not None}
-        if not given:
+        sizes = {name: self.size(name) for name in names if self.get(name) is not None}
+        if not sizes:
             raise ValueError(f"{' or '.join(names)} is missing: add it")
-        (name, value), *others = given.items()
-        for other, again in others:
+        (name, value), *duplicates = sizes.items()
+        for other, again in duplicates:
             if again != value:
                 raise ValueError(f"{other} is {again}, but {name} is {value}: take one out")
         return value
@@ -82,12 +82,12 @@ class Keys:
             raise _wrong(name, value, "true or false")
         return value
 
-    def one_of(self, name: str, known: Iterable[str], default: str) -> str:
-        """Return one of the texts ``known``."""
+    def one_of(self, name: str, texts: Iterable[str], default: str) -> str:
+        """Return the value of ``name``, which has to be one of ``texts``."""
         value = self.get(name, default)
-        listed = list(known)
-        if value not in listed:
-            supported = " or ".join(map(short, listed))
+        choices = list(texts)
+        if value not in choices:
+            supported = " or ".join(map(short, choices))
             raise ValueError(f"{name} is {short(value)}, but only {supported} is supported: {BY_FLAGS}")
         return str(value)
 
@@ -106,31 +106,33 @@ class Keys:
             raise _wrong(name, value, "an object")
         return value
 
-    def by_layer(self, name: str, layers: int, known: Mapping[Any, int]) -> list[int] | None:
-        """Return what ``known`` has for each of the ``layers`` values of a list; None where there is none.
+    def by_layer(self, name: str, layers: int, marks: Mapping[Any, int]) -> list[int] | None:
+        """Return the mark of each of the ``layers`` values of a list; None where there is no list.
 
-        A text is a list of its letters where those are ``known``.
+        A text is a list of its letters where ``marks`` has them.
         """
         value = self.get(name)
         if value is None:
             return None
-        if isinstance(value, str) and known.keys() >= set(value):
+        if isinstance(value, str) and marks.keys() >= set(value):
             value = list(value)
         if not isinstance(value, list) or len(value) != layers:
-            found = f"a list of {len(value)}" if isinstance(value, list) else short(value)
+            form = f"a list of {len(value)}" if isinstance(value, list) else short(value)
             raise ValueError(
-                f"{name} is {found}, but must be a list with one entry a layer, {layers}: correct it"
+                f"{name} is {form}, but must be a list with one entry a layer, {layers}: correct it"
             )
-        strange = [one for one in value if not isinstance(one, str | int) or one not in known]
+        strange = [entry for entry in value if not isinstance(entry, str | int) or entry not in marks]
         if strange:
-            listed = " and ".join(map(short, known))
-            raise ValueError(f"{name} has {short(strange[0])}, but only {listed} are supported: {BY_FLAGS}")
-        return [known[one] for one in value]
+            supported = " and ".join(map(short, marks))
+            raise ValueError(
+                f"{name} has {short(strange[0])}, but only {supported} are supported: {BY_FLAGS}"
+            )
+        return [marks[entry] for entry in value]
 
     def numbers(self, name: str) -> list[int]:
         """Return a list of whole numbers of 0 or more; an empty one where there is none."""
         value = self.get(name, [])
-        if not isinstance(value, list) or not all(type(one) is int and one >= 0 for one in value):
+        if not isinstance(value, list) or not all(type(number) is int and number >= 0 for number in value):
             raise _wrong(name, value, "a list of whole numbers of 0 or more")
         return list(value)
 
@@ -150,13 +152,13 @@ def _wrong(name: str, value: Any, rule: str) -> ValueError:
     return ValueError(f"{name} is {short(value)}, but must be {rule}: correct it")
 
 
-def frequency(marks: Sequence[int], every: int) -> int | list[int]:
-    """Return ``marks``, a 0 or 1 a layer, as a number where each n-th layer alone is marked by ``every``.
+def frequency(marks: Sequence[int], marked: int) -> int | list[int]:
+    """Return ``marks``, a 0 or 1 a layer, as a number where each n-th layer alone is marked by ``marked``.
 
     So Megatron reads the patterns of layers with windows, linear attention or positions.
     """
-    at = [number for number, mark in enumerate(marks, 1) if mark == every]
-    if at and all((number % at[0] == 0) == (mark == every) for number, mark in enumerate(marks, 1)):
+    at = [number for number, mark in enumerate(marks, 1) if mark == marked]
+    if at and all((number % at[0] == 0) == (mark == marked) for number, mark in enumerate(marks, 1)):
         return at[0]
     return list(marks)
 

@@ -37,12 +37,12 @@ def gated_experts_alone(keys: Keys) -> Arguments:
 
 def experts(keys: Keys, width: str = "moe_intermediate_size") -> Arguments:
     """Return the experts of a layer, ``width`` wide, and how many of them a token is sent to."""
-    count, chosen = keys.size_of(*COUNTS), keys.size_of(*CHOSEN)
-    if chosen > count:
-        raise ValueError(f"{chosen} experts a token are more than the {count} that there are: correct either")
+    count, top_k = keys.size_of(*COUNTS), keys.size_of(*CHOSEN)
+    if top_k > count:
+        raise ValueError(f"{top_k} experts a token are more than the {count} that there are: correct either")
     return {
         "num_experts": count,
-        "moe_router_topk": chosen,
+        "moe_router_topk": top_k,
         "moe_ffn_hidden_size": keys.size(width),
         "moe_grouped_gemm": True,
         "moe_token_dispatcher_type": "alltoall",
@@ -55,20 +55,20 @@ def experts_as_wide_as_mlps(keys: Keys) -> Arguments:
 
 
 def expert_layers(keys: Keys) -> Arguments:
-    """Return which layers have experts, where not all have, by whatever keys a family says it with."""
+    """Return which layers have experts, where some have none, by the keys of any family."""
     layers = keys.layers
     has = keys.by_layer("mlp_layer_types", layers, {"dense": 0, "sparse": 1})
     dense, step = keys.count("first_k_dense_replace"), keys.size("moe_layer_freq", 1)
-    each, without = keys.size("decoder_sparse_step", 1), keys.numbers("mlp_only_layers")
-    listed, interleaved = keys.numbers("moe_layers"), keys.size("interleave_moe_layer_step", 1)
-    if has is None and listed:
-        has = [int(number in listed) for number in range(layers)]
+    period, without = keys.size("decoder_sparse_step", 1), keys.numbers("mlp_only_layers")
+    numbers, interleaved = keys.numbers("moe_layers"), keys.size("interleave_moe_layer_step", 1)
+    if has is None and numbers:
+        has = [int(number in numbers) for number in range(layers)]
     if has is None:
         has = [
             int(
                 number >= dense
                 and number % step == 0
-                and (number + 1) % each == 0
+                and (number + 1) % period == 0
                 and (number + 1) % interleaved == 0
                 and number not in without
             )
@@ -107,11 +107,13 @@ def sigmoid_router(keys: Keys) -> Arguments:
 
 
 def _groups(keys: Keys) -> Arguments:
-    groups, chosen = keys.size("n_group", 1), keys.size("topk_group", 1)
+    groups, top_k = keys.size("n_group", 1), keys.size("topk_group", 1)
     scale = keys.number("routed_scaling_factor", 1.0)
-    found: Arguments = {} if scale == 1 else {"moe_router_topk_scaling_factor": scale}
+    arguments: Arguments = {} if scale == 1 else {"moe_router_topk_scaling_factor": scale}
     return (
-        found if groups == 1 else {**found, "moe_router_num_groups": groups, "moe_router_group_topk": chosen}
+        arguments
+        if groups == 1
+        else {**arguments, "moe_router_num_groups": groups, "moe_router_group_topk": top_k}
     )
 
 

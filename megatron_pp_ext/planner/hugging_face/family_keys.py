@@ -1,4 +1,4 @@
-"""The keys of whole models, and those that a single family has; see ``attention_keys.py``."""
+"""The keys of whole models, and the keys of a single family; see ``attention_keys.py``."""
 
 from megatron_pp_ext.planner.hugging_face import expert_keys as mlp
 from megatron_pp_ext.planner.hugging_face.attention_keys import Arguments
@@ -6,7 +6,7 @@ from megatron_pp_ext.planner.hugging_face.config_keys import Keys, unknown_key
 
 
 def body(keys: Keys) -> Arguments:
-    """Return what all models have, besides their layers."""
+    """Return the arguments of all models, besides their layers."""
     return {"num_layers": keys.layers, **_ends(keys)}
 
 
@@ -63,7 +63,7 @@ def optional_query_norm(keys: Keys) -> Arguments:
 
 
 def qwen3_alone(keys: Keys) -> Arguments:
-    """Check the keys of Qwen2's experts that files of Qwen3-Coder have; its layers are those of Qwen3."""
+    """Check the keys of Qwen2's experts in files of Qwen3-Coder, whose layers are Qwen3's."""
     keys.require("qkv_bias", False, "this model_type is known without biases")
     keys.require("use_qk_norm", True, "this model_type is known with norms of queries and keys")
     keys.require("shared_expert_intermediate_size", 0, "this model_type is known without shared experts")
@@ -125,11 +125,11 @@ def chunked(keys: Keys) -> Arguments:
 def llama4_experts(keys: Keys) -> Arguments:
     """Return Llama 4's experts: one shared, and one chosen by a sigmoid that scales its input."""
     wide = keys.size("intermediate_size")
-    found = mlp.experts_as_wide_as_mlps(keys)
+    arguments = mlp.experts_as_wide_as_mlps(keys)
     keys.require("num_experts_per_tok", 1, "Megatron scales the input of one expert alone")
     keys.one_of("hidden_act", ("silu",), "silu")
     return {
-        **found,
+        **arguments,
         "ffn_hidden_size": keys.size("intermediate_size_mlp"),
         "moe_shared_expert_intermediate_size": wide,
         "moe_router_score_function": "sigmoid",

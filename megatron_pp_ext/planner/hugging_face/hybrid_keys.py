@@ -13,7 +13,7 @@ _STACK = ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]
 
 
 def hybrid_layers(keys: Keys) -> Arguments:
-    """Return the pattern of the layers, and those that predict further tokens after it."""
+    """Return the pattern of the layers, followed by the MTP layers."""
     pattern = _pattern(keys, "hybrid_override_pattern", "layers_block_type")
     if pattern is None:
         raise ValueError("hybrid_override_pattern is missing: add it")
@@ -33,7 +33,7 @@ def hybrid_layers(keys: Keys) -> Arguments:
     keys.require("mamba_proj_bias", False, "Megatron's Mamba layers have no such bias")
     keys.require("mamba_hidden_act", "silu", "Megatron's Mamba layers have this activation")
     keys.skip("expand", "chunk_size")
-    found: Arguments = {
+    arguments: Arguments = {
         "hybrid_layer_pattern": "/".join([pattern, *[predicting or ""] * depth]),
         "spec": _STACK,
         "mamba_num_heads": keys.size("mamba_num_heads"),
@@ -46,24 +46,28 @@ def hybrid_layers(keys: Keys) -> Arguments:
     if depth:
         # The published models predict all further tokens by the same weights.
         repeats = keys.truth("mtp_use_repeated_layer", True)
-        found |= {"mtp_num_layers": depth, "mtp_use_repeated_layer": repeats}
+        arguments |= {"mtp_num_layers": depth, "mtp_use_repeated_layer": repeats}
     keys.skip("keep_mtp_spec_in_bf16", "rope_theta", "partial_rotary_factor", "sliding_window")
     if keys.truth("residual_in_fp32"):
-        found["fp32_residual_connection"] = True
-    return found
+        arguments["fp32_residual_connection"] = True
+    return arguments
 
 
 def _pattern(keys: Keys, text: str, kinds: str) -> str | None:
     """Return a letter a layer, which the key ``text`` has as such, or ``kinds`` as a list of names."""
-    given, named = keys.get(text), keys.get(kinds)
-    if given is None and named is not None:
-        given = "".join(_LETTERS.get(str(one), "?") for one in named) if isinstance(named, list) else "?"
-    if given is None:
+    pattern, kind_names = keys.get(text), keys.get(kinds)
+    if pattern is None and kind_names is not None:
+        pattern = (
+            "".join(_LETTERS.get(str(kind), "?") for kind in kind_names)
+            if isinstance(kind_names, list)
+            else "?"
+        )
+    if pattern is None:
         return None
-    if not isinstance(given, str) or not given or set(given) - set(_LETTERS.values()):
-        known = ", ".join(f"{letter} ({name})" for name, letter in _LETTERS.items())
-        raise ValueError(f"{text} is {given!r}, but must have {known} alone: correct it, or {BY_FLAGS}")
-    return given
+    if not isinstance(pattern, str) or not pattern or set(pattern) - set(_LETTERS.values()):
+        letters = ", ".join(f"{letter} ({name})" for name, letter in _LETTERS.items())
+        raise ValueError(f"{text} is {pattern!r}, but must have {letters} alone: correct it, or {BY_FLAGS}")
+    return pattern
 
 
 def hybrid_experts(keys: Keys) -> Arguments:

@@ -22,7 +22,7 @@ def advised(
 ) -> tuple[str, Shortest] | None:
     """Return a layout that is shorter than that of ``job`` by a hundredth at least, or None.
 
-    ``costs`` are those of the stages of ``schedule``, which is called ``name``, and ``data`` is the
+    ``costs`` are the costs of the stages of ``schedule``, which is called ``name``, and ``data`` is the
     data-parallel size.  ``free`` are the bytes that the fullest device leaves for activations and messages.
     By estimate no rank needs more than that, or than the fullest one needs now.  Nothing is advised for a
     model that is cut by its pattern, or with multi-token prediction in another stage than the loss.
@@ -31,16 +31,16 @@ def advised(
     stages = schedule.placement.stages
     if job.model.pattern or layers.predicting_stage(job, stages) not in (None, stages - 1):
         return None
-    known = tuple(layers.by_stage(job, stages))
+    present = tuple(layers.by_stage(job, stages))
     model = model_parts(job)
     described = ModelRow(job, model, data, schedule, name)
     sizes = [part.forward_seconds + part.input_gradient_seconds + part.weight_gradient_seconds
              for part in model.layers]  # fmt: skip
-    seconds, front, back = divided(costs, sizes, known)
+    seconds, front, back = divided(costs, sizes, present)
     least = [*described.least]
-    for end, beside in ((0, front), (-1, back)):
-        least[end] = max(least[end], int(not all(beside[:3])))
-    fewest = tuple(map(min, least, known))
+    for end, extra in ((0, front), (-1, back)):
+        least[end] = max(least[end], int(not all(extra[:3])))
+    fewest = tuple(map(min, least, present))
     row = LayerRow(
         seconds,
         front,
@@ -50,22 +50,22 @@ def advised(
         fewest,
         lambda cut: described.totals(described.with_prediction(cut)),
     )
-    best = shortest(schedule, row, known, described.capacity(described.with_prediction(known), free))
+    best = shortest(schedule, row, present, described.capacity(described.with_prediction(present), free))
     if best.gain < _WORTH:
         return None
     return described.spelled(described.with_prediction(best.cut)), best
 
 
 def divided(
-    costs: Costs, sizes: Sequence[float], known: Sequence[int]
+    costs: Costs, sizes: Sequence[float], counts: Sequence[int]
 ) -> tuple[tuple[Seconds, ...], Seconds, Seconds]:
-    """Return the seconds of every layer, and those of the first and of the last stage besides their layers.
+    """Return the seconds of every layer, and of the first and the last stage's other work.
 
-    Stage s has ``known[s]`` layers, which share its seconds in ``costs`` in proportion to their ``sizes``.
-    In the first and the last stage they take at most what layers of their size take between these, by the
-    median, or in the first stage where nothing is between.  What is left is the embedding's or the loss's.
+    Stage s has ``counts[s]`` layers, which share its seconds in ``costs`` in proportion to their ``sizes``.
+    In the first and the last stage they take at most the time of layers of their size between these, by the
+    median, or in the first stage where nothing is between.  The remainder is the embedding's or the loss's.
     """
-    totals = [sum(sizes[start:end]) for start, end in pairwise(accumulate(known, initial=0))]
+    totals = [sum(sizes[start:end]) for start, end in pairwise(accumulate(counts, initial=0))]
     *by_kind, saved = zip(*map(seconds_of, costs.stages), strict=True)
     rates, front, back = zip(*(_rates(took, totals) for took in by_kind), strict=True)
     # All of a stage saves in proportion to its I.
@@ -73,7 +73,7 @@ def divided(
     rates = *rates, [part * rate for part, rate in zip(parts, rates[1], strict=True)]
     front, back = (*front, parts[0] * front[1]), (*back, parts[-1] * back[1])
     by_stage = list(zip(*rates, strict=True))
-    stages = [stage for stage, count in enumerate(known) for _ in range(count)]
+    stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
     seconds = [
         tuple(rate * size for rate in by_stage[stage]) for stage, size in zip(stages, sizes, strict=True)
     ]
@@ -81,15 +81,17 @@ def divided(
 
 
 def _rates(took: Sequence[float], totals: Sequence[float]) -> tuple[list[float], float, float]:
-    """Return each stage's seconds for a layer of size 1, and those of the ends besides their layers."""
+    """Return each stage's seconds for a layer of size 1, and the seconds of embedding and output head."""
 
-    def beside(end: int) -> float:
+    def extra(end: int) -> float:
         if not totals[end]:
             return took[end]
         return took[end] - usual * totals[end] if took[end] / totals[end] > usual else 0.0
 
-    rates = [own / total if total else 0.0 for own, total in zip(took, totals, strict=True)]
+    rates = [
+        stage_seconds / total if total else 0.0 for stage_seconds, total in zip(took, totals, strict=True)
+    ]
     usual = median([rate for rate in rates[1:-1] if rate] or [rates[0] or inf])
-    front, back = beside(0), beside(-1)
+    front, back = extra(0), extra(-1)
     rates[0], rates[-1] = min(rates[0], usual), min(rates[-1], usual)
     return rates, front, back

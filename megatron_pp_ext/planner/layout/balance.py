@@ -8,7 +8,7 @@ from itertools import accumulate
 from megatron_pp_ext.planner.layout.cut import Cut, Seconds, times
 
 _ROUNDING = 1e-9
-"""The part by which a sum has to shrink to count as smaller, far above what rounding changes."""
+"""The part by which a sum has to shrink to count as smaller, far above rounding errors."""
 
 type _Choices = list[list[tuple[int, int, float]]]
 """For each stage, the items first, ..., end - 1 that it may have: (first, end, seconds)."""
@@ -24,10 +24,10 @@ def even(items: int, least: Cut) -> Cut:
     stages = len(least)
     if sum(least) > items:
         raise ValueError(f"{items} layers do not fill {stages} stages, which need {sum(least)} together")
-    each = next(each for each in range(items + 1) if sum(max(each + 1, few) for few in least) > items)
-    cut = [max(each, few) for few in least]
-    left = items - sum(cut)
-    for stage in [stage for stage, count in enumerate(cut) if count == each][:left]:
+    share = next(share for share in range(items + 1) if sum(max(share + 1, few) for few in least) > items)
+    cut = [max(share, few) for few in least]
+    remaining = items - sum(cut)
+    for stage in [stage for stage, count in enumerate(cut) if count == share][:remaining]:
         cut[stage] += 1
     return tuple(cut)
 
@@ -43,12 +43,14 @@ def balanced(items: int, seconds: Seconds, least: Cut) -> Cut:
     longest = float(times(start, seconds).sum(axis=1).max())
     choices = _choices(items, seconds, least, longest)
     longest, _ = _chain(choices, items, max)
-    shorter = [[one for one in stage if one[2] <= longest * (1 + _ROUNDING)] for stage in choices]
-    return _chain(shorter, items, lambda total, own: total + own * own)[1]
+    shorter = [[choice for choice in stage if choice[2] <= longest * (1 + _ROUNDING)] for stage in choices]
+    return _chain(
+        shorter, items, lambda total, seconds_of_stage: total + seconds_of_stage * seconds_of_stage
+    )[1]
 
 
 def _choices(items: int, seconds: Seconds, least: Sequence[int], longest: float) -> _Choices:
-    """Return what each stage may have if none takes more than ``longest``, and the others have the rest."""
+    """Return the possible ranges of items of each stage, if no stage takes more than ``longest``."""
     before = [0, *accumulate(least)]
 
     def took(stage: int, first: int, end: int) -> float:
@@ -65,15 +67,15 @@ def _choices(items: int, seconds: Seconds, least: Sequence[int], longest: float)
     choices: _Choices = []
     reached = 0
     for stage, few in enumerate(least):
-        behind = before[-1] - before[stage + 1]
+        later = before[-1] - before[stage + 1]
         choices.append([])
         furthest = 0
-        for first in range(starts[stage], min(items - behind - few, reached) + 1):
-            for end in range(first + few, items - behind + 1):
-                own = took(stage, first, end)
-                if own > most:
+        for first in range(starts[stage], min(items - later - few, reached) + 1):
+            for end in range(first + few, items - later + 1):
+                seconds_of_stage = took(stage, first, end)
+                if seconds_of_stage > most:
                     break
-                choices[-1].append((first, end, own))
+                choices[-1].append((first, end, seconds_of_stage))
                 furthest = max(furthest, end)
         reached = furthest
     return choices
@@ -83,13 +85,13 @@ def _chain(choices: _Choices, items: int, add: Callable[[float, float], float]) 
     """Return the least total of a chain of stages through all items, and its cut; ``add`` adds a stage."""
     ways: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
     for stage in choices:
-        before, here = ways[-1], dict[int, tuple[float, int]]()
+        before, reached = ways[-1], dict[int, tuple[float, int]]()
         for first, end, took in stage:
             if first in before:
                 total = add(before[first][0], took)
-                if end not in here or total < here[end][0]:
-                    here[end] = total, first
-        ways.append(here)
+                if end not in reached or total < reached[end][0]:
+                    reached[end] = total, first
+        ways.append(reached)
     end, counts = items, []
     for way in reversed(ways[1:]):
         first = way[end][1]

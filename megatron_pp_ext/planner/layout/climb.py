@@ -1,6 +1,6 @@
 """Moves single items between stages as long as a cut gets better by it.
 
-``climb`` is the loop.  Whoever uses it says what a cut is worth, and which moves promise a better one:
+``climb`` is the loop.  Its caller defines the value of a cut, and the moves that promise a better one:
 
 levelled   the ranks take equally long, as far as whole items allow
 fitted     no rank needs more memory than there is
@@ -31,7 +31,7 @@ _WORTH = 1e-4
 """The part of the makespan that a move has to save at least."""
 
 _ROUNDING = 1e-9
-"""The part by which a sum has to shrink to count as smaller, far above what rounding changes."""
+"""The part by which a sum has to shrink to count as smaller, far above rounding errors."""
 
 
 class Stages(Protocol):
@@ -51,7 +51,7 @@ class Stages(Protocol):
 
     @property
     def seconds(self) -> Seconds:
-        """What returns the seconds of a stage with the items first, ..., end - 1."""
+        """The seconds of a stage with the items first, ..., end - 1."""
 
 
 class Climbed(NamedTuple):
@@ -74,17 +74,17 @@ def climb(
     ``promising`` yields the cuts a move away whose value may be below a given one, the most promising first.
     At most ``most`` cuts are looked at, and none twice.
     """
-    best, seen = value(cut), {cut}
-    while len(seen) < most:
+    best, tried = value(cut), {cut}
+    while len(tried) < most:
         below = best * (1 - worth)
-        other = next((other for other in promising(cut, below) if other not in seen), None)
+        other = next((other for other in promising(cut, below) if other not in tried), None)
         if other is None:
             break
-        seen.add(other)
+        tried.add(other)
         now = value(other)
         if now < below:
             cut, best = other, now
-    return Climbed(cut, best, len(seen))
+    return Climbed(cut, best, len(tried))
 
 
 def levelled(stages: Stages, least: Cut) -> Cut:
@@ -148,8 +148,8 @@ def shortened(
 
     def promising(cut: Cut, below: float) -> Iterator[Cut]:
         after = paths.after_moves(cut, times(cut, stages.seconds))
-        others = (moved(cut, *move) for move in _rising(after, below))
-        return filter(fits, others)
+        neighbours = (moved(cut, *move) for move in _rising(after, below))
+        return filter(fits, neighbours)
 
     return climb(cut, makespan, promising, replays, _WORTH)
 

@@ -34,11 +34,11 @@ class CriticalPaths:
     def add(self, path: CriticalPath, seconds: Array) -> float:
         """Add ``path``, found with ``seconds`` of the stages, and return its makespan."""
         work = np.array(path.work, dtype=float)
-        others = path.makespan - float((work * seconds).sum())
+        constant = path.makespan - float((work * seconds).sum())
         keep = len(self._ranks)
         older = slice(max(keep, len(self._work) - _PATHS + 1), None)
         self._work = np.concatenate([self._ranks, self._work[older], work[None]])
-        self._others = np.concatenate([self._others[:keep], self._others[older], [others]])
+        self._others = np.concatenate([self._others[:keep], self._others[older], [constant]])
         return path.makespan
 
     def after_moves(self, cut: Cut, seconds: Array) -> Array:

@@ -1,4 +1,4 @@
-"""A cut of a row of items into stages, and what moving one item from a stage to another changes.
+"""A cut of a row of items into stages, and the effect of moving one item to another stage.
 
 The items are the layers of a model in order, and multi-token prediction after them.  The embedding, and the
 output layer with the loss, stay in the first and the last stage.  A move takes an item out of one stage and
@@ -19,7 +19,7 @@ type Cut = tuple[int, ...]
 type Seconds = Callable[[int, int, int], tuple[float, float, float, float]]
 """(stage, first, end) -> the seconds of the stage if it has the items first, ..., end - 1.
 
-They are those of F, I and W and, below 0, what an I and a W save together.
+They are the seconds of F, I and W and, below 0, the saving of an I and a W together.
 """
 
 type Array = Any
@@ -34,7 +34,7 @@ def bounds(cut: Cut) -> Iterator[tuple[int, int, int]]:
 
 def times(cut: Cut, seconds: Seconds) -> Array:
     """Return the seconds of each stage: stages x 4, as in ``Seconds``."""
-    return np.array([seconds(*where) for where in bounds(cut)])
+    return np.array([seconds(*position) for position in bounds(cut)])
 
 
 def moved(cut: Cut, source: int, target: int) -> Cut:
@@ -44,10 +44,10 @@ def moved(cut: Cut, source: int, target: int) -> Cut:
 
 def work_of_ranks(placement: Placement) -> Array:
     """Return for each rank which stages' seconds are its own: ranks x stages x 4, of ones and zeros."""
-    own = np.zeros((placement.ranks, placement.stages, 4))
+    work = np.zeros((placement.ranks, placement.stages, 4))
     for rank in range(placement.ranks):
-        own[rank, list(placement.stages_of(rank))] = 1.0
-    return own
+        work[rank, list(placement.stages_of(rank))] = 1.0
+    return work
 
 
 class Moved(NamedTuple):
@@ -72,9 +72,9 @@ class Moves:
 
     def impossible(self, cut: Cut) -> Array:
         """Return which moves are none: source x target, out of a stage with its least items or nowhere."""
-        none = np.eye(len(cut), dtype=bool)
-        none[np.array(cut) <= self._least] = True
-        return none
+        barred = np.eye(len(cut), dtype=bool)
+        barred[np.array(cut) <= self._least] = True
+        return barred
 
     def changes(self, work: Array, cut: Cut) -> Array:
         """Return by how many seconds each sum of work changes with each move: sums x source x target.
@@ -84,7 +84,7 @@ class Moves:
         """
         by_stage = self.by_stage(work, cut)
         onwards, backwards = (
-            given[:, :, None] + taken[:, None, :] for given, taken in (by_stage[:2], by_stage[2:])
+            lost[:, :, None] + gained[:, None, :] for lost, gained in (by_stage[:2], by_stage[2:])
         )
         source, target = np.indices((len(cut), len(cut)))
         changes = np.where(source < target, onwards, backwards)
@@ -94,7 +94,7 @@ class Moves:
     def by_stage(self, work: Array, cut: Cut) -> Moved:
         """Return the parts of the changes of each sum of ``work``."""
         items = sum(cut)
-        rows = np.array([self._beside(*where, items) for where in bounds(cut)])
+        rows = np.array([self._beside(*position, items) for position in bounds(cut)])
         change = rows[:, 1:] - rows[:, :1]
         lost_last, lost_first, gained_last, gained_first, later, earlier = change.transpose(1, 0, 2)
 
@@ -129,5 +129,5 @@ class Moves:
                 (first + 1, end + 1) if end < items else now,
                 (first - 1, end - 1) if first > 0 else now,
             )
-            self._known[key] = [self._seconds(stage, *where) for where in (now, *changed)]
+            self._known[key] = [self._seconds(stage, *position) for position in (now, *changed)]
         return self._known[key]

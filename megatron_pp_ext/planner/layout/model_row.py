@@ -27,8 +27,8 @@ class ModelRow(ModelStages):
         self._model, self._data = model, data
         self._order, self._name = Prepared(schedule), name
         splits_head = schedule.placement.splits_head
-        counted = StageSeconds(job, model, splits_head)
-        super().__init__(job, counted, schedule.placement)
+        stage_seconds = StageSeconds(job, model, splits_head)
+        super().__init__(job, stage_seconds, schedule.placement)
 
     def costs(self, cut: Cut) -> Costs:
         """Return the costs of the stages of ``cut``."""

@@ -30,9 +30,9 @@ class ModelStages:
     them.
     """
 
-    def __init__(self, job: Job, counted: StageSeconds, placement: Placement) -> None:
-        self._job, self._counted, self.placement = job, counted, placement
-        self.layers, self._prediction = counted.layers, counted.prediction
+    def __init__(self, job: Job, stage_seconds: StageSeconds, placement: Placement) -> None:
+        self._job, self._counted, self.placement = job, stage_seconds, placement
+        self.layers, self._prediction = stage_seconds.layers, stage_seconds.prediction
         self.items = self.layers + bool(self._prediction)
 
     @cached_property

@@ -13,7 +13,7 @@ from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.layout.balance import even
 from megatron_pp_ext.planner.layout.model_row import ModelRow, without_messages, work_of
 from megatron_pp_ext.planner.layout.model_stages import ModelStages
-from megatron_pp_ext.planner.layout.rows import NOTHING, LayerRow, Row, seconds_of, shortest
+from megatron_pp_ext.planner.layout.rows import NOTHING, LayerRow, LayoutRow, seconds_of, shortest
 from megatron_pp_ext.planner.layout.stage_seconds import StageSeconds
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import CostModel, Costs
@@ -24,12 +24,12 @@ from megatron_pp_ext.schedule.placement import Placement, linear, loop
 _FLAG = f"--pipeline-model-parallel-layout {AUTO}"
 
 
-def settle(asked: RequestedJob, data: int, vocabulary: int) -> tuple[RequestedJob, str]:
-    """Return what was ``asked`` with a layout for ``auto``, and words about it for the start line.
+def resolve(asked: RequestedJob, data: int, vocabulary: int) -> tuple[RequestedJob, str]:
+    """Return ``asked`` with a layout for ``auto``, and words about it for the start line.
 
-    ``data`` is the data-parallel size and ``vocabulary`` the number of rows of the embedding.  A layer costs
-    what --pipeline-costs says, which then has an object for each layer, or its operations.  ValueError where
-    there is nothing to choose, and for what ``job.pipeline.read`` refuses.
+    ``data`` is the data-parallel size and ``vocabulary`` the number of rows of the embedding.  The costs of a
+    layer are those of --pipeline-costs, which then has an object for each layer, or follow from its
+    operations.  ValueError where there is nothing to choose, and where ``job.pipeline.read`` refuses the job.
     """
     _require_choice(asked)
     ranks, file = asked.parallel.pipeline_model_parallel_size, asked.pipeline.pipeline_costs
@@ -42,28 +42,28 @@ def settle(asked: RequestedJob, data: int, vocabulary: int) -> tuple[RequestedJo
     )
     model = model_parts(job)
     cuts = ModelStages(job, StageSeconds(job, model), placement)
-    known = cuts.with_prediction(even(cuts.layers, (1,) * placement.stages))
+    even_counts = cuts.with_prediction(even(cuts.layers, (1,) * placement.stages))
     # The request is that of even stages: only their numbers of layers are to change.
-    even_stages = _laid_out(asked, cuts.spelled(known))
+    even_stages = _laid_out(asked, cuts.spelled(even_counts))
     request = pipeline.read(even_stages, data)
 
     def estimate(placement: Placement) -> Costs:
         if file is not None:
             return costs_file.read(file).joined(layers.by_stage(even_stages, placement.stages))
-        cut = job.changed(pipeline_model_parallel_layout=cuts.spelled(known))
+        cut = job.changed(pipeline_model_parallel_layout=cuts.spelled(even_counts))
         return without_messages(work_of(cut, model, data, placement).costs)
 
     schedule = make(request, CostModel(estimate)).schedule
-    row: Row = ModelRow(job, model, data, schedule, request.schedule)
+    row: LayoutRow = ModelRow(job, model, data, schedule, request.schedule)
     if file is not None:
         costs = costs_file.read(file)
         rows = tuple(map(seconds_of, costs.stages))
         row = LayerRow(rows, NOTHING, NOTHING, costs, placement, (1,) * placement.stages, row.totals)
-    best = shortest(schedule, row, known)
-    found = cuts.spelled(best.cut)
+    best = shortest(schedule, row, even_counts)
+    layout = cuts.spelled(best.cut)
     return (
-        _laid_out(asked, found),
-        f"layout {found}, by prediction {best.gain:.1%} shorter than stages of as many layers each",
+        _laid_out(asked, layout),
+        f"layout {layout}, by prediction {best.gain:.1%} shorter than stages of as many layers each",
     )
 
 
@@ -96,9 +96,9 @@ def _require_choice(job: RequestedJob) -> None:
 
 def _chunks(job: Job) -> int:
     """Return the chunks a rank for which the layout is made."""
-    name, given = job.pipeline.pipeline_schedule, job.pipeline.num_virtual_stages_per_pipeline_rank
-    if given is not None:
-        return given
+    name, virtual_stages = job.pipeline.pipeline_schedule, job.pipeline.num_virtual_stages_per_pipeline_rank
+    if virtual_stages is not None:
+        return virtual_stages
     can = catalog.abilities(name)
     if name is None or not can.flushes:
         return 1

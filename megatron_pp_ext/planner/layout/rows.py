@@ -13,7 +13,7 @@ from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.timing import CriticalPath, ScheduleTimer
 
 
-class Row(Stages, Protocol):
+class LayoutRow(Stages, Protocol):
     """A row of items, of which the stages of one schedule are cut."""
 
     def costs(self, cut: Cut) -> Costs:
@@ -24,13 +24,13 @@ class Row(Stages, Protocol):
 
 
 type Seconds = tuple[float, float, float, float]
-"""The seconds of F, I and W and, below 0, those that an I and a W save together."""
+"""The seconds of F, I and W and, below 0, the saving of an I and a W together."""
 
 NOTHING: Seconds = (0.0, 0.0, 0.0, 0.0)
 
 
 def seconds_of(costs: StageCosts) -> Seconds:
-    """Return the seconds of F, I and W in ``costs``, and what I and W save."""
+    """Return the seconds of F, I and W in ``costs``, and minus the seconds that a B saves over I and W."""
     return costs.forward, costs.input_gradient, costs.weight_gradient, -costs.hidden
 
 
@@ -38,7 +38,7 @@ def seconds_of(costs: StageCosts) -> Seconds:
 class LayerRow:
     """Layers whose seconds add up, for stages that have the fewest layers in ``least``.
 
-    ``front`` and ``back`` are what the first and the last stage take besides their layers.  ``like`` has the
+    ``front`` and ``back`` are the other seconds of the first and the last stage.  ``like`` has the
     times of messages.  ``totals`` returns the bytes that every rank needs under a cut.
     """
 
@@ -65,8 +65,8 @@ class LayerRow:
 
     def costs(self, cut: Cut) -> Costs:
         """Return the costs of the stages of ``cut``, whose activations are left out."""
-        each = (self.seconds(*where) for where in bounds(cut))
-        stages = tuple(StageCosts(f, i, w, activation=0.0, hidden=min(-saved, w)) for f, i, w, saved in each)
+        rows = (self.seconds(*position) for position in bounds(cut))
+        stages = tuple(StageCosts(f, i, w, activation=0.0, hidden=min(-saved, w)) for f, i, w, saved in rows)
         return replace(self.like, stages=stages)
 
 
@@ -83,14 +83,14 @@ class Shortest(NamedTuple):
         return 1 - self.makespan / self.before
 
 
-def shortest(schedule: Schedule, row: Row, known: Cut, limit: float = 0.0) -> Shortest:
+def shortest(schedule: Schedule, row: LayoutRow, present: Cut, limit: float = 0.0) -> Shortest:
     """Return the cut of ``row`` whose pipeline is shortest under ``schedule``, as far as moves find it.
 
-    They start from equally long stages, and from ``known``, with which the result is compared.  No rank needs
-    more than ``limit`` bytes, or than the fullest one needs under ``known`` if that is more.
+    They start from equally long stages, and from ``present``, with which the result is compared.  No rank
+    needs more than ``limit`` bytes, or than the fullest one needs under ``present`` if that is more.
     """
     timer = ScheduleTimer(schedule)
-    limit = max(limit, *row.totals(known))
+    limit = max(limit, *row.totals(present))
 
     def replay(cut: Cut) -> CriticalPath:
         return timer.critical_path(row.costs(cut))
@@ -98,13 +98,13 @@ def shortest(schedule: Schedule, row: Row, known: Cut, limit: float = 0.0) -> Sh
     def fits(cut: Cut) -> bool:
         return max(row.totals(cut)) <= limit
 
-    starts = known, fitted(row, levelled(row, row.least), row.totals, limit)
+    starts = present, fitted(row, levelled(row, row.least), row.totals, limit)
     best = min(
         (
             shortened(row, start, schedule.microbatches, replay, fits)
             for start in dict.fromkeys(starts)
             if start is not None
         ),
-        key=lambda one: one.value,
+        key=lambda climbed: climbed.value,
     )
-    return Shortest(best.cut, best.value, replay(known).makespan)
+    return Shortest(best.cut, best.value, replay(present).makespan)

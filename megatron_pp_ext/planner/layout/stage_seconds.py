@@ -41,10 +41,10 @@ class StageSeconds:
 
     def _counted(self, role: int, first: int, end: int) -> Seconds:
         """Return the seconds of a stage at the front of three, between the others, or at the end."""
-        here, last = self.model.layers[first:end], self.model.layers[-1]
-        count = len(here)
+        layers, last = self.model.layers[first:end], self.model.layers[-1]
+        count = len(layers)
         # Prediction has another layer like the model's last one.
-        row = (last, *here) if role == LAST else (*here, last)
+        row = (last, *layers) if role == LAST else (*layers, last)
         counts = ((count, 1, 0), (0, count, 1), (1, 0, count))[role]
         predicting = role if self._predicts(first, end) else LAST if role < LAST else FIRST
         parts = stage_parts(

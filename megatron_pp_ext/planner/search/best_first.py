@@ -12,13 +12,13 @@ from math import inf
 
 from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.planner.search.bounding import Bounding, Round, rounds
-from megatron_pp_ext.planner.search.budget import Budget, Stopped
+from megatron_pp_ext.planner.search.budget import SearchBudget, Stopped
 from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.search.compiled import Compiler, to_compile
 from megatron_pp_ext.planner.search.configurations import Space
 from megatron_pp_ext.planner.search.nothing_legal import reason
 from megatron_pp_ext.planner.search.replays import Evaluated, Replays
-from megatron_pp_ext.planner.search.result import ALIKE, LEVELS, Bounded, Compiles, Result
+from megatron_pp_ext.planner.search.result import ALIKE, LEVELS, Bounded, Compiles, SearchResult
 from megatron_pp_ext.planner.search.variants import tried
 from megatron_pp_ext.planner.search.workloads import Workloads
 from megatron_pp_ext.planner.step.estimate import MARGIN, RankMemory
@@ -44,12 +44,12 @@ class Search:
         margin: float = MARGIN,
         top: int = 10,
         compiles: Compiles = Compiles.NEVER,
-        budget: Budget | None = None,
+        budget: SearchBudget | None = None,
     ) -> None:
         self._space, self._compiles = space, compiles
-        self.budget = budget or Budget()
+        self.budget = budget or SearchBudget()
         self._limit, self._margin, self._top = limit, margin, top
-        self.result = Result()
+        self.result = SearchResult()
         self._workloads = Workloads(space.job, system.at_scale(space.gpus))
         self._bounding = Bounding(self._workloads, limit, margin, self.result)
         self._replays = Replays(self._workloads, margin, space.is_uneven, tried(space.job))
@@ -57,17 +57,17 @@ class Search:
         self._alike: dict[Candidate, list[Evaluated]] = {}
         self._tried: set[Candidate] = set()
 
-    def run(self, progress: Progress = lambda what, done, total: None) -> Result:
+    def run(self, progress: Progress = lambda what, done, total: None) -> SearchResult:
         """Search; ValueError where nothing is legal, nothing fits, or nothing was found within the budget.
 
         KeyboardInterrupt where there is no result yet.
         """
-        gpus, each = self._space.gpus, self._space.gpus_per_node
-        if gpus > each and gpus % each:
-            below = gpus // each * each
+        gpus, per_node = self._space.gpus, self._space.gpus_per_node
+        if gpus > per_node and gpus % per_node:
+            below = gpus // per_node * per_node
             raise ValueError(
-                f"--gpus {gpus} leaves a node of {each} GPUs in part: nearest that work are {below} and "
-                f"{below + each}"
+                f"--gpus {gpus} leaves a node of {per_node} GPUs in part: nearest that work are {below} and "
+                f"{below + per_node}"
             )
         self._look(progress)
         if not self.result.legal:
@@ -76,7 +76,7 @@ class Search:
         if not self.result.best:
             raise ValueError(self._nothing_fits())
         frontier = set(self._shortest.values())
-        self.result.frontier = sorted(frontier, key=lambda one: one.estimate.fullest.total)
+        self.result.frontier = sorted(frontier, key=lambda evaluated: evaluated.estimate.fullest.total)
         return self.result
 
     def _look(self, progress: Progress) -> None:
@@ -85,48 +85,47 @@ class Search:
         The first has none of the user's ``auto``, and orders are compiled for its best at once.  So a search
         never ends with less than the same one without these flags.
         """
-        kept_out, left = list[Bounded](), rounds(self._space)
+        kept_out, remaining = list[Bounded](), rounds(self._space)
         try:
-            while left and not self.result.stopped:
-                one = left[0]
+            while remaining and not self.result.stopped:
+                current = remaining[0]
                 with without_collection():
-                    bounded = self._bounded(one, progress)
+                    bounded = self._bounded(current, progress)
                     if self.result.stopped:
                         break
-                    left.pop(0)
-                    if one.is_varied:
+                    remaining.pop(0)
+                    if current.is_varied:
                         bounded, kept_out = [*bounded, *kept_out], []
                     bounded.sort(key=lambda other: other.bound)
                     kept_out += self._in_order(
-                        bounded, self._varied if one.is_varied else self._replayed, progress
+                        bounded, self._varied if current.is_varied else self._replayed, progress
                     )
-                if left and self._compiles is Compiles.TOO:
+                if remaining and self._compiles is Compiles.TOO:
                     self._compile(progress)
         except KeyboardInterrupt:
             self._stop(_INTERRUPTED, ())
             if not self.result.best:
                 raise
-        if left and self.result.stopped:
-            untried = tuple(name for one in left for name in one.choices)
+        if remaining and self.result.stopped:
+            untried = tuple(name for untried_round in remaining for name in untried_round.choices)
             self.result.stopped = replace(self.result.stopped, untried=untried)
 
-    def _bounded(self, one: Round, progress: Progress) -> list[Bounded]:
+    def _bounded(self, current: Round, progress: Progress) -> list[Bounded]:
         """Return the candidates of a round that may fit.
 
-        Only later rounds than the first may end early: what a search without a result lacks is time.
+        Only later rounds than the first may end early: a search without a result lacks time.
         """
-        found = list[Bounded]()
-        for number, total, of_cut in self._bounding.of_round(one):
+        candidates = list[Bounded]()
+        for number, total, of_cut in self._bounding.of_round(current):
             progress("bounding", number, total)
-            if not one.is_first and self._is_spent:
+            if not current.is_first and self._is_spent:
                 self._stop(_SPENT.format(self.budget.seconds), ())
                 break
-            found += of_cut
-        return found
+            candidates += of_cut
+        return candidates
 
     @property
     def _is_spent(self) -> bool:
-        """Whether the budget for replays is spent."""
         return self.budget.is_spent(self._compiles is not Compiles.NEVER, bool(self.result.best))
 
     def _in_order(
@@ -135,26 +134,26 @@ class Search:
         replay: Callable[[Candidate, float], Evaluated | RankMemory | None],
         progress: Progress,
     ) -> list[Bounded]:
-        """Replay candidates in their order, and return those that ``replay`` finds to need too much."""
+        """Replay candidates in order, and return those for which ``replay`` reports too much memory."""
         number, kept_out = 0, list[Bounded]()
         try:
-            for number, one in enumerate(bounded):
+            for number, entry in enumerate(bounded):
                 progress("replaying", number, len(bounded))
-                if not self._room(one.bound):
+                if not self._headroom(entry.bound):
                     break
                 if self._is_spent:
                     self._stop(_SPENT.format(self.budget.seconds), bounded[number:])
                     break
-                candidate = one.candidate
-                room = self._room(one.bound, candidate)
-                if one.least > room:
+                candidate = entry.candidate
+                headroom = self._headroom(entry.bound, candidate)
+                if entry.least > headroom:
                     continue
-                found = replay(candidate, room)
-                if isinstance(found, Evaluated):
+                outcome = replay(candidate, headroom)
+                if isinstance(outcome, Evaluated):
                     self.result.replayed += 1
-                    self._offer(found)
-                elif found is not None:
-                    kept_out.append(one)
+                    self._offer(outcome)
+                elif outcome is not None:
+                    kept_out.append(entry)
             progress("replaying", len(bounded), len(bounded))
         except KeyboardInterrupt:
             self._stop(_INTERRUPTED, bounded[number:])
@@ -162,12 +161,12 @@ class Search:
                 raise
         return kept_out
 
-    def _stop(self, why: str, others: Sequence[Bounded]) -> None:
-        """Note ``why`` the search ends, with the ``others`` that it has not replayed."""
-        least = min((one.bound for one in others), default=0.0)
-        self.result.stopped = self.result.stopped or Stopped(why, len(others), least)
+    def _stop(self, why: str, untried: Sequence[Bounded]) -> None:
+        """Note ``why`` the search ends, and which candidates are ``untried``."""
+        least = min((entry.bound for entry in untried), default=0.0)
+        self.result.stopped = self.result.stopped or Stopped(why, len(untried), least)
 
-    def _room(self, bound: float, candidate: Candidate | None = None) -> float:
+    def _headroom(self, bound: float, candidate: Candidate | None = None) -> float:
         """Return the most memory in which a step of ``bound`` seconds would still be among the results.
 
         It is 0 where such a step is neither among the best, or nearly the same as one of them but the last,
@@ -177,25 +176,25 @@ class Search:
         longest = _step(best[-1]) if len(best) == self._top else inf
         if candidate is None and len(best) == self._top > 1:
             longest = max(longest, _step(best[-2]) * (1 + ALIKE))
-        known = self._alike.get(candidate.apart_from_schedule) if candidate else None
-        if known:
+        group = self._alike.get(candidate.apart_from_schedule) if candidate else None
+        if group:
             # What is nearly as fast as one of the best is shown after it, however slow the last is.
-            alike = _step(known[0]) * (1 + ALIKE)
-            longest = alike if _step(known[0]) <= longest else min(longest, alike)
+            alike = _step(group[0]) * (1 + ALIKE)
+            longest = alike if _step(group[0]) <= longest else min(longest, alike)
         if bound < longest:
             return self._limit
         levels = [level for level in LEVELS if level not in self._shortest]
-        levels += [level for level, one in self._shortest.items() if bound < one.estimate.step_seconds]
+        levels += [level for level, step in self._shortest.items() if bound < step.estimate.step_seconds]
         return max(levels, default=0.0) * self._limit
 
     def _offer(self, evaluated: Evaluated) -> None:
         """Add ``evaluated`` to the best and to the frontier where it belongs there."""
         sizes = evaluated.candidate.apart_from_schedule
         alike = sorted([*self._alike.get(sizes, []), evaluated], key=_step)
-        self._alike[sizes] = [one for one in alike if _step(one) <= _step(alike[0]) * (1 + ALIKE)]
+        self._alike[sizes] = [member for member in alike if _step(member) <= _step(alike[0]) * (1 + ALIKE)]
         ranked = sorted(self._alike.values(), key=lambda group: _step(group[0]))[: self._top]
         self.result.best = [first for first, *_ in ranked]
-        self.result.alike = {first.candidate: others for first, *others in ranked}
+        self.result.alike = {first.candidate: slower for first, *slower in ranked}
         for level in LEVELS:
             other = self._shortest.get(level)
             is_shorter = other is None or _step(evaluated) < _step(other)
@@ -208,8 +207,8 @@ class Search:
             return
         if self.result.stopped and self.result.stopped.why == _INTERRUPTED:
             return
-        chosen = to_compile(self.result.named, self._space, self._workloads)
-        chosen = [cut for cut in chosen if cut not in self._tried]
+        cuts = to_compile(self.result.named, self._space, self._workloads)
+        cuts = [cut for cut in cuts if cut not in self._tried]
         compiler = Compiler(self._space, self._workloads, self._limit, self._margin)
         infeasible = "the layers of none of the best fill two chunks a rank: give another number of layers"
         has_some = bool(self.result.best)
@@ -218,8 +217,8 @@ class Search:
             self._alike.clear()
             self._shortest.clear()
         try:
-            for number, cut in enumerate(chosen):
-                progress("compiling", number, len(chosen))
+            for number, cut in enumerate(cuts):
+                progress("compiling", number, len(cuts))
                 if self.budget.is_spent() and self.result.best:
                     self._stop(_SPENT.format(self.budget.seconds), ())
                     break
@@ -238,15 +237,15 @@ class Search:
             raise ValueError(f"{FLEX} finds nothing: {infeasible}")
 
     def _replayed(self, candidate: Candidate, limit: float) -> Evaluated | RankMemory | None:
-        """Return the candidate with its estimate, what its fullest rank needs, or None if it is too slow."""
-        found = self._replays.replayed(candidate, limit, lambda seconds: self._room(seconds, candidate))
-        if isinstance(found, RankMemory) and found.total > self._limit and len(self.result.too_large) < 3:
-            self.result.too_large.append((candidate, found))
-        return found
+        """Return the candidate with its estimate, or its fullest rank's memory; None if it is too slow."""
+        outcome = self._replays.replayed(candidate, limit, lambda seconds: self._headroom(seconds, candidate))
+        if isinstance(outcome, RankMemory) and outcome.total > self._limit and len(self.result.too_large) < 3:
+            self.result.too_large.append((candidate, outcome))
+        return outcome
 
     def _varied(self, candidate: Candidate, limit: float) -> Evaluated | None:
         """Return a variant of the candidate that fits, if there is one and it is not too slow."""
-        return self._replays.varied(candidate, limit, lambda seconds: self._room(seconds, candidate))
+        return self._replays.varied(candidate, limit, lambda seconds: self._headroom(seconds, candidate))
 
     def _nothing_fits(self) -> str:
         if self.result.stopped:
@@ -262,5 +261,5 @@ class Search:
         )
 
 
-def _step(one: Evaluated) -> float:
-    return one.estimate.step_seconds
+def _step(evaluated: Evaluated) -> float:
+    return evaluated.estimate.step_seconds

@@ -10,8 +10,8 @@ _BEFORE_COMPILING = 0.75
 
 
 @dataclass
-class Budget:
-    """So many ``seconds`` of a processor from now on; ``clock`` counts those of this process."""
+class SearchBudget:
+    """A budget of ``seconds`` of processor time from now on; ``clock`` counts this process's."""
 
     seconds: float = inf
     clock: Callable[[], float] = time.process_time
@@ -27,13 +27,13 @@ class Budget:
 
     @property
     def words(self) -> str:
-        """What a search costs at most, in words."""
+        """The most that a search costs, in words."""
         if self.seconds == inf:
             return "without a limit"
         return f"for at most {self.seconds:g} s of a processor (--cpu-seconds)"
 
     def is_spent(self, leaves_some: bool = False, has_result: bool = True) -> bool:
-        """Whether all seconds are used, or all but those that compiling needs where it ``leaves_some``.
+        """Whether all seconds are used; with ``leaves_some`` all but a reserve for compiling.
 
         A search that has no result yet may take twice as long.
         """
@@ -55,9 +55,11 @@ class Stopped:
     untried: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        found = [self.why]
+        reasons = [self.why]
         if self.left:
-            others = "1 other was" if self.left == 1 else f"{self.left:,} others were"
-            found.append(f"{others} not looked at, none of which takes less than {self.least_seconds:.4g} s")
-        found += [f"--{name.replace('_', '-')} was not tried" for name in self.untried]
-        return "; ".join(found if found[1:] else [self.why, "not all orders were compiled"])
+            untried = "1 other was" if self.left == 1 else f"{self.left:,} others were"
+            reasons.append(
+                f"{untried} not looked at, none of which takes less than {self.least_seconds:.4g} s"
+            )
+        reasons += [f"--{name.replace('_', '-')} was not tried" for name in self.untried]
+        return "; ".join(reasons if reasons[1:] else [self.why, "not all orders were compiled"])

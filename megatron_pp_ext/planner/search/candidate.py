@@ -74,7 +74,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """A short name, fit for a file: only what differs from one rank and no recomputation."""
+        """A short name, fit for a file: only differences from one rank and no recomputation."""
         sizes = (("tp", self.tensor), ("cp", self.context), ("ep", self.expert), ("pp", self.pipeline))
         words = [f"{letters}{size}" for letters, size in sizes if size > 1]
         if self.expert_tensor is not None:
@@ -123,7 +123,7 @@ class Candidate:
 
     @property
     def _request(self) -> Request:
-        """What flags of features are about; the placement stands for any of these ranks."""
+        """The request that the flags of features refer to; the placement stands for any of these ranks."""
         return Request(
             self.schedule,
             (linear(self.pipeline),),
@@ -148,14 +148,14 @@ class Candidate:
         """Return ``job`` with everything set as this candidate sets it."""
         return job.changed(**self._values())
 
-    def requested(self, asked: RequestedJob) -> RequestedJob:
-        """Return what is ``asked`` with everything set as this candidate sets it."""
+    def applied_to(self, asked: RequestedJob) -> RequestedJob:
+        """Return ``asked`` with everything set as this candidate sets it."""
         return asked.with_arguments(**self._values())
 
     def flags(self, model: Sequence[str] = ()) -> list[str]:
-        """Return ``model``, the words of a command line, with those that set the same in place of its own."""
-        own = () if self.pattern is None else ("hybrid_layer_pattern", "hybrid_override_pattern")
-        return [*strip(model, own), *spelled(self._values())]
+        """Return ``model``, the words of a command line, with this candidate's values in place of its own."""
+        patterns = () if self.pattern is None else ("hybrid_layer_pattern", "hybrid_override_pattern")
+        return [*strip(model, patterns), *spelled(self._values())]
 
     def record(self) -> dict[str, Any]:
         """Return it for a JSON file."""
@@ -192,8 +192,7 @@ class Candidate:
 
 
 @cache
-def _settled() -> tuple[str, ...]:
-    """Return the arguments that a candidate sets."""
+def _candidate_arguments() -> tuple[str, ...]:
     return tuple(Candidate(1, 1, 1, 1, 1, 1, 1, Recompute("none"))._values())
 
 
@@ -203,8 +202,8 @@ _OURS = dict.fromkeys(
 """The arguments that candidates set whatever the user gives; they keep the user's ``global_batch_size``."""
 
 
-def settled(asked: RequestedJob) -> RequestedJob:
-    """Return what was ``asked`` as candidates have it at their best, for the rules about flags.
+def with_search_defaults(asked: RequestedJob) -> RequestedJob:
+    """Return ``asked`` with the best values that a candidate can have, for the rules about flags.
 
     Where nobody gives the sizes of a pipeline or of experts, there are candidates that go with either.
     """
@@ -217,8 +216,8 @@ def settled(asked: RequestedJob) -> RequestedJob:
 
 
 def alone(asked: RequestedJob) -> RequestedJob:
-    """Return what was ``asked``, as ``settled``, without a pipeline and what a search sets for one."""
-    return settled(asked).with_arguments(
+    """Return ``asked`` with a search's defaults, but without a pipeline and the flags set for one."""
+    return with_search_defaults(asked).with_arguments(
         pipeline_model_parallel_size=1,
         expert_model_parallel_size=2,
         pipeline_schedule=None,
@@ -228,12 +227,12 @@ def alone(asked: RequestedJob) -> RequestedJob:
     )
 
 
-def settled_in(words: Sequence[str]) -> frozenset[str]:
+def fixed_arguments(words: Sequence[str]) -> frozenset[str]:
     """Return the arguments that ``words``, a command line, give and a search leaves as they are."""
-    given = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words}
-    if "recompute_activations" in given:
-        given.add("recompute_granularity")
-    return frozenset(given & set(_settled()) - {*_OURS, "global_batch_size"})
+    arguments = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words}
+    if "recompute_activations" in arguments:
+        arguments.add("recompute_granularity")
+    return frozenset(arguments & set(_candidate_arguments()) - {*_OURS, "global_batch_size"})
 
 
 def strip(words: Sequence[str], more: Sequence[str] = ()) -> list[str]:
@@ -241,12 +240,12 @@ def strip(words: Sequence[str], more: Sequence[str] = ()) -> list[str]:
 
     ``more`` are arguments that not every candidate sets.
     """
-    settled = {flag(name) for name in (*_settled(), "recompute_activations", *more)}
-    kept: list[str] = []
+    flags = {flag(name) for name in (*_candidate_arguments(), "recompute_activations", *more)}
+    remaining: list[str] = []
     is_dropping = False
     for word in words:
         if word.startswith("--"):
-            is_dropping = word.partition("=")[0] in settled
+            is_dropping = word.partition("=")[0] in flags
         if not is_dropping:
-            kept.append(word)
-    return kept
+            remaining.append(word)
+    return remaining

@@ -1,4 +1,4 @@
-"""The cuts of one candidate's layers into its stages: what each takes and needs, and which are tried."""
+"""The cuts of one candidate's layers into its stages: their seconds and bytes, and the ones to try."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -47,35 +47,37 @@ class CandidateCuts:
         return replace(self.candidate, layout=self.stages.layout(cut))
 
     def mean(self) -> RankMemory:
-        """Return what a rank needs on average at least, where stages have equally many layers."""
-        one, placement = self.candidate, self.stages.placement
-        mean = self.workloads.mean(one, placement)
-        shared, order = mean.work.head, order_of(one, 2 * one.pipeline)
-        kept = order.in_flight.peaks(mean.work.parts, shared.activation if shared else 0.0)
-        whole = fmean(map(mul, kept, self.left or repeat(1.0)))
-        return mean.memory(one.microbatches, self.margin, whole * order.timer.schedule.share)
+        """Return a lower bound on the mean memory of the ranks, where stages have equally many layers."""
+        candidate, placement = self.candidate, self.stages.placement
+        mean = self.workloads.mean(candidate, placement)
+        shared, order = mean.work.head, order_of(candidate, 2 * candidate.pipeline)
+        peaks = order.in_flight.peaks(mean.work.parts, shared.activation if shared else 0.0)
+        whole = fmean(map(mul, peaks, self.left or repeat(1.0)))
+        return mean.memory(candidate.microbatches, self.margin, whole * order.timer.schedule.share)
 
     def memory(self, cut: Cut) -> tuple[RankMemory, ...]:
-        """Return what the ranks need for a few microbatches."""
+        """Return the memory of the ranks for a few microbatches."""
         if cut not in self._memories:
             self._memories[cut] = tuple(self._of_ranks(self.work(cut)))
         return self._memories[cut]
 
     def _of_ranks(self, work: Workload) -> Iterator[RankMemory]:
-        """Yield what ``short_memory`` returns; many cuts give a rank the same stages, counted once."""
+        """Yield ``short_memory`` rank by rank; cuts that give a rank the same stages share one entry."""
         order, kinds = order_of(self.candidate, 2 * self.candidate.pipeline), work.model.kinds
         if order.timer.schedule.units:
             yield from step_of(self.candidate, work, self.margin, order).memory()
             return
         layers = [kinds[first:end] for _, first, end in bounds(tuple(work.layers))]
-        kept = work.head.activation if work.head else 0.0
+        logits = work.head.activation if work.head else 0.0
         splits = order.timer.schedule.splits_backward
         for rank, stages in enumerate(stages_of_ranks(work.placement)):
             key = rank, work.job.pipeline.pipeline_model_parallel_layout, *(layers[stage] for stage in stages)
             if key not in self._ranks:
-                own = [work.parts[stage] for stage in stages]
-                state = model_state(work.job, work.summed(own), work.sharing)
-                activations = order.in_flight.peak(rank, own, kept) * (self.left[rank] if self.left else 1.0)
+                parts = [work.parts[stage] for stage in stages]
+                state = model_state(work.job, work.summed(parts), work.sharing)
+                activations = order.in_flight.peak(rank, parts, logits) * (
+                    self.left[rank] if self.left else 1.0
+                )
                 peaks = activations, order.peak_messages[rank]
                 self._ranks[key] = memory_beside(
                     work, state, work.loss_bytes(rank), *peaks, self.margin, splits=splits
@@ -83,17 +85,17 @@ class CandidateCuts:
             yield self._ranks[key]
 
     def least(self, cut: Cut) -> RankMemory:
-        """Return what the fullest rank needs at least."""
+        """Return a lower bound on the fullest rank's memory."""
         if self.candidate.splits_head and not self.left:
             return least_in_order(self.candidate, self.work(cut), self.margin)
         return max(self.memory(cut), key=lambda rank: rank.total)
 
     def fitted(self) -> Cut | None:
-        """Return the cut that is tried first: even, but for what keeps it within the memory."""
+        """Return the first cut to try: even, except where memory demands otherwise."""
         return climb.fitted(self.stages, self.stages.start, self._totals, self.limit)
 
     def shortened(self, cut: Cut) -> Cut:
-        """Return the cut whose pipeline is shortest among those that moves lead to from ``cut``."""
+        """Return the cut with the shortest pipeline that moves reach from ``cut``."""
         timer = order_of(self.candidate).timer
 
         def replay(cut: Cut) -> CriticalPath:
@@ -112,7 +114,7 @@ class CandidateCuts:
 
 
 def short_memory(candidate: Candidate, work: Workload, margin: float) -> tuple[RankMemory, ...]:
-    """Return what the ranks need for a few microbatches.
+    """Return the memory of the ranks for a few microbatches.
 
     More of them need no less memory, and a short order is built sooner.
     """
@@ -121,7 +123,7 @@ def short_memory(candidate: Candidate, work: Workload, margin: float) -> tuple[R
 
 
 def least_in_order(candidate: Candidate, work: Workload, margin: float) -> RankMemory:
-    """Return what the fullest rank needs at least, without building the whole schedule."""
+    """Return a lower bound on the fullest rank's memory, without building the whole schedule."""
     if candidate.splits_head:
         return least_memory_sharing(work, candidate.schedule, candidate.microbatches, margin)
     return max(short_memory(candidate, work, margin), key=lambda rank: rank.total)

@@ -31,19 +31,19 @@ _CHUNKS = 2
 def to_compile(best: Sequence[Evaluated], space: Space, workloads: Workloads) -> list[Candidate]:
     """Return the best candidates whose layers fill two chunks a rank, to be run under ``flex``."""
     candidates = dict.fromkeys(
-        space.described(replace(one.candidate, schedule=FLEX, chunks=_CHUNKS, layout=None, choice=None))
-        for one in best
-        if one.candidate.pipeline > 1 and one.candidate.recompute.method != "block"
-        if space.fills(one.candidate.pipeline, _CHUNKS)
+        space.described(replace(evaluated.candidate, schedule=FLEX, chunks=_CHUNKS, layout=None, choice=None))
+        for evaluated in best
+        if evaluated.candidate.pipeline > 1 and evaluated.candidate.recompute.method != "block"
+        if space.fills(evaluated.candidate.pipeline, _CHUNKS)
     )
-    chosen = list(candidates)[:COMPILED]
-    return [_laid_out(cut, best, workloads) for cut in chosen] if space.is_uneven else chosen
+    cuts = list(candidates)[:COMPILED]
+    return [_laid_out(cut, best, workloads) for cut in cuts] if space.is_uneven else cuts
 
 
 def _laid_out(cut: Candidate, best: Sequence[Evaluated], workloads: Workloads) -> Candidate:
     """Return ``cut`` with the layout of a V of the same sizes among the best, or with equally long stages."""
-    for one in best:
-        other = one.candidate
+    for evaluated in best:
+        other = evaluated.candidate
         if (
             other.placement == cut.placement
             and replace(other, schedule=FLEX, layout=None, choice=None) == cut
@@ -68,22 +68,26 @@ class Compiler:
 
     def compiled(self, cut: Candidate) -> Evaluated | str:
         """Return ``cut`` with the estimate of its compiled order, or why there is none."""
-        left = self._left(self._workloads.work(cut))
-        if min(left) <= 0:
+        available = self._left(self._workloads.work(cut))
+        if min(available) <= 0:
             return "weights, gradients and optimizer leave no memory: take more GPUs"
         alone = replace(cut.placement, splits_head=False)
         whole = self._workloads.work(cut, alone).costs
         try:
-            limits = self._limits(cut, left, whole)
+            limits = self._limits(cut, available, whole)
         except ValueError as error:  # numbers for another pipeline
             return str(error)
         tried = [self._within(cut, limit, whole) for limit in limits]
-        fitting = [one for one in tried if not isinstance(one, str)]
+        fitting = [evaluated for evaluated in tried if not isinstance(evaluated, str)]
         # Steps that differ by rounding alone count as equal, and then one number for all ranks wins.
-        return min(fitting, key=lambda one: round(one.estimate.step_seconds, 9)) if fitting else tried[0]
+        return (
+            min(fitting, key=lambda evaluated: round(evaluated.estimate.step_seconds, 9))
+            if fitting
+            else tried[0]
+        )
 
-    def _limits(self, cut: Candidate, left: tuple[float, ...], whole: Costs) -> list[Limit]:
-        """Return the limits to compile ``cut`` with, where the ranks have so many bytes ``left``.
+    def _limits(self, cut: Candidate, available: tuple[float, ...], whole: Costs) -> list[Limit]:
+        """Return the limits to compile ``cut`` with, where the ranks have ``available`` bytes.
 
         More memory on some ranks need not lead the compiler to a shorter order, and it may choose a placement
         with other stages than ``cut``.  So one number for all ranks competes with one for each.
@@ -91,10 +95,10 @@ class Compiler:
         if self._given is not None:
             limit = memory_limit.read(self._given, cut.pipeline)
             amounts = requested_budget(limit, cut.pipeline, cut.microbatches, whole).ranks
-            if all(map(le, amounts, left)):
+            if all(map(le, amounts, available)):
                 return [limit]
-            left = tuple(map(min, amounts, left))
-        return [min(left), left] if len(set(left)) > 1 else [min(left)]
+            available = tuple(map(min, amounts, available))
+        return [min(available), available] if len(set(available)) > 1 else [min(available)]
 
     def _within(self, cut: Candidate, limit: Limit, whole: Costs, is_last: bool = False) -> Evaluated | str:
         """Return ``cut`` as compiled within ``limit``, or why that cannot be.
@@ -113,21 +117,23 @@ class Compiler:
             if self._given is None and not is_last:
                 # What features keep on top of activations, such as gradients of keys and values.
                 over = math.ceil((estimated.fullest.total - self._limit) / (1 + self._margin))
-                lower = tuple(one - over for one in limit) if isinstance(limit, tuple) else limit - over
+                lower = tuple(amount - over for amount in limit) if isinstance(limit, tuple) else limit - over
                 return self._within(cut, lower, whole, is_last=True)
-            needed = estimated.fullest.total / 1e9
-            given = memory_limit.spelled(limit)
-            return f"within --pipeline-memory-limit {given} it needs {needed:.1f} GB: lower it"
+            gigabytes = estimated.fullest.total / 1e9
+            text = memory_limit.spelled(limit)
+            return f"within --pipeline-memory-limit {text} it needs {gigabytes:.1f} GB: lower it"
         return Evaluated(replace(cut, limit=limit), estimated)
 
     def _left(self, work: Workload) -> tuple[float, ...]:
         """Return the whole bytes that each rank has left for activations and messages."""
         parts = slices_of(work)
-        kept = (
+        fixed = (
             memory_beside(work, state, work.loss_bytes(rank, 1 / parts), 0.0, 0, self._margin, splits=True)
             for rank, state in enumerate(work.states)
         )
-        return tuple(float(int((self._limit - one.total) / (1 + self._margin))) for one in kept)
+        return tuple(
+            float(int((self._limit - rank_bytes.total) / (1 + self._margin))) for rank_bytes in fixed
+        )
 
 
 def _schedule(cut: Candidate, whole: Costs, costs: Costs, limit: Limit) -> Schedule:
@@ -143,7 +149,7 @@ def _schedule(cut: Candidate, whole: Costs, costs: Costs, limit: Limit) -> Sched
         trials=TRIALS,
     )
     if cut.describes_stages:
-        placements = tuple(one for one in request.placements if one.chunks == cut.chunks)
+        placements = tuple(placement for placement in request.placements if placement.chunks == cut.chunks)
         request = replace(request, placements=placements)
     model = CostModel(lambda placement: costs if placement.splits_head == cut.splits_head else whole)
     return make(request, model).schedule

@@ -49,17 +49,17 @@ class Space:
         """Yield every combination of parallel sizes, with a microbatch of 1 and without recomputation."""
         for tensor in self._sizes("tensor_model_parallel_size", min(self.gpus, self.gpus_per_node)):
             for context in self._sizes("context_parallel_size", self.gpus // tensor):
-                left = self.gpus // tensor // context
-                for pipeline in self._sizes("pipeline_model_parallel_size", left):
-                    data = left // pipeline
+                gpus = self.gpus // tensor // context
+                for pipeline in self._sizes("pipeline_model_parallel_size", gpus):
+                    data = gpus // pipeline
                     if self.batch % data or pipeline > self._pieces:
                         continue
-                    for expert, own in self._experts(tensor, data * context):
+                    for expert, expert_tensor in self._experts(tensor, data * context):
                         sizes = tensor, context, expert, pipeline, data, 1, self.batch // data
                         cut = Candidate(
                             *sizes,
                             Recompute("none"),
-                            expert_tensor=own,
+                            expert_tensor=expert_tensor,
                             options=(Pairs(),) if self._is_paired else (),
                             stock=self.stock,
                         )
@@ -70,7 +70,7 @@ class Space:
                             yield from self._sliced(cut)
 
     def _sliced(self, cut: Candidate) -> Iterator[Candidate]:
-        """Yield ``cut`` with whole sequences and with the slices that it can have, of those asked for."""
+        """Yield ``cut`` with whole sequences and with its possible slice lengths, of the requested ones."""
         for slices in slices_options.choices(self.job):
             if slices is None:
                 yield cut
@@ -84,24 +84,24 @@ class Space:
 
     def refined(self, cut: Candidate) -> Iterator[Candidate]:
         """Yield ``cut`` with every size of a microbatch, the smallest first."""
-        each = cut.microbatches
-        given = self.job.batch.micro_batch_size if "micro_batch_size" in self.fixed else None
-        for size in [given] if given else _divisors(each):
-            if each % size == 0:
-                yield replace(cut, micro_batch=size, microbatches=each // size)
+        samples = cut.microbatches
+        micro_batch = self.job.batch.micro_batch_size if "micro_batch_size" in self.fixed else None
+        for size in [micro_batch] if micro_batch else _divisors(samples):
+            if samples % size == 0:
+                yield replace(cut, micro_batch=size, microbatches=samples // size)
 
     def without_choices(self) -> tuple[Self, tuple[str, ...]]:
-        """Return the space without what flags of features leave open, and the arguments that do."""
+        """Return the space without the choices that flags leave open, and the arguments that have some."""
         names = options.left_open(self.job)
         return replace(self, job=self.job.changed(**dict.fromkeys(names))), names
 
     def recomputes(self, cut: Candidate, chunks: int) -> list[Recompute]:
-        """Return what can be recomputed, from nothing to everything."""
+        """Return the kinds of recomputation, from nothing to everything."""
         model, memory = self.job.model, self.job.memory
         if "recompute_granularity" in self.fixed:
             how, layers = memory.recompute_granularity, memory.recompute_num_layers or None
-            given = how, memory.recompute_method, layers, memory.recompute_modules
-            return [Recompute(f"recompute-{how}" if how else "none", *given)]
+            fields = how, memory.recompute_method, layers, memory.recompute_modules
+            return [Recompute(f"recompute-{how}" if how else "none", *fields)]
         ways = [Recompute("none")]
         if self.job.precision.is_unfused:
             ways.append(Recompute("recompute-attention", "selective", modules=("core_attn",)))
@@ -123,20 +123,20 @@ class Space:
                 yield 1, [NO_PIPELINE]
             return
         flag = "num_virtual_stages_per_pipeline_rank"
-        given = self.job.value(flag) if flag in self.fixed else None
+        fixed_chunks = self.job.value(flag) if flag in self.fixed else None
         for chunks in self._chunks(cut.pipeline):
             names = [name for name in self.schedules if catalog.entry(name).accepts(chunks)]
-            if names and given in (None, chunks):
+            if names and fixed_chunks in (None, chunks):
                 yield chunks, names
 
     def _chunks(self, ranks: int) -> list[int]:
-        """Return the numbers of chunks a rank: each gives the longest stage fewer layers than those before.
+        """Return the numbers of chunks a rank: each gives the longest stage fewer layers than the one before.
 
         Where stages are even these are the divisors of a rank's layers.
         """
         layers = self._pieces
         longest = range(1, -(-layers // ranks) + 1)
-        longest_stages = sorted({-(-layers // (ranks * each)) for each in longest})
+        longest_stages = sorted({-(-layers // (ranks * chunks)) for chunks in longest})
         return [chunks for chunks in longest_stages if self.fills(ranks, chunks)]
 
     def fills(self, ranks: int, chunks: int) -> bool:
@@ -153,8 +153,8 @@ class Space:
         """Return ``cut`` with measured stages, where flags describe these, joined to as many as it has."""
         if self.stages is None:
             return cut
-        own = joined(self.job, cut.pipeline * cut.chunks)
-        layout, pattern = map(own.get, ("pipeline_model_parallel_layout", "hybrid_layer_pattern"))
+        measured = joined(self.job, cut.pipeline * cut.chunks)
+        layout, pattern = map(measured.get, ("pipeline_model_parallel_layout", "hybrid_layer_pattern"))
         return replace(cut, layout=layout, pattern=pattern)
 
     def sharing(self, cut: Candidate) -> tuple[bool, ...]:
@@ -164,31 +164,36 @@ class Space:
     def _sizes(self, name: str, most: int) -> list[int]:
         """Return the user's value of argument ``name``, or all that divide the ``most`` GPUs left."""
         if name in self.fixed:
-            given = self.job.value(name)
-            return [given] if given <= most and most % given == 0 else []
+            value = self.job.value(name)
+            return [value] if value <= most and most % value == 0 else []
         return _divisors(most)
 
     def _experts(self, tensor: int, replicas: int) -> list[tuple[int, int | None]]:
         """Return the sizes of expert parallelism, each with that of the experts' tensor parallelism.
 
-        The latter is None where it is as large as that of the other layers.
+        The latter is None where it is as large as the other layers'.
         """
         parallel, count = self.job.parallel, self.job.model.num_experts
-        own = [size if size < tensor else None for size in _divisors(tensor)] if count else [None]
+        expert_tensors = [size if size < tensor else None for size in _divisors(tensor)] if count else [None]
         if "expert_tensor_parallel_size" in self.fixed:
-            own = [parallel.expert_tensor_parallel_size or None]
+            expert_tensors = [parallel.expert_tensor_parallel_size or None]
         if "expert_model_parallel_size" in self.fixed:
-            return [(parallel.expert_model_parallel_size, each) for each in own]
+            return [(parallel.expert_model_parallel_size, expert_tensor) for expert_tensor in expert_tensors]
         sizes = _divisors(count) if count else [1]
         ranks = replicas * tensor
-        return [(size, each) for each in own for size in sizes if ranks % (size * (each or tensor)) == 0]
+        return [
+            (size, expert_tensor)
+            for expert_tensor in expert_tensors
+            for size in sizes
+            if ranks % (size * (expert_tensor or tensor)) == 0
+        ]
 
 
 def record(candidate: Candidate) -> dict[str, Any]:
-    """Return what ``candidate`` sets, as files of a search have it."""
-    found = {**candidate.record(), "is_paired": Pairs() in candidate.options}
+    """Return the settings of ``candidate``, as files of a search have them."""
+    entries = {**candidate.record(), "is_paired": Pairs() in candidate.options}
     slices = candidate.option(slices_options.Slices)
-    return found if slices is None else {**found, "slice_tokens": slices.tokens}
+    return entries if slices is None else {**entries, "slice_tokens": slices.tokens}
 
 
 def _is_legal(job: Job, stage_ranks: int) -> bool:

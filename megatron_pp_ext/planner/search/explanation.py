@@ -21,9 +21,9 @@ def why(best: Evaluated, other: Evaluated) -> str:
     return ", ".join(reasons)
 
 
-def _seconds(one: Evaluated) -> list[tuple[str, float]]:
-    """Return the parts of a step: an average rank's work and idling, and what follows the pipeline."""
-    estimate = one.estimate
+def _seconds(evaluated: Evaluated) -> list[tuple[str, float]]:
+    """Return the parts of a step: an average rank's work and idling, and the time after the pipeline."""
+    estimate = evaluated.estimate
     idle = estimate.bubble * estimate.pipeline_seconds
     return [
         ("work", estimate.pipeline_seconds - idle),

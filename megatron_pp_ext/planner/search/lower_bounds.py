@@ -1,4 +1,4 @@
-"""What a configuration needs at least, whatever the order: no step is shorter, and no rank keeps less.
+"""Lower bounds for a configuration in any order: the seconds of a step, and the bytes of a rank.
 
 time    a rank does all its F, I and W, and all S and T of a split head, one after the other, the first
         microbatch has to reach it, and where backwards are whole, its last gradient has to travel back to
@@ -51,20 +51,21 @@ def bounds(work: Workload, microbatches: int) -> tuple[float, float]:
             _BY_SLICES
             * microbatches
             * max(
-                own.forward_seconds + own.backward_seconds - own.overlapped_in_whole for own in work.by_rank
+                rank_part.forward_seconds + rank_part.backward_seconds - rank_part.overlapped_in_whole
+                for rank_part in work.by_rank
             )
         )
         return least, least
     shared = work.costs.head
-    scores, last = (shared.scores, shared.weight_gradient) if shared else (0.0, 0.0)
-    hop, head, tail, whole, split = work.costs.hop, 0.0, 0.0, 0.0, 0.0
-    for stage, own in zip(work.costs.stages, work.by_rank, strict=False):
+    logits, last = (shared.scores, shared.weight_gradient) if shared else (0.0, 0.0)
+    latency, head, tail, whole, split = work.costs.hop, 0.0, 0.0, 0.0, 0.0
+    for stage, rank_part in zip(work.costs.stages, work.by_rank, strict=False):
         # In split backwards, too, a W may run inside of every I.
-        seconds = own.forward_seconds + own.backward_seconds - own.overlapped_in_whole
-        busy = head + microbatches * (seconds + scores + last)
+        seconds = rank_part.forward_seconds + rank_part.backward_seconds - rank_part.overlapped_in_whole
+        busy = head + microbatches * (seconds + logits + last)
         split, whole = max(split, busy), max(whole, busy, busy - microbatches * last + tail)
-        head += stage.forward + hop
-        tail += stage.seconds(Kind.B) + hop
+        head += stage.forward + latency
+        tail += stage.seconds(Kind.B) + latency
     around = max(wait.update for wait in work.waits) + work.tied_seconds
     together = work.together(work.parts)
     return together * whole + around, together * split + around
@@ -72,9 +73,9 @@ def bounds(work: Workload, microbatches: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class MeanRank:
-    """What a rank of ``work`` has on average: ``part``, which is the same under every cut into stages.
+    """The average rank of ``work``: ``part``, which is the same under every cut into stages.
 
-    ``least`` is what stages take at least.
+    ``least`` has lower bounds of the stages' seconds.
     """
 
     work: Workload
@@ -87,25 +88,25 @@ class MeanRank:
         return model_state(self.work.job, self.part, self.work.sharing)
 
     def memory(
-        self, microbatches: int, margin: float, kept: float | None = None, of_largest: bool = False
+        self, microbatches: int, margin: float, activations: float | None = None, of_largest: bool = False
     ) -> RankMemory:
-        """Return what a rank needs on average: in any order, where under no cut the fullest one needs less.
+        """Return a lower bound on an average rank's memory in any order; under no cut the fullest needs less.
 
-        ``kept`` are the bytes of activations, if more are known than what ``least_memory`` counts, which
-        ``of_largest`` is about, too.
+        ``activations`` are their bytes, if more are known than ``least_memory`` counts, for which
+        ``of_largest`` means the same.
         """
         work = self.work
-        if kept is None:
+        if activations is None:
             # The largest stage of a rank keeps no less than the mean of its stages.
             whole = self.part.after_forward
-            kept = _least_kept(work, whole, whole / work.placement.chunks, of_largest)
+            activations = _least_kept(work, whole, whole / work.placement.chunks, of_largest)
         messages = _mean_messages(work.placement, microbatches) / slices_of(work)
         model, parts = work.model, work.placement.ranks * slices_of(work)
         loss = (model.split_workspace if work.placement.splits_head else model.loss_workspace) / parts
-        return memory_beside(work, self.state, loss, kept, messages, margin)
+        return memory_beside(work, self.state, loss, activations, messages, margin)
 
     def bounds(self, microbatches: int) -> tuple[float, float]:
-        """Return the same two lower bounds as ``bounds``, for whatever cut of the layers into stages.
+        """Return the two lower bounds of ``bounds``, for any cut of the layers into stages.
 
         Every cut has the same work in all, T a microbatch, and its busiest rank at least ``busiest_rank``.
         Rank r starts after the forwards of r stages, and with whole backwards it ends before their backwards.
@@ -118,20 +119,20 @@ class MeanRank:
         if slices_of(work) > 1:
             sliced = _BY_SLICES * microbatches * mean
             return sliced, sliced
-        each, last = (shared.scores, shared.weight_gradient) if shared else (0.0, 0.0)
+        logits, last = (shared.scores, shared.weight_gradient) if shared else (0.0, 0.0)
         ranks = work.placement.ranks
-        others, least = each + last, self.least
+        vocabulary, least = logits + last, self.least
         busiest = busiest_rank(least, work.placement, len(work.model.layers))
 
         def way(first: float, middle: float) -> float:
-            """Return what the stages before the mean rank's first one take, with the messages."""
+            """Return the seconds of the stages before the mean rank's first one, with the messages."""
             return (ranks - 1) / ranks * (first + (ranks - 2) / 2 * middle) + (ranks - 1) / 2 * work.hop
 
-        busy = microbatches * (max(mean, busiest) + others)
-        split = max(busy, microbatches * (mean + others) + way(*least.forwards))
+        busy = microbatches * (max(mean, busiest) + vocabulary)
+        split = max(busy, microbatches * (mean + vocabulary) + way(*least.forwards))
         whole = max(
             busy,
-            microbatches * (mean + each) + way(least.first, least.middle) + (ranks - 1) / 2 * work.hop,
+            microbatches * (mean + logits) + way(least.first, least.middle) + (ranks - 1) / 2 * work.hop,
         )
         if work.placement.shape is Shape.LINEAR:
             whole = max(whole, ranks * mean / (1 - (1 - 1 / microbatches) ** ranks))
@@ -148,7 +149,7 @@ def mean_rank(work: Workload, sums: ModelSums, fewest: Sequence[int]) -> MeanRan
 
 
 def busiest_rank(least: LeastSeconds, placement: Placement, layers: int) -> float:
-    """Return the seconds of a microbatch on the busiest rank at least, in whatever cut.
+    """Return a lower bound on the busiest rank's seconds of a microbatch, in any cut.
 
     Layers are dealt out one by one, each to the rank that has the least with it.  Each counts like the
     shortest, and the order of the layers does not count.
@@ -159,23 +160,23 @@ def busiest_rank(least: LeastSeconds, placement: Placement, layers: int) -> floa
     ends = [first - middle, last - middle]
     if placement.folds:
         ends = [sum(ends)]
-    others = placement.chunks * middle
-    loads = Counter(others + more for more in ends)
-    loads[others] += placement.ranks - len(ends)
+    middle_stages = placement.chunks * middle
+    loads = Counter(middle_stages + more for more in ends)
+    loads[middle_stages] += placement.ranks - len(ends)
     # Below the level that all would have if each began with the least, every layer is taken.
     level = min(loads) + layers * least.layer / placement.ranks
     certain = {load: max(0, int((level - load) / least.layer) - 1) for load in loads}
     # All other ways to deal a layer that may be taken, by what the rank then has; the last is the busiest's.
-    most, each = max(loads), layers // placement.ranks + 2
+    most, rounds = max(loads), layers // placement.ranks + 2
     dealt = sorted(
         (load + number * least.layer, count)
         for load, count in loads.items()
-        for number in range(certain[load] + 1, min(layers, each + int((most - load) / least.layer)) + 1)
+        for number in range(certain[load] + 1, min(layers, rounds + int((most - load) / least.layer)) + 1)
     )
     before = sum(count * certain[load] for load, count in loads.items())
-    taken = accumulate((count for _, count in dealt), initial=before)
-    next(taken)
-    return max(most, next(load for (load, _), count in zip(dealt, taken, strict=True) if count >= layers))
+    totals = accumulate((count for _, count in dealt), initial=before)
+    next(totals)
+    return max(most, next(load for (load, _), count in zip(dealt, totals, strict=True) if count >= layers))
 
 
 @lru_cache(maxsize=4096)
@@ -185,7 +186,7 @@ def _mean_messages(placement: Placement, microbatches: int) -> float:
 
 
 def least_memory(work: Workload, microbatches: int, margin: float, of_largest: bool = False) -> RankMemory:
-    """Return what the fullest rank needs in any order.
+    """Return a lower bound on the fullest rank's memory in any order.
 
     With ``of_largest`` a rank may keep the activations of its largest stage alone.
     """
@@ -197,7 +198,7 @@ def least_memory(work: Workload, microbatches: int, margin: float, of_largest: b
         messages = least_messages(work.placement, rank, microbatches) / slices_of(work)
         loss = work.loss_bytes(rank, 1 / slices_of(work))
         ranks_memory.append(memory_beside(work, work.states[rank], loss, activations, messages, margin))
-    return max(ranks_memory, key=lambda one: one.total)
+    return max(ranks_memory, key=lambda rank_bytes: rank_bytes.total)
 
 
 def _least_kept(work: Workload, whole: float, largest: float, of_largest: bool) -> float:
@@ -210,7 +211,7 @@ def _least_kept(work: Workload, whole: float, largest: float, of_largest: bool) 
 
 
 def least_memory_sharing(work: Workload, name: str, microbatches: int, margin: float) -> RankMemory:
-    """Return what the fullest rank needs in the order that splitting the head makes of ``name``.
+    """Return a lower bound on the fullest rank's memory in the order of ``name`` with a split head.
 
     It puts the backwards of the schedule off, or of the one with a microbatch more, so that no rank keeps
     less of its stages than these do.  From two microbatches a rank on, more of them need no less.
@@ -221,8 +222,8 @@ def least_memory_sharing(work: Workload, name: str, microbatches: int, margin: f
     plain = short_program(name, placement.ranks, 2 * placement.ranks, placement.chunks)
     return max(
         (
-            rank_memory(work, rank, kept, least_messages(placement, rank, microbatches), margin)
-            for rank, kept in enumerate(plain.in_flight.peaks(work.parts))
+            rank_memory(work, rank, activations, least_messages(placement, rank, microbatches), margin)
+            for rank, activations in enumerate(plain.in_flight.peaks(work.parts))
         ),
-        key=lambda one: one.total,
+        key=lambda rank_bytes: rank_bytes.total,
     )

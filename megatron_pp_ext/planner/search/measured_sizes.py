@@ -1,4 +1,4 @@
-"""What a search keeps where the stages were measured: the sizes at which they were, and their number.
+"""The sizes that a search keeps because stages were measured at them, and the number of stages.
 
 It then goes through schedules and memory limits; how many data-parallel ranks and microbatches there are
 follows from the GPUs and the batch.
@@ -18,22 +18,22 @@ _SIZES = (
     "pipeline_model_parallel_size",
     "micro_batch_size",
 )
-"""The sizes that change what a stage costs; the experts' only in a model with experts."""
+"""The sizes that change the costs of a stage; the experts' only in a model with experts."""
 
 KEPT = frozenset((*_SIZES, "expert_tensor_parallel_size", "recompute_granularity"))
 """The arguments that stay as they are."""
 
 
-def stages(job: Job, given: Collection[str]) -> int:
+def stages(job: Job, arguments: Collection[str]) -> int:
     """Return the number of stages into which the file of --pipeline-costs, or a flag, cuts the model.
 
-    ``given`` are the arguments that the user gives.  ValueError where these leave a size open, for tensor
+    ``arguments`` are those that the user sets.  ValueError where these leave a size open, for tensor
     parallelism other than a search's, and for stages that ranks cannot share evenly.
     """
     file, parallel = job.pipeline.pipeline_costs, job.parallel
     assert file is not None
     sizes = [name for name in _SIZES if job.model.num_experts or name != "expert_model_parallel_size"]
-    left_open = [flag(name) for name in sizes if name not in given]
+    left_open = [flag(name) for name in sizes if name not in arguments]
     if left_open:
         raise ValueError(
             f"--pipeline-costs {file} has stages of one size, which a search keeps, but not "
@@ -57,7 +57,7 @@ def stages(job: Job, given: Collection[str]) -> int:
 
 
 def described(job: Job, count: int) -> str:
-    """Return what a search of ``count`` measured stages keeps and what it tries, in words."""
+    """Return the fixed and the free sizes of a search of ``count`` measured stages, in words."""
     sizes = ", ".join(f"{flag(name)} {job.value(name)}" for name in _SIZES)
     return (
         f"The {count} stages in {job.pipeline.pipeline_costs} and {sizes} stay; schedules and memory limits "

@@ -51,19 +51,21 @@ class ModelSums:
     def total(self, job: Job, cut: Sequence[int], splits_head: bool) -> Part:
         """Return the sum of the parts of all stages of ``cut``, whose temporary bytes are left out."""
         is_full, size = job.memory.recomputes_layers, job.memory.recomputed_together
-        kept = kept_input(job, self.model.hidden_bytes)
+        input_bytes = kept_input(job, self.model.hidden_bytes)
         if is_full and (job.memory.recomputes_first or size > 1):
-            layers = self._recomputed(job, cut, size, kept)
+            layers = self._recomputed(job, cut, size, input_bytes)
         else:
             key = (is_full,)
             if key not in self._totals:
-                self._totals[key] = self._sum(self._before[:, -1] * is_full, len(self.model.layers), kept)
+                self._totals[key] = self._sum(
+                    self._before[:, -1] * is_full, len(self.model.layers), input_bytes
+                )
             layers = self._totals[key]
-        beside = self._beside(job, splits_head, is_one=len(cut) == 1)
-        return layers + beside + self.model.other.times(len(cut))
+        other_parts = self._beside(job, splits_head, is_one=len(cut) == 1)
+        return layers + other_parts + self.model.other.times(len(cut))
 
     def least(self, job: Job, fewest: Sequence[int], splits_head: bool) -> LeastSeconds:
-        """Return what stages take at least where the first, each middle and the last have so many layers."""
+        """Return lower bounds of stage seconds if the first, each middle and the last have so many layers."""
         few = fewest[0], fewest[1], fewest[-1]
         is_full, is_block = job.memory.recomputes_layers, job.memory.recomputes_first
         key = is_full, is_block, few, splits_head
@@ -90,38 +92,38 @@ class ModelSums:
         return self._least[key]
 
     def _beside(self, job: Job, splits_head: bool, is_one: bool) -> Part:
-        """Return what the stages, or the only one, have besides their layers, but for what each has."""
+        """Return the parts of the stages besides their layers, or of the only one, but for each one's own."""
         key = "beside", splits_head, is_one
         if key not in self._totals:
             ends = [part for parts in end_parts(self.model, splits_head) for part in parts]
             self._totals[key] = _summed([*ends, *prediction_parts(job, self.model, has_embedding=is_one)])
         return self._totals[key]
 
-    def _recomputed(self, job: Job, cut: Sequence[int], size: int, kept: float) -> Part:
-        """Return the sum of the layers where those computed again depend on the stages.
+    def _recomputed(self, job: Job, cut: Sequence[int], size: int, input_bytes: float) -> Part:
+        """Return the sum of the layers where the recomputed ones depend on the stages.
 
         These are the first ``size`` of each stage, or all in groups of ``size``.
         """
         counts, ends = np.array(cut), np.array([*accumulate(cut)])
         starts = ends - counts
         if not job.memory.recomputes_first:
-            return self._sum(self._before[:, -1], int((-(-counts // size)).sum()), kept)
+            return self._sum(self._before[:, -1], int((-(-counts // size)).sum()), input_bytes)
         again = np.minimum(counts, size)
         by_kind = (self._before[:, starts + again] - self._before[:, starts]).sum(axis=1)
-        return self._sum(by_kind, int(again.sum()), kept)
+        return self._sum(by_kind, int(again.sum()), input_bytes)
 
-    def _sum(self, again: NDArray[np.float64], groups: int, kept: float) -> Part:
+    def _sum(self, again: NDArray[np.float64], groups: int, input_bytes: float) -> Part:
         """Return the sum of all layers, of which so many of each kind are computed ``again``.
 
-        They are in ``groups``, each of which keeps ``kept`` bytes.
+        They are in ``groups``, each of which keeps ``input_bytes``.
         """
         counts = zip(self._kinds, self._before[:, -1].tolist(), again.tolist(), strict=True)
         parts = [
             part
             for kind, count, repeated in counts
-            for part in (kind.times(count - repeated), kind.recomputed(kept=0.0).times(repeated))
+            for part in (kind.times(count - repeated), kind.recomputed(after_forward=0.0).times(repeated))
         ]
-        return _summed([*parts, Part(after_forward=groups * kept * bool(again.any()))])
+        return _summed([*parts, Part(after_forward=groups * input_bytes * bool(again.any()))])
 
 
 def _seconds(part: Part) -> float:
@@ -136,5 +138,5 @@ def _shortest_run(seconds: NDArray[np.float64], count: int) -> float:
 
 
 def _summed(parts: Sequence[Part]) -> Part:
-    first, *others = parts
-    return sum(others, first)
+    first, *remaining = parts
+    return sum(remaining, first)

@@ -27,23 +27,26 @@ def reason(space: Space) -> str:
     It names the flags of the user that are impossible even by themselves, or else those of which any one
     has to change, or else the nearest numbers of GPUs that work.
     """
-    given = [name for name in _FIELDS if name in space.fixed]
-    for name in given if _works(_without(space, given)) else ():
-        alone = _without(space, [other for other in given if other != name])
+    names = [name for name in _FIELDS if name in space.fixed]
+    for name in names if _works(_without(space, names)) else ():
+        alone = _without(space, [other for other in names if other != name])
         if not _works(alone):
             return _to_change(space, [name], alone)
-    together = [name for name in given if _works(_without(space, [name]))]
+    together = [name for name in names if _works(_without(space, [name]))]
     if together:
         return _to_change(space, together, space)
     return _other_gpus(space)
 
 
 def _to_change(space: Space, names: Iterable[str], wider: Space) -> str:
-    """Say that one of the flags ``names`` has to change, and to what, if all else is as in ``wider``."""
+    """Return the sentence that one of the flags ``names`` has to change, and to what, given ``wider``."""
     flags, ways = [], []
     for name in names:
-        found = {getattr(one, _FIELDS[name]) or one.tensor for one in _without(wider, [name]).sized()}
-        values = sorted(map(int, found))
+        sizes = {
+            getattr(candidate, _FIELDS[name]) or candidate.tensor
+            for candidate in _without(wider, [name]).sized()
+        }
+        values = sorted(map(int, sizes))
         flags.append(f"{flag(name)} {space.job.value(name)}")
         ways.append(f"{flag(name)} to {_listed(values)}")
     return (
@@ -53,8 +56,8 @@ def _to_change(space: Space, names: Iterable[str], wider: Space) -> str:
 
 
 def _listed(values: list[int]) -> str:
-    *others, last = map(str, values)
-    return f"{', '.join(others)} or {last}" if others else last
+    *first, last = map(str, values)
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _other_gpus(space: Space) -> str:

@@ -1,6 +1,6 @@
 """Replays of candidates, with the layout that makes the step of each shortest where layouts are searched.
 
-What the memory keeps out can be tried in the ways that features offer (``variants``).
+Candidates that do not fit can be tried in the ways that features offer (``variants``).
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ class Timed(NamedTuple):
 
 
 Estimating = Callable[[Timed, float, Callable[[float], float]], Evaluated | RankMemory | None]
-"""What returns an estimate within a limit, as ``Replays.replayed`` does."""
+"""Returns an estimate within a limit, as ``Replays.replayed`` does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,33 +57,35 @@ class Replays:
     variants: tuple[Variants, ...] = ()
 
     def replayed(
-        self, candidate: Candidate, limit: float, room: Callable[[float], float]
+        self, candidate: Candidate, limit: float, headroom: Callable[[float], float]
     ) -> Evaluated | RankMemory | None:
-        """Return the candidate with its estimate, or what its fullest rank needs if that is above ``limit``.
+        """Return the candidate with its estimate, or its fullest rank's memory if that is above ``limit``.
 
-        ``room`` returns the bytes in which a step of so many seconds would be worth having.  None stands for
-        a candidate that was timed and needs more.  Other layouts than the one that it is tried with first
-        are tried only where a step that is shorter by ``IMPROVED`` would be worth having.
+        ``headroom`` returns the most bytes at which a step of so many seconds would be worth having.  None
+        stands for a candidate that was timed and needs more.  Other layouts than the first are tried only
+        where a step that is shorter by ``IMPROVED`` would be worth having.
         """
         if not self.is_uneven or candidate.pipeline == 1:
             work = self.workloads.work(candidate)
             least = least_in_order(candidate, work, self.margin)
             if least.total > limit:
                 return least
-            return self._estimated(self.timed(candidate, work, least), limit, room)
+            return self._estimated(self.timed(candidate, work, least), limit, headroom)
         stages = self.workloads.stages(candidate, candidate.placement)
         cuts = CandidateCuts(candidate, stages, self.workloads, self.margin, limit)
-        return self.laid_out(cuts, room, self._estimated)
+        return self.laid_out(cuts, headroom, self._estimated)
 
-    def varied(self, candidate: Candidate, limit: float, room: Callable[[float], float]) -> Evaluated | None:
+    def varied(
+        self, candidate: Candidate, limit: float, headroom: Callable[[float], float]
+    ) -> Evaluated | None:
         """Return the first of the ``variants`` of the candidate that fits, if any does; see ``replayed``."""
-        found = (variants.replayed(self, candidate, limit, room) for variants in self.variants)
-        return next((one for one in found if one is not None), None)
+        evaluations = (variants.replayed(self, candidate, limit, headroom) for variants in self.variants)
+        return next((evaluated for evaluated in evaluations if evaluated is not None), None)
 
     def laid_out(
-        self, cuts: CandidateCuts, room: Callable[[float], float], estimated: Estimating
+        self, cuts: CandidateCuts, headroom: Callable[[float], float], estimated: Estimating
     ) -> Evaluated | RankMemory | None:
-        """Return what ``estimated`` returns for the layout of ``cuts`` whose step is shortest."""
+        """Return the result of ``estimated`` for the layout of ``cuts`` whose step is shortest."""
         limit = cuts.limit
         # Cuts differ little in what all ranks need together, and most candidates end here.
         mean = cuts.mean()
@@ -94,13 +96,13 @@ class Replays:
         if least.total > limit:
             return least
         timed = self._cut(cuts, start or cuts.stages.start)
-        if start and timed.least.total <= room(timed.seconds * (1 - IMPROVED)):
+        if start and timed.least.total <= headroom(timed.seconds * (1 - IMPROVED)):
             other = self._cut(cuts, cuts.shortened(start))
             if other.seconds < timed.seconds:
-                evaluated = estimated(other, limit, room)
+                evaluated = estimated(other, limit, headroom)
                 if isinstance(evaluated, Evaluated):
                     return evaluated
-        return estimated(timed, limit, room)
+        return estimated(timed, limit, headroom)
 
     def _cut(self, cuts: CandidateCuts, cut: Cut) -> Timed:
         return self.timed(cuts.laid_out(cut), cuts.work(cut), cuts.least(cut))
@@ -110,14 +112,14 @@ class Replays:
         return Timed(candidate, step_of(candidate, work, self.margin), least)
 
     def _estimated(
-        self, timed: Timed, limit: float, room: Callable[[float], float]
+        self, timed: Timed, limit: float, headroom: Callable[[float], float]
     ) -> Evaluated | RankMemory | None:
-        """Return the candidate with its estimate, or what ``replayed`` returns instead.
+        """Return the candidate with its estimate, or the other results of ``replayed``.
 
         The messages of a whole order take longer to count than its seconds, and are counted last.
         """
         candidate = timed.candidate
-        if timed.least.total > room(timed.seconds):
+        if timed.least.total > headroom(timed.seconds):
             return None
         estimated = timed.step.estimate()
         return Evaluated(candidate, estimated) if estimated.fullest.total <= limit else estimated.fullest

@@ -1,4 +1,4 @@
-"""What a search looks at, and what it finds."""
+"""The results of a search, and its counts."""
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -32,7 +32,7 @@ class Bounded:
 
 
 @dataclass
-class Result:
+class SearchResult:
     """The best candidates by step, and the shortest step for each fraction of the memory.
 
     ``best`` has one schedule of candidates that differ in nothing else.  ``alike`` has, by each of the best,
@@ -55,7 +55,7 @@ class Result:
     @property
     def named(self) -> list[Evaluated]:
         """The best, each with the schedules that are nearly as fast after it."""
-        return [one for first in self.best for one in (first, *self.alike[first.candidate])]
+        return [evaluated for first in self.best for evaluated in (first, *self.alike[first.candidate])]
 
 
 class Compiles(Enum):

@@ -1,4 +1,4 @@
-"""The workloads, stages and orders of candidates; what several candidates have in common is made once."""
+"""The workloads, stages and orders of candidates, each built once for all candidates that share it."""
 
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -38,11 +38,11 @@ class Workloads:
         """
         job = self._described(candidate)
         model = self._model(candidate, job)
-        where = placement or candidate.placement
-        return Workload(job, self._system, where, candidate.data, layers, model)
+        placed = placement or candidate.placement
+        return Workload(job, self._system, placed, candidate.data, layers, model)
 
     def mean(self, candidate: Candidate, placement: Placement) -> MeanRank:
-        """Return what its ranks have on average, with even stages where these make a difference."""
+        """Return the average of its ranks, with even stages where these make a difference."""
         job = self._described(_without_layout(candidate))
         sums, least = self._sums_of(candidate, job), fewest(job, placement)
         cut = even(len(sums.model.layers), least)
@@ -61,28 +61,35 @@ class Workloads:
             self._stages[key] = ModelStages(job, self._seconds[alike], placement)
         return self._stages[key]
 
-    def _model(self, one: Candidate, job: Job) -> ModelParts:
+    def _model(self, candidate: Candidate, job: Job) -> ModelParts:
         """Return the parts of its model; candidates that share the costs of a layer share a model."""
-        key = _costs_of_a_layer(one)
+        key = _costs_of_a_layer(candidate)
         if key not in self._models:
             self._models[key] = model_on(job, self._system)
         return self._models[key]
 
-    def _sums_of(self, one: Candidate, job: Job) -> ModelSums:
+    def _sums_of(self, candidate: Candidate, job: Job) -> ModelSums:
         """Return the sums over the layers of its model."""
-        key = _costs_of_a_layer(one)
+        key = _costs_of_a_layer(candidate)
         if key not in self._sums:
-            self._sums[key] = ModelSums(self._model(one, job))
+            self._sums[key] = ModelSums(self._model(candidate, job))
         return self._sums[key]
 
 
-def _without_layout(one: Candidate) -> Candidate:
-    return one if one.layout is None else replace(one, layout=None)
+def _without_layout(candidate: Candidate) -> Candidate:
+    return candidate if candidate.layout is None else replace(candidate, layout=None)
 
 
-def _costs_of_a_layer(one: Candidate) -> tuple[object, ...]:
+def _costs_of_a_layer(candidate: Candidate) -> tuple[object, ...]:
     """Return all of a candidate that the costs of a layer follow from."""
-    return one.tensor, one.context, one.expert, one.expert_tensor, one.micro_batch, one.recompute.modules
+    return (
+        candidate.tensor,
+        candidate.context,
+        candidate.expert,
+        candidate.expert_tensor,
+        candidate.micro_batch,
+        candidate.recompute.modules,
+    )
 
 
 def step_of(candidate: Candidate, work: Workload, margin: float, order: Prepared | None = None) -> StepModel:
@@ -94,5 +101,5 @@ def order_of(candidate: Candidate, most: int | None = None) -> Prepared:
     """Return the candidate's schedule, for ``most`` microbatches at most."""
     count = min(candidate.microbatches, most or candidate.microbatches)
     sizes = candidate.pipeline, count, candidate.chunks, candidate.splits_head, candidate.options
-    made = whole_program if most is None else short_program
-    return made(candidate.schedule, *sizes)
+    program = whole_program if most is None else short_program
+    return program(candidate.schedule, *sizes)

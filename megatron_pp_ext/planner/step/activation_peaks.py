@@ -53,16 +53,16 @@ class InFlight:
             for rank, moments in enumerate(self._moments)
         )
 
-    def peak(self, rank: int, own: Sequence[Part], from_s_to_t: float = 0.0) -> float:
-        """Return the most bytes that ``rank`` keeps at one time, for stages of its own that cost ``own``."""
+    def peak(self, rank: int, parts: Sequence[Part], from_s_to_t: float = 0.0) -> float:
+        """Return the most bytes that ``rank`` keeps at one time; ``parts`` are the costs of its stages."""
         bytes_each = [
             value
-            for part in own
+            for part in parts
             for value in (
                 part.after_forward,
                 part.after_input_gradient,
-                max(0.0, part.after_input_gradient + part.brief - part.after_forward),
-                part.brief_in_whole,
+                max(0.0, part.after_input_gradient + part.workspace - part.after_forward),
+                part.workspace_in_whole,
             )
         ]
         return float((self._moments[rank] @ np.array([*bytes_each, from_s_to_t])).max())
@@ -70,24 +70,24 @@ class InFlight:
 
 def _moments(program: Program, rank: int) -> Any:
     """Return an array of moments x (4 x chunks + 1); see ``InFlight``."""
-    placement, own = program.placement, slice(*program.columns.bounds[rank : rank + 2])
+    placement, columns = program.placement, slice(*program.columns.bounds[rank : rank + 2])
     chunks = placement.chunks
     now = [0] * (4 * chunks + 1)
     is_whole, joined = program.ranks == 1, 0
-    seen: set[tuple[int, ...]] = {tuple(now)}
+    moments: set[tuple[int, ...]] = {tuple(now)}
     for stage, kind in zip(
-        as_list(program.columns.stage[own]), as_list(program.columns.kind[own]), strict=True
+        as_list(program.columns.stage[columns]), as_list(program.columns.kind[columns]), strict=True
     ):
         if kind in (S, T):
             now[-1] += 1 if kind == S else -1
-            seen.add(tuple(now))
+            moments.add(tuple(now))
             continue
         at = 4 * (stage // placement.ranks)
         if kind == F:
             now[at] += 1
             # Without a pipeline, a forward while another microbatch is in flight runs with its backward.
             joined = int(is_whole and now[at] > 1)
-            seen.add((now[0] - joined, *now[1:]))
+            moments.add((now[0] - joined, *now[1:]))
             continue
         during = [*now]
         if kind == W:
@@ -95,9 +95,9 @@ def _moments(program: Program, rank: int) -> Any:
             continue
         during[at + (2 if kind == I else 3)] = 1
         during[0] -= joined
-        seen.add(tuple(during))
+        moments.add(tuple(during))
         now[at], joined = now[at] - 1, 0
         if kind == I:
             now[at + 1] += 1
-            seen.add(tuple(now))
-    return np.array(sorted(seen))
+            moments.add(tuple(now))
+    return np.array(sorted(moments))

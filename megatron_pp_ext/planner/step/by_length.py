@@ -25,13 +25,13 @@ _DOCUMENTS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class ByLength:
+class StepsByLength:
     """The mean seconds that the pipeline takes, for each order of the microbatches.
 
     They are in the order of the data (``given``), by the rule of the schedule's family, or in one that was
     searched for.  The step is that of the slowest replica.  ``balanced`` are those of the searched order
     where documents are balanced over replicas, None for a single one.  ``heaviest`` is the work of a step's
-    heaviest microbatch by that of its mean one.
+    heaviest microbatch by its mean one's.
     """
 
     given: float
@@ -46,8 +46,8 @@ class ByLength:
 def length_costs(job: Job, system: System, request: Request) -> LengthCosts:
     """Return the costs of stages by the lengths of documents.
 
-    Attention's part follows from what one document of the sequence length and two of half of it cost.
-    ValueError where stages cost what a file says (--pipeline-costs).
+    Attention's part follows from the costs of one document of the sequence length and of two half as long.
+    ValueError where stages have the costs of a file (--pipeline-costs).
     """
     if job.pipeline.pipeline_costs is not None:
         raise ValueError(
@@ -70,7 +70,7 @@ def steps_by_length(
     lengths: Sequence[int],
     draws: int = DRAWS,
     seed: int = 0,
-) -> ByLength:
+) -> StepsByLength:
     """Return the steps of ``request`` to be expected for documents drawn from ``lengths``.
 
     Every microbatch is filled in the order in which documents come, up to the sequence length.
@@ -85,21 +85,23 @@ def steps_by_length(
     mean = replace(alike, hop=by_length.hop, message=by_length.message, pair=by_length.pair)
     planner = Planner(make(request, CostModel.fixed(mean)).schedule)
     steps = _Steps(planner, by_length, request)
-    random, found, heaviest = Random(seed), list[list[float]](), list[float]()
+    random, seconds, heaviest = Random(seed), list[list[float]](), list[float]()
     for _ in range(draws):
         shares = [
             drawn_step(lengths, request.microbatches, job.model.seq_length, random)
             for _ in range(request.data)
         ]
         heaviest += map(steps.heaviest, shares)
-        found.append([steps.slowest(shares, how) for how in ("given", "rule", "search")])
+        seconds.append([steps.slowest(shares, how) for how in ("given", "rule", "search")])
         if request.data > 1:
             moved = steps.slowest(_balanced(shares, request, job.model.seq_length), "search")
             # Full microbatches leave little to move, and documents may lie better as they came.
-            found[-1].append(min(moved, found[-1][-1]))
-    given, rule, search, *balanced = (sum(each) / draws for each in zip(*found, strict=True))
+            seconds[-1].append(min(moved, seconds[-1][-1]))
+    unordered, rule, search, *balanced = (sum(column) / draws for column in zip(*seconds, strict=True))
     mean_heaviest = sum(heaviest) / len(heaviest)
-    return ByLength(given, rule, search, balanced[0] if balanced else None, mean_heaviest, draws, seed)
+    return StepsByLength(
+        unordered, rule, search, balanced[0] if balanced else None, mean_heaviest, draws, seed
+    )
 
 
 class _Steps:
@@ -139,7 +141,7 @@ def _balanced(shares: Sequence[Microbatches], request: Request, most_tokens: int
     """Return the same documents, balanced over replicas; as they were where they do not fit."""
     lengths = [length for share in shares for part in share.documents for length in part]
     try:
-        found = balance(lengths, request.data, request.microbatches, most_tokens=most_tokens)
+        balanced_shares = balance(lengths, request.data, request.microbatches, most_tokens=most_tokens)
     except ValueError:
         return list(shares)
-    return [Microbatches.of([lengths[at] for at in part] for part in share) for share in found]
+    return [Microbatches.of([lengths[at] for at in part] for part in share) for share in balanced_shares]

@@ -1,4 +1,4 @@
-"""The same job under Megatron's own schedules, which is shown beside what a schedule is predicted to take.
+"""The same job under Megatron's own schedules, shown next to a schedule's prediction.
 
 Each alternative keeps the parallel sizes, the batch and the precision of the job.  Stages have equally many
 layers in it, since a layout of the job is one for the stages of its schedule.
@@ -27,7 +27,7 @@ _WORTH_SHARING = 0.02
 """The part of a step that a shared vocabulary has to save to be named."""
 
 _AT_START = "h100"
-"""The system by whose rates a job is estimated at its start, whatever it runs on."""
+"""The system by whose rates a job is estimated at its start, on whatever GPUs it runs."""
 
 _SHARED = "pipeline_vocabulary"
 
@@ -46,7 +46,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The ``chosen`` step beside its alternatives.
+    """The ``chosen`` step and its alternatives.
 
     ``stock`` is Megatron's 1F1B, and ``interleaved`` the shortest interleaved step that fits the device, or
     the shortest where none does.  ``shared`` is the chosen schedule with --pipeline-vocabulary auto, where
@@ -62,27 +62,31 @@ class Comparison:
     @property
     def lines(self) -> list[str]:
         """The alternatives, a line each, and then the warnings."""
-        shown = [str(one) for one in (self.stock, self.interleaved, self.shared) if one is not None]
-        return [*shown, *self.warnings]
+        alternatives = [
+            str(alternative)
+            for alternative in (self.stock, self.interleaved, self.shared)
+            if alternative is not None
+        ]
+        return [*alternatives, *self.warnings]
 
     @property
     def warnings(self) -> list[str]:
-        """What Megatron's own schedules do better: 1F1B in time, interleaved in time for no more bytes."""
-        found = []
-        chosen = self.chosen
+        """Warnings where Megatron's own schedules are better: 1F1B in time, interleaved at no more bytes."""
+        lines = []
+        job = self.chosen
         for other in (self.stock, self.interleaved):
-            if other is None or other.step_seconds >= chosen.step_seconds:
+            if other is None or other.step_seconds >= job.step_seconds:
                 continue
-            saved = other.fullest_bytes - chosen.fullest_bytes
+            saved = other.fullest_bytes - job.fullest_bytes
             if other is self.interleaved and saved > 0:
                 continue
             memory = f"{abs(saved) / 1e9:.1f} GB {'less' if saved > 0 else 'more'}"
-            slower = chosen.step_seconds / other.step_seconds - 1
-            found.append(
-                f"warning: {chosen.name} is predicted to take {slower:.1%} longer than {other.name}, and "
+            slower = job.step_seconds / other.step_seconds - 1
+            lines.append(
+                f"warning: {job.name} is predicted to take {slower:.1%} longer than {other.name}, and "
                 f"{memory} on the fullest rank"
             )
-        return found
+        return lines
 
     def record(self) -> dict[str, Any]:
         """Return it for a JSON file."""
@@ -92,7 +96,7 @@ class Comparison:
 def compared(
     asked: RequestedJob, machine: System, data: int, estimated: Estimate, margin: float = MARGIN
 ) -> Comparison | None:
-    """Return the step ``estimated`` for what was ``asked`` on ``data`` data-parallel ranks beside others.
+    """Return the step ``estimated`` for ``asked`` on ``data`` data-parallel ranks, next to others.
 
     The job has a ``vocab_size``.  None where there is no pipeline, where the job runs Megatron's own schedule
     as it is, and where it has no step to compare, since its schedule never flushes.
@@ -126,15 +130,15 @@ def compared(
         )
     ]
     interleaved = min(
-        fitting, key=lambda one: (one.fullest_bytes > machine.memory_bytes, one.step_seconds), default=None
+        fitting, key=lambda step: (step.fullest_bytes > machine.memory_bytes, step.step_seconds), default=None
     )
     assert schedule is not None
-    chosen = Alternative(schedule, estimated.step_seconds, estimated.fullest.total)
-    return Comparison(chosen, stock, interleaved, shared)
+    alternative = Alternative(schedule, estimated.step_seconds, estimated.fullest.total)
+    return Comparison(alternative, stock, interleaved, shared)
 
 
 def at_start(asked: RequestedJob, data: int, rows: Callable[[], int]) -> list[str]:
-    """Return what a job logs at its start about a step of it beside others, by the rates of an H100.
+    """Return lines for a job's start that compare its step with others, by the rates of an H100.
 
     The step is that of what is ``asked`` on ``data`` data-parallel ranks; ``rows`` returns the rows of the
     embedding.  Nothing where ``compared`` returns None, where the step has too many actions to be timed at
@@ -148,11 +152,11 @@ def at_start(asked: RequestedJob, data: int, rows: Callable[[], int]) -> list[st
     if _actions(request) > _MOST_ACTIONS:
         return []
     asked, machine = asked.with_arguments(vocab_size=asked.model.vocab_size or rows()), system.read(_AT_START)
-    found = compared(asked, machine, data, estimate_request(asked, machine, request))
-    if found is None:
+    comparison = compared(asked, machine, data, estimate_request(asked, machine, request))
+    if comparison is None:
         return []
-    steps = filter(None, (found.chosen, found.stock, found.interleaved, found.shared))
-    return [f"By the rates of an {_AT_START.upper()}, {'; '.join(map(str, steps))}", *found.warnings]
+    steps = filter(None, (comparison.chosen, comparison.stock, comparison.interleaved, comparison.shared))
+    return [f"By the rates of an {_AT_START.upper()}, {'; '.join(map(str, steps))}", *comparison.warnings]
 
 
 def _is_stock(asked: RequestedJob) -> bool:
@@ -179,7 +183,7 @@ class _Timed:
         self._left = _MOST_ACTIONS
 
     def step(self, asked: RequestedJob, name: str) -> Alternative | None:
-        """Return the step of what is ``asked``, or None where it cannot run or has too many actions."""
+        """Return the step of ``asked``, or None where it cannot run or has too many actions."""
         with suppress(ValueError):
             all_rules.refuse_to_plan(asked)
             request = pipeline.read(asked, self._data)

@@ -37,7 +37,7 @@ class Band:
     """Eight in ten of ``rows`` published steps took ``low`` to ``high`` times their estimate.
 
     The runs are those of ``kind``, and ``error`` is the mean of their absolute relative errors.
-    ``unmeasured`` is what a job has that none of them had, in words.  With one such thing the range is the
+    ``unmeasured`` are properties of a job that none of them had, in words.  With one of them the range is the
     widest of all kinds; with more there is none, and ``low`` and ``high`` are None.  It is also the widest
     where all runs are of one of ``publishers``, whose jobs are alike.
     """
@@ -60,14 +60,14 @@ class Band:
         if not self.unmeasured:
             runs = f"{self.rows} published runs of this kind ({self.kind})"
             return f"8 in 10 of {runs} took {self.low:.2f} to {self.high:.2f} times their estimate"
-        none = f"none of {self.rows} published runs of this kind ({self.kind}) was"
-        without = f"{none} {', or '.join(self.unmeasured)}"
+        lacking = f"none of {self.rows} published runs of this kind ({self.kind}) was"
+        without = f"{lacking} {', or '.join(self.unmeasured)}"
         if self.low is None:
             return f"no range of times to expect: {without}"
         return f"{without}; {widest}"
 
     def beyond(self, *unmeasured: str) -> "Band":
-        """Return the band of a job that also has what is ``unmeasured``, in words."""
+        """Return the band of a job that also has the ``unmeasured`` properties, in words."""
         return _band(self.kind, (*self.unmeasured, *unmeasured))
 
     def of(self, seconds: float) -> tuple[float, float] | None:
@@ -93,31 +93,31 @@ def band(work: Workload, schedule: str) -> Band:
 
 
 def _band(kind: str, unmeasured: tuple[str, ...]) -> Band:
-    known = validation()[kind]
-    low, high = known["low"], known["high"]
-    if unmeasured or known["publishers"] < 2:
-        every = validation().values()
-        low, high = min(one["low"] for one in every), max(one["high"] for one in every)
+    runs = validation()[kind]
+    low, high = runs["low"], runs["high"]
+    if unmeasured or runs["publishers"] < 2:
+        kinds = validation().values()
+        low, high = min(entry["low"] for entry in kinds), max(entry["high"] for entry in kinds)
     if len(unmeasured) > 1:
         low = high = None
-    return Band(kind, low, high, known["error"], known["rows"], known["publishers"], unmeasured)
+    return Band(kind, low, high, runs["error"], runs["rows"], runs["publishers"], unmeasured)
 
 
-def _unmeasured(work: Workload, schedule: str, known: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what ``work`` has and none of the runs of its kind had, which were as ``known`` says.
+def _unmeasured(work: Workload, schedule: str, runs: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what ``work`` has and none of the runs of its kind had, which were as ``runs`` says.
 
     Megatron's own schedules count as one.
     """
     job, system = work.job, work.system.name
     length, context = job.model.seq_length, job.parallel.context_parallel_size
-    if system not in known["systems"]:
+    if system not in runs["systems"]:
         yield f"on {system}"
-    if schedule not in {*known["schedules"], NO_PIPELINE, *STOCK}:
+    if schedule not in {*runs["schedules"], NO_PIPELINE, *STOCK}:
         yield f"under {schedule}"
-    if length > known["length"]:
-        yield f"of sequences above {known['length']:,} tokens"
-    if context > known["context"]:
-        yield f"of more than {known['context']} context-parallel ranks"
+    if length > runs["length"]:
+        yield f"of sequences above {runs['length']:,} tokens"
+    if context > runs["context"]:
+        yield f"of more than {runs['context']} context-parallel ranks"
     if job.pipeline.pipeline_offload is not None or job.memory.cpu_offloading_num_layers:
         yield "with activations on the host"
     if work.placement.splits_head:

@@ -297,9 +297,8 @@ def estimate_request(job: Job, system: System, request: Request, margin: float =
 def waits_around(work: Workload, spans: tuple[RankSpan, ...]) -> float:
     """Return the seconds that a step takes beyond its pipeline.
 
-    An overlapped reduction has the rank's last backward, and the time until the last rank ends, to hide
-    behind, all but its last bucket; an overlapped gathering has the time until the rank's first action,
-    and one forward.
+    An overlapped reduction is hidden, but for its last bucket, by the rank's last backward and the time until
+    the last rank ends; an overlapped gathering by the time until the rank's first action, and one forward.
     """
     last = max(span.end for span in spans)
     after = before = update = 0.0

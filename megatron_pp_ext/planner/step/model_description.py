@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_pp_ext.job import flag_effects, flag_table, our_flags
 from megatron_pp_ext.job.requested_job import RequestedJob
-from megatron_pp_ext.job.typed_job import PLACES, Job, settled
+from megatron_pp_ext.job.typed_job import PLACES, Job, with_derived
 from megatron_pp_ext.json_input import did_you_mean, is_number
 
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
@@ -38,45 +38,45 @@ def arguments() -> Mapping[str, Action]:
     return {action.dest: action for action in flag_table.parser()._actions if action.dest in names}
 
 
-def require_known(values: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError, naming ``where``, for a name that a description has no place for."""
-    known = arguments()
+def require_known(values: Mapping[str, Any], source: str) -> None:
+    """Raise ValueError, naming ``source``, for a name that a description has no place for."""
+    accepted = arguments()
     for name in values:
-        if name not in known:
-            hint = did_you_mean(name, known, "leave it out", cutoff=0.6)
-            raise ValueError(f"{where}: {name!r} is unknown: {hint}")
+        if name not in accepted:
+            hint = did_you_mean(name, accepted, "leave it out", cutoff=0.6)
+            raise ValueError(f"{source}: {name!r} is unknown: {hint}")
 
 
-def describe(values: Mapping[str, Any], where: str = "the model") -> Job:
-    """Return the job of ``values``, by name; ValueError, naming ``where``, for unknown names and values."""
-    require_known(values, where)
+def describe(values: Mapping[str, Any], source: str = "the model") -> Job:
+    """Return the job of ``values``, by name; ValueError, naming ``source``, for unknown names and values."""
+    require_known(values, source)
     args = flag_table.parse([], values)
-    settle(args)
-    require_complete(args, where)
+    derive_arguments(args)
+    require_complete(args, source)
     return Job.of(args)
 
 
 def asked_of(job: Job) -> RequestedJob:
-    """Return what is asked where ``job`` is not described by flags: its fields, and no other argument."""
+    """Return the request of a ``job`` that no flags describe: its fields, and no other argument."""
     values = {name: job.value(name) for name in PLACES}
     return RequestedJob.of_args(flag_table.parse([], values))
 
 
-def settle(args: Namespace) -> None:
-    """Set what Megatron derives from other arguments, and the name here of the schedule."""
-    vars(args).update(settled(vars(args)))
+def derive_arguments(args: Namespace) -> None:
+    """Set the arguments that Megatron derives from others, and this package's name of the schedule."""
+    vars(args).update(with_derived(vars(args)))
 
 
-def require_complete(args: Namespace, where: str) -> None:
+def require_complete(args: Namespace, source: str) -> None:
     """Raise ValueError for a size that is missing and for a value that Megatron does not accept."""
     for name in _NEEDED:
         if getattr(args, name) is None and (name != "num_layers" or not args.hybrid_layer_pattern):
-            raise ValueError(f"{where} has no {flag(name)}: give it")
+            raise ValueError(f"{source} has no {flag(name)}: give it")
     for name, action in arguments().items():
         value = getattr(args, name)
         rule = _rule(action, value, args)
         if value not in (None, action.default) and rule:
-            raise ValueError(f"{where} has {flag(name)} {value!r}, but it must be {rule}: correct it")
+            raise ValueError(f"{source} has {flag(name)} {value!r}, but it must be {rule}: correct it")
     if not args.kv_channels and args.hidden_size % args.num_attention_heads:
         raise ValueError(
             f"--hidden-size {args.hidden_size} is not divisible by --num-attention-heads "
@@ -97,7 +97,7 @@ def require_complete(args: Namespace, where: str) -> None:
 
 
 def _rule(action: Action, value: Any, args: Namespace) -> str:
-    """Return what ``value`` must be for ``action``, the flag of an argument; empty where it is that."""
+    """Return the rule for ``value`` of ``action``, the flag of an argument; empty where it holds."""
     if action.dest == "pipeline_memory_limit":
         is_right = isinstance(value, str) or (is_number(value) and value > 0)
         rule = "a number above 0, or a text with one for each rank, as in 0.9-0.8"
@@ -136,7 +136,7 @@ def _is_size(value: object) -> bool:
 
 def _is_frequency(value: object, layers: int | None) -> bool:
     if isinstance(value, list):
-        return len(value) == layers and all(one in (0, 1) for one in value)
+        return len(value) == layers and all(mark in (0, 1) for mark in value)
     return _is_size(value)
 
 

@@ -29,7 +29,7 @@ def model_operations(job: Job, samples: int) -> float:
 
 
 def _letters(job: Job) -> Iterator[str]:
-    """Yield the parts of all layers, and of those that predict, by the letters of --hybrid-layer-pattern."""
+    """Yield the parts of all layers, MTP's included, by the letters of --hybrid-layer-pattern."""
     model = job.model
     if model.pattern is not None:
         predicting = (model.predicting_pattern or "") * model.mtp_num_layers
@@ -60,35 +60,37 @@ def _products(job: Job, letter: str) -> float:
         return routed + around + products * hidden * model.moe_shared_expert_intermediate_size
     if letter == "M":
         inner, states = 2 * hidden, model.mamba_state_dim
-        made = 2 * inner + 2 * model.mamba_num_groups * states + model.mamba_heads
-        return hidden * made + 3.5 * inner * states + inner * hidden
+        projected = 2 * inner + 2 * model.mamba_num_groups * states + model.mamba_heads
+        return hidden * projected + 3.5 * inner * states + inner * hidden
     return _projections(job, letter) if letter in _ATTENTIONS else 0.0
 
 
 def _projections(job: Job, letter: str) -> float:
     """Return the multiply-adds of a token with the weights of attention."""
-    model, own = job.model, job.attention
+    model, attention = job.model, job.attention
     hidden, heads = model.hidden_size, model.num_attention_heads
     if letter == "G":
-        keys = own.linear_key_head_dim * own.linear_num_key_heads
-        values = own.linear_value_head_dim * own.linear_num_value_heads
-        convolved = own.linear_conv_kernel_dim * (2 * keys + values)
-        rule = 4 * values * own.linear_value_head_dim
-        return hidden * (2 * keys + 3 * values + 2 * own.linear_num_value_heads) + convolved + rule
+        keys = attention.linear_key_head_dim * attention.linear_num_key_heads
+        values = attention.linear_value_head_dim * attention.linear_num_value_heads
+        convolved = attention.linear_conv_kernel_dim * (2 * keys + values)
+        rule = 4 * values * attention.linear_value_head_dim
+        return hidden * (2 * keys + 3 * values + 2 * attention.linear_num_value_heads) + convolved + rule
     if letter in "+D":
-        width = heads * (own.qk_head_dim + own.qk_pos_emb_head_dim)
-        queries = own.q_lora_rank * (hidden + width + 1) if own.q_lora_rank else hidden * width
-        expanded = own.kv_lora_rank * (hidden + heads * (own.qk_head_dim + own.v_head_dim) + 1)
-        return queries + expanded + hidden * (own.qk_pos_emb_head_dim + heads * own.v_head_dim)
+        width = heads * (attention.qk_head_dim + attention.qk_pos_emb_head_dim)
+        queries = attention.q_lora_rank * (hidden + width + 1) if attention.q_lora_rank else hidden * width
+        expanded = attention.kv_lora_rank * (
+            hidden + heads * (attention.qk_head_dim + attention.v_head_dim) + 1
+        )
+        return queries + expanded + hidden * (attention.qk_pos_emb_head_dim + heads * attention.v_head_dim)
     query, keys = model.head_width * heads, model.head_width * model.key_heads
-    gate = query if own.attention_output_gate and not model.pattern else 0
+    gate = query if attention.attention_output_gate and not model.pattern else 0
     return hidden * (2 * query + 2 * keys + gate)
 
 
 def _scores(job: Job, letter: str) -> float:
     """Return the multiply-adds of a pair of tokens, of which a causal mask leaves half."""
-    model, own = job.model, job.attention
+    model, attention = job.model, job.attention
     if letter in "+D":
-        width = own.qk_head_dim + own.qk_pos_emb_head_dim + own.v_head_dim
+        width = attention.qk_head_dim + attention.qk_pos_emb_head_dim + attention.v_head_dim
         return model.num_attention_heads * width / 2
     return float(model.num_attention_heads * model.head_width) if letter == "*" else 0.0

@@ -11,7 +11,7 @@ from megatron_pp_ext.job.typed_job import Job
 class Parameters:
     """Numbers of weights of the whole model, each counted once.
 
-    ``active_parameters`` are those that a token is multiplied by or added to: of the experts the chosen ones,
+    ``active_parameters`` are the ones that a token is multiplied by or added to: of experts the chosen ones,
     and no embedding or learned positions, of which a token takes one row.  A tied weight is used as the
     output layer.
     """
@@ -21,7 +21,7 @@ class Parameters:
 
 
 def parameters(job: Job) -> Parameters:
-    """Return the parameters of ``job``'s model, with multi-token prediction, whatever ranks have of it."""
+    """Return the parameters of ``job``'s whole model, with MTP."""
     alone = job.changed(
         tensor_model_parallel_size=1,
         sequence_parallel=False,
@@ -31,18 +31,18 @@ def parameters(job: Job) -> Parameters:
         padded_vocab_size=job.padded_vocabulary,
     )
     model = model_parts(alone)
-    used = sum(model.layers, model.last_norm + model.output)
+    total = sum(model.layers, model.last_norm + model.output)
     if depths := job.model.mtp_num_layers:
-        one = model.prediction
-        used += one.repeated(depths) if job.model.mtp_use_repeated_layer else one.times(depths)
+        prediction = model.prediction
+        total += prediction.repeated(depths) if job.model.mtp_use_repeated_layer else prediction.times(depths)
     looked_up = model.positions + (model.table if job.model.untie_embeddings_and_output_weights else Part())
-    chosen = job.model.moe_router_topk / (job.model.num_experts or 1)
+    routed_share = job.model.moe_router_topk / (job.model.num_experts or 1)
     return Parameters(
-        parameters=round(used.parameters + used.expert_parameters + looked_up.parameters),
-        active_parameters=round(used.parameters + chosen * used.expert_parameters),
+        parameters=round(total.parameters + total.expert_parameters + looked_up.parameters),
+        active_parameters=round(total.parameters + routed_share * total.expert_parameters),
     )
 
 
 def entries(job: Job) -> dict[str, int]:
-    """Return what a result says of them by name: nothing of measured stages, whose layers may be unknown."""
+    """Return the counts for a result by name: none for measured stages, whose layers may be unknown."""
     return {} if job.pipeline.pipeline_costs else asdict(parameters(job))

@@ -1,4 +1,4 @@
-"""What data-parallel ranks exchange in a step, and how long they take to update weights."""
+"""The exchanges of data-parallel ranks in a step, and the seconds of their updates."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ class Waits:
 
 
 def waits(job: Job, system: System, part: Part, sharing: Sharing) -> Waits:
-    """Return what a rank whose stages add up to ``part`` waits in a step if nothing is overlapped."""
+    """Return the seconds that a rank whose stages add up to ``part`` waits in a step without overlap."""
     parallel, precision = job.parallel, job.precision
     groups = (
         (part.parameters, sharing.dense, parallel.tensor_model_parallel_size),

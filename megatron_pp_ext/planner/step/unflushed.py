@@ -1,4 +1,4 @@
-"""The steps of a pipeline that never flushes: how long one takes, and what every rank keeps meanwhile.
+"""The steps of a pipeline that never flushes: their seconds, and the memory of every rank.
 
 A step ends with an update, ``Updates.interval`` microbatches after the one before.  With --pipeline-replicas
 a rank of the workload stands for all replicas of its stage, which cost the same; the ranks here are the
@@ -23,7 +23,7 @@ from megatron_pp_ext.schedule.updates import Updates
 
 
 class Kept(NamedTuple):
-    """What a replica of ``stage`` keeps: bytes of activations, message buffers, old versions of weights."""
+    """The memory of a replica of ``stage``: activations, message buffers, old versions of weights; bytes."""
 
     stage: int
     activations: float
@@ -39,7 +39,7 @@ class Unflushed:
     updates: Updates
 
     def kept(self) -> Iterator[Kept]:
-        """Yield what every rank keeps once the pipeline is full."""
+        """Yield the memory of every rank once the pipeline is full."""
         replicas, (in_flight, buffers) = self.updates.replicas, _full(self.updates.replicas)
         for rank, messages in enumerate(buffers):
             stage = replicas.stage_of(rank)
@@ -68,7 +68,7 @@ class Unflushed:
     @property
     def busiest(self) -> tuple[int, float]:
         """The stage whose replicas are busiest, with the seconds of a step if they never waited."""
-        busy = [sum(both) for both in zip(self.working, self.updating, strict=True)]
+        busy = [sum(pair) for pair in zip(self.working, self.updating, strict=True)]
         return busy.index(max(busy)), max(busy)
 
     def seconds(self, updating: Sequence[float]) -> float:
@@ -81,7 +81,7 @@ class Unflushed:
 
 @lru_cache(maxsize=8)
 def _full(replicas: Replicas) -> tuple[InFlight, tuple[int, ...]]:
-    """Return what is in flight on every rank, and its message buffers, in a run that fills the pipeline.
+    """Return the activations in flight on every rank, and its message buffers, in a full pipeline.
 
     It is as long as it takes every rank to have its most in flight, and to have sent as many messages as may
     be under way.

@@ -72,7 +72,7 @@ class Workload:
         model: ModelParts | None = None,
     ) -> None:
         self.job, self.placement, self.data = job, placement, data
-        parallel, replicated = job.parallel, replicas.requested(job)
+        parallel, replicated = job.parallel, replicas.requested_replicas(job)
         self.tensor, self.context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
         # The copies that there are of each stage.
         self._copies = replicated.counts if replicated else (data,) * placement.ranks

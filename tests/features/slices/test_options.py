@@ -48,5 +48,5 @@ def test_a_call_that_cannot_be_is_refused_before_there_is_a_model(more: dict, or
     (name,) = more
     for arguments in ({"slice_tokens": 4, **more}, {**more, "slice_tokens": 4}):
         with pytest.raises(ValueError, match=f"^slice_tokens 4 does not support {name}: .*; leave one of"):
-            call.requested("v-half", 2, 4, **arguments, order=order)
-    call.requested("v-half", 2, 4, **more, order=order)
+            call.request_of_call("v-half", 2, 4, **arguments, order=order)
+    call.request_of_call("v-half", 2, 4, **more, order=order)

@@ -69,7 +69,7 @@ def place(pipeline: Sequence[Launches], setting: Setting) -> list[list[Launch]]:
 
 
 def _place_rank(rank: int, launches: Launches, setting: Setting, ends: "_Ends") -> list[Launch]:
-    found: list[Launch] = []
+    placed: list[Launch] = []
     numbers: list[int] = []
     last: dict[Hashable, int] = {}
     before = setting.foreign_streams
@@ -79,33 +79,33 @@ def _place_rank(rank: int, launches: Launches, setting: Setting, ends: "_Ends") 
         if stream not in queues:
             queues[stream] = (len(queues) + (before or 0)) % setting.queues
         after = {event for event in (last.get(stream), *events) if event is not None}
-        last[stream] = len(found)
-        found.append(Launch(entry, queues[stream], tuple(after), []))
+        last[stream] = len(placed)
+        placed.append(Launch(entry, queues[stream], tuple(after), []))
 
     def behind_compute(entry: Entry, stream: Hashable, *events: int) -> None:
         launch(entry, stream, *events, *([last[_COMPUTE]] if _COMPUTE in last else []))
 
     for entry in launches:
-        numbers.append(len(found))
+        numbers.append(len(placed))
         match entry:
             case Kernel():
                 launch(entry, _COMPUTE)
             case Wait(on):
                 launch(entry, _COMPUTE, numbers[on])
             case HostWait(on):
-                found.append(Launch(entry, -1, () if on is None else (numbers[on],), []))
+                placed.append(Launch(entry, -1, () if on is None else (numbers[on],), []))
             case Copy(way, _, after):
                 behind_compute(entry, way, *(numbers[on] for on in after))
             case Transfer():
-                ends.add(rank, len(found), entry)
+                ends.add(rank, len(placed), entry)
                 stream = frozenset((rank, entry.peer)) if setting.stream_a_pair else None
                 behind_compute(entry, (entry.group, stream))
             case Collective():
-                ends.add_collective(rank, len(found), entry)
+                ends.add_collective(rank, len(placed), entry)
                 behind_compute(entry, (entry.group, None))
                 if entry.is_waited_for:
                     launch(Wait(numbers[-1]), _COMPUTE, numbers[-1])
-    return found
+    return placed
 
 
 class _Ends:

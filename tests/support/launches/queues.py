@@ -103,12 +103,12 @@ class Queues:
         if stuck is None:
             return
         path: dict[Place, str] = {}
-        here: Place | None = stuck, self._done[stuck].index(0)
-        while here is not None and here not in path:
-            reason, other = self._cause(*here)
-            path[here] = f"{self._name(here)} {reason} {self._name(other)}"
-            here = other
-        first = 0 if here is None else list(path).index(here)
+        place: Place | None = stuck, self._done[stuck].index(0)
+        while place is not None and place not in path:
+            reason, other = self._cause(*place)
+            path[place] = f"{self._name(place)} {reason} {self._name(other)}"
+            place = other
+        first = 0 if place is None else list(path).index(place)
         yield from list(path.values())[first:]
 
     def _cause(self, rank: int, at: int) -> tuple[str, Place | None]:
@@ -134,18 +134,18 @@ class Queues:
         rank, number = at
         match self._ranks[rank][number].entry:
             case Kernel(name):
-                what = f"kernel {name}"
+                text = f"kernel {name}"
             case Transfer(group, peer, is_send, name):
-                what = f"{'send to' if is_send else 'receive from'} {peer} ({group}{name and ', ' + name})"
+                text = f"{'send to' if is_send else 'receive from'} {peer} ({group}{name and ', ' + name})"
             case Collective(group, _, name):
-                what = f"collective {name} ({group})"
+                text = f"collective {name} ({group})"
             case Copy(way, name):
-                what = f"copy {way} of {name}"
+                text = f"copy {way} of {name}"
             case Wait():
-                what = "compute stream's wait"
+                text = "compute stream's wait"
             case HostWait(on):
-                what = "host's wait" if on is not None else "synchronization"
-        return f"rank {rank}, launch {number}: {what}"
+                text = "host's wait" if on is not None else "synchronization"
+        return f"rank {rank}, launch {number}: {text}"
 
 
 def _by_queue(launches: Sequence[Launch]) -> list[deque[int]]:

@@ -259,7 +259,7 @@ def record_plans(
         away = OffloadedActivations(HostBuffers(math.inf), RecordedEngines(recording), smallest=1)
         with patch.multiple(
             dist,
-            get_rank=lambda here=rank: here,
+            get_rank=lambda number_of_rank=rank: number_of_rank,
             get_group_rank=lambda group, global_rank: global_rank,
             get_backend=lambda group: "nccl",
         ):
@@ -276,7 +276,7 @@ def record_plans(
             for number, plan in enumerate(steps):
                 if number and synchronized_between:
                     recording.add(HostWait())
-                execute(plan, Rank(kernels, channels, parts=[one for one in (vocabulary, away) if one]))
+                execute(plan, Rank(kernels, channels, parts=[part for part in (vocabulary, away) if part]))
                 for ranks in reduced_between:
                     if rank in ranks:
                         recording.add(Collective(str(ranks), tuple(ranks), "gradients", is_waited_for=True))

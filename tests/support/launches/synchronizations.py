@@ -18,11 +18,11 @@ def before_every_action(launches: Launches) -> Launches:
 
 def before_the_first_of_each_kind(launches: Launches) -> Launches:
     """Synchronize once for each kind of action of each stage, as lazily loaded modules and autotuning do."""
-    seen: set[str] = set()
+    kinds: set[str] = set()
 
     def is_new(entry: Kernel, before: str) -> bool:
         kind = entry.name.rstrip("0123456789")
-        return kind not in seen and not seen.add(kind)  # type: ignore[func-returns-value]
+        return kind not in kinds and not kinds.add(kind)  # type: ignore[func-returns-value]
 
     return _synchronized(launches, is_new)
 
@@ -52,16 +52,16 @@ def _synchronized(launches: Launches, is_at: Callable[[Kernel, str], bool]) -> L
 
 
 def _with_waits_at(launches: Launches, places: list[int]) -> Launches:
-    found: list[Entry] = []
+    entries: list[Entry] = []
     moved_to: list[int] = []
     inserted = set(places)
     for at, entry in enumerate(launches):
         if at in inserted:
-            found.append(HostWait())
-        moved_to.append(len(found))
+            entries.append(HostWait())
+        moved_to.append(len(entries))
         if isinstance(entry, Wait | HostWait) and entry.on is not None:
             entry = replace(entry, on=moved_to[entry.on])
         elif isinstance(entry, Copy):
             entry = replace(entry, after=tuple(moved_to[on] for on in entry.after))
-        found.append(entry)
-    return tuple(found)
+        entries.append(entry)
+    return tuple(entries)

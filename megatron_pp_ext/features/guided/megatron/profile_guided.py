@@ -1,6 +1,6 @@
 """Training steps whose schedule is compiled anew, from measured costs, while training goes on.
 
---pipeline-profile-steps A-B measures in steps A to B what the stages cost.  From step B+1 on the shortest
+--pipeline-profile-steps A-B measures the costs of the stages in steps A to B.  From step B+1 on the shortest
 schedule found for these costs runs, if it is predicted to be shorter than the requested one.  The placement
 stays, and with it weights, checkpoints and evaluation.  Every schedule adds up the same gradients in the same
 order, so the change leaves no trace in the losses, but for dropout where ranks have several chunks: its masks
@@ -140,11 +140,11 @@ class ProfileGuide(Requested):
             return
         schedule = self._source.ordinary
         try:
-            found = advice(costs, schedule, self._pipeline.name, free)
+            better = advice(costs, schedule, self._pipeline.name, free)
         except ValueError:  # any model may train, also one that the estimate does not know
             return
-        if found is not None:
-            layout, times = found
+        if better is not None:
+            layout, times = better
             print_rank_0(
                 f"megatron_pp_ext: measured in steps {self._steps}: at the next start "
                 f"--pipeline-model-parallel-layout '{layout}' makes the pipeline {times.gain:.1%} shorter by "
@@ -158,21 +158,21 @@ class ProfileGuide(Requested):
         free = self._measured_once() if self._measures_memory else ()
         about = f"megatron_pp_ext: m = {current.microbatches}, measured in steps {self._steps}"
         try:
-            found = shorter(source, current, costs, free)
+            schedule = shorter(source, current, costs, free)
         except InfeasibleLimit as error:
             print_rank_0(f"{about}: {source.name} stays, {error}")
             return current
-        after = simulate(found, costs).makespan
+        after = simulate(schedule, costs).makespan
         if after >= before:
             print_rank_0(f"{about}: {source.name} stays, predicted to take {1e3 * before:.4g} ms")
             return current
-        require_same_schedule(found, inputs.groups)
+        require_same_schedule(schedule, inputs.groups)
         print_rank_0(
             f"{about}: predicted {1e3 * before:.4g} ms with {source.name}, {1e3 * after:.4g} ms with the "
             f"compiled schedule ({_change(before, after)}), which runs from now on"
         )
         self._durations.wait_for(self._steps.number)
-        return found
+        return schedule
 
 
 class _StepDurations:

@@ -1,1 +1,1 @@
-"""What the commands of ``mpp`` show of the feature."""
+"""The feature's part in the output of ``mpp``."""

@@ -1,4 +1,4 @@
-"""The options --offload and --copy of ``mpp schedule`` and ``mpp compare``, and what these show for them."""
+"""The options --offload and --copy of ``mpp schedule`` and ``mpp compare``, and their output."""
 
 import sys
 from collections.abc import Iterator
@@ -49,10 +49,10 @@ class Offloading:
         if self.copy is not None:
             require_at_least("--copy", self.copy, 0)
         if (self.offload is None) != (self.copy is None):
-            given, other = ("--offload", "--copy") if self.copy is None else ("--copy", "--offload")
+            option, other = ("--offload", "--copy") if self.copy is None else ("--copy", "--offload")
             raise ValueError(
-                f"{given} is given without {other}: give the share of activations that wait on the host, and "
-                "the time of a copy"
+                f"{option} is given without {other}: give the share of activations that wait on the host, "
+                "and the time of a copy"
             )
         if self.offload not in (None, AUTO):
             try:
@@ -75,13 +75,13 @@ class Offloading:
         return request.with_option(Offload(AUTO if self.offload == AUTO else float(self.offload)))
 
     def costs(self, costs: Costs, ranks: int) -> Costs:
-        """Return ``costs`` with the time of copies, by what a rank keeps on average."""
+        """Return ``costs`` with the seconds of copies, from the activations that a rank keeps on average."""
         if self.copy is None:
             return costs
-        kept = sum(stage.activation for stage in costs.stages) / ranks
+        activations = sum(stage.activation for stage in costs.stages) / ranks
         # Costs whose copies take 0 are those of somebody who does not know what they take.
         seconds = max(self.copy, sys.float_info.min)
-        return costs.copied_at(seconds / kept) if kept else costs
+        return costs.copied_at(seconds / activations) if activations else costs
 
     def notes(self, request: Request, costs: CostModel, timeline: Timeline, files: Files) -> Iterator[str]:
         """Yield what to know of the copies of ``timeline``, the step of ``request`` with the options.
@@ -98,7 +98,7 @@ class Offloading:
             alone = without_copies(schedule, timeline.costs)
         else:
             alone = simulate(make(request, costs).schedule, timeline.costs)
-        before, now = (max(one.peak_microbatches) for one in (alone, timeline))
+        before, now = (max(step.peak_microbatches) for step in (alone, timeline))
         yield (
             f"on the host: {share_offloaded(timeline):.1%} of activations; "
             f"peak memory {before:.4g} -> {now:.4g}, "
@@ -108,13 +108,13 @@ class Offloading:
 
 
 def some_limits(ranks: int, microbatches: int, costs: Costs) -> dict[str, Timeline]:
-    """Return the shortest steps with copies, for those of some fractions of 1F1B's peak that are feasible.
+    """Return the shortest steps with copies, for the feasible ones of some fractions of 1F1B's peak.
 
     They go by the names under which a table has them.
     """
-    found = {}
+    steps = {}
     for fraction in _FRACTIONS:
         request = named(FLEX, ranks, microbatches, limit=fraction).with_option(Offload(AUTO))
         with suppress(InfeasibleLimit):
-            found[f"flex {fraction:.2f} +H"] = flex.timeline(replace(request, trials=0), costs)
-    return found
+            steps[f"flex {fraction:.2f} +H"] = flex.timeline(replace(request, trials=0), costs)
+    return steps

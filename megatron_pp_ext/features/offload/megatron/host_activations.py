@@ -1,15 +1,15 @@
-"""What offloading brings to the steps of a model: what moves activations, within the memory of the host."""
+"""Offloading in the steps of a model, within the memory of the host."""
 
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from megatron_pp_ext.features.offload.megatron.host_limit import usable_bytes
-from megatron_pp_ext.features.offload.options import Offload as Requested
+from megatron_pp_ext.features.offload.options import Offload
 from megatron_pp_ext.features.offload.runtime.copy_streams import CopyStreams
 from megatron_pp_ext.features.offload.runtime.host_buffers import HostBuffers
 from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations
-from megatron_pp_ext.features.offload.runtime.operations import Offload, Reload
+from megatron_pp_ext.features.offload.runtime.operations import OffloadCopy, Reload
 from megatron_pp_ext.integration.core.host_memory import counted_host_bytes, host_bytes
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.runners.step_parts import Step, StepPart
@@ -26,7 +26,7 @@ ENOUGH = 0.9
 class HostActivations:
     """Moves activations, at most ``limit`` bytes of which are on the host, once a plan copies any.
 
-    ``kept_bytes`` are those that a forward of each stage keeps, as the plans count them; empty where they are
+    ``kept_bytes`` are the bytes that a forward of each stage keeps in the plans; empty where they are
     not known.
     """
 
@@ -36,11 +36,11 @@ class HostActivations:
         self._is_compared = False
 
     def before(self, plan: RankPlan) -> OffloadedActivations | None:
-        """Return what moves the activations of ``plan``; None where it copies none.
+        """Return the copies of activations that ``plan`` needs; None without any.
 
-        Before the first step, memory is pinned for what the plan has on the host at once.
+        Before the first step, memory is pinned for the most activations that the plan has on the host.
         """
-        if not plan.has(Offload):
+        if not plan.has(OffloadCopy):
             return None
         if self._offloaded is None:
             self._offloaded = OffloadedActivations(HostBuffers(self._limit), CopyStreams(), SMALLEST)
@@ -48,47 +48,47 @@ class HostActivations:
         return self._offloaded
 
     def after(self, plan: RankPlan) -> None:
-        """Report what was copied in the first step that copied any, against what ``plan`` counted on."""
+        """Report the bytes of the first step with copies, against the bytes that ``plan`` counted on."""
         if self._is_compared or self._offloaded is None:
             return
         self._is_compared = True
-        planned, sent, small = (
+        planned, copied, small = (
             self._planned(plan)[0],
             self._offloaded.offloaded_bytes,
             self._offloaded.small_bytes,
         )
-        line = f"{_gb(sent)} of this rank's activations went to the host in the first step"
+        line = f"{_gb(copied)} of this rank's activations went to the host in the first step"
         if not planned:
             print_rank_0(f"megatron_pp_ext: {line}; how many are planned is not known in bytes")
-        elif sent >= ENOUGH * planned:
-            print_rank_0(f"megatron_pp_ext: {line}, {sent / planned:.0%} of the {_gb(planned)} planned")
+        elif copied >= ENOUGH * planned:
+            print_rank_0(f"megatron_pp_ext: {line}, {copied / planned:.0%} of the {_gb(planned)} planned")
         else:
             _LOGGER.warning(
                 "%s, only %.0f%% of the %s planned: %s are in storages under %d bytes, and others are held "
                 "by more than the backward or had no room; the device keeps them beyond its planned memory",
-                *(line, 100 * sent / planned, _gb(planned), _gb(small), SMALLEST),
+                *(line, 100 * copied / planned, _gb(planned), _gb(small), SMALLEST),
             )
 
     def _planned(self, plan: RankPlan) -> tuple[float, float]:
         """Return the bytes that ``plan`` sends to the host in a step, and the most that are there at once."""
-        sent = there = most = 0.0
+        total = on_host = most = 0.0
         for operation in plan.operations if self._kept else ():
-            if isinstance(operation, Offload):
-                sent += self._kept[operation.owner.stage]
-                there += self._kept[operation.owner.stage]
-                most = max(most, there)
+            if isinstance(operation, OffloadCopy):
+                total += self._kept[operation.owner.stage]
+                on_host += self._kept[operation.owner.stage]
+                most = max(most, on_host)
             elif isinstance(operation, Reload):
-                there -= self._kept[operation.owner.stage]
-        return sent, most
+                on_host -= self._kept[operation.owner.stage]
+        return total, most
 
 
 def offloading(pipeline: Pipeline) -> StepPart:
-    """Return what offloading brings to steps; collective over the job where it is requested."""
-    option = pipeline.request.option(Requested)
+    """Return the part of a step that offloads activations; collective over the job where it is requested."""
+    option = pipeline.request.option(Offload)
     is_counted = option is not None and pipeline.rehearsal is None
     free = counted_host_bytes() if is_counted else host_bytes()
-    kept = pipeline.source.kept_bytes if pipeline.source else ()
-    host = HostActivations(usable_bytes(option.host_bytes if option else None, free), kept)
+    stage_bytes = pipeline.source.kept_bytes if pipeline.source else ()
+    host = HostActivations(usable_bytes(option.host_bytes if option else None, free), stage_bytes)
 
     @contextmanager
     def during(step: Step) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""What ranks keep on the device and on the host where the activations of a step wait there."""
+"""The memory of ranks, on the device and on the host, where activations are offloaded."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class Offloaded(Addition):
-    """The seconds of copies, and what they leave on the device."""
+    """The seconds of copies, and the activations that stay on the device."""
 
     def costs(self, work: "Workload", costs: Costs) -> Costs:
-        """See ``Addition``: what is copied is what a forward keeps.
+        """See ``Addition``: a copy is as large as the activations of a forward.
 
         ValueError for a system that describes no host.
         """
@@ -36,13 +36,13 @@ class Offloaded(Addition):
     def activations(
         self, work: "Workload", schedule: Schedule, peaks: tuple[float, ...]
     ) -> tuple[float, ...]:
-        """See ``Addition``: no copy takes memory besides what it frees."""
+        """See ``Addition``: copies take no memory of their own on the device."""
         if not schedule.copies:
             return peaks
         return tuple(map(min, peaks, kept_on_device(work, schedule)))
 
     def completed(self, estimate: "Estimate", work: "Workload", schedule: Schedule) -> "Estimate":
-        """See ``Addition``: what the activations take on the host."""
+        """See ``Addition``: the host memory of activations."""
         return replace(estimate, host_bytes=kept_on_host(work, schedule)) if schedule.copies else estimate
 
     def lines(self, estimate: "Estimate") -> Iterator[str]:

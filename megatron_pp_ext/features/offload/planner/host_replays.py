@@ -42,13 +42,13 @@ def offloaded(work: Workload, request: Request, share: float | str) -> Schedule:
 def parts_on_device(work: Workload, request: Request, order: Prepared) -> tuple[float, ...]:
     """Return the part of each rank's most bytes of activations that copies of all that can leave keep there.
 
-    ``order`` is that of ``request``, which has no copies.  Nearly the same parts stay under other layouts of
+    ``order`` belongs to ``request``, which has no copies.  Nearly the same parts stay under other layouts of
     the same stages.
     """
     copied = offloaded(work, request, AUTO)
-    beside = work.head.activation if work.head else 0.0
-    before, after = order.in_flight.peaks(work.parts, beside), kept_on_device(work, copied)
-    return tuple(min(1.0, left / most) for left, most in zip(after, before, strict=True))
+    logits = work.head.activation if work.head else 0.0
+    before, after = order.in_flight.peaks(work.parts, logits), kept_on_device(work, copied)
+    return tuple(min(1.0, staying / most) for staying, most in zip(after, before, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +58,11 @@ class HostReplays:
     replays: Replays
 
     def replayed(
-        self, candidate: Candidate, limit: float, room: Callable[[float], float]
+        self, candidate: Candidate, limit: float, headroom: Callable[[float], float]
     ) -> Evaluated | None:
         """Return the candidate with the smallest share on the host with which it fits, if any.
 
-        A plan for a few microbatches says what copies leave on each rank, as in ``short_memory``, so that
+        A plan for a few microbatches has the activations that stay on each rank, as in ``short_memory``.  So
         whole steps are planned only in layouts that may fit.  Copies shorten no step, so that what is too
         slow without a memory limit needs no plan at all.
         """
@@ -72,29 +72,29 @@ class HostReplays:
         short = candidate.request(fewer)
         if not replays.is_uneven:
             work = workloads.work(candidate)
-            if not room(step_of(candidate, work, margin).pace.step_seconds):
+            if not headroom(step_of(candidate, work, margin).pace.step_seconds):
                 return None
             order = Prepared(offloaded(work, short, AUTO))
             least = max(step_of(candidate, work, margin, order).memory(), key=lambda rank: rank.total)
             if least.total > limit:
                 return None
-            return self._fitted(replays.timed(candidate, work, least), limit, room)
+            return self._fitted(replays.timed(candidate, work, least), limit, headroom)
         stages = workloads.stages(candidate, candidate.placement)
         even = CandidateCuts(candidate, stages, workloads, margin, limit).work(stages.start)
         paced = step_of(candidate, even, margin).pace
         mean = workloads.mean(candidate, candidate.placement)
         mean_least = mean.memory(candidate.microbatches, margin, of_largest=True)
-        if mean_least.total > room(paced.step_seconds * (1 - IMPROVED)):
+        if mean_least.total > headroom(paced.step_seconds * (1 - IMPROVED)):
             return None
-        left = parts_on_device(even, short, order_of(candidate, fewer))
-        cuts = CandidateCuts(candidate, stages, workloads, margin, limit, left)
-        found = replays.laid_out(cuts, room, self._fitted)
-        return None if isinstance(found, RankMemory) else found
+        parts = parts_on_device(even, short, order_of(candidate, fewer))
+        cuts = CandidateCuts(candidate, stages, workloads, margin, limit, parts)
+        fitted = replays.laid_out(cuts, headroom, self._fitted)
+        return None if isinstance(fitted, RankMemory) else fitted
 
-    def _fitted(self, timed: Timed, limit: float, room: Callable[[float], float]) -> Evaluated | None:
+    def _fitted(self, timed: Timed, limit: float, headroom: Callable[[float], float]) -> Evaluated | None:
         """Return the candidate with the smallest of the ``SHARES`` with which it fits, if any."""
         candidate, work, margin = timed.candidate, timed.step.work, self.replays.margin
-        most = min(limit, room(timed.seconds))
+        most = min(limit, headroom(timed.seconds))
         if timed.least.total > most:
             return None
         request = candidate.request(candidate.microbatches)

@@ -1,7 +1,7 @@
 """The copy engines of a device: one each way, each with a stream of its own.
 
 A copy waits for all that was launched on the compute stream before it, and on its own stream.  What is
-computed later waits for a copy only where it has to (``Done.wait``).  The host waits for nothing.
+computed later waits for a copy only where it has to (``Completion.wait``).  The host waits for nothing.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from megatron_pp_ext.features.offload.runtime.host_buffers import Done
+from megatron_pp_ext.features.offload.runtime.host_buffers import Completion
 
 type Timed = AbstractContextManager[None]
 """A context in which a recorder notes the time."""
@@ -26,13 +26,15 @@ class Transfer(NamedTuple):
 class CopyEngines(Protocol):
     """Copies between the device and its host."""
 
-    def to_host(self, transfers: Sequence[Transfer], after: Iterable[Done], timed: Timed) -> Done:
-        """Launch copies to the host, after what is computed by now and after ``after``.
+    def to_host(self, transfers: Sequence[Transfer], after: Iterable[Completion], timed: Timed) -> Completion:
+        """Launch copies to the host, which start after all work launched so far and after ``after``.
 
         ``timed`` is entered where they begin and left where they end, in the stream that does them.
         """
 
-    def to_device(self, transfers: Sequence[Transfer], after: Iterable[Done], timed: Timed) -> Done:
+    def to_device(
+        self, transfers: Sequence[Transfer], after: Iterable[Completion], timed: Timed
+    ) -> Completion:
         """Launch copies to the device, like ``to_host``."""
 
     def stream(self) -> Hashable:
@@ -40,14 +42,14 @@ class CopyEngines(Protocol):
 
 
 class CopyEvent:
-    """The end of a copy on a stream; a ``Done``."""
+    """The end of a copy on a stream; a ``Completion``."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._event = torch.cuda.Event()
         self._event.record(stream)
 
     def wait(self) -> None:
-        """See ``Done``; it is the current stream that waits."""
+        """See ``Completion``; it is the current stream that waits."""
         torch.cuda.current_stream().wait_event(self._event)
 
     def synchronize(self) -> None:
@@ -60,10 +62,12 @@ class CopyStreams:
     def __init__(self) -> None:
         self._to_host, self._to_device = torch.cuda.Stream(), torch.cuda.Stream()
 
-    def to_host(self, transfers: Sequence[Transfer], after: Iterable[Done], timed: Timed) -> CopyEvent:
+    def to_host(self, transfers: Sequence[Transfer], after: Iterable[Completion], timed: Timed) -> CopyEvent:
         return _launch(self._to_host, transfers, after, timed)
 
-    def to_device(self, transfers: Sequence[Transfer], after: Iterable[Done], timed: Timed) -> CopyEvent:
+    def to_device(
+        self, transfers: Sequence[Transfer], after: Iterable[Completion], timed: Timed
+    ) -> CopyEvent:
         return _launch(self._to_device, transfers, after, timed)
 
     def stream(self) -> Hashable:
@@ -71,12 +75,12 @@ class CopyStreams:
 
 
 def _launch(
-    stream: torch.cuda.Stream, transfers: Sequence[Transfer], after: Iterable[Done], timed: Timed
+    stream: torch.cuda.Stream, transfers: Sequence[Transfer], after: Iterable[Completion], timed: Timed
 ) -> CopyEvent:
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for done in after:
-            done.wait()
+        for event in after:
+            event.wait()
         with timed:
             for source, target in transfers:
                 target.copy_(source, non_blocking=True)

@@ -11,11 +11,11 @@ PARTS = 8
 """The sizes of buffers between one power of two and the next: at most an eighth of a buffer is not used."""
 
 
-class Done(Protocol):
+class Completion(Protocol):
     """The end of a copy."""
 
     def wait(self) -> None:
-        """Let what is computed next wait for it; on a device the host goes on."""
+        """Let later work on the device wait for it; the host goes on."""
 
     def synchronize(self) -> None:
         """Let the host wait for it."""
@@ -32,7 +32,7 @@ class _Region:
     memory: torch.Tensor
     cut: int = 0
     used: int = 0
-    last_use: Done | None = None
+    last_use: Completion | None = None
     returned: int = 0
 
 
@@ -42,7 +42,7 @@ class HostBuffer:
 
     memory: torch.Tensor
     region: _Region
-    last_use: Done | None = None
+    last_use: Completion | None = None
 
 
 class HostBuffers:
@@ -60,7 +60,7 @@ class HostBuffers:
         self._returned = 0
 
     def reserve(self, size: float) -> None:
-        """Pin ``size`` bytes at once, or what the limit leaves, from which buffers are cut before others."""
+        """Pin ``size`` bytes at once, as far as the limit allows; buffers are cut from these first."""
         most = int(min(size, self.limit - self.pinned_bytes))
         if most > 0:
             self._pin(most)
@@ -93,16 +93,18 @@ class HostBuffers:
 
     def _with_room(self, size: int) -> _Region | None:
         """Return a region of which ``size`` bytes are not cut; None where the limit allows no such."""
-        cut = next((one for one in self._regions if one.memory.nbytes - one.cut >= size), None)
+        cut = next((region for region in self._regions if region.memory.nbytes - region.cut >= size), None)
         if cut is not None:
             return cut
-        unused = sorted((one for one in self._regions if not one.used), key=lambda one: one.returned)
-        large = next((one for one in unused if one.memory.nbytes >= size), None)
+        unused = sorted(
+            (region for region in self._regions if not region.used), key=lambda region: region.returned
+        )
+        large = next((region for region in unused if region.memory.nbytes >= size), None)
         if large is not None:
             self._forget_buffers(large)
             return large
         excess = self.pinned_bytes + size - self.limit
-        if excess > sum(one.memory.nbytes for one in unused):
+        if excess > sum(region.memory.nbytes for region in unused):
             return None
         while self.pinned_bytes + size > self.limit:
             self._release(unused.pop(0))
@@ -110,9 +112,9 @@ class HostBuffers:
 
     def _forget_buffers(self, region: _Region) -> None:
         for free in self._free.values():
-            kept = [buffer for buffer in free if buffer.region is not region]
+            remaining = [buffer for buffer in free if buffer.region is not region]
             free.clear()
-            free.extend(kept)
+            free.extend(remaining)
         region.cut = 0
 
     def _release(self, region: _Region) -> None:
@@ -137,7 +139,7 @@ def _rounded(size: int) -> int:
 def _pinned(size: int) -> torch.Tensor:
     """Return ``size`` bytes that a device can copy to and from while its host goes on.
 
-    Torch's own pinned memory comes in powers of two, up to twice of what is asked for.  MemoryError where the
+    Torch's own pinned memory comes in powers of two, up to twice the request.  MemoryError where the
     system pins no more.
     """
     memory = torch.empty(size, dtype=torch.uint8)

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_pp_ext.features.offload.runtime.copy_streams import CopyEngines, Timed, Transfer
-from megatron_pp_ext.features.offload.runtime.host_buffers import Done, HostBuffer, HostBuffers
+from megatron_pp_ext.features.offload.runtime.host_buffers import Completion, HostBuffer, HostBuffers
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner, watching
 
 
@@ -48,20 +48,20 @@ class _Saved:
 
 
 class _Arrival:
-    """A copy back to the device, with the memory that it writes to until what is computed waits for it."""
+    """A copy back to the device, which holds its target memory until computation has waited for it."""
 
     __slots__ = ("copy", "memory")
 
-    def __init__(self, copy: Done, memory: list[torch.Tensor]) -> None:
+    def __init__(self, copy: Completion, memory: list[torch.Tensor]) -> None:
         self.copy, self.memory = copy, memory
 
     def wait(self) -> None:
-        """Let what is computed next wait for the copy."""
+        """Let later computation wait for the copy."""
         self.copy.wait()
         self.memory.clear()
 
 
-class _Place(NamedTuple):
+class _TensorPlace(NamedTuple):
     """Where in a storage the tensor of ``saved`` lies."""
 
     saved: "weakref.ref[_Saved]"
@@ -72,45 +72,45 @@ class _Place(NamedTuple):
 
 
 class _Storage(NamedTuple):
-    """A storage that is offloaded."""
+    """An offloaded storage and the places of its tensors."""
 
     device: torch.device
     size: int
     buffer: HostBuffer
-    places: list[_Place]
+    places: list[_TensorPlace]
 
 
 @dataclass(slots=True)
-class _Microbatch:
-    """What a forward has saved; ``leaving`` keeps what is copied until its memory may be freed."""
+class _SavedMicrobatch:
+    """The saved tensors of a forward; ``leaving`` holds copied ones until their memory may be freed."""
 
     meter: ActivationMeter | None
     saved: list["weakref.ref[_Saved]"] = field(default_factory=list)
     offloaded: list[_Storage] = field(default_factory=list)
     leaving: list[tuple[torch.Tensor, _Counted | None]] = field(default_factory=list)
-    sent: Done | None = None
+    sent: Completion | None = None
 
 
 class OffloadedActivations:
     """The offloaded activations of one rank.
 
-    They wait in ``buffers``, and ``engines`` copy them.  What does not fit into the buffers stays on the
+    They wait in ``buffers``, and ``engines`` copy them.  Tensors that do not fit into the buffers stay on the
     device, which is logged once as a warning, and so do storages of fewer than ``smallest`` bytes.
-    Since the beginning, ``offloaded_bytes`` count what was copied, ``stayed_bytes`` what did not fit, and
-    ``small_bytes`` what was too small.
+    Since the beginning, ``offloaded_bytes`` count copied tensors, ``stayed_bytes`` the ones without a buffer,
+    and ``small_bytes`` those that were too small.
     """
 
     def __init__(self, buffers: HostBuffers, engines: CopyEngines, smallest: int) -> None:
         self.buffers = buffers
         self._engines, self._smallest = engines, smallest
-        self._microbatches: dict[Owner, _Microbatch] = {}
+        self._microbatches: dict[Owner, _SavedMicrobatch] = {}
         self._begun: set[Owner] = set()
         self._arriving: list[_Arrival] = []
         self.offloaded_bytes = self.stayed_bytes = self.small_bytes = 0
 
     @contextmanager
     def saving(self, owner: Owner) -> Iterator[None]:
-        """Take note of what the forward of ``owner`` inside saves for its backward.
+        """Record the tensors that the forward of ``owner``, run inside, saves for its backward.
 
         The activation meter, whose hooks are not called meanwhile, counts it as ever.  What comes a second
         time without an end of the step is of a new step, after one that failed.
@@ -119,7 +119,7 @@ class OffloadedActivations:
             self.abandon()
         self._begun.add(owner)
         meter, stream = watching(), self._engines.stream()
-        found = self._microbatches[owner] = _Microbatch(meter)
+        state = self._microbatches[owner] = _SavedMicrobatch(meter)
 
         def pack(tensor: torch.Tensor) -> _Saved:
             # Another tensor of the same storage: its uses then show whether somebody holds this one.
@@ -129,20 +129,20 @@ class OffloadedActivations:
                 meter.hold(owner, tensor, saved.counted)
             # The compute stream cannot free memory of another one, such as that of exchanges in a pair.
             if self._engines.stream() == stream:
-                found.saved.append(weakref.ref(saved))
+                state.saved.append(weakref.ref(saved))
             return saved
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             yield
 
     def offload(self, owner: Owner, timed: Timed | None = None) -> None:
-        """Launch the copy to the host of what ``owner`` has saved and nobody else holds.
+        """Launch the copy to the host of the tensors that ``owner`` has saved and nobody else holds.
 
         ``timed`` is the context of the copy for a recorder.
         """
-        found = self._microbatches[owner]
+        state = self._microbatches[owner]
         transfers, after = [], []
-        for storage, saved in _by_storage(found.saved).items():
+        for storage, saved in _by_storage(state.saved).items():
             size = storage.nbytes()
             # The storage as Python sees it is one more use.
             if torch._C._storage_Use_Count(storage._cdata) > len(saved) + 1:
@@ -157,71 +157,71 @@ class OffloadedActivations:
             if buffer.last_use is not None:
                 after.append(buffer.last_use)
             transfers.append(Transfer(_bytes(storage), buffer.memory[:size]))
-            found.offloaded.append(
-                _Storage(storage.device, size, buffer, [_take(one, found) for one in saved])
+            state.offloaded.append(
+                _Storage(storage.device, size, buffer, [_take(reference, state) for reference in saved])
             )
             self.offloaded_bytes += size
-        found.saved.clear()
+        state.saved.clear()
         if transfers:
-            found.sent = self._engines.to_host(transfers, after, timed or nullcontext())
+            state.sent = self._engines.to_host(transfers, after, timed or nullcontext())
 
     def free(self, owner: Owner) -> None:
-        """Let what is computed next use the device's memory of ``owner``, once it is copied."""
-        found = self._microbatches[owner]
-        if found.sent is not None:
-            found.sent.wait()
-        for tensor, _ in found.leaving:
+        """Let later computation use the device memory of ``owner``, once it is copied."""
+        state = self._microbatches[owner]
+        if state.sent is not None:
+            state.sent.wait()
+        for tensor, _ in state.leaving:
             if tensor.is_cuda:  # it may come from another stream, which has not waited
                 tensor.record_stream(torch.cuda.current_stream())
-        found.leaving.clear()
+        state.leaving.clear()
 
     def reload(self, owner: Owner, timed: Timed | None = None) -> None:
         """Launch the copy back to the device, for which the backward waits; ``timed`` as in ``offload``."""
-        found = self._microbatches[owner]
-        if found.sent is None:
+        state = self._microbatches[owner]
+        if state.sent is None:
             del self._microbatches[owner]
             return
         transfers: list[Transfer] = []
-        needed: list[tuple[_Saved, _Place, torch.Tensor]] = []
-        for storage in found.offloaded:
+        arrivals: list[tuple[_Saved, _TensorPlace, torch.Tensor]] = []
+        for storage in state.offloaded:
             alive = [(saved, place) for place in storage.places if (saved := place.saved()) is not None]
             if alive:
                 memory = torch.empty(storage.size, dtype=torch.uint8, device=storage.device)
                 transfers.append(Transfer(storage.buffer.memory[: storage.size], memory))
-                needed += [(saved, place, memory) for saved, place in alive]
-        copy = self._engines.to_device(transfers, [found.sent], timed or nullcontext())
+                arrivals += [(saved, place, memory) for saved, place in alive]
+        copy = self._engines.to_device(transfers, [state.sent], timed or nullcontext())
         del self._microbatches[owner]
         arrival = _Arrival(copy, [transfer.target for transfer in transfers])
-        self._arriving = [*(one for one in self._arriving if one.memory), arrival]
-        for storage in found.offloaded:
+        self._arriving = [*(pending for pending in self._arriving if pending.memory), arrival]
+        for storage in state.offloaded:
             storage.buffer.last_use = copy
             self.buffers.give_back(storage.buffer)
-        for saved, place, memory in needed:
+        for saved, place, memory in arrivals:
             _put(saved, place, memory)
             saved.arrival = arrival
-            if found.meter is not None:
+            if state.meter is not None:
                 saved.counted = _Counted()
-                found.meter.hold(owner, memory, saved.counted)
+                state.meter.hold(owner, memory, saved.counted)
 
     def close(self) -> None:
         """End a step; RuntimeError where activations were left on the host.
 
-        What is computed later waits for copies that no backward has waited for.
+        Later computation waits for copies that no backward has waited for.
         """
         self._take_arrivals()
         if self._microbatches:
             raise RuntimeError(f"activations of {sorted(self._microbatches)} were left on the host")
 
     def abandon(self) -> None:
-        """End a step that has failed: give back the buffers of what is on the host, or on its way there.
+        """End a step that has failed: return the buffers of activations on the host or on their way there.
 
-        What is computed later waits for the step's copies, of which some read memory of the device.
+        Later computation waits for the step's copies, of which some read memory of the device.
         """
-        for found in self._microbatches.values():
-            if found.sent is not None:
-                found.sent.wait()
-            for storage in found.offloaded:
-                storage.buffer.last_use = found.sent or storage.buffer.last_use
+        for state in self._microbatches.values():
+            if state.sent is not None:
+                state.sent.wait()
+            for storage in state.offloaded:
+                storage.buffer.last_use = state.sent or storage.buffer.last_use
                 self.buffers.give_back(storage.buffer)
         self._microbatches.clear()
         self._take_arrivals()
@@ -257,13 +257,13 @@ def _unpack(saved: _Saved) -> torch.Tensor:
 
 
 def _by_storage(refs: Iterable["weakref.ref[_Saved]"]) -> dict[torch.UntypedStorage, list[_Saved]]:
-    """Return what is alive and can be copied as bytes, by storage."""
-    found: defaultdict[torch.UntypedStorage, list[_Saved]] = defaultdict(list)
+    """Return the tensors that are alive and can be copied as bytes, by storage."""
+    by_storage: defaultdict[torch.UntypedStorage, list[_Saved]] = defaultdict(list)
     for ref in refs:
         saved = ref()
         if saved is not None and saved.tensor is not None and _is_plain(saved.tensor):
-            found[saved.tensor.untyped_storage()].append(saved)
-    return found
+            by_storage[saved.tensor.untyped_storage()].append(saved)
+    return by_storage
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -278,16 +278,18 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _take(saved: _Saved, found: _Microbatch) -> _Place:
-    """Take the tensor of ``saved``, which ``found`` keeps until it is copied, and return its place."""
+def _take(saved: _Saved, state: _SavedMicrobatch) -> _TensorPlace:
+    """Take the tensor of ``saved``, which ``state`` keeps until it is copied, and return its place."""
     tensor = saved.tensor
     assert tensor is not None
-    found.leaving.append((tensor, saved.counted))
+    state.leaving.append((tensor, saved.counted))
     saved.tensor = saved.counted = None
-    return _Place(weakref.ref(saved), tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return _TensorPlace(
+        weakref.ref(saved), tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+    )
 
 
-def _put(saved: _Saved, place: _Place, memory: torch.Tensor) -> None:
+def _put(saved: _Saved, place: _TensorPlace, memory: torch.Tensor) -> None:
     """Give ``saved`` its tensor at ``place`` back, whose storage is now ``memory``."""
     empty = torch.empty(0, dtype=place.dtype, device=memory.device)
     saved.tensor = empty.set_(memory.untyped_storage(), place.offset, place.shape, place.stride)

@@ -15,8 +15,8 @@ from megatron_pp_ext.schedule.copies import label
 
 
 @dataclass(frozen=True, slots=True)
-class Offload(Operation):
-    """Launch the copy to the host of what a forward has saved."""
+class OffloadCopy(Operation):
+    """Launch the copy to the host of a forward's saved tensors."""
 
     owner: Owner
 
@@ -26,7 +26,7 @@ class Offload(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Free(Operation):
-    """Free the device's memory of what was copied; what is computed next waits for that copy."""
+    """Free the device memory of copied activations; later computation waits for the copy."""
 
     owner: Owner
 
@@ -53,8 +53,8 @@ class EndOffloading(Operation):
 
 
 @dataclass(frozen=True, slots=True)
-class Saving:
-    """The context of a forward whose activations are offloaded: takes note of what it saves."""
+class OffloadedForward:
+    """The context of a forward whose activations are offloaded: it records the saved tensors."""
 
     owner: Owner
 
@@ -74,20 +74,22 @@ class CopiesOfRank(Extension):
         self._back = order.copies.reloaded_before(order.order)
 
     def extended(self, work: Compute) -> Compute:
-        """See ``Extension``: the forward of what is offloaded takes note of what it saves."""
+        """See ``Extension``: an offloaded forward records its saved tensors."""
         stage, kind, microbatch = work.action
         if kind is not Kind.F or (stage, microbatch) not in self._offloaded:
             return work
-        return replace(work, around=(*work.around, Saving(Owner(stage, microbatch))))
+        return replace(work, around=(*work.around, OffloadedForward(Owner(stage, microbatch))))
 
     def before(self, actions: tuple[Action, ...]) -> Iterator[Operation]:
         first = actions[0]
-        yield from (Free(Owner(*kept)) for kept in self._freed.get(first, ()))
-        yield from (Reload(Owner(*kept)) for kept in self._back.get(first, ()))
+        yield from (Free(Owner(*activation)) for activation in self._freed.get(first, ()))
+        yield from (Reload(Owner(*activation)) for activation in self._back.get(first, ()))
 
     def after(self, works: Iterable[Compute]) -> Iterator[Operation]:
         for work in works:
-            yield from (Offload(around.owner) for around in work.around if isinstance(around, Saving))
+            yield from (
+                OffloadCopy(around.owner) for around in work.around if isinstance(around, OffloadedForward)
+            )
 
     def at_end(self) -> Iterator[Operation]:
         if self._back:

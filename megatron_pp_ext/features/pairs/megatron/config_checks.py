@@ -23,18 +23,18 @@ def check_as_planned(stock: Callable[[Any], None], self: Any) -> None:
         stock(self)
         return
     replaced = dict(_replaced(self, pipeline.placement.chunks))
-    given = {name: getattr(self, name) for name in replaced}
+    values = {name: getattr(self, name) for name in replaced}
     try:
         for name, value in replaced.items():
             setattr(self, name, value)
         stock(self)
     finally:
-        for name, value in given.items():
+        for name, value in values.items():
             setattr(self, name, value)
 
 
 def _replaced(config: Any, chunks: int) -> Iterator[tuple[str, Any]]:
-    """Yield the settings that the checks see otherwise than they are, with what they see."""
+    """Yield the settings that Megatron's checks of pairs see with another value, with that value."""
     if chunks == 1:
         yield "virtual_pipeline_model_parallel_size", 1
     if config.recompute_granularity == "full":

@@ -38,7 +38,7 @@ class PlannedStage(ModelStage):
     """One chunk of the model whose layers run by Megatron's plans."""
 
     def forward_half(self, microbatch: int, activation: torch.Tensor | None) -> dict[str, Any]:
-        """Return what ``combined_forward_backward_step`` takes for the forward of ``microbatch``."""
+        """Return the forward arguments of ``combined_forward_backward_step`` for ``microbatch``."""
         inputs = self.inputs
         return {
             "forward_step_func": inputs.forward_step_func,
@@ -51,7 +51,7 @@ class PlannedStage(ModelStage):
         }
 
     def backward_half(self, microbatch: int, gradient: torch.Tensor | None) -> dict[str, Any]:
-        """Return what ``combined_forward_backward_step`` takes for the backward of ``microbatch``."""
+        """Return the backward arguments of ``combined_forward_backward_step`` for ``microbatch``."""
         activation, output = self.in_flight.pop(microbatch)
         return {
             "b_model": self.inputs.model[self._chunk],
@@ -100,7 +100,7 @@ def run_where_planned(stock: Callable[[Any], None], self: Any) -> None:
     "pairs where the first layers take no gradient, as after a frozen embedding",
 )
 def skip_what_takes_no_gradient(stock: Callable[..., Any], self: Any, outputs: Any, output_grad: Any) -> Any:
-    """Run a node's backward for those of its outputs that something before them trains.
+    """Run a node's backward for the outputs that need a gradient.
 
     Autograd goes no further by itself than weights that train.  A plan calls the backward of all its nodes.
     """
@@ -135,8 +135,8 @@ def run_pair(
     front.before_forward(forward.microbatch, activation)
     # The weight gradients come where the plans of layers have a place for them.
     # The loss is computed on the chunk of the forward, which has to be the one that Megatron answers for.
-    counted = back.during_backward(backward.kind, backward.microbatch, in_parts=True)
-    with counted, front.at_work():
+    backward_half = back.during_backward(backward.kind, backward.microbatch, in_parts=True)
+    with backward_half, front.at_work():
         output, tokens, input_gradient = front.combined(
             **front.forward_half(forward.microbatch, activation),
             **back.backward_half(backward.microbatch, gradient),

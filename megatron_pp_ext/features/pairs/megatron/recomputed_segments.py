@@ -111,7 +111,7 @@ class Segment:
             node.forward_func = torch.no_grad()(node.forward_func)
 
     def end(self, output: torch.Tensor) -> None:
-        """Release what the nodes hold; ``output`` takes the gradient that the next layer gives it."""
+        """Release the tensors of the nodes; ``output`` takes the gradient from the next layer."""
         for layer in self.layers:
             streams = [stream() for stream in (layer.comp_stream, layer.comm_stream)]
             for tensor in _tensors(layer):
@@ -146,6 +146,6 @@ def _nodes(layer: Any) -> Iterator[Any]:
 def _tensors(layer: Any) -> Iterator[torch.Tensor]:
     for node in _nodes(layer):
         outputs = node.output if isinstance(node.output, tuple) else (node.output,)
-        for one in (*(node.inputs or ()), *outputs, *node.detached):
-            if isinstance(one, torch.Tensor):
-                yield one
+        for value in (*(node.inputs or ()), *outputs, *node.detached):
+            if isinstance(value, torch.Tensor):
+                yield value

@@ -78,13 +78,13 @@ def _replace_output(model: Any, is_last: bool) -> torch.nn.Parameter | None:
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-def _weight_alone(module: Any, kind: type[torch.nn.Module], what: str) -> torch.nn.Parameter:
+def _weight_alone(module: Any, kind: type[torch.nn.Module], module_name: str) -> torch.nn.Parameter:
     """Return the weight of the ``module`` to replace; ends the process if that does more than its kind."""
     problem = None
     if not isinstance(module, kind):
         problem = f"is a {type(module).__name__}, no {kind.__name__}"
-    elif others := [name for name, _ in module.named_parameters() if name != "weight"]:
-        problem = f"has {', '.join(others)} in addition to its weight"
+    elif more := [name for name, _ in module.named_parameters() if name != "weight"]:
+        problem = f"has {', '.join(more)} in addition to its weight"
     elif any(getattr(module, hooks) for hooks in _HOOKS):
         problem = "has hooks"
     else:
@@ -94,14 +94,14 @@ def _weight_alone(module: Any, kind: type[torch.nn.Module], what: str) -> torch.
         except ValueError as error:
             problem = f"has a weight that {error}"
     if problem:
-        _refuse(what, problem)
+        _refuse(module_name, problem)
     return weight
 
 
-def _refuse(what: str, problem: str) -> NoReturn:
+def _refuse(module_name: str, problem: str) -> NoReturn:
     raise SystemExit(
         "megatron_pp_ext: --pipeline-vocabulary shared cuts embedding and output layer by rows, and the "
-        f"model's {what} {problem}; leave it out"
+        f"model's {module_name} {problem}; leave it out"
     )
 
 
@@ -111,22 +111,22 @@ _STOCK_MARKS = {
     "partition_stride": 1,
     "is_embedding_or_output_parameter": True,
 }
-"""What Megatron writes on both weights."""
+"""The attributes that Megatron gives both weights."""
 
 
 def _marks(pipeline: Pipeline, *ends: tuple[torch.nn.Parameter | None, int]) -> list[Marks]:
-    """Return, on all ranks of the pipeline, what each weight carries on the rank of it that has the weight.
+    """Return the marks of each weight from the rank that built it, on all ranks of the pipeline; collective.
 
     A rank that rehearses alone cannot know, and all have to rehearse one schedule: there nothing is frozen.
     """
     if pipeline.rehearsal is not None:
         return [Marks(True, _STOCK_MARKS) for _ in ends]
     group = parallel_state.get_pipeline_model_parallel_group()
-    own = [None if weight is None else marks_of(weight) for weight, _ in ends]
-    of_all = [own] * group.size()
-    dist.all_gather_object(of_all, own, group=group)
-    found = [of_all[home][number] for number, (_, home) in enumerate(ends)]
-    return [marks for marks in found if marks is not None]
+    local = [None if weight is None else marks_of(weight) for weight, _ in ends]
+    of_all = [local] * group.size()
+    dist.all_gather_object(of_all, local, group=group)
+    marks_of_ends = [of_all[home][number] for number, (_, home) in enumerate(ends)]
+    return [marks for marks in marks_of_ends if marks is not None]
 
 
 def _broadcast(weight: torch.Tensor | None, holder: int, chunk: Any) -> torch.Tensor:

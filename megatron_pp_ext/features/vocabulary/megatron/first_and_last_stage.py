@@ -1,9 +1,9 @@
 """The first and the last stage where all ranks of a pipeline share the vocabulary.
 
-What stock does in one forward is done here in two pieces.
+Stock's one forward is done here in two pieces.
 
 * The batch of a microbatch is read ahead of its forward, because all ranks need the tokens.  The script's
-  forward step is called with a model that notes what it is called with; the forward is that call.
+  forward step is called with a model that notes its arguments; the forward is that call.
 * The loss function of the last stage is called later, when the loss of every token is known.
 """
 
@@ -50,9 +50,9 @@ class ReadAhead:
             del model.forward
         ((args, kwargs),) = calls
         (whole,) = unwrap_model([model])
-        named = inspect.signature(whole.forward).bind(*args, **kwargs).arguments
+        arguments = inspect.signature(whole.forward).bind(*args, **kwargs).arguments
         self._calls[microbatch] = args, kwargs, loss_function
-        return named["input_ids"]
+        return arguments["input_ids"]
 
     def forward(self, microbatch: int, embedded: torch.Tensor) -> ForwardStep:
         """Return the forward step that goes on with the batch."""
@@ -66,7 +66,7 @@ class ReadAhead:
 
 
 class Head:
-    """The last stage: ``runtime.output.Head`` by the script's loss function and stock's own arithmetic."""
+    """The last stage: a ``runtime.output.LossHead`` of the script's loss function and stock's arithmetic."""
 
     def __init__(self, inputs: StepInputs, output: OutputPart) -> None:
         self._inputs, self._output = inputs, output
@@ -83,7 +83,7 @@ class Head:
         return step
 
     def labels(self, microbatch: int) -> torch.Tensor:
-        """See ``runtime.output.Head``; hidden states are tokens x batch, and so are the labels here."""
+        """See ``runtime.output.LossHead``; hidden states are tokens x batch, and so are the labels here."""
         labels, self._output.labels = self._output.labels, None
         if labels is None:
             raise RuntimeError(
@@ -95,15 +95,17 @@ class Head:
     def gradient(self, microbatch: int, losses: torch.Tensor) -> torch.Tensor:
         inputs, chunk = self._inputs, len(self._inputs.model) - 1
         batch, tokens = self._shape
-        each = losses.view(tokens, batch).transpose(0, 1).contiguous().requires_grad_(not inputs.forward_only)
+        token_losses = (
+            losses.view(tokens, batch).transpose(0, 1).contiguous().requires_grad_(not inputs.forward_only)
+        )
         vp_stage = chunk if chunk else None
         if inputs.config.timers is not None:
             inputs.config.timers("forward-compute", log_level=2).start()  # stock's function stops it
         with torch.set_grad_enabled(not inputs.forward_only):
-            loss, counted = stock_schedules.forward_step_calc_loss(
+            loss, tokens_of_loss = stock_schedules.forward_step_calc_loss(
                 inputs.model[chunk],
                 # A script's loss function may write into what it gets.
-                each.clone(),
+                token_losses.clone(),
                 self._loss_functions.pop(microbatch),
                 inputs.config,
                 vp_stage,
@@ -113,10 +115,10 @@ class Head:
                 inputs.cp_size,
                 True,
             )
-        inputs.tokens += counted
+        inputs.tokens += tokens_of_loss
         if inputs.forward_only:
             return losses
-        gradient: torch.Tensor = backward_of_stock(each, loss, None, inputs.config)
+        gradient: torch.Tensor = backward_of_stock(token_losses, loss, None, inputs.config)
         return gradient.transpose(0, 1).reshape(-1)
 
 

@@ -116,7 +116,7 @@ def _exchanges(inputs: StepInputs, transport: Transport) -> Exchanges:
 
 
 def _refuse(inputs: StepInputs) -> None:
-    """Raise ValueError for what a step may have that no flag states."""
+    """Raise ValueError for properties of a step that no flag states and that are not supported."""
     if inputs.collect_non_loss_data:
         raise ValueError(
             "--pipeline-vocabulary shared cannot collect other data than losses from the last stage, "
@@ -136,7 +136,7 @@ def _refuse(inputs: StepInputs) -> None:
 
 @contextmanager
 def _completing(data_parallel: DataParallel, part: VocabularyPart, chunk: int) -> Iterator[None]:
-    """Surround what completes the gradient of a ``part``, which data parallelism reduces then."""
+    """Surround the work that completes the gradient of a ``part``, which data parallelism then reduces."""
     with data_parallel.part(chunk):
         yield
         if hasattr(part.weight, "count"):

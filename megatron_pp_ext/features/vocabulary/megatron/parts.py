@@ -1,6 +1,6 @@
 """The modules that hold a rank's rows of the embedding and of the output layer, in a Megatron model.
 
-On the two end stages they hand on what ``features.vocabulary.runtime`` computes.
+On the two end stages they hand on the results of ``features.vocabulary.runtime``.
 """
 
 import math
@@ -23,7 +23,7 @@ _ALIGNED = 64
 
 
 class VocabularyPart(torch.nn.Module):
-    """The rows that a rank has of the embedding or of the output weight, or only what stands in its place.
+    """A rank's rows of the embedding or of the output weight, or a stand-in where it has none.
 
     Before a module's forward Megatron's data parallelism gathers the weights that an optimizer on another
     rank has updated.  That is why ``rows`` calls this module, without an argument.
@@ -82,7 +82,7 @@ class VocabularyPart(torch.nn.Module):
 
 
 class EmbeddingPart(VocabularyPart):
-    """Stands, on the first stage, for the embedding: returns what all ranks have looked up.
+    """The stand-in for the embedding on the first stage, which returns the rows that all ranks looked up.
 
     ``given``, batch x tokens x hidden, is set before each forward.  Tensor parallelism adds up, or deals out,
     as in ``VocabParallelEmbedding``.
@@ -95,20 +95,20 @@ class EmbeddingPart(VocabularyPart):
         """Return the embedded ``tokens``, as the module does that this one replaces."""
         if tokens is None:
             return None
-        given, self.given = self.given, None
-        if given is None or given.shape[:2] != tokens.shape:
+        embedded, self.given = self.given, None
+        if embedded is None or embedded.shape[:2] != tokens.shape:
             raise RuntimeError("a shared embedding was asked for other tokens than those of its microbatch")
         if self.scatters:
             return reduce_scatter_to_sequence_parallel_region(
-                given.transpose(0, 1).contiguous(), group=tensor_ranks()
+                embedded.transpose(0, 1).contiguous(), group=tensor_ranks()
             )
-        return reduce_from_tensor_model_parallel_region(given, group=tensor_ranks())
+        return reduce_from_tensor_model_parallel_region(embedded, group=tensor_ranks())
 
 
 class OutputPart(VocabularyPart):
     """Stands, on the last stage, for the output layer and its loss: hands on the hidden state.
 
-    ``labels``, batch x tokens, are those of the last forward.
+    ``labels``, batch x tokens, are the last forward's.
     """
 
     labels: torch.Tensor | None = None

@@ -18,8 +18,8 @@ from megatron_pp_ext.schedule.messages import Exchange, Exchanged
 
 
 @dataclass
-class _Microbatch:
-    """What a rank keeps of a microbatch; ``gradient`` is known after the first stage's backward."""
+class _MicrobatchTokens:
+    """A microbatch's tensors on a rank; ``gradient`` is set after the first stage's backward."""
 
     tokens: torch.Tensor
     known: dist.Work
@@ -49,12 +49,12 @@ class SharedEmbedding:
         self._rows, self._shape, self._device = rows, shape, device
         self._exchanges, self._home, self._tokens = exchanges, home, tokens
         self._completing = completing
-        self._kept: dict[int, _Microbatch] = {}
+        self._kept: dict[int, _MicrobatchTokens] = {}
         self._arriving: tuple[int, dist.Work] | None = None
-        self._sent: _Microbatch | None = None
+        self._sent: _MicrobatchTokens | None = None
 
     def launch(self, exchange: Exchange) -> None:
-        """Begin an exchange; what is computed next does not wait for it."""
+        """Begin an exchange; later computation does not wait for it."""
         begin = {
             Exchanged.TOKENS: self._broadcast_tokens,
             Exchanged.EMBEDDED: self._reduce_embedded,
@@ -64,14 +64,14 @@ class SharedEmbedding:
 
     def embedded(self, microbatch: int) -> torch.Tensor:
         """Return the embedded tokens, ``shape`` x hidden, on the first stage's rank."""
-        kept = self._kept[microbatch]
-        assert kept.embedded is not None and kept.summed is not None
-        kept.summed.wait()
-        embedded, kept.embedded = kept.embedded, None
+        state = self._kept[microbatch]
+        assert state.embedded is not None and state.summed is not None
+        state.summed.wait()
+        embedded, state.embedded = state.embedded, None
         return embedded
 
     def take(self, microbatch: int, gradient: torch.Tensor | None) -> None:
-        """Take the gradient of what ``embedded`` returned, for the exchange."""
+        """Take the gradient of ``embedded``'s result, for the exchange."""
         if self._rows.takes_gradient:
             assert gradient is not None
             self._kept[microbatch].gradient = gradient.detach().contiguous()
@@ -93,21 +93,21 @@ class SharedEmbedding:
                 )
         else:
             tokens = torch.empty(self._shape, dtype=torch.long, device=self._device)
-        self._kept[microbatch] = _Microbatch(tokens, self._exchanges.broadcast(tokens, self._home))
+        self._kept[microbatch] = _MicrobatchTokens(tokens, self._exchanges.broadcast(tokens, self._home))
 
     def _reduce_embedded(self, microbatch: int) -> None:
         self._release_sent()
-        kept = self._kept[microbatch]
-        kept.known.wait()
-        held, row = self._rows.held(kept.tokens)
+        state = self._kept[microbatch]
+        state.known.wait()
+        is_local, row = self._rows.held(state.tokens)
         # Rows of other ranks are 0, and not a product with 0, which would spread a number that is none.
-        kept.embedded = self._rows.weight().detach()[row].masked_fill_(~held[..., None], 0.0)
-        kept.summed = self._exchanges.reduce(kept.embedded, self._home)
+        state.embedded = self._rows.weight().detach()[row].masked_fill_(~is_local[..., None], 0.0)
+        state.summed = self._exchanges.reduce(state.embedded, self._home)
         if self._tokens is None:
-            self._sent = kept
+            self._sent = state
 
     def _release_sent(self) -> None:
-        """Give back what was looked up for the first stage; it had time until the next one to leave."""
+        """Release the rows sent to the first stage; they had time until the next exchange to arrive."""
         if self._sent is not None and self._sent.summed is not None:
             self._sent.summed.wait()
             self._sent.embedded = None
@@ -118,13 +118,13 @@ class SharedEmbedding:
             del self._kept[microbatch]
             return
         self._add_arrived()
-        kept = self._kept[microbatch]
-        if kept.gradient is None:
+        state = self._kept[microbatch]
+        if state.gradient is None:
             weight = self._rows.weight()
-            kept.gradient = torch.empty(
+            state.gradient = torch.empty(
                 *self._shape, weight.shape[1], dtype=weight.dtype, device=self._device
             )
-        self._arriving = microbatch, self._exchanges.broadcast(kept.gradient, self._home)
+        self._arriving = microbatch, self._exchanges.broadcast(state.gradient, self._home)
 
     def _add_arrived(self) -> None:
         """Add the gradient that was broadcast last; it had time until the next one to arrive."""
@@ -133,11 +133,11 @@ class SharedEmbedding:
         microbatch, work = self._arriving
         self._arriving = None
         work.wait()
-        kept = self._kept.pop(microbatch)
-        assert kept.gradient is not None
-        held, row = self._rows.held(kept.tokens)
+        state = self._kept.pop(microbatch)
+        assert state.gradient is not None
+        is_local, row = self._rows.held(state.tokens)
         count = self._rows.count
         # One row more than there are takes the tokens of other ranks, and torch passes over it.
-        row = torch.where(held, row, count)
-        gradient = torch.ops.aten.embedding_dense_backward(kept.gradient, row, count + 1, count, False)
+        row = torch.where(is_local, row, count)
+        gradient = torch.ops.aten.embedding_dense_backward(state.gradient, row, count + 1, count, False)
         self._rows.add_gradient(gradient[:count])

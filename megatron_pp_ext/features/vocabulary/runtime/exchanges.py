@@ -1,11 +1,11 @@
-"""The collectives with which the ranks of a pipeline exchange what they need of a shared vocabulary."""
+"""The collectives of vocabulary parallelism between the ranks of a pipeline."""
 
 import torch
 import torch.distributed as dist
 
 
 class Exchanges:
-    """Each method begins a collective, in one order on all ranks, and returns what can be waited for.
+    """Each method begins a collective, in one order on all ranks, and returns a handle to wait for.
 
     ``pipeline`` is a group of the pipeline's ranks, and ``home`` below a number among these.  ``everyone`` is
     a group of all ranks with rows of the vocabulary; under tensor parallelism these are more than the
@@ -21,12 +21,12 @@ class Exchanges:
         return _begun(dist.broadcast(tensor, source, group=self._pipeline, async_op=True))
 
     def reduce(self, tensor: torch.Tensor, home: int) -> dist.Work:
-        """Make ``tensor`` on ``home`` the sum of those of all ranks of the pipeline; others lose theirs."""
+        """Sum ``tensor`` over all ranks of the pipeline on ``home``; the other ranks' tensors are lost."""
         target = dist.get_global_rank(self._pipeline, home)
         return _begun(dist.reduce(tensor, target, group=self._pipeline, async_op=True))
 
     def gather(self, part: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
-        """Return what will hold the ``part`` of every rank with rows, ranks x the shape of ``part``."""
+        """Return a buffer for the ``part`` of every rank, ranks x the shape of ``part``, and the handle."""
         whole = part.new_empty(self._everyone.size(), *part.shape)
         gathering = dist.all_gather_into_tensor(
             whole.flatten(0, 1), part, group=self._everyone, async_op=True
@@ -35,6 +35,6 @@ class Exchanges:
 
 
 def _begun(work: dist.Work | None) -> dist.Work:
-    """Return what torch returns for a collective of a group that this rank is in."""
+    """Return the handle of a collective of a group that this rank is in."""
     assert work is not None
     return work

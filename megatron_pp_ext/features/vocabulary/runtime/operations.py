@@ -19,7 +19,7 @@ from megatron_pp_ext.schedule.messages import Exchange, Launch, Message
 
 @dataclass(frozen=True, slots=True)
 class Begin(Operation):
-    """Begin an exchange with the other ranks; what is computed next does not wait for it."""
+    """Begin an exchange with the other ranks; later computation does not wait for it."""
 
     exchange: Exchange
 

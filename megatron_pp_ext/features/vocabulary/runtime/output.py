@@ -42,7 +42,7 @@ class TensorRanks:
     parts: int = 1
 
     def gather(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states of all tokens, from those that the last stage's output has here."""
+        """Return the hidden states of all tokens, gathered from each rank's part of the stage's output."""
         if self.parts == 1:
             return hidden
         whole = hidden.new_empty(hidden.shape[0] * self.parts, *hidden.shape[1:])
@@ -50,23 +50,23 @@ class TensorRanks:
         return whole
 
     def reduce(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Sum the gradient of all tokens over the group, and return what belongs to the output here."""
+        """Sum the gradient of all tokens over the group, and return this rank's part."""
         if self.group is None:
             return gradient
         if self.parts == 1:
             dist.all_reduce(gradient, group=self.group)
             return gradient
-        mine = gradient.new_empty(gradient.shape[0] // self.parts, gradient.shape[1])
-        dist.reduce_scatter_tensor(mine, gradient, group=self.group)
-        return mine
+        part = gradient.new_empty(gradient.shape[0] // self.parts, gradient.shape[1])
+        dist.reduce_scatter_tensor(part, gradient, group=self.group)
+        return part
 
 
 ALONE = TensorRanks()
 """No tensor parallelism."""
 
 
-class Head(Protocol):
-    """The rank with the last stage: what it knows of labels and losses."""
+class LossHead(Protocol):
+    """The labels and the loss, on the rank with the last stage."""
 
     def labels(self, microbatch: int) -> torch.Tensor:
         """Return the label of every token, as numbers of rows of the whole weight."""
@@ -76,8 +76,8 @@ class Head(Protocol):
 
 
 @dataclass
-class _Microbatch:
-    """What a rank keeps of a microbatch; each tensor has a row, or a number, for each token.
+class _MicrobatchLogits:
+    """A microbatch's tensors on a rank; each has a row, or a number, for each token.
 
     ``exponentials`` are P, with 0 for the label; ``statistics`` are m, l and the label's logit, 0 where
     another rank has it, and ``of_all`` those of all ranks.
@@ -92,9 +92,9 @@ class _Microbatch:
     loss_gradient: torch.Tensor = _NONE
     under_way: dict[Exchanged, list[dist.Work]] = field(default_factory=dict)
 
-    def wait(self, what: Exchanged) -> None:
-        """Let what is computed next wait for an exchange."""
-        for work in self.under_way.pop(what, ()):
+    def wait(self, exchange: Exchanged) -> None:
+        """Let later computation wait for an exchange."""
+        for work in self.under_way.pop(exchange, ()):
             work.wait()
 
 
@@ -114,7 +114,7 @@ class SharedOutput:
         shape: torch.Size,
         exchanges: Exchanges,
         home: int,
-        head: Head | None = None,
+        head: LossHead | None = None,
         tensor_ranks: TensorRanks = ALONE,
         is_evaluation: bool = False,
         completing: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -124,7 +124,7 @@ class SharedOutput:
         self._completing, self._gradients_left = completing, gradients
         self._rows, self._shape, self._head = rows, shape, head
         self._exchanges, self._home, self._tensor_ranks = exchanges, home, tensor_ranks
-        self._kept: dict[int, _Microbatch] = {}
+        self._kept: dict[int, _MicrobatchLogits] = {}
         self._type = torch.float32
 
     @property
@@ -138,10 +138,10 @@ class SharedOutput:
         labels = self._head.labels(microbatch).reshape(-1)
         self._type = hidden.dtype  # Megatron hands on 32 bits where the model has 16
         hidden = hidden.detach().to(self._rows.weight().dtype)
-        self._kept[microbatch] = _Microbatch(hidden.contiguous(), labels)
+        self._kept[microbatch] = _MicrobatchLogits(hidden.contiguous(), labels)
 
     def launch(self, exchange: Exchange) -> None:
-        """Begin an exchange; what is computed next does not wait for it."""
+        """Begin an exchange; later computation does not wait for it."""
         if exchange.what is Exchanged.LOSS and not self._rows.takes_gradient:
             self._ended(exchange.microbatch)
             return
@@ -155,117 +155,117 @@ class SharedOutput:
         self._kept[exchange.microbatch].under_way[exchange.what] = works
 
     def logits(self, microbatch: int) -> None:
-        """S: compute this rank's logits, what all have to know of them, and its part of the gradient."""
-        kept = self._kept[microbatch]
-        kept.wait(Exchanged.HIDDEN)
-        kept.hidden = self._tensor_ranks.gather(kept.hidden).flatten(0, -2)
+        """S: compute this rank's logits, their statistics for all ranks, and its part of the gradient."""
+        state = self._kept[microbatch]
+        state.wait(Exchanged.HIDDEN)
+        state.hidden = self._tensor_ranks.gather(state.hidden).flatten(0, -2)
         weight = self._rows.weight().detach()
         # Logits are summed in no less than single precision.
-        logits = (kept.hidden @ weight.t()).to(torch.promote_types(weight.dtype, torch.float32))
-        held, row = self._held(kept.labels)
-        label = logits.gather(1, row) * held
+        logits = (state.hidden @ weight.t()).to(torch.promote_types(weight.dtype, torch.float32))
+        is_local, row = self._held(state.labels)
+        label = logits.gather(1, row) * is_local
         largest = logits.max(dim=1, keepdim=True).values
         exponentials = logits.sub_(largest).exp_()
-        kept.statistics = torch.stack([largest, exponentials.sum(dim=1, keepdim=True), label])
+        state.statistics = torch.stack([largest, exponentials.sum(dim=1, keepdim=True), label])
         if self._is_evaluation:
-            kept.hidden = _NONE
+            state.hidden = _NONE
             return
-        exponentials.scatter_(1, row, exponentials.gather(1, row) * ~held)
-        kept.exponentials = exponentials.to(weight.dtype)
-        kept.part = kept.exponentials @ weight
+        exponentials.scatter_(1, row, exponentials.gather(1, row) * ~is_local)
+        state.exponentials = exponentials.to(weight.dtype)
+        state.part = state.exponentials @ weight
         if not self._rows.takes_gradient:
-            kept.hidden = kept.exponentials = _NONE  # They are for T.
+            state.hidden = state.exponentials = _NONE  # They are for T.
         if STORE.meter is not None:
-            for tensor in (kept.hidden, kept.exponentials, kept.part):
-                STORE.meter.hold(None, tensor, holder=kept)
+            for tensor in (state.hidden, state.exponentials, state.part):
+                STORE.meter.hold(None, tensor, holder=state)
 
     def output_gradient(self, microbatch: int) -> torch.Tensor:
         """Return the gradient of the last stage's output on the rank that computed it."""
-        kept = self._kept[microbatch]
-        kept.wait(Exchanged.GRADIENT)
-        kept.loss_gradient = self._lose(microbatch, kept).to(kept.statistics.dtype)
-        gradient = (kept.part * kept.loss_gradient).to(kept.part.dtype)
+        state = self._kept[microbatch]
+        state.wait(Exchanged.GRADIENT)
+        state.loss_gradient = self._lose(microbatch, state).to(state.statistics.dtype)
+        gradient = (state.part * state.loss_gradient).to(state.part.dtype)
         return self._tensor_ranks.reduce(gradient).view(self._shape).to(self._type)
 
     def weight_gradient(self, microbatch: int) -> None:
-        """T: add what the microbatch brings to the gradient of this rank's rows."""
-        kept = self._ended(microbatch)
-        scale, of_label = self._softmax(kept)
-        _, row = self._held(kept.labels)
-        difference = kept.exponentials * scale
+        """T: add the microbatch's gradient to this rank's rows."""
+        state = self._ended(microbatch)
+        scale, of_label = self._softmax(state)
+        _, row = self._held(state.labels)
+        difference = state.exponentials * scale
         difference.scatter_add_(1, row, of_label)
-        difference *= kept.loss_gradient
+        difference *= state.loss_gradient
         self._gradients_left -= 1
         with nullcontext() if self._gradients_left else self._completing():
-            self._rows.add_gradient(difference.to(kept.hidden.dtype).t() @ kept.hidden)
+            self._rows.add_gradient(difference.to(state.hidden.dtype).t() @ state.hidden)
 
-    def _ended(self, microbatch: int) -> _Microbatch:
+    def _ended(self, microbatch: int) -> _MicrobatchLogits:
         """Take out a microbatch, whose exchanges are over."""
-        kept = self._kept.pop(microbatch)
-        for what in tuple(kept.under_way):
-            kept.wait(what)
-        return kept
+        state = self._kept.pop(microbatch)
+        for exchange in tuple(state.under_way):
+            state.wait(exchange)
+        return state
 
     def close(self) -> None:
-        """End a step.  What is left are microbatches of an evaluation, whose losses go to the head."""
+        """End a step; microbatches of an evaluation still have to deliver their losses to the head."""
         for microbatch in sorted(self._kept):
-            kept = self._ended(microbatch)
+            state = self._ended(microbatch)
             if self._head is not None:
-                self._lose(microbatch, kept)
+                self._lose(microbatch, state)
 
     def _broadcast_hidden(self, microbatch: int) -> list[dist.Work]:
         if self._head is None:
             weight = self._rows.weight()
             hidden = torch.empty(self._shape, dtype=weight.dtype, device=weight.device)
             labels = torch.empty(self._tokens, dtype=torch.long, device=weight.device)
-            self._kept[microbatch] = _Microbatch(hidden, labels)
-        kept = self._kept[microbatch]
-        return [self._exchanges.broadcast(tensor, self._home) for tensor in (kept.hidden, kept.labels)]
+            self._kept[microbatch] = _MicrobatchLogits(hidden, labels)
+        state = self._kept[microbatch]
+        return [self._exchanges.broadcast(tensor, self._home) for tensor in (state.hidden, state.labels)]
 
     def _gather_statistics(self, microbatch: int) -> list[dist.Work]:
-        kept = self._kept[microbatch]
-        kept.of_all, gathering = self._exchanges.gather(kept.statistics)
+        state = self._kept[microbatch]
+        state.of_all, gathering = self._exchanges.gather(state.statistics)
         return [gathering]
 
     def _reduce_gradient(self, microbatch: int) -> list[dist.Work]:
-        kept = self._kept[microbatch]
-        kept.wait(Exchanged.STATISTICS)
-        scale, of_label = self._softmax(kept)
-        _, row = self._held(kept.labels)
+        state = self._kept[microbatch]
+        state.wait(Exchanged.STATISTICS)
+        scale, of_label = self._softmax(state)
+        _, row = self._held(state.labels)
         rows = self._rows.weight().detach()[row[:, 0]]
-        kept.part.copy_(kept.part * scale + rows * of_label)
-        return [self._exchanges.reduce(kept.part, self._home)]
+        state.part.copy_(state.part * scale + rows * of_label)
+        return [self._exchanges.reduce(state.part, self._home)]
 
     def _broadcast_loss(self, microbatch: int) -> list[dist.Work]:
-        kept = self._kept[microbatch]
+        state = self._kept[microbatch]
         if self._head is None:
-            kept.loss_gradient = torch.empty_like(kept.statistics[0])
-        return [self._exchanges.broadcast(kept.loss_gradient, self._home)]
+            state.loss_gradient = torch.empty_like(state.statistics[0])
+        return [self._exchanges.broadcast(state.loss_gradient, self._home)]
 
     def _held(self, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return whether this rank holds each label's row, and its number here; a column each."""
-        held, row = self._rows.held(labels)
-        return held[:, None], row[:, None]
+        is_local, row = self._rows.held(labels)
+        return is_local[:, None], row[:, None]
 
-    def _softmax(self, kept: _Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what makes the exponentials here a softmax, and the softmax less 1 of the labels held here.
+    def _softmax(self, state: _MicrobatchLogits) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the factor from exponentials to softmax, and softmax less 1 for labels in this rank's rows.
 
         The latter is 0 for a label that another rank holds, whose logit is not known and might overflow.
         """
-        largest, total = self._over_all(kept)
-        mine, _, label = kept.statistics
-        held, _ = self._held(kept.labels)
-        of_label = torch.where(held, (label - largest).exp() / total - 1, 0.0)
-        return (mine - largest).exp() / total, of_label
+        largest, total = self._over_all(state)
+        local_largest, _, label = state.statistics
+        is_local, _ = self._held(state.labels)
+        of_label = torch.where(is_local, (label - largest).exp() / total - 1, 0.0)
+        return (local_largest - largest).exp() / total, of_label
 
-    def _over_all(self, kept: _Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return M and L."""
-        largest = kept.of_all[:, 0].max(dim=0).values
-        return largest, (kept.of_all[:, 1] * (kept.of_all[:, 0] - largest).exp()).sum(dim=0)
+    def _over_all(self, state: _MicrobatchLogits) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return each token's largest logit and sum of exponentials over all ranks (M and L above)."""
+        largest = state.of_all[:, 0].max(dim=0).values
+        return largest, (state.of_all[:, 1] * (state.of_all[:, 0] - largest).exp()).sum(dim=0)
 
-    def _lose(self, microbatch: int, kept: _Microbatch) -> torch.Tensor:
+    def _lose(self, microbatch: int, state: _MicrobatchLogits) -> torch.Tensor:
         """Give the loss of every token to the head, and return their gradients."""
         assert self._head is not None
-        largest, total = self._over_all(kept)
-        losses = largest + total.log() - kept.of_all[:, 2].sum(dim=0)
+        largest, total = self._over_all(state)
+        losses = largest + total.log() - state.of_all[:, 2].sum(dim=0)
         return self._head.gradient(microbatch, losses[:, 0])[:, None]

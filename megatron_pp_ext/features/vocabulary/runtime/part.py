@@ -20,6 +20,6 @@ class SharedVocabulary:
     output: SharedOutput
 
     def launch(self, exchange: Exchange) -> None:
-        """Begin an exchange with the other ranks; what is computed next does not wait for it."""
+        """Begin an exchange with the other ranks; later computation does not wait for it."""
         part = self.embedding if exchange.what in _OF_EMBEDDING else self.output
         part.launch(exchange)

@@ -23,5 +23,5 @@ class Rows:
     def held(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return whether each token's row is one of these, and its number here, 0 where it is not."""
         row = tokens - self.first
-        held = (row >= 0) & (row < self.count)
-        return held, row * held
+        is_local = (row >= 0) & (row < self.count)
+        return is_local, row * is_local
