@@ -123,7 +123,7 @@ def hooked_places() -> list[str]:
     cpu.install()
     from megatron_pp_ext.integration import frameworks, hooks
 
-    every = (*hooks.all_hooks(cpu=True), *frameworks.SEAMS)
+    every = (*hooks.all_hooks(cpu=True), *frameworks.HOOKS)
     return [place.path for hook in every for place in hook.places]
 
 
