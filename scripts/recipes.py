@@ -73,7 +73,7 @@ class Tried(NamedTuple):
 
 def unchanged(recipe: PipelinedRecipe) -> Tried:
     """Put the schedule that Megatron would run into ``recipe``."""
-    return _tried(recipe, stock_schedule(described.read(recipe.flags, recipe.model).asked.job))
+    return _tried(recipe, stock_schedule(described.read(recipe.flags, recipe.model).asked))
 
 
 def replaced(recipe: PipelinedRecipe) -> Tried:
@@ -81,13 +81,11 @@ def replaced(recipe: PipelinedRecipe) -> Tried:
     is_whole = recipe.has(OVERLAP) and recipe.precision == "mxfp8"
     name = "dualpipe-v" if recipe.has(PAIRS) else "1f1b-v" if is_whole else "v-half"
     asked = described.read(recipe.flags, recipe.model).asked
-    stages = 2 * asked.job.parallel.pipeline_model_parallel_size
+    stages = 2 * asked.parallel.pipeline_model_parallel_size
     return _tried(
         recipe,
         name,
-        pipeline_model_parallel_layout=even_layout(
-            asked.job.model.layers, stages, asked.job.model.mtp_num_layers
-        ),
+        pipeline_model_parallel_layout=even_layout(asked.model.layers, stages, asked.model.mtp_num_layers),
         num_virtual_stages_per_pipeline_rank=None,
         **dict.fromkeys(flag.removeprefix("--").replace("-", "_") for flag in layers.SPREAD),
     )
@@ -105,8 +103,8 @@ def even_layout(count: int, stages: int, predictions: int) -> str:
 
 def _tried(recipe: PipelinedRecipe, schedule: str, **changes: object) -> Tried:
     asked = described.read(recipe.flags, recipe.model).asked
-    asked = asked.changed(pipeline_schedule=schedule, **changes)
-    error, unproved = _error(recipe, asked), _error(recipe, asked.changed(pipeline_unproved=True))
+    asked = asked.with_arguments(pipeline_schedule=schedule, **changes)
+    error, unproved = _error(recipe, asked), _error(recipe, asked.with_arguments(pipeline_unproved=True))
     return Tried(schedule, unproved, is_unproved=error != unproved)
 
 
@@ -143,7 +141,7 @@ def _name(recipe: PipelinedRecipe) -> str:
 
 
 def _stages(recipe: PipelinedRecipe) -> str:
-    job = described.read(recipe.flags, recipe.model).asked.job
+    job = described.read(recipe.flags, recipe.model).asked
     return f"{job.parallel.pipeline_model_parallel_size} x {layers.chunks_requested(job) or 1}"
 
 

@@ -50,10 +50,10 @@ def rooms(folder: Path) -> Iterator[Room]:
             continue
         try:
             machine, job = machine_of(run), asked(run)
-            estimate = estimate_request(job.job, machine, for_world(job, run.gpus))
+            estimate = estimate_request(job, machine, for_world(job, run.gpus))
         except ValueError:
             continue
-        yield Room(run, estimate.fullest, machine.memory_bytes, headroom(job.job))
+        yield Room(run, estimate.fullest, machine.memory_bytes, headroom(job))
 
 
 def peaks(every: Sequence[Peak], each: bool) -> str:

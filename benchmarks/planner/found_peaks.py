@@ -127,7 +127,7 @@ def _placed(row: Mapping[str, Any], job: RequestedJob) -> tuple[int, RankMemory]
     problem = ValueError("no number of GPUs is possible")
     for gpus in _worlds(row):
         try:
-            last = estimate_request(job.job, machine, for_world(job, gpus)).ranks[-1]
+            last = estimate_request(job, machine, for_world(job, gpus)).ranks[-1]
         except ValueError as error:
             problem = error
             continue

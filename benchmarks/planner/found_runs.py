@@ -142,7 +142,7 @@ def compared(run: FoundRun, machine: System | None = None) -> Compared:
     try:
         machine = machine or machine_of(run)
         job = asked(run)
-        estimate = estimate_request(job.job, machine, for_world(job, run.gpus))
+        estimate = estimate_request(job, machine, for_world(job, run.gpus))
     except ValueError as error:
         return Compared(run, None, str(error))
     return Compared(run, estimate.step_seconds)

@@ -59,7 +59,7 @@ def estimated(model: str, name: str) -> Estimate:
     schedule = SCHEDULES[name].format(modules=modules)
     words = f"{ALWAYS} {flags} {more if 'more TP' in name else ''} --pipeline-schedule {schedule}"
     asked = described.read(words.split(), model).counted()
-    return estimate_request(asked.job, system.read("h100"), for_world(asked, GPUS))
+    return estimate_request(asked, system.read("h100"), for_world(asked, GPUS))
 
 
 def undominated(points: list[Point]) -> list[Point]:

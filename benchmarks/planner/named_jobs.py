@@ -45,9 +45,9 @@ def _steps(name: str) -> dict[str, Alternative]:
     steps: dict[str, Alternative] = {}
     for vocabulary, schedules in _OURS.items():
         for schedule in schedules:
-            one = asked.changed(pipeline_schedule=schedule, pipeline_vocabulary=vocabulary)
+            one = asked.with_arguments(pipeline_schedule=schedule, pipeline_vocabulary=vocabulary)
             request = for_world(one, gpus)
-            beside = compared(one, MACHINE, request.data, estimate_request(one.job, MACHINE, request))
+            beside = compared(one, MACHINE, request.data, estimate_request(one, MACHINE, request))
             assert beside and beside.stock and beside.interleaved
             for stock in (beside.stock, beside.interleaved):
                 steps.setdefault(stock.name, stock)

@@ -23,7 +23,7 @@ from megatron_pp_ext.runtime.channels import Channels
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.runtime.rank import Rank
-from megatron_pp_ext.schedule.announcements import Announced
+from megatron_pp_ext.schedule.orders import Announced
 from tests.support import few_sends
 from tests.support.ranks import run_ranks
 

@@ -94,7 +94,7 @@ def sleep_through(rank: int, one: Case, updates: int) -> float:
     dist.barrier()
     for update in range(total):
         orders = pipedream.step(replicas, one.interval, update, total + replicas.ranks)
-        plan = plan_orders(orders, replicas.stages, replicas.rank_of, rank, flushes=False)
+        plan = plan_orders(replicas.placed(orders), rank, flushes=False)
         execute(plan, Rank({number: stage}, channels))
         if replicas.counts[number] > 1:
             dist.all_reduce(torch.zeros(1), group=groups[number])

@@ -18,7 +18,7 @@ from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.features.lengths.plan import Planner
 from megatron_pp_ext.features.slices.plan import Planner as UnitPlanner
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import CostModel, Costs
 
 PARTS = 0.4, 0.6, 0.8, 1.0
 """The limits, as parts of what 1F1B keeps of a step."""
@@ -38,7 +38,9 @@ def main(
     for name in WINDOWS:
         for part in PARTS:
             request = named("flex", ranks, microbatches, limit=part)
-            schedule = make(request, lambda stages, shared: Costs.per_rank(ranks, stages // ranks)).schedule
+            schedule = make(
+                request, CostModel(lambda placement: Costs.per_rank(ranks, placement.chunks))
+            ).schedule
             planner, rates = Planner(schedule), costs_by_length(ranks, schedule.placement.chunks)
             units = UnitPlanner(schedule.placement, rates)
             ratios = defaultdict[str, list[float]](list)

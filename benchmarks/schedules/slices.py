@@ -22,7 +22,7 @@ from megatron_pp_ext.features.lengths.microbatches import Microbatches
 from megatron_pp_ext.features.slices.options import Slices
 from megatron_pp_ext.features.slices.plan import Planner
 from megatron_pp_ext.features.slices.slice_costs import of_equal_slices
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import CostModel, Costs
 from megatron_pp_ext.schedule.placement import v
 from megatron_pp_ext.schedule.simulate import simulate
 
@@ -86,7 +86,7 @@ def alike(ranks: int, microbatches: int) -> str:
                 request = named(schedule, ranks, microbatches, limit=limit)
                 cut = make(
                     request.with_option(Slices(1, slices)),
-                    lambda stages, splits_head: Costs.per_rank(ranks, stages // ranks),
+                    CostModel(lambda placement: Costs.per_rank(ranks, placement.chunks)),
                 ).schedule
                 costs = Costs.per_rank(ranks, cut.placement.chunks)
                 step = simulate(cut, of_equal_slices(costs, slices) if cut.units else costs)

@@ -16,7 +16,8 @@ from megatron_pp_ext.features.slices.cli.options import LEGEND as SLICES_LEGEND
 from megatron_pp_ext.features.slices.cli.options import Slicing
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import CostModel
+from megatron_pp_ext.schedule.placement import loop
 from megatron_pp_ext.schedule.simulate import simulate
 
 
@@ -57,12 +58,9 @@ def compare(
     requests = by_length.compared(ranks, count).values()
     for request in requests:
         slicing.require_size(request)
-    halves = offload.costs(times.costs(ranks, 2), ranks)
-    shared_halves = times.costs(ranks, 2, splits_head=True) if times.output_layer else halves
-
-    def costs_of(stages: int, is_shared: bool) -> Costs:
-        return (shared_halves if is_shared else halves).merged(stages)
-
+    cut = loop(ranks, 2)
+    halves = offload.costs(times.costs(cut), ranks)
+    model = CostModel(lambda cut: times.costs(cut) if cut.splits_head else halves).merged_from(cut)
     pairs = (Pairs(),) if halves.pair < 1 else ()
     timelines = {}
     for request in requests:
@@ -77,8 +75,8 @@ def compare(
             rows[f" /{slicing.slices}"] = slicing.added_to(request)
         with waiting(f"simulating {request.schedule}"):
             for ending, row in rows.items():
-                costs = costs_of(request.finest.stages, bool(row.splits_head))
-                schedule = make(row, costs_of).schedule
+                costs = model.of(row.finest)
+                schedule = make(row, model).schedule
                 timelines[f"{request.schedule}{ending}"] = simulate(
                     schedule, slicing.costs(costs) if schedule.units else costs
                 )

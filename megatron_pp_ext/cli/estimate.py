@@ -93,31 +93,31 @@ def estimate(
     require_folder(json)
     machine = systems.read(system)
     asked, words = described(flags, model, sizes)
-    asked = asked.changed(micro_batch_size=asked.batch.micro_batch_size or 1)
+    asked = asked.with_arguments(micro_batch_size=asked.batch.micro_batch_size or 1)
     from megatron_pp_ext.planner.step.comparison import compared
     from megatron_pp_ext.planner.step.estimate import estimate_request
     from megatron_pp_ext.planner.step.parameters import entries
 
-    gpus = world_size or smallest_world(asked.job)
+    gpus = world_size or smallest_world(asked)
     with waiting("estimating"):
         words, asked, chosen = with_layout(words, asked, gpus)
         words, asked = with_choices(words, asked, gpus)
         request = for_world(asked, gpus)
         require_size(request)
-        estimated = estimate_request(asked.job, machine, request, margin)
+        estimated = estimate_request(asked, machine, request, margin)
         beside = compared(asked, machine, request.data, estimated, margin)
     estimated.require_possible(machine)
     launch = Launch([*words, *missing(words)], gpus, machine.gpus_per_node)
-    if gpus > fewest_ranks(asked.job) and world_size is None:
-        ways = asked.job.parallel.expert_ranks
+    if gpus > fewest_ranks(asked) and world_size is None:
+        ways = asked.parallel.expert_ranks
         console.print(f"on {gpus} GPUs, the fewest that share experts {ways} ways: --world-size sets others")
-    counted = entries(asked.job)
+    counted = entries(asked)
     if counted:
         whole, active = (counted[name] / 1e9 for name in ("parameters", "active_parameters"))
         console.print(
-            f"{whole:.4g}B parameters in {asked.job.precision.words}, of which a token uses {active:.4g}B"
+            f"{whole:.4g}B parameters in {asked.precision.words}, of which a token uses {active:.4g}B"
         )
-    show(estimated, request, machine, gpus, asked.job)
+    show(estimated, request, machine, gpus, asked)
     for line in beside.lines if beside else ():
         console.print(line)
     expected = None
@@ -125,7 +125,7 @@ def estimate(
         from megatron_pp_ext.planner.step.by_length import steps_by_length
 
         with waiting("planning steps of drawn lengths"):
-            expected = steps_by_length(asked.job, machine, request, drawn_from, draws, seed)
+            expected = steps_by_length(asked, machine, request, drawn_from, draws, seed)
         show_by_length(expected, estimated)
     without = not_counted(asked)
     show_not_counted(without)
@@ -139,7 +139,7 @@ def estimate(
             "schedule": request.schedule,
             "microbatches": request.microbatches,
             "data_parallel_size": request.data,
-            "precision": asked.job.precision.words,
+            "precision": asked.precision.words,
             **counted,
             **asdict(estimated),
             "by_length": expected and {**asdict(expected), "grounds": _grounds_by_length(estimated)},
@@ -156,9 +156,7 @@ def with_layout(words: Sequence[str], asked: RequestedJob, gpus: int) -> tuple[l
 
     if not asked.pipeline.finds_layout:
         return list(words), asked, ""
-    asked, chosen = requested_layout.settle(
-        asked, data_parallel_size(asked.job, gpus), asked.model.vocab_size
-    )
+    asked, chosen = requested_layout.settle(asked, data_parallel_size(asked, gpus), asked.model.vocab_size)
     flag, replaced = "--pipeline-model-parallel-layout", "--num-virtual-stages-per-pipeline-rank"
     kept = [
         word for name, values in by_name(words) if name not in (flag, replaced) for word in (name, *values)
@@ -168,10 +166,10 @@ def with_layout(words: Sequence[str], asked: RequestedJob, gpus: int) -> tuple[l
 
 def with_choices(words: Sequence[str], asked: RequestedJob, gpus: int) -> tuple[list[str], RequestedJob]:
     """Return flags with what features choose where these leave it open, and what they ask then."""
-    found = choices.chosen(asked, lambda one: for_world(one, gpus), lambda: asked.job.padded_vocabulary)
+    found = choices.chosen(asked, lambda one: for_world(one, gpus), lambda: asked.padded_vocabulary)
     flags = {"--" + name.replace("_", "-"): str(value) for name, value in found.items()}
     kept = [word for name, values in by_name(words) if name not in flags for word in (name, *values)]
-    return [*kept, *chain.from_iterable(flags.items())], asked.changed(**found)
+    return [*kept, *chain.from_iterable(flags.items())], asked.with_arguments(**found)
 
 
 def show(estimated: "Estimate", request: Request, machine: System, gpus: int, job: Job) -> None:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from megatron_pp_ext.compiler.compile import InfeasibleLimit, placements_of
 from megatron_pp_ext.compiler.limits import LARGEST_FRACTION, kept_by_1f1b, least_limits
-from megatron_pp_ext.compiler.make import CostsOf, Made, make
+from megatron_pp_ext.compiler.make import Made, make
 from megatron_pp_ext.compiler.request import Option, Request, named
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import CostModel, Costs
 from megatron_pp_ext.schedule.names import FLEX
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 
@@ -33,7 +33,7 @@ def flex_request(ranks: int, microbatches: int, chunks: int | None, limit: float
     return named(FLEX, ranks, microbatches, chunks, limit)
 
 
-def made(request: Request, costs: CostsOf) -> Made:
+def made(request: Request, costs: CostModel) -> Made:
     """The best schedule found for ``costs`` of the finest cut; ValueError for a limit that cannot be kept."""
     limit, ranks = request.limit, request.ranks
     assert isinstance(limit, float)
@@ -42,7 +42,7 @@ def made(request: Request, costs: CostsOf) -> Made:
     except InfeasibleLimit:
         if limit > LARGEST_FRACTION:
             raise
-        all_costs = costs(request.finest.stages, False)
+        all_costs = costs.of(request.finest)
         whole = kept_by_1f1b(ranks, request.microbatches, all_costs)
         least = _least(ranks, replace(all_costs, message=0.0))
         raise InfeasibleLimit(
@@ -73,7 +73,7 @@ def some_limits(
 
 def timeline(request: Request, costs: Costs) -> Timeline:
     """Return the step of ``request``, whose memory limit holds activations alone."""
-    schedule = make(request, lambda stages, splits_head: costs).schedule
+    schedule = make(request, CostModel.fixed(costs)).schedule
     return simulate(schedule, replace(costs, message=0.0).merged(schedule.placement.stages))
 
 

@@ -7,11 +7,12 @@ from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli.lengths_options import Lengths
 from megatron_pp_ext.cli.progress import waiting
 from megatron_pp_ext.cli.report import bound_of, console, report, require_size
-from megatron_pp_ext.compiler.make import CostsOf, Made, make
+from megatron_pp_ext.compiler.make import Made, make
 from megatron_pp_ext.compiler.request import Request, named
 from megatron_pp_ext.features.pairs.options import paired
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import CostModel, Costs
+from megatron_pp_ext.schedule.placement import loop
 from megatron_pp_ext.schedule.recorded import UnitNames
 from megatron_pp_ext.schedule.simulate import Timeline
 from megatron_pp_ext.schedule.unit_costs import UnitCosts
@@ -19,7 +20,7 @@ from megatron_pp_ext.schedule.unit_costs import UnitCosts
 if TYPE_CHECKING:
     from megatron_pp_ext.features.lengths.plan import Plan
 
-MakeIt = Callable[[Request, CostsOf], Made]
+MakeIt = Callable[[Request, CostModel], Made]
 
 _ABOUT = (
     "over work: the step by the work of the busiest rank\n"
@@ -65,7 +66,7 @@ def show_comparison(ranks: int, times: ask.Times, lengths: Lengths, pictures: as
     from megatron_pp_ext.view import terminal
 
     count = lengths.count(None)
-    in_step = in_step_of(times.costs(ranks, 2), times, lengths)
+    in_step = in_step_of(times.costs(loop(ranks, 2)), times, lengths)
     requests = with_pairs(compared(ranks, count), times)
     steps = {}
     for name, request in requests.items():
@@ -136,7 +137,7 @@ def orders_of(
     from megatron_pp_ext.features.lengths.plan import Planner
 
     alike = Costs(costs.stages, costs.hop, costs.message, costs.head, costs.pair)
-    schedule = make_it(request, lambda stages, splits_head: alike).schedule
+    schedule = make_it(request, CostModel.fixed(alike)).schedule
     cut = costs.merged(schedule.placement.stages)
     limits = None if request.limit is None else request.budget(costs).ranks
     plans = side_by_side(Planner(schedule), cut, lengths.budget, limits)

@@ -69,7 +69,7 @@ def described(
     _notify(job.notes)
     asked = job.counted(settle)
     if not asked.model.vocab_size and asked.flags.tokenizer_type in tokenizer_vocabulary.FROM_HUGGING_FACE:
-        asked = asked.changed(vocab_size=tokenizer_vocabulary.size(asked))
+        asked = asked.with_arguments(vocab_size=tokenizer_vocabulary.size(asked))
     elif not asked.model.vocab_size:
         import warnings
 
@@ -77,8 +77,8 @@ def described(
             warnings.simplefilter("ignore")
             from megatron_pp_ext.integration.trainer.model_costs import vocabulary
 
-            asked = asked.changed(vocab_size=vocabulary(asked))
-    if not asked.job.precision.is_half:
+            asked = asked.with_arguments(vocab_size=vocabulary(asked))
+    if not asked.precision.is_half:
         _notify([_FULL_PRECISION])
     return asked, job.words
 

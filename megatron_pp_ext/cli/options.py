@@ -16,6 +16,7 @@ import typer
 
 from megatron_pp_ext.schedule.costs import MOST, Costs, StageCosts
 from megatron_pp_ext.schedule.formats.costs_file import read as read_costs
+from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.recorded import SECONDS, UnitNames
 
 Ranks = Annotated[int, typer.Option("-p", "--ranks", help="Pipeline-parallel size.")]
@@ -96,12 +97,12 @@ class Times:
             if value > MOST:
                 raise ValueError(f"--{flag} is {value:g}, but must be at most {MOST:g}: lower it")
 
-    def costs(self, ranks: int, chunks: int, splits_head: bool = False) -> Costs:
-        """Return the costs of a pipeline in which each of ``ranks`` ranks has ``chunks`` chunks.
+    def costs(self, placement: Placement) -> Costs:
+        """Return the costs of the stages of ``placement``.
 
-        With ``splits_head`` the output layer is divided among the ranks.  ValueError if its time is not
-        given then.
+        ValueError where that splits the head, if the time of the output layer is not given.
         """
+        ranks, chunks = placement.ranks, placement.chunks
         pair = 1.0 if self.pair_time is None else self.pair_time
         if self.costs_file is not None:
             costs = read_costs(self.costs_file, ranks * chunks)
@@ -113,7 +114,7 @@ class Times:
         else:
             costs = Costs.per_rank(ranks, chunks, forward=f, input_gradient=i, weight_gradient=w, hop=hop)
         costs = replace(costs, pair=pair)
-        if not splits_head:
+        if not placement.splits_head:
             return costs.with_output_layer(output)
         if not output:
             raise ValueError(

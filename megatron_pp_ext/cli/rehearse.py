@@ -83,7 +83,7 @@ def rehearse(
     require_folder(json, costs, trace)
     machine = systems.read(system) if system is not None else None
     asked = described.asked
-    size = asked.job.parallel.pipeline_model_parallel_size
+    size = asked.parallel.pipeline_model_parallel_size
     if size < 2:
         raise ValueError(
             f"a rehearsal needs a pipeline, got --pipeline-model-parallel-size {size}; set it to 2 or more"
@@ -92,7 +92,7 @@ def rehearse(
         raise ValueError(
             f"--iterations wants 2 or more, --at-once 1 or more, got {iterations} and {at_once}; raise them"
         )
-    world = world_size or smallest_world(asked.job)
+    world = world_size or smallest_world(asked)
     chosen = chosen_ranks(ranks, size)
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
         files = {rank: Path(folder, f"{rank}.json") for rank in chosen}
@@ -119,7 +119,7 @@ def rehearse(
         rehearsal_noise.require_quiet(measured.values())
     _show_seconds(rehearsal)
     if costs is not None:
-        sizes = stage_costs.sizes(asked.job)
+        sizes = stage_costs.sizes(asked)
         costs_file.write(replace(rehearsal.timeline.costs, sizes=sizes), costs)
     if json is not None:
         write_json(json, numbers(rehearsal, measured))
@@ -131,7 +131,7 @@ def rehearse(
 
 def environment(asked: RequestedJob, rank: int, world: int) -> dict[str, str]:
     """Return the variables of torch.distributed for the first process of pipeline ``rank``."""
-    size, copy = asked.job.parallel.pipeline_model_parallel_size, fewest_ranks(asked.job)
+    size, copy = asked.parallel.pipeline_model_parallel_size, fewest_ranks(asked)
     if world < 1 or world % copy:
         raise ValueError(
             f"--world-size {world} is not a multiple of {copy}, the ranks of one copy of the model; "

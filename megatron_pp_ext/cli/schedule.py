@@ -21,7 +21,7 @@ from megatron_pp_ext.features.slices.cli import by_length as in_units
 from megatron_pp_ext.features.slices.cli.options import Slicing
 from megatron_pp_ext.job.call import with_loss_on
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import CostModel
 from megatron_pp_ext.schedule.formats import csv_file
 from megatron_pp_ext.schedule.simulate import simulate
 
@@ -115,13 +115,8 @@ def schedule(
         raise ValueError("--slices goes neither with --shared-vocabulary nor with --offload: leave these out")
     slicing.require_size(request)
     require_size(request, files)
-    costs = offload.costs(times.costs(ranks, request.finest.chunks, shared_vocabulary), ranks)
-    request = replace(
-        request,
-        splits_head=shared_vocabulary,
-        trials=TRIALS if trials is None else trials,
-    )
-
+    request = replace(request, splits_head=shared_vocabulary, trials=TRIALS if trials is None else trials)
+    costs = offload.costs(times.costs(request.finest), ranks)
     request = paired(request, times.pair_time is not None or (can.takes_limit and costs.pair < 1))
     if slicing.slice_tokens is not None:
         in_units.show_schedule(request, costs, times, lengths, slicing, by_length.units(times), files)
@@ -132,13 +127,11 @@ def schedule(
     if order is not None:
         raise ValueError("--order is given without --lengths, the lengths of documents: give both")
 
-    def costs_of(stages: int, is_shared: bool) -> Costs:
-        return costs
-
+    model = CostModel.fixed(costs)
     with waiting(about):
-        result = make_it(slicing.added_to(offload.added_to(request)), costs_of)
+        result = make_it(slicing.added_to(offload.added_to(request)), model)
         timeline = simulate(result.schedule, slicing.costs(costs.merged(result.schedule.placement.stages)))
-        notes = [*offload.notes(request, costs_of, timeline, files)]
+        notes = [*offload.notes(request, model, timeline, files)]
         bound = bound_of(timeline) if result.lower_bound is None else result.lower_bound
         report(timeline, bound, times.units, files, notes)
     if result.origin:
@@ -156,7 +149,5 @@ def simulate_file(
     """Check a schedule from a file, simulate it and show it."""
     with waiting(f"simulating {file}"):
         read = csv_file.read(file)
-        placement = read.placement
-        costs = times.costs(read.ranks, placement.chunks, placement.splits_head)
-        timeline = simulate(read, costs)
+        timeline = simulate(read, times.costs(read.placement))
         report(timeline, bound_of(timeline), times.units, files)

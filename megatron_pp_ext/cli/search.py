@@ -71,7 +71,7 @@ def search(
     space, compiles = tried.space(asked, words, machines.gpus, system.gpus_per_node)
     if space.stages is not None:
         console.print(measured_sizes.described(space.job, space.stages))
-    limit = machines.bytes_of_memory or (1 - headroom(asked.job)) * system.memory_bytes
+    limit = machines.bytes_of_memory or (1 - headroom(asked)) * system.memory_bytes
     budget = Budget(machines.cpu_seconds or inf)
     one = Search(space, system, limit, machines.margin, machines.top, compiles, budget)
     try:
@@ -93,7 +93,7 @@ def search(
         system,
         machines.gpus,
         limit,
-        above(asked.job),
+        above(asked),
         measuring.script,
         filled_in,
         without,
@@ -102,7 +102,7 @@ def search(
     report.show()
     for path in outputs.paths:
         report.draw(path)
-    content = report.content() | entries(asked.job)
+    content = report.content() | entries(asked)
     if measuring.measure:
         content["measured"] = _measured(report, measuring)
     if outputs.json is not None:

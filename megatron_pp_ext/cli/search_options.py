@@ -144,7 +144,7 @@ class Tried:
                 "add it to the command that you start, with a --pipeline-memory-limit by rank in reverse"
             )
         names, compiles, stock = self._schedules(asked)
-        flag, is_measured = stages_flag(asked.job), asked.pipeline.pipeline_costs is not None
+        flag, is_measured = stages_flag(asked), asked.pipeline.pipeline_costs is not None
         if flag is not None and not is_measured:
             raise ValueError(
                 f"{flag} describes the stages, which a search changes: leave "
@@ -152,15 +152,15 @@ class Tried:
             )
         is_uneven = self._is_uneven(asked)
         fixed = settled_in(words)
-        stages = measured_sizes.stages(asked.job, fixed) if is_measured else None
+        stages = measured_sizes.stages(asked, fixed) if is_measured else None
         fixed |= measured_sizes.KEPT if is_measured else frozenset()
         if compiles is Compiles.ONLY:
             fixed |= {"pipeline_schedule"}  # one rank alone has no order to compile
         of_features = options.permitted(asked)
-        needs_pipeline = any(asked.job.value(name) is not None for name in of_features)
+        needs_pipeline = any(asked.value(name) is not None for name in of_features)
         if "pipeline_model_parallel_size" in fixed and needs_pipeline:
             all_rules.refuse_without_pipeline(asked)
-        job = asked.job.changed(**of_features)
+        job = asked.changed(**of_features)
         samples = asked.batch.sizes[0]
         space = Space(
             job,
@@ -210,7 +210,7 @@ class Tried:
         if self.layout not in ("auto", "even"):
             raise ValueError(f"--layout is {self.layout!r}, but must be auto or even: correct it")
         for part in ("embedding", "loss"):
-            if self.layout == "auto" and asked.job.value(f"account_for_{part}_in_pipeline_split"):
+            if self.layout == "auto" and asked.value(f"account_for_{part}_in_pipeline_split"):
                 raise ValueError(
                     f"--account-for-{part}-in-pipeline-split says how layers are spread, which --layout auto "
                     "finds: leave it out, or add --layout even"

@@ -11,7 +11,7 @@ the same schedule has its ranks counted from the other end, in one place (``_fac
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 
 from megatron_pp_ext.compiler.compile import InfeasibleLimit, compile_schedule
 from megatron_pp_ext.compiler.limits import Budget
@@ -21,16 +21,11 @@ from megatron_pp_ext.registered import Registered
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.check import check
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import CostModel, Costs
 from megatron_pp_ext.schedule.families import one_f_one_b
 from megatron_pp_ext.schedule.names import CSV_PREFIX, FORWARD_ONLY, NO_PIPELINE
+from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.simulate import simulate
-
-CostsOf = Callable[[int, bool], Costs]
-"""(stages, whether they leave out a split head) -> the costs of so many stages, as ``Request.finest`` has.
-
-Those of fewer stages are merged of these.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +47,7 @@ class Made:
 Make = Callable[[Request], Made]
 """Makes the schedule of a request by the passes before the one that calls it."""
 
-Pass = Callable[[Request, CostsOf, Make], Made]
+Pass = Callable[[Request, CostModel, Make], Made]
 """Changes what ``Make`` returns, or returns it as it is where the request does not ask for the feature."""
 
 _passes = Registered[Pass]()
@@ -68,21 +63,17 @@ register_costs = _counted.add
 """Adds a ``Counted``: what is compiled from now on is ordered by what it makes of the costs."""
 
 
-def make(request: Request, costs: CostsOf | None = None, *, is_proved: bool = False) -> Made:
+def make(request: Request, costs: CostModel | None = None, *, is_proved: bool = False) -> Made:
     """Make the schedule of ``request``, for its ``microbatches``, and check it.
 
-    ``costs`` are asked for only where they decide on the order, as they do for no family and no file.  With
-    ``is_proved`` the check is left out: a search makes thousands of the catalogue's orders, all of which the
-    tests have proved.
+    ``costs`` are asked for those of the finest stages, and only where they decide on the order, as they do
+    for no family and no file.  With ``is_proved`` the check is left out: a search makes thousands of the
+    catalogue's orders, all of which the tests have proved.
 
     Raises ValueError for sizes that the schedule cannot be built for and for limits that cannot be kept
     (``compiler.compile.InfeasibleLimit``), and what ``costs`` raises.
     """
-    finest, known = request.finest.stages, cache(costs or _none)
-
-    def cut(stages: int, splits_head: bool) -> Costs:
-        return known(finest, splits_head).merged(stages)
-
+    cut = (costs or CostModel(_none)).merged_from(request.finest)
     first, *others = _by_ends(request)
     if not others:
         return _facing_last(first, cut, is_proved)
@@ -111,12 +102,11 @@ def _by_ends(request: Request) -> list[Request]:
     return [replace(request, placements=tuple(part)) for part in parts]
 
 
-def _makespan(costs: CostsOf, made: Made) -> float:
-    placement = made.schedule.placement
-    return simulate(made.schedule, costs(placement.stages, placement.splits_head)).makespan
+def _makespan(costs: CostModel, made: Made) -> float:
+    return simulate(made.schedule, costs.of(made.schedule.placement)).makespan
 
 
-def _facing_last(request: Request, costs: CostsOf, is_proved: bool) -> Made:
+def _facing_last(request: Request, costs: CostModel, is_proved: bool) -> Made:
     """Make the schedule with both ends on the first rank, then count ranks from the other end if asked to."""
     if not any(one.ends_on_last for one in request.placements):
         return _made(request, costs, is_proved)
@@ -129,7 +119,7 @@ def _facing_last(request: Request, costs: CostsOf, is_proved: bool) -> Made:
     return replace(made, schedule=made.schedule.turned_over)
 
 
-def _made(request: Request, costs: CostsOf, is_proved: bool) -> Made:
+def _made(request: Request, costs: CostModel, is_proved: bool) -> Made:
     checked: list[Schedule] = []
 
     def ordered(request: Request) -> Made:
@@ -146,15 +136,15 @@ def _made(request: Request, costs: CostsOf, is_proved: bool) -> Made:
     return made
 
 
-def _none(stages: int, splits_head: bool) -> Costs:
+def _none(placement: Placement) -> Costs:
     raise TypeError("this schedule depends on costs: give make() those of its stages")
 
 
-def _around(one: Pass, costs: CostsOf, before: Make) -> Make:
+def _around(one: Pass, costs: CostModel, before: Make) -> Make:
     return lambda request: one(request, costs, before)
 
 
-def _ordered(request: Request, costs: CostsOf, is_proved: bool) -> Made:
+def _ordered(request: Request, costs: CostModel, is_proved: bool) -> Made:
     """Return the order alone: a family, a file, or the shortest that the compiler finds."""
     if request.is_compiled:
         return _compiled(request, costs)
@@ -169,8 +159,8 @@ def _ordered(request: Request, costs: CostsOf, is_proved: bool) -> Made:
     return Made(catalog.entry(name).build(*sizes) if is_proved else catalog.build(name, *sizes))
 
 
-def _compiled(request: Request, costs: CostsOf) -> Made:
-    known = costs(request.finest.stages, bool(request.splits_head))
+def _compiled(request: Request, costs: CostModel) -> Made:
+    known = costs.of(request.finest)
     for counted in _counted:
         known = counted(request, known)
     budget = request.budget(known)

@@ -143,8 +143,9 @@ class Request:
 
     @property
     def finest(self) -> Placement:
-        """A placement with the most stages: compiling needs the costs of these."""
-        return max(self.placements, key=lambda placement: placement.stages)
+        """A placement with the most stages, whose costs compiling needs."""
+        finest = max(self.placements, key=lambda placement: placement.stages)
+        return replace(finest, splits_head=bool(self.splits_head))
 
     @property
     def is_compiled(self) -> bool:

@@ -6,11 +6,11 @@ The placement is fixed with the flags, since the model is built by it.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_pp_ext.compiler.make import CostsOf, make
+from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import Option, Request
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import CostModel, Costs
 from megatron_pp_ext.schedule.placement import Placement
 
 _FEWER = 8
@@ -29,16 +29,10 @@ class Source:
     ordinary step.
     """
 
-    def __init__(self, request: Request, costs: CostsOf) -> None:
-        self._known: dict[bool, Costs] = {}
-        stages = request.finest.stages
-
-        def costs_of(stages: int, is_shared: bool) -> Costs:
-            if is_shared not in self._known:
-                self._known[is_shared] = costs(stages, is_shared)
-            return self._known[is_shared]
-
-        self._first = make(request, costs_of)
+    def __init__(self, request: Request, costs: CostModel) -> None:
+        self._finest, self._asked = request.finest, CostModel(costs.of)
+        self._costs = self._asked.merged_from(request.finest)
+        self._first = make(request, self._costs)
         self.request = request
         self._can = catalog.abilities(request.schedule)
         # A compiler may have chosen among placements, and a feature whether the head is split.
@@ -48,13 +42,12 @@ class Source:
             splits_head=self.placement.splits_head,
             ordinary=request.microbatches,
         )
-        self._costs: CostsOf = lambda fewer, is_shared: costs_of(stages, is_shared).merged(fewer)
         self._made: dict[tuple[object, ...], Schedule] = {(request.microbatches, None, ()): self.ordinary}
 
     @property
     def kept_bytes(self) -> tuple[float, ...]:
         """The bytes that a forward of each stage keeps; none where the schedule needed no costs in bytes."""
-        costs = self._known.get(self.placement.splits_head)
+        costs = self._asked.known(replace(self._finest, splits_head=self.placement.splits_head))
         if costs is None or not costs.has_parameters:
             return ()
         return tuple(stage.activation for stage in costs.merged(self.placement.stages).stages)
@@ -62,7 +55,7 @@ class Source:
     @property
     def costs(self) -> Costs:
         """The costs of the stages; what ``costs`` raises where the schedule has not asked for them."""
-        return self._costs(self.placement.stages, self.placement.splits_head)
+        return self._costs.of(self.placement)
 
     @property
     def name(self) -> str:

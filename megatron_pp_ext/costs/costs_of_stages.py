@@ -1,5 +1,8 @@
 """The costs of a model's stages, from the arithmetic of its layers or from what a machine takes for it."""
 
+from collections.abc import Callable
+from functools import partial
+
 from megatron_pp_ext.costs import stage_parts
 from megatron_pp_ext.costs.layer_costs import LayerCosts
 from megatron_pp_ext.costs.model_parts import model_parts
@@ -8,20 +11,29 @@ from megatron_pp_ext.costs.system_fields import Link
 from megatron_pp_ext.costs.system_kernels import SystemKernelSeconds
 from megatron_pp_ext.job import layers
 from megatron_pp_ext.job.typed_job import Job
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import CostModel, Costs
+from megatron_pp_ext.schedule.placement import Placement
 
 
-def stage_costs(job: Job, stages: int, rows: int, splits_head: bool = False) -> Costs:
-    """Return the costs of ``stages`` stages, cut as Megatron will cut them; hops are free.
+def cost_model[J: Job](job: J, estimate: Callable[[J, Placement], Costs]) -> CostModel:
+    """Return the model by which stages of ``job`` cost what ``estimate`` returns, at other lengths too."""
+
+    def at(tokens: int, sequences: int) -> CostModel:
+        return cost_model(job.changed(seq_length=tokens, micro_batch_size=sequences), estimate)
+
+    return CostModel(partial(estimate, job), at)
+
+
+def stage_costs(job: Job, placement: Placement, rows: int) -> Costs:
+    """Return the costs of the stages of ``placement``, cut as Megatron will cut them; hops are free.
 
     Seconds are proportional to floating-point operations, activations and messages are counted in bytes.
-    The embedding has ``rows`` rows.  With ``splits_head`` every rank of the pipeline has a part of it
-    and of the output layer.
+    The embedding has ``rows`` rows.
 
     ValueError where ``job`` does not determine them.
     """
-    model = model_parts(job, vocabulary=rows)
-    parts = stage_parts.stage_parts(job, model, layers.by_stage(job, stages), splits_head)
+    model, splits_head = model_parts(job, vocabulary=rows), placement.splits_head
+    parts = stage_parts.stage_parts(job, model, layers.by_stage(job, placement.stages), splits_head)
     shared = stage_parts.head_costs(job, model) if splits_head else None
     return Costs(tuple(part.costs() for part in parts), message=message_bytes(job), head=shared)
 

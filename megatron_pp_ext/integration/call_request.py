@@ -22,8 +22,8 @@ from megatron_pp_ext.job import call
 from megatron_pp_ext.job.call_words import in_words_of_call
 from megatron_pp_ext.job.pipeline import STOCK
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.placement import LAST, Placement, Shape
+from megatron_pp_ext.schedule.costs import CostModel, Costs
+from megatron_pp_ext.schedule.placement import LAST, Placement
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 
 GivenCosts = str | Path | Costs | Sequence[float]
@@ -66,16 +66,17 @@ class Call:
     @in_words_of_call()
     def pipeline(self) -> tuple[requested.Pipeline, InForce]:
         """Return what the call requests; ValueError, in one line, if it cannot be."""
-        request, costs_of = self.request, partial(_costs, self.costs, self.request.ranks)
+        request, model = self.request, CostModel(partial(_costs, self.costs))
         try:
-            source = Source(request, costs_of)
+            source = Source(request, model)
         except InfeasibleLimit as error:
             if self.costs is not None or not catalog.abilities(request.schedule).takes_limit:
                 raise
             # The compiler advises an amount, and without costs a call can only give a fraction.
+            least = _least_fraction(request, model.of(replace(request.finest, splits_head=False)))
             raise ValueError(
                 f"memory_limit is {request.limit}, which no schedule of {request.ranks} ranks can keep; give "
-                f"at least {_least_fraction(request, costs_of(request.finest.stages, False)):.3f}"
+                f"at least {least:.3f}"
             ) from error
         settings = Settings() if self.timeout is None else Settings(timeout=self.timeout)
         pipeline = requested.Pipeline(
@@ -87,10 +88,10 @@ class Call:
             costs=self.costs,
             is_unproved=self.is_unproved,
         )
-        costs = costs_of(request.finest.stages, pipeline.placement.splits_head)
-        timeline = simulate(source.ordinary, costs.merged(source.placement.stages))
+        costs = model.merged_from(request.finest).of(source.placement)
+        timeline = simulate(source.ordinary, costs)
         peak, bubble = max(timeline.peak_microbatches), timeline.bubble
-        line = f"megatron_pp_ext: {summary(pipeline, costs_of)}"
+        line = f"megatron_pp_ext: {summary(pipeline, model)}"
         if self.costs and (beside := ", ".join(_beside_stock(timeline, self.costs, request))):
             line += f"; by these costs {beside}"
         found = InForce(source.name, source.placement, request.microbatches, peak, bubble, line)
@@ -163,17 +164,16 @@ def _least_fraction(request: Request, costs: Costs) -> float:
     return math.ceil(1000 * least / whole) / 1000
 
 
-def _costs(given: Costs | None, ranks: int, stages: int, splits_head: bool) -> Costs:
-    """Return the costs of ``stages`` stages, those ``given`` or unit costs."""
+def _costs(given: Costs | None, placement: Placement) -> Costs:
+    """Return the costs of the stages of ``placement``, those ``given`` or unit costs."""
     if given is None:
-        loop = Placement(Shape.LOOP, ranks, stages // ranks, splits_head)
-        return Costs.unit(loop)
-    if len(given.stages) != stages:
+        return Costs.unit(placement)
+    if len(given.stages) != placement.stages:
         raise ValueError(
-            f"costs are given for {len(given.stages)} stages, but there are {stages} (ranks x chunks); give "
-            "one for each"
+            f"costs are given for {len(given.stages)} stages, but there are {placement.stages} (ranks x "
+            "chunks); give one for each"
         )
-    if splits_head and given.head is None:
+    if placement.splits_head and given.head is None:
         raise ValueError(
             "the costs have none of a rank's part of the head; give them a head, or leave one of both out"
         )

@@ -10,9 +10,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
-from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.schedule.actions import Schedule
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import CostModel, Costs
 
 PIPELINE = "pp"
 """The name of pipeline groups in Megatron's flags and files; their settings hold for ours too."""
@@ -40,23 +39,6 @@ type Advice = Callable[[Costs, Schedule, str, float], tuple[str, Saving] | None]
 ValueError for a model that cannot be estimated.
 """
 
-type CostsAt = Callable[[int, bool, int, int], Costs]
-"""(stages, whether they leave out a split head, tokens of a sequence, sequences of a microbatch) -> costs.
-
-ValueError for a model that cannot be estimated.
-"""
-
-
-def costs_at(estimate: Callable[[RequestedJob, int, bool], Costs], asked: RequestedJob) -> CostsAt:
-    """Return what ``estimate(asked, stages, splits_head)`` says of ``asked`` at other sequence lengths."""
-    # Megatron goes on to complete the arguments, and costs would not know what it adds.
-    asked = asked.changed()
-
-    def costs(stages: int, splits_head: bool, length: int, sequences: int) -> Costs:
-        return estimate(asked.changed(seq_length=length, micro_batch_size=sequences), stages, splits_head)
-
-    return costs
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Settings:
@@ -81,7 +63,7 @@ class Settings:
     """Returns the bytes of a message, for schedules that are compiled from measurements."""
     advice: Advice | None = None
     """Looks for a better layout after the steps that were measured; None where nobody wants one."""
-    costs_at: CostsAt | None = None
-    """Returns what the model's stages cost at another length of sequences; None where nobody knows it."""
+    estimate: CostModel | None = None
+    """What the model's stages cost by its arithmetic, at any length of sequences; None where nobody knows."""
     caveat: Callable[[], str] = lambda: ""
     """Returns what makes the run differ from one under 1F1B; logged once, before the first step."""

@@ -15,17 +15,17 @@ from megatron.core.utils import get_model_config, get_te_version
 
 from megatron_pp_ext.compiler.source import Source
 from megatron_pp_ext.costs.choices import registry as choices
-from megatron_pp_ext.costs.costs_of_stages import stage_costs
+from megatron_pp_ext.costs.costs_of_stages import cost_model, stage_costs
 from megatron_pp_ext.integration.core.chunk_pipelines import part_of
 from megatron_pp_ext.integration.requested import Pipeline
-from megatron_pp_ext.integration.settings import costs_at
 from megatron_pp_ext.job import options
 from megatron_pp_ext.job.csv_schedule import require_trainable
 from megatron_pp_ext.job.model_config import arguments
 from megatron_pp_ext.job.requested_job import ENGINE, RequestedJob
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import CostModel, Costs
+from megatron_pp_ext.schedule.placement import Placement
 
 
 def settle(pipeline: Pipeline, model: Sequence[torch.nn.Module], sequence: int, microbatch: int) -> Pipeline:
@@ -55,39 +55,36 @@ def settle(pipeline: Pipeline, model: Sequence[torch.nn.Module], sequence: int, 
         "hybrid_layer_pattern": of_part("hybrid_layer_pattern", None),
     }
     args = arguments(config, getattr(model[0], "ddp_config", None), **known)
-    asked = RequestedJob(
+    asked = RequestedJob.of_args(
         args,
         {ENGINE: str(get_te_version())},
         placement=pipeline.placement,
         chunks=pipeline.placement.chunks,
         from_file=request.from_file,
     )
-    asked = asked.changed(**choices.chosen(asked, lambda _: request, lambda: asked.job.padded_vocabulary))
+    asked = asked.with_arguments(**choices.chosen(asked, lambda _: request, lambda: asked.padded_vocabulary))
     request = options.read(asked, request)
     asked = replace(asked, splits=request.may_split_backward)
     all_rules.refuse_model(asked)
     if request.from_file is not None:
         require_trainable(request.from_file, asked)
+    estimate = cost_model(asked, _estimate)
     needs_costs = pipeline.costs is None and catalog.abilities(request.schedule).is_compiled
-    pipeline = replace(pipeline, settings=replace(pipeline.settings, costs_at=costs_at(_estimate, asked)))
+    pipeline = replace(pipeline, settings=replace(pipeline.settings, estimate=estimate))
     if request.options == pipeline.request.options and not needs_costs:
         return pipeline
 
-    def costs_of(stages: int, splits_head: bool) -> Costs:
-        if pipeline.costs is not None:
-            return pipeline.costs
-        return _estimate(asked, stages, splits_head)
-
+    costs = estimate if pipeline.costs is None else CostModel.fixed(pipeline.costs)
     placed = replace(pipeline.placement, splits_head=False)
     request = replace(request, placements=(placed,))
     added = (option.about for option in request.options if option not in pipeline.request.options)
     summary = "; ".join(filter(None, (pipeline.summary, *added)))
-    return replace(pipeline, request=request, source=Source(request, costs_of), summary=summary)
+    return replace(pipeline, request=request, source=Source(request, costs), summary=summary)
 
 
-def _estimate(asked: RequestedJob, stages: int, splits_head: bool) -> Costs:
-    all_rules.refuse_to_predict(asked)
-    return stage_costs(asked.job, stages, asked.job.padded_vocabulary, splits_head)
+def _estimate(job: RequestedJob, placement: Placement) -> Costs:
+    all_rules.refuse_to_predict(job)
+    return stage_costs(job, placement, job.padded_vocabulary)
 
 
 def _is_of_engine(chunk: torch.nn.Module) -> bool:

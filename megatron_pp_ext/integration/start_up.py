@@ -4,14 +4,14 @@ import functools
 from collections.abc import Callable, Sequence
 
 from megatron_pp_ext import log_lines
-from megatron_pp_ext.compiler.make import CostsOf, make
+from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.registered import Registered
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import CostModel, Costs
 from megatron_pp_ext.schedule.simulate import simulate
 
 Compare = Callable[[RequestedJob, int], Sequence[str]]
@@ -46,10 +46,10 @@ def _print_once(line: str) -> None:
     print(f"megatron_pp_ext: {line}", flush=True)
 
 
-def summary(pipeline: Pipeline, costs_of: CostsOf) -> str:
+def summary(pipeline: Pipeline, model: CostModel) -> str:
     """Return the line about the schedule of ``pipeline``, for an ordinary training step.
 
-    ``costs_of`` returns what the stages cost: those of --pipeline-costs, otherwise the estimate from
+    ``model`` has what the stages cost: those of --pipeline-costs, otherwise the estimate from
     the model's arithmetic, in which messages take no time.  The peak is that of the rank with the highest, in
     microbatches' activations of all stages of the rank; the bubble is the share of ranks x time in which
     ranks are idle.  Where the model cannot be estimated, every F, I and W counts as 1, which the line
@@ -63,7 +63,7 @@ def summary(pipeline: Pipeline, costs_of: CostsOf) -> str:
         filter(
             None,
             (
-                _about_schedule(pipeline, costs_of),
+                _about_schedule(pipeline, model),
                 *(option.about for option in pipeline.request.options),
                 pipeline.layout,
             ),
@@ -84,7 +84,7 @@ def comparison(asked: RequestedJob, data: int) -> list[str]:
         return []
 
 
-def _about_schedule(pipeline: Pipeline, costs_of: CostsOf) -> str:
+def _about_schedule(pipeline: Pipeline, model: CostModel) -> str:
     request, placement = pipeline.request, pipeline.placement
     name = pipeline.source.name if pipeline.source else f"Megatron's own {request.schedule}"
     chunks = "1 chunk" if placement.chunks == 1 else f"{placement.chunks} chunks"
@@ -103,7 +103,7 @@ def _about_schedule(pipeline: Pipeline, costs_of: CostsOf) -> str:
         if pipeline.source is not None:
             raise
         return f"{shape}, m = {request.microbatches}"  # stock has orders that the catalogue does not build
-    costs, at = _costs(pipeline, costs_of)
+    costs, at = _costs(pipeline, model)
     timeline = simulate(schedule, costs)
     peak = f"{max(timeline.peak_microbatches):.3g}"
     until = "".join(f", {option.until}" for option in request.options if option.until)
@@ -126,11 +126,9 @@ def _schedule(pipeline: Pipeline) -> Schedule:
     return pipeline.source.ordinary
 
 
-def _costs(pipeline: Pipeline, costs_of: CostsOf) -> tuple[Costs, str]:
+def _costs(pipeline: Pipeline, model: CostModel) -> tuple[Costs, str]:
     """Return the costs of the stages, and a note where they are not those of the model."""
-    request = pipeline.request
     try:
-        costs = costs_of(request.finest.stages, pipeline.placement.splits_head)
-        return costs.merged(pipeline.placement.stages), ""
+        return model.merged_from(pipeline.request.finest).of(pipeline.placement), ""
     except ValueError:  # any model may train, also one that the estimate does not know
         return Costs.unit(pipeline.placement), " at unit costs"

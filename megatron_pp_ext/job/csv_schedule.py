@@ -10,21 +10,21 @@ from megatron_pp_ext.schedule.check import require_one_forward_order
 from megatron_pp_ext.schedule.formats import csv_file
 
 
-def read_csv(path: Path, asked: RequestedJob) -> Schedule:
+def read_csv(path: Path, job: RequestedJob) -> Schedule:
     """Read a schedule that ``mpp schedule --csv``, a person or torch.distributed.pipelining wrote.
 
-    Raises ValueError if the file is not a valid schedule for as many ranks as were ``asked`` for, if these
+    Raises ValueError if the file is not a valid schedule for the ranks of ``job``, if these
     split the head, if its stages take the microbatches forward in different orders, or if the layers
     cannot follow its order (``require_first_first``, ``require_backwards_in_order``).
     """
-    schedule, ranks = csv_file.read(path), asked.job.parallel.pipeline_model_parallel_size
+    schedule, ranks = csv_file.read(path), job.parallel.pipeline_model_parallel_size
     if schedule.ranks != ranks:
         raise ValueError(
             f"{path} is a schedule for {schedule.ranks} ranks, got --pipeline-model-parallel-size {ranks}; "
             "set one to the other"
         )
     require_plain(schedule, path)
-    require_trainable(schedule, asked)
+    require_trainable(schedule, job)
     return schedule
 
 
@@ -38,12 +38,12 @@ def require_plain(schedule: Schedule, path: Path) -> None:
     require_one_forward_order(schedule)
 
 
-def require_trainable(schedule: Schedule, asked: RequestedJob) -> None:
-    """Raise ValueError if the layers that were ``asked`` for cannot follow the order of ``schedule``."""
-    if asked.job.precision.transformer_impl == "transformer_engine":
+def require_trainable(schedule: Schedule, job: RequestedJob) -> None:
+    """Raise ValueError if the layers of ``job`` cannot follow the order of ``schedule``."""
+    if job.precision.transformer_impl == "transformer_engine":
         require_first_first(schedule)
-    is_delayed = asked.job.precision.fp8 is not None and asked.precision.fp8_recipe == "delayed"
-    if is_delayed and asked.job.memory.recompute_granularity is not None:
+    is_delayed = job.precision.fp8 is not None and job.precision.fp8_recipe == "delayed"
+    if is_delayed and job.memory.recompute_granularity is not None:
         require_backwards_in_order(schedule)
 
 

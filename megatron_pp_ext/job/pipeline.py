@@ -19,37 +19,36 @@ from megatron_pp_ext.schedule.names import NO_PIPELINE
 from megatron_pp_ext.schedule.placement import linear, wave
 
 
-def for_world(asked: RequestedJob, world_size: int) -> Request:
-    """The request of what was ``asked`` on ``world_size`` ranks; ValueError, in one line, if it cannot be."""
-    all_rules.refuse(asked)
-    return read(asked, sizes.data_parallel_size(asked.job, world_size))
+def for_world(job: RequestedJob, world_size: int) -> Request:
+    """Return the request of ``job`` on ``world_size`` ranks; ValueError, in one line, if it cannot be."""
+    all_rules.refuse(job)
+    return read(job, sizes.data_parallel_size(job, world_size))
 
 
-def read(asked: RequestedJob, data: int) -> Request:
-    """The request of what was ``asked`` on ``data`` data-parallel ranks.
+def read(job: RequestedJob, data: int) -> Request:
+    """Return the request of ``job`` on ``data`` data-parallel ranks.
 
     ValueError, in one line, if it cannot be.  What the flags alone rule out has to be refused before.
     """
-    job = asked.job
     microbatches, chunks = sizes.microbatches(job, data), chunks_requested(job)
     if job.pipeline.pipeline_schedule is None:
         ranks = job.parallel.pipeline_model_parallel_size
         if ranks == 1:
             alone = Request(NO_PIPELINE, (linear(1),), microbatches, splits_backward=False, data=data)
-            return options.read(asked, alone)
+            return options.read(job, alone)
         stock = named(stock_schedule(job), ranks, microbatches, None if chunks == 1 else chunks)
         chunks = stock.placement.chunks
-        all_rules.refuse(replace(asked, chunks=chunks))
-        return options.read(asked, replace(stock, data=data, is_stock=True))
-    request = _read_schedule(asked, chunks, microbatches)
+        all_rules.refuse(replace(job, chunks=chunks))
+        return options.read(job, replace(stock, data=data, is_stock=True))
+    request = _read_schedule(job, chunks, microbatches)
     if (loss := job.pipeline.pipeline_loss_rank) is not None:
         request = request.with_loss_on(loss)
     # flex chooses among the placements that have a place for MTP, if any has.
     suited = tuple(one for one in request.placements if layers.can_predict(job, one))
-    request = options.read(asked, replace(request, placements=suited or request.placements))
+    request = options.read(job, replace(request, placements=suited or request.placements))
     all_rules.refuse(
         replace(
-            asked,
+            job,
             placement=request.placements[0],
             chunks=request.finest.chunks,
             splits=request.may_split_backward,
@@ -64,12 +63,12 @@ def read(asked: RequestedJob, data: int) -> Request:
     request = replace(request, updates=updates.read(job, microbatches))
     replicated = replicas.requested(job)
     if replicated:
-        replicas.require_turns(asked, replicated, microbatches)
+        replicas.require_turns(job, replicated, microbatches)
     return request
 
 
-def permitted(asked: RequestedJob, names: Sequence[str]) -> list[str]:
-    """Return those of the schedules ``names`` that what else was ``asked`` does not rule out.
+def permitted(job: RequestedJob, names: Sequence[str]) -> list[str]:
+    """Return those of the schedules ``names`` that the rest of ``job`` does not rule out.
 
     ValueError, with the reason that rules out the first, where none is left.
     """
@@ -77,7 +76,7 @@ def permitted(asked: RequestedJob, names: Sequence[str]) -> list[str]:
     for name in names:
         limit = 1.0 if catalog.abilities(name).takes_limit else None
         request = named(name, 2, 1, limit=limit)
-        chosen = asked.changed(  # what a search chooses itself
+        chosen = job.with_arguments(  # what a search chooses itself
             pipeline_schedule=name,
             pipeline_model_parallel_size=request.ranks,
             expert_model_parallel_size=2,
@@ -97,11 +96,11 @@ def permitted(asked: RequestedJob, names: Sequence[str]) -> list[str]:
     return found
 
 
-def permitted_as_stock(asked: RequestedJob, names: Sequence[str]) -> list[str]:
+def permitted_as_stock(job: RequestedJob, names: Sequence[str]) -> list[str]:
     """Return those of the schedules ``names`` that Megatron runs without --pipeline-schedule, if it may."""
     found = []
     for name, chunks in STOCK.items():
-        chosen = asked.changed(
+        chosen = job.with_arguments(
             pipeline_schedule=None,
             pipeline_model_parallel_size=2,
             num_virtual_stages_per_pipeline_rank=chunks,
@@ -112,11 +111,11 @@ def permitted_as_stock(asked: RequestedJob, names: Sequence[str]) -> list[str]:
     return found
 
 
-def is_permitted(asked: RequestedJob) -> bool:
-    """Whether the flags of what is ``asked`` break no rule, Megatron's own at its start included."""
+def is_permitted(job: RequestedJob) -> bool:
+    """Whether the flags of ``job`` break no rule, Megatron's own at its start included."""
     try:
-        all_rules.refuse(asked)
-        all_rules.refuse_to_plan(asked)
+        all_rules.refuse(job)
+        all_rules.refuse_to_plan(job)
     except ValueError:
         return False
     return True
@@ -131,17 +130,16 @@ def stock_schedule(job: Job) -> str:
     return "1f1b" if chunks_requested(job) in (None, 1) else "interleaved"
 
 
-def _read_schedule(asked: RequestedJob, chunks: int | None, microbatches: int) -> Request:
+def _read_schedule(job: RequestedJob, chunks: int | None, microbatches: int) -> Request:
     """The schedule and its placements, without what other flags add."""
-    job = asked.job
     name, ranks = job.pipeline.pipeline_schedule, job.parallel.pipeline_model_parallel_size
     assert name is not None
     can = catalog.abilities(name)
     if can.is_compiled:
-        return _read_compiled(asked, name, chunks, microbatches)
+        return _read_compiled(job, name, chunks, microbatches)
     if can.file is not None:
         try:
-            schedule = read_csv(can.file, asked)
+            schedule = read_csv(can.file, job)
         except OSError as error:
             raise ValueError(f"--pipeline-schedule {name}: {error}") from error
         placement = schedule.placement
@@ -159,9 +157,8 @@ def _read_schedule(asked: RequestedJob, chunks: int | None, microbatches: int) -
     return named(entry.name, ranks, microbatches, chunks)
 
 
-def _read_compiled(asked: RequestedJob, name: str, chunks: int | None, microbatches: int) -> Request:
+def _read_compiled(job: RequestedJob, name: str, chunks: int | None, microbatches: int) -> Request:
     """The request for ``flex`` or ``auto``: the compiler chooses among the cuts that the layers allow."""
-    job = asked.job
     ranks, given = job.parallel.pipeline_model_parallel_size, job.pipeline.pipeline_memory_limit
     can, stages, has_own_numbers = (
         catalog.abilities(name),
@@ -169,7 +166,7 @@ def _read_compiled(asked: RequestedJob, name: str, chunks: int | None, microbatc
         layers.given_ends(job),
     )
     if chunks is None:
-        is_uncut = has_own_numbers or job.model.pattern or asked.model.has_heterogeneous_layers
+        is_uncut = has_own_numbers or job.model.pattern or job.model.has_heterogeneous_layers
         chunks = COMPILED_CHUNKS if not is_uncut and layers.spread(job) % (2 * ranks) == 0 else 1
     if can.measures_memory:
         accepted = chunks <= COMPILED_CHUNKS or stages is not None

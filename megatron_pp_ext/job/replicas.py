@@ -51,7 +51,7 @@ def require_turns(asked: "RequestedJob", replicas: Replicas, microbatches: int) 
 
     ``microbatches`` are those of a global batch.
     """
-    batch, evaluated = asked.job.batch, asked.flags.eval_global_batch_size
+    batch, evaluated = asked.batch, asked.flags.eval_global_batch_size
     each = asked.flags.eval_micro_batch_size or batch.micro_batch_size
     for flag, count in (
         ("--global-batch-size", microbatches),

@@ -8,12 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from megatron_pp_ext.job.attention_part import Attention
 from megatron_pp_ext.job.flags import Flags
-from megatron_pp_ext.job.memory_part import Memory
-from megatron_pp_ext.job.parts import Batch, Model, Parallel
-from megatron_pp_ext.job.pipeline_part import Pipeline
-from megatron_pp_ext.job.precision_part import Precision
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.placement import Placement
@@ -25,33 +20,40 @@ FIRST_ENGINE = "2.3"
 """The first Transformer Engine whose modules have a store (``WeightGradStore``, module/_common.py)."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestedJob:
-    """The ``job`` that ``args`` describe, the ``flags`` that no part of it has, and what follows from them.
+@dataclass(frozen=True)
+class RequestedJob(Job):
+    """A job as ``args`` describe it, with the ``flags`` that no part has, and where it runs.
+
+    Two are equal where they compute the same, whatever other arguments they have.
 
     What the schedule decides is None as long as it has not been read; rules about it do not hold then.
     """
 
-    args: Namespace
-    releases: Mapping[str, str] = field(default_factory=dict)
+    args: Namespace = field(default_factory=Namespace, compare=False)
+    flags: Flags = field(default_factory=Flags, compare=False)
+    releases: Mapping[str, str] = field(default_factory=dict, hash=False)
     """The versions of packages, by name, where the machine that trains is known; "0.0.0" means none."""
     placement: Placement | None = None
     chunks: int | None = None
     """The chunks a rank, at most; known where the placement is not settled yet."""
     splits: bool | None = None
     """Whether the backward is split into input and weight gradients."""
-    from_file: Schedule | None = None
+    from_file: Schedule | None = field(default=None, hash=False)
     """The schedule of ``csv:FILE``."""
-    job: Job = field(init=False)
-    flags: Flags = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "job", Job.of(self.args))
-        object.__setattr__(self, "flags", Flags.of(self.args))
+    @classmethod
+    def of_args(cls, args: Namespace, releases: Mapping[str, str] | None = None, **schedule: Any) -> Self:
+        """Return the job that ``args`` describe; ``schedule`` are the fields that the schedule decides."""
+        args = Namespace(**vars(args))  # Megatron goes on to complete its own
+        return cls(**vars(Job.of(args)), args=args, flags=Flags.of(args), releases=releases or {}, **schedule)
 
-    def changed(self, **values: Any) -> Self:
-        """Return the same with other ``values`` of arguments."""
-        return replace(self, args=Namespace(**{**vars(self.args), **values}))
+    def with_arguments(self, **values: Any) -> Self:
+        """Return the job that the arguments describe with other ``values``.
+
+        ``changed`` changes parts alone, as an estimate of another job does.
+        """
+        args = Namespace(**{**vars(self.args), **values})
+        return replace(self, **vars(Job.of(args)), args=args, flags=Flags.of(args))
 
     def argument(self, name: str) -> Any:
         """Return the value of the argument ``name``; None where this release of Megatron has no such flag."""
@@ -66,34 +68,6 @@ class RequestedJob:
         if value is None:
             return bool(found)
         return value in map(str, found if isinstance(found, list | tuple | frozenset) else (found,))
-
-    @property
-    def model(self) -> Model:
-        return self.job.model
-
-    @property
-    def attention(self) -> Attention:
-        return self.job.attention
-
-    @property
-    def parallel(self) -> Parallel:
-        return self.job.parallel
-
-    @property
-    def batch(self) -> Batch:
-        return self.job.batch
-
-    @property
-    def precision(self) -> Precision:
-        return self.job.precision
-
-    @property
-    def memory(self) -> Memory:
-        return self.job.memory
-
-    @property
-    def pipeline(self) -> Pipeline:
-        return self.job.pipeline
 
     @property
     def is_v(self) -> bool:

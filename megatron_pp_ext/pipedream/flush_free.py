@@ -1,5 +1,6 @@
 """Training steps that leave microbatches in flight for the next one: PipeDream and PipeDream-2BW."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
@@ -23,9 +24,9 @@ from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.first_rank import print_rank_0
 from megatron_pp_ext.runtime.plan import RankPlan, plan_orders
 from megatron_pp_ext.runtime.rank import Rank, Recorder
+from megatron_pp_ext.schedule.action import Action
 from megatron_pp_ext.schedule.families import pipedream, round_robin
 from megatron_pp_ext.schedule.families.round_robin import Replicas
-from megatron_pp_ext.schedule.program import Orders
 from megatron_pp_ext.schedule.updates import Updates
 
 RECORDED_UPDATES = 10
@@ -90,10 +91,9 @@ class _Place:
         self._rank = self.ranks.index(dist.get_rank())
         self.stage = replicas.stage_of(self._rank)
 
-    def plan(self, orders: Orders, inputs: StepInputs, flushes: bool = True) -> RankPlan:
+    def plan(self, orders: Sequence[Sequence[Action]], inputs: StepInputs, flushes: bool = True) -> RankPlan:
         """Return what this rank does where all follow ``orders`` in a step with these ``inputs``."""
-        stages, rank_of = self.replicas.stages, self.replicas.rank_of
-        return plan_orders(orders, stages, rank_of, self._rank, flushes=flushes, announced=inputs.announces)
+        return plan_orders(self.replicas.placed(orders, inputs.announces), self._rank, flushes)
 
     def make_stage(self, inputs: StepInputs) -> ModelStage:
         """Return this rank's stage."""

@@ -37,7 +37,9 @@ class Described:
         require_complete(asked.args, "the model")
         all_rules.refuse_to_plan(settle(asked))
         require_vocabulary(asked)
-        return asked.changed(vocab_size=asked.model.vocab_size or asked.model.padded_vocab_size or None)
+        return asked.with_arguments(
+            vocab_size=asked.model.vocab_size or asked.model.padded_vocab_size or None
+        )
 
 
 def read(
@@ -65,13 +67,13 @@ def read(
     args = flag_table.parse(mine, start, has_other_flags)
     settle(args)
     if given is None:
-        return Described(mine, RequestedJob(args), flag_table.unknown())
+        return Described(mine, RequestedJob.of_args(args), flag_table.unknown())
     require_complete(args, given.name)
     if not args.vocab_size and not args.padded_vocab_size:
         raise ValueError(f"{given.name} has no vocab_size: give it")
     about = [f"{given.name}: {'; '.join(given.notes)}"] if given.notes else []
     notes = [*flag_table.unknown(), *_replaced(given, kept, mine), *about]
-    return Described([*flag_words.spelled(kept), *mine], RequestedJob(args), notes)
+    return Described([*flag_words.spelled(kept), *mine], RequestedJob.of_args(args), notes)
 
 
 def _replaced(given: GivenModel, kept: Mapping[str, object], mine: Sequence[str]) -> list[str]:

@@ -4,7 +4,7 @@ Every rank derives the same messages from the same schedule, so sender and recei
 the messages, and on the place of each receive (``schedule.messages``), without communicating.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -13,8 +13,6 @@ from megatron_pp_ext.runtime.operations import transfers
 from megatron_pp_ext.runtime.operations.compute import Compute
 from megatron_pp_ext.runtime.operations.operation import Operation
 from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Schedule, together
-from megatron_pp_ext.schedule.announcements import Announced, Announcements, RankOf
-from megatron_pp_ext.schedule.copies import Copies
 from megatron_pp_ext.schedule.messages import (
     Arrival,
     Launch,
@@ -23,11 +21,9 @@ from megatron_pp_ext.schedule.messages import (
     outgoing_message,
     planned_launches,
 )
-from megatron_pp_ext.schedule.program import Orders
+from megatron_pp_ext.schedule.orders import Announced, Orders
 from megatron_pp_ext.schedule.timing import lenders_of
 
-NO_COPIES = Copies()
-"""All activations stay on the device."""
 NO_LENDERS: Mapping[Action, Action] = MappingProxyType({})
 """Every product of a W runs in that W."""
 
@@ -71,48 +67,21 @@ def plan_rank(
     schedule: Schedule, rank: int, flushes: bool = True, announced: Announced = Announced.NOTHING
 ) -> RankPlan:
     """Return the plan of ``rank`` in ``schedule``; see ``plan_orders``."""
-    placement = schedule.placement
-    at = placement.rank_of
-    return plan_orders(
-        schedule.orders,
-        placement.stages,
-        lambda stage, _: at(stage),
-        rank,
-        schedule.paired,
-        flushes,
-        schedule.copies,
-        placement.ends_on_last,
-        schedule.durations,
-        announced,
-        lenders_of(schedule, rank),
-    )
+    return plan_orders(Orders.of(schedule, announced), rank, flushes, lenders_of(schedule, rank))
 
 
 def plan_orders(
-    orders: Orders,
-    stages: int,
-    rank_of: RankOf,
-    rank: int,
-    paired: frozenset[Action] = frozenset(),
-    flushes: bool = True,
-    copies: Copies = NO_COPIES,
-    ends_on_last: bool = False,
-    durations: Sequence[Sequence[int]] = (),
-    announced: Announced = Announced.NOTHING,
-    lenders: Mapping[Action, Action] = NO_LENDERS,
+    orders: Orders, rank: int, flushes: bool = True, lenders: Mapping[Action, Action] = NO_LENDERS
 ) -> RankPlan:
-    """Return the plan of ``rank`` where all ranks follow ``orders`` with a model of ``stages`` stages.
+    """Return the plan of ``rank`` where all ranks follow ``orders``; it runs with known shapes too.
 
-    Unless it ``flushes``, messages may stay in flight, for a later step to take.  ``ends_on_last`` is that of
-    the placement, and ``durations`` are those of the schedule.  ``announced`` are the messages that announce
-    their shapes; the plan runs with known shapes too.  ``lenders`` are the W whose products run inside I.
+    Unless it ``flushes``, messages may stay in flight, for a later step to take.  ``lenders`` are the W whose
+    products run inside I.
     """
-    line = paired, ends_on_last, durations, announced
-    *launches, left_open = planned_launches(orders, stages, rank_of, *line)[rank]
-    actions = tuple(orders[rank])
-    order = RankOrder(rank, stages, actions, tuple(together(actions, paired)), copies)
-    announcements = Announcements(announced, rank_of)
-    planner = _Planner(rank, stages, rank_of, extensions(order), announcements, lenders)
+    *launches, left_open = planned_launches(orders)[rank]
+    actions = tuple(orders.by_rank[rank])
+    order = RankOrder(rank, orders.stages, actions, tuple(together(actions, orders.paired)), orders.copies)
+    planner = _Planner(rank, orders, extensions(order), lenders)
     by_step: list[StepOperations] = []
     place = 0
     for step in order.steps:
@@ -133,10 +102,8 @@ class _Planner:
     """Makes the operations of ``rank``."""
 
     rank: int
-    stages: int
-    rank_of: RankOf
+    orders: Orders
     extensions: tuple[Extension, ...]
-    announcements: Announcements
     lenders: Mapping[Action, Action]
 
     def launch(self, launch: Launch) -> Operation:
@@ -161,7 +128,8 @@ class _Planner:
     def _work(self, action: Action) -> Operation:
         if action.kind not in OF_STAGES:
             return _first(action, (one.work(action) for one in self.extensions))
-        source, target = incoming_message(action, self.stages), outgoing_message(action, self.stages)
+        stages = self.orders.stages
+        source, target = incoming_message(action, stages), outgoing_message(action, stages)
         work = Compute(action, source, target, lender=self.lenders.get(action))
         for one in self.extensions:
             work = one.extended(work)
@@ -169,23 +137,23 @@ class _Planner:
 
     def _inputs(self, works: Iterable[Compute]) -> Iterator[Operation]:
         for source in filter(None, (work.source for work in works)):
-            if not 0 <= source.sender < self.stages:
+            if not 0 <= source.sender < self.orders.stages:
                 if taken := next(filter(None, (one.taken(source) for one in self.extensions)), None):
                     yield taken
-            elif (sender := self.rank_of(source.sender, source.microbatch)) != self.rank:
+            elif (sender := self.orders.rank_of(source.sender, source.microbatch)) != self.rank:
                 yield transfers.Receive(sender, source)
 
     def _outputs(self, works: Iterable[Compute]) -> Iterator[Operation]:
         for target in filter(None, (work.target for work in works)):
-            if not 0 <= target.receiver < self.stages:
+            if not 0 <= target.receiver < self.orders.stages:
                 yield _first(target, (one.handed_over(target) for one in self.extensions))
-            elif (receiver := self.rank_of(target.receiver, target.microbatch)) != self.rank:
+            elif (receiver := self.orders.rank_of(target.receiver, target.microbatch)) != self.rank:
                 yield transfers.Send(receiver, target, self._repeats(target))
 
     def _repeats(self, message: Message) -> bool:
         """Whether the receiver knows the shape of an activation, by an earlier one of the microbatch."""
         is_activation = message.sender < message.receiver
-        return is_activation and self.announcements.is_repeated(message.receiver, message.microbatch)
+        return is_activation and self.orders.is_repeated(message.receiver, message.microbatch)
 
 
 def _first(what: object, found: Iterable[Operation | None]) -> Operation:

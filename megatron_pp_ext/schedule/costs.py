@@ -5,7 +5,7 @@ The papers' unit cost (every F, I and W takes 1, a message takes 0) is ``Costs.u
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from typing import ClassVar, Self
@@ -370,6 +370,56 @@ class Costs:
         ends = list(accumulate(counts))
         groups = (self.stages[first:end] for first, end in zip([0, *ends], ends, strict=False))
         return replace(self, stages=tuple(map(_added, groups)))
+
+
+class CostModel:
+    """What the stages of a model cost under any placement; where that splits the head, without it.
+
+    ``estimate`` returns this for a placement, for which it is asked once.  ``of_lengths`` returns the model
+    for microbatches of so many tokens in each of so many sequences, where that is known.
+    """
+
+    def __init__(
+        self,
+        estimate: Callable[[Placement], Costs],
+        of_lengths: "Callable[[int, int], CostModel] | None" = None,
+    ) -> None:
+        self._estimate, self._of_lengths = estimate, of_lengths
+        self._known: dict[tuple[int, bool], Costs] = {}
+
+    @classmethod
+    def fixed(cls, costs: Costs) -> Self:
+        """Return the model that has ``costs``, merged where there are fewer stages."""
+        return cls(lambda placement: costs.merged(placement.stages))
+
+    def of(self, placement: Placement) -> Costs:
+        """Return the costs of the stages of ``placement``; raises what ``estimate`` raises."""
+        key = placement.stages, placement.splits_head
+        if key not in self._known:
+            self._known[key] = self._estimate(placement)
+        return self._known[key]
+
+    def known(self, placement: Placement) -> Costs | None:
+        """Return the costs of the stages of ``placement`` where they were asked for."""
+        return self._known.get((placement.stages, placement.splits_head))
+
+    def merged_from(self, finest: Placement) -> "CostModel":
+        """Return the model in which stages are merged of those of ``finest``."""
+
+        def merged(placement: Placement) -> Costs:
+            costs = self.of(replace(finest, splits_head=placement.splits_head))
+            return costs.merged(placement.stages)
+
+        return CostModel(merged, self._of_lengths)
+
+    def at(self, tokens: int, sequences: int) -> "CostModel":
+        """Return the model for microbatches of ``sequences`` sequences of ``tokens`` each.
+
+        ValueError where the costs are those of one length.
+        """
+        if self._of_lengths is None:
+            raise ValueError("these costs are those of one length")
+        return self._of_lengths(tokens, sequences)
 
 
 def _added(stages: Sequence[StageCosts]) -> StageCosts:

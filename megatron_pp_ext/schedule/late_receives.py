@@ -18,16 +18,14 @@ its receiver may have to stop for it.  The order remains one that every rank can
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 
-from megatron_pp_ext.schedule.announcements import Announcements
 from megatron_pp_ext.schedule.columns import Column, as_list
+from megatron_pp_ext.schedule.orders import Orders
 from megatron_pp_ext.schedule.program import F
 from megatron_pp_ext.schedule.walk import Walk
 
 
-def late(
-    walk: Walk, numbers: Column, starts: Column, ends: Column, announcements: Announcements
-) -> list[int]:
-    """Return the ``numbers`` of all actions in another order, for inputs that announce their shapes.
+def late(walk: Walk, numbers: Column, starts: Column, ends: Column, orders: Orders) -> list[int]:
+    """Return the ``numbers`` of all actions of ``orders`` anew, for inputs that announce their shapes.
 
     ``starts`` and ``ends`` are those of the steps of ``walk``.
     """
@@ -35,7 +33,7 @@ def late(
     actions = _actions_of(walk, numbers)
     place = dict.fromkeys(steps, 0) | {step: at for at, step in enumerate(actions, 1)}
     left, followers = _needs(walk)
-    waits = dict(_waits(walk, as_list(starts), as_list(ends), announcements))
+    waits = dict(_waits(walk, as_list(starts), as_list(ends), orders))
     waiting: dict[int, list[int]] = {}
     for sender, last in waits.items():
         waiting.setdefault(last, []).append(sender)
@@ -88,9 +86,7 @@ def _needs(walk: Walk) -> tuple[list[int], list[list[int]]]:
     return left, followers
 
 
-def _waits(
-    walk: Walk, starts: list[float], ends: list[float], announcements: Announcements
-) -> Iterator[tuple[int, int]]:
+def _waits(walk: Walk, starts: list[float], ends: list[float], orders: Orders) -> Iterator[tuple[int, int]]:
     """Yield the step of each sender of an announced message, and that which it is to come after, if any."""
     columns, before, step_of = walk.program.columns, as_list(walk.steps.before), as_list(walk.step_of)
     stage, kind, microbatch, rank, _, bounds, *_ = map(as_list, columns)
@@ -99,9 +95,9 @@ def _waits(
     is_timed, stages = bool(walk.program.durations), walk.program.placement.stages
     for (of_stage, unit), sender in forwards.items():
         target = of_stage + 1
-        if target == stages or not announcements.is_announced(target, unit):
+        if target == stages or not orders.is_announced(target, unit):
             continue
-        receiver = announcements.rank_of(target, unit)
+        receiver = orders.rank_of(target, unit)
         if receiver == rank[sender]:
             continue
         taker = forwards.get((target, unit))

@@ -3,18 +3,15 @@
 ``schedule.messages`` has the proof that no pipeline can hang in any such order.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain, pairwise
 from operator import add
 
 from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind
-from megatron_pp_ext.schedule.announcements import Announced, Announcements
 from megatron_pp_ext.schedule.check import InvalidSchedule
 from megatron_pp_ext.schedule.columns import Column, as_list
 from megatron_pp_ext.schedule.late_receives import late
-from megatron_pp_ext.schedule.placement import linear, wave
-from megatron_pp_ext.schedule.program import KINDS, Orders, Program
+from megatron_pp_ext.schedule.orders import Announced, Orders
+from megatron_pp_ext.schedule.program import KINDS, Program
 from megatron_pp_ext.schedule.walk import Walk
 
 WORK = {Kind.F: 1000, Kind.I: 1100, Kind.W: 700, Kind.B: 1800, Kind.S: 400, Kind.T: 200}
@@ -28,50 +25,32 @@ numbers, so that the line is the same on every machine.  A schedule may have oth
 """
 
 
-def launch_line(
-    orders: Orders,
-    stages: int,
-    paired: frozenset[Action] = frozenset(),
-    ends_on_last: bool = False,
-    durations: Sequence[Sequence[int]] = (),
-    announcements: Announcements | None = None,
-) -> list[tuple[int, int, Action]]:
+def launch_order(orders: Orders) -> list[tuple[int, int, Action]]:
     """Return all actions of ``orders``, each with its simulated end and its rank, in the order of launches.
 
     Actions are sorted by their simulated ends, and by rank where these are equal, from the last rank on where
     the placement ``ends_on_last``; the two of a pair, which end together, follow each other as on their rank.
     Messages from actions that are not in ``orders`` were sent before these began.  Where inputs of stages
-    announce their shapes, by ``announcements``, their senders come later (``late_receives``); a head that
-    ranks share goes with known shapes alone.
+    announce their shapes, their senders come later (``late_receives``); a head that ranks share goes with
+    known shapes alone.
 
     Raises InvalidSchedule where the ranks of ``orders`` wait for each other.
     """
-    walk = launched(orders, stages, paired, ends_on_last, durations)
+    walk = walk_over(orders)
     program, (starts, ends) = walk.program, times(walk)
     of_actions = program.make.taken(ends, walk.step_of[:-1])
     numbers = _in_order(program, of_actions)
-    is_known = announcements is None or announcements.announced is Announced.NOTHING
-    if announcements and not is_known and not program.placement.splits_head:
-        numbers = late(walk, numbers, starts, ends, announcements)
+    if orders.announced is not Announced.NOTHING and not orders.placement.splits_head:
+        numbers = late(walk, numbers, starts, ends, orders)
     return [(of_actions[number], program.columns.rank[number], program.actions[number]) for number in numbers]
 
 
-def launched(
-    orders: Orders,
-    stages: int,
-    paired: frozenset[Action] = frozenset(),
-    ends_on_last: bool = False,
-    durations: Sequence[Sequence[int]] = (),
-) -> Walk:
+def walk_over(orders: Orders) -> Walk:
     """Return the walk over ``orders``, some of whose messages may be from before.
 
     Raises InvalidSchedule where the ranks wait for each other.
     """
-    shares = any(action.kind is Kind.S for order in orders for action in order)
-    folds = shares or ends_on_last
-    placement = wave(len(orders), stages // len(orders)) if folds else linear(stages)
-    placement = replace(placement, splits_head=shares, ends_on_last=ends_on_last)
-    walk = Walk(Program.of_orders(orders, placement, paired, is_open=True, durations=durations))
+    walk = Walk(Program.of_orders(orders, is_open=True))
     if not walk.is_complete:
         raise InvalidSchedule("the ranks wait for each other: let schedule.check name the actions")
     return walk

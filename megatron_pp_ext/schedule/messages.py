@@ -9,7 +9,7 @@ message may have to wait for its other end, and the host itself stops wherever s
 device.  A rank may therefore wait at any moment for anything that it has launched already.  Such a
 pipeline cannot hang if all launches stand in one line that every rank keeps to:
 
-* ``launch_order.launch_line`` puts the actions of all ranks in one line.  Every action stands after those
+* ``launch_order`` puts the actions of all ranks in one line.  Every action stands after those
   before it on its rank and after the one whose output it takes.
 * A rank sends a message right after the action that made it, and posts the receive of a message where
   the *sender's* action stands in the line.
@@ -40,9 +40,8 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from megatron_pp_ext.schedule.actions import Action, Kind
-from megatron_pp_ext.schedule.announcements import Announced, Announcements, RankOf
-from megatron_pp_ext.schedule.launch_order import P2P, launch_line
-from megatron_pp_ext.schedule.program import Orders
+from megatron_pp_ext.schedule.launch_order import P2P, launch_order
+from megatron_pp_ext.schedule.orders import Orders
 
 SENDS_AHEAD = 4
 """The number of sent messages that may be under way before a rank waits for the first of them.
@@ -124,28 +123,20 @@ def outgoing_message(action: Action, stages: int) -> Message | None:
     return Message(stage, receiver, microbatch) if receiver != stage and 0 <= receiver < stages else None
 
 
-def planned_launches(
-    orders: Orders,
-    stages: int,
-    rank_of: RankOf,
-    paired: frozenset[Action] = frozenset(),
-    ends_on_last: bool = False,
-    durations: Sequence[Sequence[int]] = (),
-    announced: Announced = Announced.NOTHING,
-) -> list[list[tuple[Launch, ...]]]:
+def planned_launches(orders: Orders) -> list[list[tuple[Launch, ...]]]:
     """Return what every rank launches in addition to its actions and their sends: receives and exchanges.
 
     ``[r][i]`` is what rank r launches right before its action i, in this order.  Each list has one entry more
     than the rank has actions, for launches after the last one.  Messages received there are in flight at the
-    end of ``orders``, for later orders to take.  ``paired`` are those of the schedule; nothing is launched
-    between the two actions of a pair.  ``ends_on_last`` is that of the placement, and ``durations`` are those
-    of the schedule.  Receives of messages that are ``announced`` are posted late.
+    end of ``orders``, for later orders to take.  Nothing is launched between the two actions of a pair.
+    Receives of messages that announce their shapes are posted late.
 
-    Raises what ``launch_line`` raises.
+    Raises what ``launch_order`` raises.
     """
-    planned: list[list[list[Launch]]] = [[[] for _ in range(len(order) + 1)] for order in orders]
-    launched = [0] * len(orders)
-    kinds = {action.kind for order in orders for action in order}
+    stages, ranks = orders.stages, len(orders.by_rank)
+    planned: list[list[list[Launch]]] = [[[] for _ in range(len(order) + 1)] for order in orders.by_rank]
+    launched = [0] * ranks
+    kinds = {action.kind for order in orders.by_rank for action in order}
     shares, is_evaluation = Kind.S in kinds, kinds <= {Kind.F, Kind.S}
     scored: Counter[int] = Counter()
     due: deque[tuple[int, Exchange]] = deque()
@@ -154,8 +145,7 @@ def planned_launches(
         for of_rank, at in zip(planned, launched, strict=True):
             of_rank[at].append(Exchange(what, microbatch))
 
-    announcements = Announcements(announced, rank_of)
-    line = launch_line(orders, stages, paired, ends_on_last, durations, announcements)
+    line = launch_order(orders)
     lookups = _lookups([action.microbatch for _, _, action in line if action[:2] == (0, Kind.F)])
     for ahead in next(lookups) if shares else ():
         exchange(*ahead)
@@ -165,7 +155,7 @@ def planned_launches(
         launched[rank] += 1
         message = outgoing_message(action, stages)
         if message is not None:
-            receiver = rank_of(message.receiver, message.microbatch)
+            receiver = orders.rank_of(message.receiver, message.microbatch)
             if receiver != rank:
                 planned[receiver][launched[receiver]].append(Arrival(rank, message))
         stage, kind, microbatch = action
@@ -178,7 +168,7 @@ def planned_launches(
             exchange(Exchanged.INPUT, microbatch)
         if kind is Kind.S:
             scored[microbatch] += 1
-            if scored[microbatch] == len(orders):
+            if scored[microbatch] == ranks:
                 exchange(Exchanged.STATISTICS, microbatch)
                 if not is_evaluation:
                     due.append((end + P2P, Exchange(Exchanged.GRADIENT, microbatch)))

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind, Schedule, needs
 from megatron_pp_ext.schedule.columns import Arrays, Column, Lists, as_list
 from megatron_pp_ext.schedule.loops import Loop
+from megatron_pp_ext.schedule.orders import Orders
 from megatron_pp_ext.schedule.placement import Placement
 
 KINDS = (*OF_STAGES, Kind.S, Kind.T)
@@ -32,9 +33,6 @@ to the backward of the last stage, and there from the one of the same rank.
 
 NO_WORK, PAIRS = 2, 3
 """Places of durations after the stages, S and T: one for no work, then the pairs."""
-
-type Orders = Sequence[Sequence[Action]]
-"""One list of actions a rank."""
 
 
 class Columns(NamedTuple):
@@ -103,33 +101,18 @@ class Program:
     @classmethod
     def of(cls, schedule: Schedule, is_repeated: bool = False) -> "Program":
         """Return the program of ``schedule``, whose columns are arrays if ``is_repeated``."""
-        return cls.of_orders(
-            schedule.orders,
-            schedule.placement,
-            schedule.paired,
-            is_repeated=is_repeated,
-            durations=schedule.durations,
-        )
+        return cls.of_orders(Orders.of(schedule), is_repeated=is_repeated)
 
     @classmethod
-    def of_orders(
-        cls,
-        orders: Orders,
-        placement: Placement,
-        paired: frozenset[Action] = frozenset(),
-        *,
-        is_open: bool = False,
-        is_repeated: bool = False,
-        durations: Sequence[Sequence[int]] = (),
-    ) -> "Program":
-        """Return the program of ``orders``, of whose actions ``paired`` begin pairs."""
+    def of_orders(cls, orders: Orders, *, is_open: bool = False, is_repeated: bool = False) -> "Program":
+        """Return the program of ``orders``; where it ``is_open``, what they wait for may be done before."""
         of = Arrays().of if is_repeated else Lists().of
-        actions = list(chain.from_iterable(orders))
+        actions, paired = list(chain.from_iterable(orders.by_rank)), orders.paired
         stages, kinds, microbatches = zip(*actions, strict=True) if actions else ((), (), ())
         columns = of(stages), of("".join(kinds).encode().translate(_CODES)), of(microbatches)
         firsts = [number for number, action in enumerate(actions) if action in paired] if paired else []
-        bounds = of([0, *accumulate(map(len, orders))])
-        return cls(placement, *columns, bounds, firsts, is_open, durations)
+        bounds = of([0, *accumulate(map(len, orders.by_rank))])
+        return cls(orders.placement, *columns, bounds, firsts, is_open, orders.durations)
 
     @cached_property
     def actions(self) -> list[Action]:

@@ -10,6 +10,7 @@ Messages take no time.
 from dataclasses import replace
 
 from megatron_pp_ext.schedule.actions import Action
+from megatron_pp_ext.schedule.orders import Orders
 from megatron_pp_ext.schedule.program import WIRES, Program
 from megatron_pp_ext.schedule.recorded import RecordedStep
 from megatron_pp_ext.schedule.walk import Walk
@@ -38,7 +39,7 @@ def on_own_cores(step: RecordedStep) -> RecordedStep:
                 )
             seconds[event.action] = event.processor_seconds
     orders = [[event.action for event in record.events] for record in step.records]
-    walk = Walk(Program.of_orders(orders, step.placement, is_open=True))
+    walk = Walk(Program.of_orders(Orders(orders, step.placement), is_open=True))
     alone = [seconds[action] for action in walk.program.actions]
     starts, ends = walk.times_of_each(alone, [0.0] * len(WIRES))
     steps = iter(walk.step_of)

@@ -79,7 +79,7 @@ class _Running:
         replicas, placement = self._replicas, linear(self._replicas.stages)
         # So many updates are still to come that none lacks a forward.
         orders = pipedream.step(replicas, self._interval, update, update + replicas.ranks + 1)
-        program = Program.of_orders(orders, placement, is_open=True)
+        program = Program.of_orders(replicas.placed(orders), is_open=True)
         for number in Walk(program).line:
             rank, action = program.columns.rank[number], program.actions[number]
             for need in needs(action, placement):

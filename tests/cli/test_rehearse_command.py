@@ -50,7 +50,7 @@ def test_a_job_s_flags() -> None:
     ],
 )
 def test_the_smallest_job(flags: str, world: int) -> None:
-    assert smallest_world(described.read(flags.split(), None).asked.job) == world
+    assert smallest_world(described.read(flags.split(), None).asked) == world
 
 
 def test_where_a_rank_is() -> None:

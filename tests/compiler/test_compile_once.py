@@ -17,7 +17,7 @@ from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.compiler.search import cache, proposals
 from megatron_pp_ext.schedule.actions import Schedule
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import CostModel, Costs
 from megatron_pp_ext.schedule.placement import v
 
 COSTS = Costs.unit(v(2))
@@ -54,7 +54,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def compiled(microbatches: int = 4) -> Schedule:
     request = Request("flex", (v(2),), microbatches, True, limit=Budget((2.0, 2.0)))
-    return make(request, lambda stages, splits_head: COSTS).schedule
+    return make(request, CostModel.fixed(COSTS)).schedule
 
 
 @pytest.fixture

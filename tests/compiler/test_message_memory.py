@@ -22,6 +22,7 @@ from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.families import pipedream
 from megatron_pp_ext.schedule.families.round_robin import Replicas
 from megatron_pp_ext.schedule.messages import SENDS_AHEAD, Message, outgoing_message
+from megatron_pp_ext.schedule.orders import Orders
 from megatron_pp_ext.schedule.placement import Placement, linear, loop, v, wave
 from megatron_pp_ext.schedule.simulate import peak_messages, simulate
 from tests.support import rounding
@@ -149,7 +150,7 @@ def test_a_pipeline_that_never_flushes_receives_no_more_than_1f1b(ranks: int, in
     waiting = [0] * ranks
     for update in range(6):
         step = pipedream.step(Replicas.straight(ranks), interval, update, 6)
-        for rank, posted in enumerate(posted_receives(step, ranks, lambda stage, _: stage)):
+        for rank, posted in enumerate(posted_receives(Orders(step, linear(ranks)))):
             for action, arrivals in zip((*step[rank], None), posted, strict=True):
                 waiting[rank] += len(arrivals)
                 assert waiting[rank] <= counted[rank]

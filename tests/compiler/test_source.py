@@ -7,7 +7,7 @@ from megatron_pp_ext.compiler.limits import at_most
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.compiler.source import Source
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import CostModel, Costs
 from megatron_pp_ext.schedule.placement import v
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.conftest import CACHE
@@ -21,7 +21,7 @@ def test_another_number_of_microbatches_takes_a_fraction_of_the_trials(monkeypat
     searched, search = [], compiler._shortest
     monkeypatch.setattr(compiler, "_shortest", lambda *inputs: searched.append(inputs[-1]) or search(*inputs))
     request = replace(named("flex", 4, 8, limit=0.75), placements=(v(4),), trials=80)
-    source = Source(request, lambda stages, is_shared: COSTS)
+    source = Source(request, CostModel.fixed(COSTS))
     limits = request.budget(COSTS).ranks
     for microbatches in (7, 9, 7, 8, 23):
         found = simulate(source.schedule(microbatches), COSTS)
@@ -32,5 +32,5 @@ def test_another_number_of_microbatches_takes_a_fraction_of_the_trials(monkeypat
                 assert found.makespan <= published.makespan
     assert searched == [80, 10, 10, 10]
     monkeypatch.setenv(CACHE, str(tmp_path / "of another rank"))
-    other = Source(request, lambda stages, is_shared: COSTS)
+    other = Source(request, CostModel.fixed(COSTS))
     assert other.schedule(9).digest == source.schedule(9).digest

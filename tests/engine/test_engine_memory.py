@@ -79,7 +79,7 @@ def test_recorded_bytes_are_those_planned(case, lends, monkeypatch):
         monkeypatch.setattr(plan, "lenders_of", lambda schedule, rank: {})
     tensor, flags = CASES[case]
     words = f"{LARGER} {flags}"
-    job = RequestedJob(arguments(words)).job
+    job = RequestedJob.of_args(arguments(words))
     model = model_parts(job, vocabulary=VOCABULARY)
     parts = stage_parts(job, model, layers.by_stage(job, STAGES), False)
     records = comparison.traced(STAGES * tensor, [*words.split(), "--pipeline-schedule", "zb-h1"]).records

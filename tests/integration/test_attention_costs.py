@@ -7,6 +7,7 @@ from megatron_pp_ext import cpu
 from megatron_pp_ext.costs.costs_of_stages import stage_costs
 from megatron_pp_ext.job import model_config
 from megatron_pp_ext.job.typed_job import Job
+from megatron_pp_ext.schedule.placement import linear
 from tests.support.flags import estimated_costs, validated
 from tests.support.training import TINY
 
@@ -37,7 +38,7 @@ def test_costs_from_a_config_are_those_from_flags(model: str) -> None:
     args, _ = validated([*cpu.with_cpu_flags([*TINY, *flags.split()]), "--mock-data"], 1)
     known = {name: getattr(args, name) for name in OF_MODEL}
     found = model_config.arguments(core_transformer_config_from_args(args), **known)
-    assert stage_costs(Job.of(found), 4, 64) == estimated_costs(flags, 4)
+    assert stage_costs(Job.of(found), linear(4), 64) == estimated_costs(flags, 4)
     assert estimated_costs(flags, 4) != estimated_costs("--transformer-impl transformer_engine", 4)
 
 

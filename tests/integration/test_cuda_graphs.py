@@ -27,7 +27,7 @@ from megatron_pp_ext.integration.runners.transport import ProcessGroups
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import CostModel, Costs
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -77,7 +77,7 @@ def plan_chunk(action: Any) -> int:
 def running() -> Iterator[requested.Pipeline]:
     """ZB-H1 on two ranks, whose first step has run on rank 0."""
     request = named("zb-h1", 2, 4)
-    pipeline = requested.Pipeline(request, source.Source(request, Costs.unit))
+    pipeline = requested.Pipeline(request, source.Source(request, CostModel(Costs.unit)))
     requested.activate(pipeline)
     steps: Any = choose.runner(pipeline).steps
     steps._plans[4, False, None] = plan_rank(catalog.build("zb-h1", 2, 4), 0)
@@ -108,7 +108,7 @@ def test_a_step_that_has_not_run_has_no_order(running: requested.Pipeline) -> No
 def by_call(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.nn.Module]]:
     """The chunk of a model that was built for ZB-H1 by a call, which is no longer in force."""
     request = named("zb-h1", 2, 4)
-    pipeline = requested.Pipeline(request, source.Source(request, Costs.unit), is_per_model=True)
+    pipeline = requested.Pipeline(request, source.Source(request, CostModel(Costs.unit)), is_per_model=True)
     model = torch.nn.Linear(1, 1)
     monkeypatch.setattr(chunk_pipelines, "_chunks", WeakKeyDictionary({model: pipeline}))
     monkeypatch.setattr(choose, "_runners", WeakKeyDictionary())

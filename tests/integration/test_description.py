@@ -33,9 +33,7 @@ def test_a_description_and_its_flags_say_the_same():
 def test_uneven_stages_are_cut_as_megatron_cuts_them():
     uneven = read("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*5|t*3L")
     evenly = read("--pipeline-model-parallel-size 2")
-    found, even = (
-        estimate_request(one.job, system.read("h100"), for_world(one, 2)) for one in (uneven, evenly)
-    )
+    found, even = (estimate_request(one, system.read("h100"), for_world(one, 2)) for one in (uneven, evenly))
     assert found.ranks[0].weights > even.ranks[0].weights
     assert sum(rank.weights for rank in found.ranks) == pytest.approx(
         sum(rank.weights for rank in even.ranks)

@@ -10,7 +10,7 @@ from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.compiler.source import Source
 from megatron_pp_ext.features.guided.order import may_keep
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.costs import CostModel, Costs, StageCosts
 from megatron_pp_ext.schedule.formats import csv_file
 from megatron_pp_ext.schedule.placement import Shape, linear, v, wave
 from megatron_pp_ext.schedule.simulate import simulate
@@ -52,7 +52,10 @@ def test_an_amount_holds_messages_and_a_fraction_activations_alone(monkeypatch: 
         schedule = source.schedule(8)
         timeline = simulate(schedule, estimated.merged(schedule.placement.stages))
         assert max(timeline.peak_activations) <= 0.75 * whole
-        assert make(named("flex", 4, 8, limit=limit), lambda *_: estimated).schedule.digest == schedule.digest
+        assert (
+            make(named("flex", 4, 8, limit=limit), CostModel.fixed(estimated)).schedule.digest
+            == schedule.digest
+        )
         totals[limit] = max(timeline.peak_memory)
     assert totals[0.75 * whole] <= 0.75 * whole < totals[0.75]
 
@@ -89,7 +92,7 @@ def test_auto_uses_what_each_rank_has_free(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_better_schedule_keeps_no_more_on_any_rank() -> None:
     """The limit is each rank's own peak, and 0 where its stage keeps nothing."""
     costs = Costs((StageCosts(1, 1, 1, 0.0), StageCosts(1, 1, 1, 8.0)))
-    family = Source(named("1f1b", 2, 4), lambda *_: costs)
+    family = Source(named("1f1b", 2, 4), CostModel.fixed(costs))
     assert may_keep(family, family.ordinary, costs, [0.0] * 2) == Budget((0.0, 8.0))
 
 

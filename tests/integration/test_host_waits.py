@@ -121,7 +121,7 @@ def test_a_rehearsal_waits_as_training_does(tmp_path: Path) -> None:
 
     def alone(rank: int) -> HostWaits:
         asked = described.read([*training.TINY, *flags], None).asked
-        os.environ.update(environment(asked, rank, smallest_world(asked.job)))
+        os.environ.update(environment(asked, rank, smallest_world(asked)))
         return host_waits(rank, rehearsal_flags(flags, 2, tmp_path / f"{rank}.json"))
 
     for found, real in zip(run_ranks(alone, 2), waits(2, *flags[3:]), strict=True):

@@ -67,7 +67,7 @@ def read(flags: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list[int], s
     assert pipeline is not None
     layout = args.pipeline_model_parallel_layout
     counts = layers.by_stage(Job.of(args), pipeline.placement.stages)
-    return layout, counts, start_up.summary(pipeline, lambda *sizes: estimate(RequestedJob(args), *sizes))
+    return layout, counts, start_up.summary(pipeline, estimate(RequestedJob.of_args(args)))
 
 
 @pytest.mark.parametrize("layer_count", [7, 8, 61])

@@ -9,7 +9,7 @@ from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.compiler.source import Source
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.trainer import memory_report
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import CostModel, Costs
 
 ARGS = Namespace(
     pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2, padded_vocab_size=100
@@ -34,7 +34,7 @@ def weights(args: Namespace, verbose: bool = False) -> float:
 
 def activate(name: str) -> None:
     request = named(name, 4, 8)
-    requested.activate(requested.Pipeline(request, Source(request, Costs.unit)))
+    requested.activate(requested.Pipeline(request, Source(request, CostModel(Costs.unit))))
 
 
 def test_activations_are_those_in_flight() -> None:

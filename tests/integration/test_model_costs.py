@@ -3,7 +3,7 @@
 import math
 from argparse import Namespace
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel import schedules as stock_schedules
 
 from megatron_pp_ext.costs.costs_of_stages import message_bytes
 from megatron_pp_ext.integration import start_up
-from megatron_pp_ext.integration.trainer import model_costs, validation
+from megatron_pp_ext.integration.trainer import model_costs
 from megatron_pp_ext.integration.trainer.model_costs import estimate
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.typed_job import Job
@@ -21,6 +21,7 @@ from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.formats import costs_file
+from megatron_pp_ext.schedule.placement import linear, v
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support.comparison import traced
 from tests.support.flags import PP4, arguments, assert_refused, read
@@ -140,8 +141,8 @@ def test_any_schedule_is_predicted_from_measured_stages(
     for name, stages in (("v-half", 8), ("1f1b", 4)):
         pipeline = read(monkeypatch, f"{PP4} --pipeline-schedule {name} --pipeline-costs {file}")
         assert pipeline is not None
-        asked = RequestedJob(arguments(f"{PP4} --pipeline-costs {file}"))
-        line = start_up.summary(pipeline, partial(validation._costs, asked))
+        asked = RequestedJob.of_args(arguments(f"{PP4} --pipeline-costs {file}"))
+        line = start_up.summary(pipeline, model_costs.costs_of(asked))
         schedule = catalog.build(name, 4, pipeline.request.microbatches, stages // 4)
         assert f"predicted bubble {simulate(schedule, measured.merged(stages)).bubble:.1%}" in line
     costs_file.write(Costs((stage,) * 6), file)
@@ -152,19 +153,19 @@ def test_any_schedule_is_predicted_from_measured_stages(
 def test_the_start_line_predicts_nothing_without_a_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = f"{PP4} --pipeline-schedule v-half --te-precision-config-file file"
     pipeline = read(monkeypatch, flags)
-    line = start_up.summary(pipeline, partial(estimate, RequestedJob(arguments(flags))))
+    line = start_up.summary(pipeline, estimate(RequestedJob.of_args(arguments(flags))))
     assert line.endswith(" at unit costs")
 
 
 def test_the_tokenizer_tells_the_vocabulary_where_no_flag_does(monkeypatch: pytest.MonkeyPatch) -> None:
     args = arguments("")
-    expected = estimate(RequestedJob(args), 8)
+    expected = estimate(RequestedJob.of_args(args)).of(v(4))
     args.vocab_size, tokenizer = None, Namespace(vocab_size=VOCABULARY)
     monkeypatch.setattr(model_costs, "build_tokenizer", lambda args: tokenizer)
-    assert estimate(RequestedJob(args), 8) == expected
+    assert estimate(RequestedJob.of_args(args)).of(v(4)) == expected
     args.tokenizer_type = None
     with pytest.raises(ValueError, match="without the size of the vocabulary; give --tokenizer-type"):
-        estimate(RequestedJob(args), 8)
+        estimate(RequestedJob.of_args(args)).of(v(4))
 
 
 @pytest.mark.parametrize(
@@ -192,7 +193,7 @@ def test_a_message_is_as_large_as_stock_s(flags: str, dtype: torch.dtype) -> Non
         cp_group=Namespace(size=lambda: context),
     )
     assert message_bytes(Job.of(args)) == math.prod(shape) * dtype.itemsize
-    assert estimate(RequestedJob(args), 4).message == message_bytes(Job.of(args))
+    assert estimate(RequestedJob.of_args(args)).of(linear(4)).message == message_bytes(Job.of(args))
 
 
 class Measured(NamedTuple):

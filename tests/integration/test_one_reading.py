@@ -26,7 +26,7 @@ from megatron_pp_ext.planner.search.result import Compiles
 from megatron_pp_ext.planner.step.estimate import estimate_request
 from megatron_pp_ext.planner.step.model_description import asked_of
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.costs import CostModel, Costs, StageCosts
 from megatron_pp_ext.schedule.formats import costs_file, csv_file
 from megatron_pp_ext.schedule.placement import wave
 from tests.support.flags import estimated, pasted, read, read_by_commands, validated
@@ -78,7 +78,7 @@ def test_all_read_the_same(case: str, monkeypatch: pytest.MonkeyPatch, tmp_path:
     rehearsal = f"--rehearse-pipeline {tmp_path}/0.json --fake-process-group"
     rehearsed = read(monkeypatch, f"{ACCEPTED[case]} {rehearsal}")
     assert rehearsed.request == request
-    job = read_by_commands(cpu.with_cpu_flags([*TINY, *ACCEPTED[case].split()])).job
+    job = read_by_commands(cpu.with_cpu_flags([*TINY, *ACCEPTED[case].split()]))
     assert rehearsed.layers == tuple(layers.by_stage(job, rehearsed.placement.stages))
 
 
@@ -93,7 +93,7 @@ def test_a_limit_compiles_to_one_schedule(
     costs_file.write(COSTS, tmp_path / "costs.json")
     flags = f"{FLEX} {limit} --global-batch-size {batch} --pipeline-costs {tmp_path}/costs.json"
     trained = read(monkeypatch, flags).source.schedule(batch)
-    planned = make(estimated(flags), lambda stages, splits_head: COSTS).schedule
+    planned = make(estimated(flags), CostModel.fixed(COSTS)).schedule
     words = f"schedule flex -p 4 -m {batch} --memory-limit {limit} --costs {tmp_path}/costs.json"
     shown = CliRunner().invoke(app, [*words.split(), "--json", str(tmp_path / "found.json")])
     assert shown.exit_code == 0, shown.output
@@ -120,7 +120,7 @@ def test_waves_are_among_the_placements_of_the_estimate(monkeypatch: pytest.Monk
     assert request.placements == placements_of(4, Costs.unit(wave(4, 4)))
     quarters = Costs((StageCosts(1, 1, 1),) * 16)
     few = replace(request, trials=10)
-    assert make(few, lambda *_: quarters).schedule.placement in request.placements
+    assert make(few, CostModel.fixed(quarters)).schedule.placement in request.placements
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def _candidates() -> dict[str, Candidate]:
 
 def test_the_planners_lines_pass_megatrons_validation_and_come_back_as_the_same_request() -> None:
     """The flags of every torchrun line that a search prints, from text to Megatron's validated arguments."""
-    job = read_by_commands(cpu.with_cpu_flags(MODEL)).job
+    job = read_by_commands(cpu.with_cpu_flags(MODEL))
     for name, candidate in _candidates().items():
         launch = launch_lines.Launch(candidate.flags([*MODEL, *missing(MODEL)]), GPUS, GPUS)
         assert all(len(line) < 80 for line in launch.text.splitlines())
@@ -193,7 +193,7 @@ def test_a_file_is_estimated_as_the_family_that_it_spells(tmp_path: Path) -> Non
     found = []
     for name in ("v-zb", f"csv:{tmp_path}/mine.csv"):
         asked = read_by_commands(cpu.with_cpu_flags([*TINY, *f"{P4} --pipeline-schedule {name}".split()]))
-        estimate = estimate_request(asked.job, system.read("h100"), for_world(asked, 4))
+        estimate = estimate_request(asked, system.read("h100"), for_world(asked, 4))
         # The range of published runs names the file instead of the family.
         found.append(replace(estimate, band=None))
     assert found[0] == found[1]
@@ -201,7 +201,7 @@ def test_a_file_is_estimated_as_the_family_that_it_spells(tmp_path: Path) -> Non
 
 def test_a_search_needs_no_other_reading() -> None:
     """What a search compares is what its candidates' flags request."""
-    job = read_by_commands(cpu.with_cpu_flags(MODEL)).job.changed(pipeline_model_parallel_size=4)
+    job = read_by_commands(cpu.with_cpu_flags(MODEL)).changed(pipeline_model_parallel_size=4)
     space = Space(job, GPUS, GPUS, 32, ("v-half",), ("pipeline_model_parallel_size",))
     found = Search(space, system.read("h100"), 80e9, top=3, compiles=Compiles.NEVER).run()
     for one in found.best:

@@ -62,7 +62,7 @@ def predicted(ranks: int, flags: str) -> tuple[float, ...]:
     """The planner's, but for what a whole backward computes again and drops: that is not recorded."""
     asked = read_by_commands(cpu.with_cpu_flags([*TINY, *LARGER.split(), *flags.split()]))
     request = for_world(asked, ranks)
-    work = Workload(asked.job, system.read("h100"), request.placement, request.data)
+    work = Workload(asked, system.read("h100"), request.placement, request.data)
     order = program(request.schedule, request.ranks, request.microbatches, request.placement.chunks)
     return order.in_flight.peaks([replace(part, brief_in_whole=0.0) for part in work.parts])
 

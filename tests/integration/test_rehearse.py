@@ -31,7 +31,7 @@ def rehearse(flags: str, folder: Path) -> dict[int, RankRehearsal]:
     asked = described.read(words, None).asked
 
     def alone(rank: int) -> None:
-        os.environ.update(environment(asked, rank, smallest_world(asked.job)))
+        os.environ.update(environment(asked, rank, smallest_world(asked)))
         argv = rehearsal_flags(words, 2, files[rank])
         training._train(rank, cpu.with_cpu_flags(argv), training.initialize_by_layer, None)
 
@@ -68,7 +68,7 @@ def test_weights_of_experts_are_counted_apart() -> None:
 def test_peaks_and_orders_are_those_of_the_real_run(flags: str, tmp_path: Path) -> None:
     found = rehearse(flags, tmp_path)
     file = tmp_path / "trace.json"
-    world = smallest_world(described.read(flags.split(), None).asked.job)
+    world = smallest_world(described.read(flags.split(), None).asked)
     real_flags = [*flags.split(), "--train-iters", "2", "--pipeline-trace", str(file)]
     runs = training.train(world, real_flags, grab=weight_bytes)
     real = trace_reading.read(file)

@@ -137,5 +137,5 @@ def test_what_the_flags_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pipeline.updates.replicas.counts == (3, 1)
     assert (pipeline.updates.interval, pipeline.request.data, pipeline.request.microbatches) == (3, 1, 3)
     asked = read_by_commands([*training.TINY, *REPLICATED.split()])
-    assert fewest_ranks(asked.job) == 4
+    assert fewest_ranks(asked) == 4
     assert for_world(asked, 4).updates == pipeline.updates

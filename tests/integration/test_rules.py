@@ -373,7 +373,7 @@ def test_rules_ask_for_what_there_is(from_file: bool, monkeypatch: pytest.Monkey
     schedule = catalog.build("v-half", 4, 8)
     ends = f"{PP4} --pipeline-schedule v-half --decoder-first-pipeline-num-layers 2"
     settled = {"placement": schedule.placement, "from_file": schedule} if from_file else {}
-    job = RequestedJob(arguments(ends), {ENGINE: "2.2", "zstandard": "0"}, **settled)
+    job = RequestedJob.of_args(arguments(ends), {ENGINE: "2.2", "zstandard": "0"}, **settled)
     for rules in (*table.rules(), *start.RULES, *unknown_costs.not_counted(), unknown_costs.not_compiled()):
         rules.when(job)
         for rule in rules.rows:
@@ -473,8 +473,8 @@ def test_releases_are_compared_as_numbers(version: str | None, is_refused: bool)
     args = arguments(f"{PP2} --pipeline-schedule zb-h1 --transformer-impl transformer_engine")
     releases = {} if version is None else {ENGINE: version}
     placement = Placement(Shape.LINEAR, 2)
-    refuse(RequestedJob(args, releases, placement, splits=False))
-    asked = RequestedJob(args, releases, placement, splits=True)
+    refuse(RequestedJob.of_args(args, releases, placement=placement, splits=False))
+    asked = RequestedJob.of_args(args, releases, placement=placement, splits=True)
     if not is_refused:
         refuse(asked)
         return

@@ -23,13 +23,15 @@ from megatron_pp_ext.runtime.activation_meter import Owner
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import CostModel, Costs
 from tests.support.ranks import run_ranks
 
 
 @pytest.fixture
 def pipeline():
-    chosen = requested.Pipeline(named("1f1b", 2, 4), source.Source(named("1f1b", 2, 4), Costs.unit))
+    chosen = requested.Pipeline(
+        named("1f1b", 2, 4), source.Source(named("1f1b", 2, 4), CostModel(Costs.unit))
+    )
     requested.activate(chosen)
     yield chosen
     requested.activate(None)
@@ -270,7 +272,9 @@ def test_auto_asks_for_free_memory_from_the_second_step_on(monkeypatch: pytest.M
     monkeypatch.setattr(sources, "free_bytes_by_rank", lambda: measured.append(1) or [1.0, 1.0])
     group = SimpleNamespace(rank=lambda: 0)
     monkeypatch.setattr(source, "make", make)
-    pipeline = requested.Pipeline(named("auto", 2, 4), source.Source(named("auto", 2, 4), Costs.unit))
+    pipeline = requested.Pipeline(
+        named("auto", 2, 4), source.Source(named("auto", 2, 4), CostModel(Costs.unit))
+    )
     monkeypatch.setattr(sources, "model_options", lambda model: ())
     steps = choose.runner(pipeline).steps
 

@@ -1,7 +1,5 @@
 """What rank 0 prints before the first step."""
 
-from functools import partial
-
 import pytest
 
 from megatron_pp_ext import launch
@@ -16,8 +14,8 @@ from megatron_pp_ext.job import pipeline
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.planner.step.estimate import estimate_request
 from megatron_pp_ext.registered import Registered
-from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.placement import v
+from megatron_pp_ext.schedule.costs import CostModel, Costs
+from megatron_pp_ext.schedule.placement import Placement
 from tests.support.flags import PP4, arguments, requested_by
 from tests.support.training import train
 
@@ -27,18 +25,18 @@ def summary(flags: str, monkeypatch: pytest.MonkeyPatch, costs=None) -> str:
     args = arguments(f"{PP4} {flags}")
     pipeline = requested_by(args)
     assert pipeline is not None
-    return start_up.summary(pipeline, costs or partial(estimate, RequestedJob(args)))
+    return start_up.summary(pipeline, CostModel(costs) if costs else estimate(RequestedJob.of_args(args)))
 
 
-def unit(stages: int, splits_head: bool) -> Costs:
-    return Costs.unit(v(stages // 2))
+def unit(placement: Placement) -> Costs:
+    return Costs.unit(placement)
 
 
-def unknown(stages: int, splits_head: bool) -> Costs:
+def unknown(placement: Placement) -> Costs:
     raise ValueError("a layer that nobody has modelled")
 
 
-def faulty(stages: int, splits_head: bool) -> Costs:
+def faulty(placement: Placement) -> Costs:
     raise KeyError("a fault of the estimate")
 
 
@@ -84,7 +82,7 @@ def test_megatrons_own_schedules_beside_it(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("WORLD_SIZE", "4")
     comparisons = Registered[start_up.Compare]()
     monkeypatch.setattr(start_up, "_comparisons", comparisons)
-    asked = RequestedJob(arguments(f"{PP4} {LARGE}")).changed(distributed_backend="nccl")
+    asked = RequestedJob.of_args(arguments(f"{PP4} {LARGE}")).with_arguments(distributed_backend="nccl")
     assert start_up.comparison(asked, 1) == []
     comparisons.add(launch.beside_stock)
     (line,) = start_up.comparison(asked, 1)
@@ -94,13 +92,13 @@ def test_megatrons_own_schedules_beside_it(monkeypatch: pytest.MonkeyPatch) -> N
         ({"pipeline_schedule": None}, "stock 1F1B"),
         ({"pipeline_vocabulary": "auto"}, "with --pipeline-vocabulary auto"),
     ):
-        one = asked.changed(**given)
-        step = estimate_request(one.job, machine, pipeline.read(one, 1))
+        one = asked.with_arguments(**given)
+        step = estimate_request(one, machine, pipeline.read(one, 1))
         assert f"{name}: {step.step_seconds:.4g} s, {step.fullest.total / 1e9:.1f} GB" in line
     assert "stock interleaved, " in line and "\n" not in line
-    assert start_up.comparison(asked.changed(pipeline_schedule="1f1b"), 1) == []
-    assert start_up.comparison(asked.changed(hidden_size=None), 1) == []
-    assert start_up.comparison(asked.changed(distributed_backend="gloo"), 1) == []
+    assert start_up.comparison(asked.with_arguments(pipeline_schedule="1f1b"), 1) == []
+    assert start_up.comparison(asked.with_arguments(hidden_size=None), 1) == []
+    assert start_up.comparison(asked.with_arguments(distributed_backend="gloo"), 1) == []
 
 
 def test_the_line_of_a_call_with_costs() -> None:
@@ -187,7 +185,7 @@ def test_a_job_on_gpus_logs_stocks_figures(said_by, monkeypatch: pytest.MonkeyPa
     """After its first line; the job runs here, and only the comparison takes it for one on GPUs."""
 
     def on_gpus(asked: RequestedJob, data: int) -> list[str]:
-        return start_up.comparison(asked.changed(distributed_backend="nccl"), data)
+        return start_up.comparison(asked.with_arguments(distributed_backend="nccl"), data)
 
     monkeypatch.setattr(validation, "comparison", on_gpus)
     said = said_by(choose)

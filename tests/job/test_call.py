@@ -238,13 +238,13 @@ def test_rules_for_flags_hold_a_model_s_config_in_its_words() -> None:
     asked = {"pipeline_schedule": "zb-h1", "pipeline_model_parallel_size": 2}
     args = model_config.arguments(config, parallel, **asked)
     assert (getattr(args, experts), args.num_experts, args.use_megatron_fsdp) == (True, 8, False)
-    all_rules.refuse_model(RequestedJob(args, splits=False))
+    all_rules.refuse_model(RequestedJob.of_args(args, splits=False))
     with pytest.raises(ValueError, match=rf"^zb-h1 does not support {experts}: schedules"):
-        all_rules.refuse_model(RequestedJob(args, splits=True))
+        all_rules.refuse_model(RequestedJob.of_args(args, splits=True))
     parallel.use_megatron_fsdp = True
     args = model_config.arguments(config, parallel, **asked)
     with pytest.raises(ValueError, match=r"^zb-h1 does not support use_megatron_fsdp: FSDP reduces"):
-        all_rules.refuse_model(RequestedJob(args))
+        all_rules.refuse_model(RequestedJob.of_args(args))
 
 
 def test_an_order_of_a_call_keeps_the_rules_for_flags() -> None:
@@ -252,12 +252,12 @@ def test_an_order_of_a_call_keeps_the_rules_for_flags() -> None:
 
     config = make_dataclass("Config", [("moe_enable_routing_replay", bool)])(True)
     known = {"pipeline_schedule": "zb-h1", "pipeline_model_parallel_size": 2}
-    all_rules.refuse_model(RequestedJob(model_config.arguments(config, **known)))
+    all_rules.refuse_model(RequestedJob.of_args(model_config.arguments(config, **known)))
     args = model_config.arguments(config, **known, pipeline_order="rule")
     with pytest.raises(
         ValueError, match=r'^order="rule" does not support moe_enable_routing_replay: routing is'
     ):
-        all_rules.refuse_model(RequestedJob(args))
+        all_rules.refuse_model(RequestedJob.of_args(args))
 
 
 def test_a_v_has_both_ends_on_the_last_rank_unless_told_otherwise(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def asked(**others: object) -> RequestedJob:
         "micro_batch_size": 2,
         "global_batch_size": 16,
     }
-    return RequestedJob(Namespace(**{**plain, **others}))
+    return RequestedJob.of_args(Namespace(**{**plain, **others}))
 
 
 def test_a_vocabulary_that_the_ranks_share_is_refused(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_layers_that_are_computed_again_with_delayed_scales_go_back_in_their_ord
 def test_every_step_has_the_microbatches_of_the_file(sizes: dict[str, object], problem: str | None) -> None:
     schedule = catalog.build("1f1b", 2, 4)
     if problem is None:
-        require_batches(asked(**sizes).job, schedule, data=2)
+        require_batches(asked(**sizes), schedule, data=2)
     else:
         with pytest.raises(ValueError, match=f"has 4 microbatches in every step, but {problem}"):
-            require_batches(asked(**sizes).job, schedule, data=2)
+            require_batches(asked(**sizes), schedule, data=2)

@@ -9,7 +9,7 @@ from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import Request, named
 from megatron_pp_ext.compiler.source import Source
 from megatron_pp_ext.job import memory_limit
-from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.costs import CostModel, Costs, StageCosts
 from megatron_pp_ext.schedule.names import AUTO, FLEX
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 
@@ -68,7 +68,7 @@ def flex(limit: float | tuple[float, ...]) -> Request:
 
 
 def alone(limit: float | tuple[float, ...]) -> Timeline:
-    schedule = make(flex(limit), lambda stages, splits_head: COSTS).schedule
+    schedule = make(flex(limit), CostModel.fixed(COSTS)).schedule
     return simulate(schedule, COSTS.merged(schedule.placement.stages))
 
 
@@ -87,7 +87,9 @@ def sharing(request: Request) -> Request:
 
 
 def beside_vocabulary(limit: float | tuple[float, ...], shared: Costs) -> Timeline:
-    schedule = make(sharing(flex(limit)), lambda stages, is_shared: shared if is_shared else COSTS).schedule
+    schedule = make(
+        sharing(flex(limit)), CostModel(lambda placement: shared if placement.splits_head else COSTS)
+    ).schedule
     return simulate(schedule, shared.merged(schedule.placement.stages))
 
 
@@ -105,7 +107,7 @@ def test_auto_shares_a_vocabulary_within_what_each_rank_has_free(free, is_shorte
     """In the second case the compiler finds no shorter order for the memory that some ranks have more."""
     shared = COSTS.with_split_head(12.0, RANKS)
     auto = sharing(named(AUTO, RANKS, MICROBATCHES))
-    source = Source(auto, lambda stages, is_shared: shared if is_shared else COSTS)
+    source = Source(auto, CostModel(lambda placement: shared if placement.splits_head else COSTS))
     least = (30.0,) * RANKS
     found, lower = (simulate(source.schedule(MICROBATCHES, have), shared) for have in (free, least))
     assert keeps(found, free)

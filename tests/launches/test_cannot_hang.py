@@ -17,10 +17,10 @@ from megatron_pp_ext.compiler.compile import compile_schedule
 from megatron_pp_ext.runtime.plan import plan_orders
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
-from megatron_pp_ext.schedule.announcements import Announced
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.families import pipedream, round_robin
 from megatron_pp_ext.schedule.families.round_robin import Replicas
+from megatron_pp_ext.schedule.orders import Announced
 from megatron_pp_ext.schedule.placement import linear, v, wave
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support import slow
@@ -169,9 +169,7 @@ def test_replicated_stages(counts):
     replicas = Replicas(counts)
     for microbatches in (1, replicas.ranks, 12):
         orders = round_robin.orders(replicas, microbatches)
-        plans_of_ranks = [
-            [plan_orders(orders, replicas.stages, replicas.rank_of, rank)] for rank in range(replicas.ranks)
-        ]
+        plans_of_ranks = [[plan_orders(replicas.placed(orders), rank)] for rank in range(replicas.ranks)]
         assert_finishes_strictly(plans_of_ranks, microbatches)
         launches = record_plans(plans_of_ranks)
         assert_finishes_everywhere(launches, microbatches)
@@ -185,10 +183,7 @@ def test_replicas_that_reduce_gradients_at_every_update(counts):
     for interval in (replicas.full_round, 2 * replicas.full_round):
         steps = [pipedream.step(replicas, interval, update, updates) for update in range(updates)]
         plans_of_ranks = [
-            [
-                plan_orders(step, replicas.stages, replicas.rank_of, rank, flushes=step is steps[-1])
-                for step in steps
-            ]
+            [plan_orders(replicas.placed(step), rank, flushes=step is steps[-1]) for step in steps]
             for rank in range(replicas.ranks)
         ]
         launches = record_plans(plans_of_ranks, reduced_between=stages)

@@ -62,7 +62,7 @@ def train_pipeline(
     for update in range(UPDATES):
         steps.zero_grad()
         orders = pipedream.step(replicas, interval, update, UPDATES)
-        plan = plan_orders(orders, replicas.stages, replicas.rank_of, rank, flushes=False)
+        plan = plan_orders(replicas.placed(orders), rank, flushes=False)
         execute(plan, Rank({number: stage}, channels))
         for parameter in module.parameters():
             dist.all_reduce(parameter.grad, group=groups[number])

@@ -26,8 +26,8 @@ def asked(flags: str = "") -> RequestedJob:
 
 
 def estimated(job: RequestedJob, **values: object) -> Estimate:
-    changed = job.changed(**values)
-    return estimate_request(changed.job, MACHINE, pipeline.read(changed, DATA))
+    changed = job.with_arguments(**values)
+    return estimate_request(changed, MACHINE, pipeline.read(changed, DATA))
 
 
 def beside(job: RequestedJob) -> Comparison | None:
@@ -67,7 +67,7 @@ def test_a_layout_and_flags_of_the_schedule_are_left_out() -> None:
 @pytest.mark.parametrize("flags", ["--pipeline-schedule 1f1b", "--pipeline-schedule interleaved"])
 def test_nothing_stands_beside_stock_itself(flags: str) -> None:
     assert beside(asked(flags)) is None
-    assert beside(asked().changed(pipeline_schedule=None)) is None
+    assert beside(asked().with_arguments(pipeline_schedule=None)) is None
     found = beside(asked(f"{flags} --pipeline-vocabulary shared"))
     assert found and found.stock and found.stock.step_seconds > found.chosen.step_seconds
 

@@ -20,7 +20,7 @@ from megatron_pp_ext.planner.search.explanation import why
 from megatron_pp_ext.planner.search.lower_bounds import bounds, least_memory, least_memory_sharing
 from megatron_pp_ext.planner.search.replays import Evaluated
 from megatron_pp_ext.planner.search.result import ALIKE, Compiles
-from megatron_pp_ext.planner.step.estimate import estimate, estimate_request
+from megatron_pp_ext.planner.step.estimate import StepModel, estimate_request
 from megatron_pp_ext.planner.step.model_description import asked_of, describe
 from megatron_pp_ext.planner.step.programs import program
 from megatron_pp_ext.planner.step.workload import Workload
@@ -55,7 +55,7 @@ def estimated(candidate, where):
     work = Workload(job, A100, candidate.placement, candidate.data)
     sizes = candidate.pipeline, candidate.microbatches, candidate.chunks
     order = program(candidate.schedule, *sizes, candidate.splits_head, candidate.options)
-    return work, estimate(work, order, candidate.schedule, candidate.microbatches)
+    return work, StepModel(work, order, candidate.schedule, candidate.microbatches).estimate()
 
 
 def searched_as_exhaustively(where, limit, top):

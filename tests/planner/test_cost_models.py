@@ -9,7 +9,7 @@ from megatron_pp_ext.costs.layer_costs import LayerCosts
 from megatron_pp_ext.costs.mlp import mlp
 from megatron_pp_ext.costs.self_attention import attention
 from megatron_pp_ext.job.pipeline import for_world
-from megatron_pp_ext.planner.step.estimate import estimate, estimate_request
+from megatron_pp_ext.planner.step.estimate import StepModel, estimate_request
 from megatron_pp_ext.planner.step.model_description import asked_of, describe
 from megatron_pp_ext.planner.step.programs import placement_of, program
 from megatron_pp_ext.planner.step.workload import Workload
@@ -80,7 +80,7 @@ def test_a_v_puts_embedding_and_output_layer_on_the_first_rank():
 def test_pipedream_keeps_older_versions():
     def versions(name, microbatches, **changed):
         order = program(name, 4, microbatches, 1)
-        ranks = estimate(work(4, **changed), order, name, microbatches).ranks
+        ranks = StepModel(work(4, **changed), order, name, microbatches).estimate().ranks
         return [rank.versions / rank.weights for rank in ranks]
 
     assert versions("pipedream", 1) == [3, 2, 1, 0]
@@ -98,7 +98,7 @@ def test_a_pipeline_that_never_flushes_is_full_however_few_its_microbatches():
     )
     kept = set()
     for m in (1, 3, 16):
-        found = estimate(made, program("pipedream", 4, m, 1), "pipedream", m)
+        found = StepModel(made, program("pipedream", 4, m, 1), "pipedream", m).estimate()
         assert found.pipeline_seconds == pytest.approx(m * busiest)
         kept.add(tuple(rank.activations for rank in found.ranks))
     assert len(kept) == 1
@@ -106,7 +106,7 @@ def test_a_pipeline_that_never_flushes_is_full_however_few_its_microbatches():
 
 def test_what_is_recomputed_takes_time_and_saves_memory():
     kept, again = (
-        estimate(work(4, **changed), program("1f1b", 4, 16, 1), "1f1b", 16)
+        StepModel(work(4, **changed), program("1f1b", 4, 16, 1), "1f1b", 16).estimate()
         for changed in ({}, {"recompute_granularity": "full", "recompute_method": "uniform"})
     )
     assert 1.15 < again.pipeline_seconds / kept.pipeline_seconds < 1.35

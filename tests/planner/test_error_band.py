@@ -19,7 +19,7 @@ def estimated(*more: str, machine: str = "h100", length: int = 4096) -> Estimate
     words = [*MODEL.split(), "--seq-length", str(length), "--max-position-embeddings", str(length), *more]
     asked = described.read(words, None).counted()
     gpus = 4 * (asked.parallel.context_parallel_size or 1)
-    return estimate_request(asked.job, system.read(machine), for_world(asked, gpus))
+    return estimate_request(asked, system.read(machine), for_world(asked, gpus))
 
 
 def band(*more: str, machine: str = "h100", length: int = 4096) -> Band:

@@ -127,7 +127,7 @@ def estimated(model: str, *more: str) -> Estimate | None:
     try:
         asked = described.read([*MODELS[model].split(), *more], None).counted()
         return estimate_request(
-            asked.job, system.read(SYSTEMS.get(model, "h100")), for_world(asked, GPUS.get(model, 16))
+            asked, system.read(SYSTEMS.get(model, "h100")), for_world(asked, GPUS.get(model, 16))
         )
     except ValueError:
         return None

@@ -11,7 +11,7 @@ from megatron_pp_ext.features.pairs.options import Pairs
 from megatron_pp_ext.planner.search.candidate import Candidate, Recompute
 from megatron_pp_ext.planner.search.candidate_cuts import CandidateCuts, short_memory
 from megatron_pp_ext.planner.search.workloads import Workloads
-from megatron_pp_ext.planner.step.estimate import estimate
+from megatron_pp_ext.planner.step.estimate import StepModel
 from megatron_pp_ext.planner.step.model_description import describe
 from megatron_pp_ext.planner.step.programs import program
 from megatron_pp_ext.schedule import catalog
@@ -76,7 +76,7 @@ def test_no_cut_is_below_the_bounds(model, recompute, name, shares):
         if not stages.can_be(cut):
             continue
         work = workloads.work(replace(candidate, layout=stages.layout(cut)))
-        found = estimate(work, order, name, microbatches)
+        found = StepModel(work, order, name, microbatches).estimate()
         assert found.step_seconds >= bound * (1 - ROUNDED)
         if recompute.method != "block":
             assert found.fullest.total >= least.total * (1 - ROUNDED)

@@ -91,5 +91,5 @@ ON_GB200 = (
 def test_peaks_of_the_last_rank(flags: str, gpu: str, gpus: int, measured: float) -> None:
     """Within 4% of what PyTorch's allocator gave out, without what the driver and communicators reserve."""
     job = read(flags.split(), None).counted()
-    last = estimate_request(job.job, system.read(gpu), for_world(job, gpus)).ranks[-1]
+    last = estimate_request(job, system.read(gpu), for_world(job, gpus)).ranks[-1]
     assert last.total - last.reserved == pytest.approx(measured, rel=0.04)

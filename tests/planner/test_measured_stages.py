@@ -39,7 +39,7 @@ def estimated(flags: str, costs: Costs | None, folder: Path, gpus: int = 2, batc
         costs_file.write(costs, folder / "costs.json")
         words += ["--pipeline-costs", str(folder / "costs.json")]
     asked = described.read(words, None).counted()
-    return estimate_request(asked.job, H100, for_world(asked, gpus))
+    return estimate_request(asked, H100, for_world(asked, gpus))
 
 
 def test_a_step_is_the_replay_of_the_measured_stages(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_messages_that_were_not_measured_are_the_system_s(tmp_path: Path) -> Non
     flags = f"{UNKNOWN} --pipeline-schedule 1f1b"
     found = estimated(flags, replace(MEASURED, hop=0.0, message=0.0), tmp_path)
     asked = described.read([*flags.split(), "--pipeline-costs", str(tmp_path / "costs.json")], None).counted()
-    work = Workload(asked.job, H100, catalog.entry("1f1b").placement(2, 1), 1)
+    work = Workload(asked, H100, catalog.entry("1f1b").placement(2, 1), 1)
     assert work.message == 2 * 64 * 64  # bf16
     assert work.hop > 0
     # Both ways between two ranks, around rank 1's work.
@@ -181,5 +181,5 @@ def test_refusals(flags: str, costs: Costs | None, message: str, tmp_path: Path)
     ],
 )
 def test_the_flags_of_joined_stages(flags: str, joined: dict[str, str]) -> None:
-    job = described.read([*MODEL.split(), *flags.split()], None).asked.job
+    job = described.read([*MODEL.split(), *flags.split()], None).asked
     assert layers.joined(job, 2) == joined

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_pp_ext.costs import system
-from megatron_pp_ext.planner.step.estimate import estimate, memory
+from megatron_pp_ext.planner.step.estimate import StepModel
 from megatron_pp_ext.planner.step.model_description import describe
 from megatron_pp_ext.planner.step.programs import program
 from megatron_pp_ext.planner.step.workload import Workload
@@ -43,7 +43,7 @@ def test_the_size_of_a_message(changed: dict, size: float) -> None:
 def test_a_rank_s_messages(name: str) -> None:
     schedule = catalog.build(name, 4, 8)
     program_ = program(name, 4, 8, schedule.placement.chunks)
-    found = estimate(work(schedule.placement), program_, name, 8)
+    found = StepModel(work(schedule.placement), program_, name, 8).estimate()
     assert [rank.messages / HIDDEN for rank in found.ranks] == list(program_.peak_messages)
     for rank in found.ranks:
         parts = dict(rank.components())
@@ -52,12 +52,12 @@ def test_a_rank_s_messages(name: str) -> None:
 
 
 def test_one_rank_has_none() -> None:
-    (rank,) = memory(work(linear(1)), program("none", 1, 4, 1), "none", 4)
+    (rank,) = StepModel(work(linear(1)), program("none", 1, 4, 1), "none", 4).memory()
     assert rank.messages == 0
 
 
 def test_without_a_flush_sends_of_earlier_updates_count() -> None:
     """An update of one microbatch sends one message a rank, but the pipeline goes on."""
     made = work(linear(4), pipeline_model_parallel_size=4)
-    ranks = memory(made, program("pipedream", 4, 1, 1), "pipedream", 1)
+    ranks = StepModel(made, program("pipedream", 4, 1, 1), "pipedream", 1).memory()
     assert [rank.messages / HIDDEN - SENDS_AHEAD - 1 for rank in ranks] == [1, 2, 2, 2]

@@ -61,7 +61,7 @@ ACTIVE = [
 
 def counted(name):
     """The parameters of a named model; prediction layers are no part of what DeepSeek publishes."""
-    job = described.read(["--make-vocab-size-divisible-by", "1"], name).asked.job
+    job = described.read(["--make-vocab-size-divisible-by", "1"], name).asked
     return parameters(job.changed(mtp_num_layers=None) if name == "deepseek-v3" else job)
 
 
@@ -164,7 +164,7 @@ def test_positions_that_a_file_leaves_open_are_those_of_the_sequences(tmp_path):
         described.read([], str(file))
     found = described.read([], str(file), {"seq_length": 4096})
     file.write_text(json.dumps({**LLAMA, "max_position_embeddings": 4096}))
-    assert found.asked.job == described.read([], str(file)).asked.job
+    assert found.asked == described.read([], str(file)).asked
     assert "--max-position-embeddings 4096" in " ".join(found.words)
 
 

@@ -32,8 +32,8 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_as_megatron_counts(name: str) -> None:
     training = pytest.importorskip("megatron.training.training")
-    asked = described.read([*BASE.split(), *MODELS[name].split()], None).asked
-    job, given = asked.job, vars(asked.args)
+    job = described.read([*BASE.split(), *MODELS[name].split()], None).asked
+    given = vars(job.args)
     derived = {
         "padded_vocab_size": job.padded_vocabulary,
         "kv_channels": job.model.head_width,

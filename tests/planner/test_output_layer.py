@@ -19,7 +19,7 @@ DEFER = ("--defer-embedding-wgrad-compute", "--wgrad-deferral-limit")
 
 def estimated(*more: str) -> Estimate:
     asked = described.read([*MODEL.split(), *more], None).counted()
-    return estimate_request(asked.job, system.read("h100"), for_world(asked, 4))
+    return estimate_request(asked, system.read("h100"), for_world(asked, 4))
 
 
 def test_only_microbatches_within_the_limit_keep_what_deferred_gradients_read() -> None:

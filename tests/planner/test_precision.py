@@ -21,7 +21,7 @@ BLACKWELL = ("b200", "b300", "gb200", "gb300")
 def estimated(flags: str, machine: str = "h100") -> Estimate:
     """Return the estimate of ``MODEL`` with more ``flags`` on one ``machine``."""
     asked = described.read(shlex.split(f"{MODEL} {flags}"), None).counted()
-    return estimate_request(asked.job, system.read(machine), for_world(asked, 1))
+    return estimate_request(asked, system.read(machine), for_world(asked, 1))
 
 
 def test_no_fused_kernel_takes_fp32() -> None:

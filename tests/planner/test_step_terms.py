@@ -5,7 +5,7 @@ import pytest
 from megatron_pp_ext.costs.system_fields import Link
 from megatron_pp_ext.costs.system_kernels import SystemKernelSeconds
 from megatron_pp_ext.planner.search.lower_bounds import bounds
-from megatron_pp_ext.planner.step.estimate import Estimate, estimate
+from megatron_pp_ext.planner.step.estimate import Estimate, StepModel
 from megatron_pp_ext.planner.step.model_description import describe
 from megatron_pp_ext.planner.step.model_operations import model_operations
 from megatron_pp_ext.planner.step.programs import placement_of, program
@@ -28,7 +28,9 @@ def work(ranks=1, data=1, name="1f1b", chunks=1, **changed) -> Workload:
 
 
 def step(made: Workload, microbatches=8, name="1f1b", chunks=1) -> Estimate:
-    return estimate(made, program(name, made.placement.ranks, microbatches, chunks), name, microbatches)
+    return StepModel(
+        made, program(name, made.placement.ranks, microbatches, chunks), name, microbatches
+    ).estimate()
 
 
 def kernels(**changed) -> SystemKernelSeconds:

@@ -134,7 +134,7 @@ def _never_flush(rank: int, stage, versions, channels, recorder, step: int) -> N
     if done == 0:
         versions.newest = 0
     orders = pipedream.step(replicas, MICROBATCHES, done, total)
-    plan = plan_orders(orders, RANKS, replicas.rank_of, rank, flushes=ends)
+    plan = plan_orders(replicas.placed(orders), rank, flushes=ends)
     with recorder.step():
         execute(plan, Rank({rank: versioned}, channels, recorder))
     kept = () if ends else pipedream.versions_kept(weights, done + 1, **about)

@@ -1,6 +1,7 @@
 """All ranks launch in one line, and receives are posted where the line has their messages' senders."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -8,42 +9,40 @@ from hypothesis import strategies as st
 
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, delivers, needs
-from megatron_pp_ext.schedule.announcements import Announced, Announcements, RankOf
 from megatron_pp_ext.schedule.check import InvalidSchedule
 from megatron_pp_ext.schedule.families import pipedream, round_robin
 from megatron_pp_ext.schedule.families.round_robin import Replicas
-from megatron_pp_ext.schedule.launch_order import launch_line
+from megatron_pp_ext.schedule.launch_order import launch_order
 from megatron_pp_ext.schedule.messages import Message, incoming_message, outgoing_message
+from megatron_pp_ext.schedule.orders import Announced, Orders
 from megatron_pp_ext.schedule.placement import Placement, Shape, linear, v
-from megatron_pp_ext.schedule.program import Orders
 from tests.support.receives import posted_receives
 
 SIZES = [(p, m) for p in (2, 3, 4, 8) for m in (1, p, 3 * p)]
 
 
-def require_one_line(orders: Orders, stages: int, rank_of: RankOf) -> None:
+def require_one_line(orders: Orders) -> None:
     """Assert that the launches of every rank are as the proof in ``schedule.messages`` requires.
 
     They are so whichever messages announce their shapes.
     """
     for announced in Announced:
-        _require_one_line(orders, stages, rank_of, announced)
+        _require_one_line(replace(orders, announced=announced))
 
 
-def _require_one_line(orders: Orders, stages: int, rank_of: RankOf, announced: Announced) -> None:
-    announcements = Announcements(announced, rank_of)
-    line = [(rank, action) for _, rank, action in launch_line(orders, stages, announcements=announcements)]
-    assert [action for rank, action in line if rank == 0] == list(orders[0])
-    assert sorted(line) == sorted((rank, action) for rank, order in enumerate(orders) for action in order)
+def _require_one_line(orders: Orders) -> None:
+    line, by_rank = [(rank, action) for _, rank, action in launch_order(orders)], orders.by_rank
+    assert [action for rank, action in line if rank == 0] == list(by_rank[0])
+    assert sorted(line) == sorted((rank, action) for rank, order in enumerate(by_rank) for action in order)
     place = {delivers(action): at for at, (_, action) in enumerate(line)}
-    posted = posted_receives(orders, stages, rank_of, announced=announced)
+    posted = posted_receives(orders)
     sent: dict[Message, int] = {}
     for rank, action in line:
-        message = outgoing_message(action, stages)
-        if message and rank_of(message.receiver, message.microbatch) != rank:
+        message = outgoing_message(action, orders.stages)
+        if message and orders.rank_of(message.receiver, message.microbatch) != rank:
             sent[message] = rank
     received: dict[Message, int] = {}
-    for rank, order in enumerate(orders):
+    for rank, order in enumerate(by_rank):
         launches: list[int] = []
         here: set[Message] = set()
         for at, arrivals in enumerate(posted[rank]):
@@ -55,7 +54,7 @@ def _require_one_line(orders: Orders, stages: int, rank_of: RankOf, announced: A
                 launches.append(place[Action(message.sender, kind, message.microbatch)])
             if at < len(order):
                 launches.append(place[delivers(order[at])])
-                wanted = incoming_message(order[at], stages)
+                wanted = incoming_message(order[at], orders.stages)
                 assert wanted in here or wanted not in sent or sent[wanted] == rank
         assert launches == sorted(launches), f"rank {rank} leaves the line"
         assert len(set(launches)) == len(launches)
@@ -63,8 +62,7 @@ def _require_one_line(orders: Orders, stages: int, rank_of: RankOf, announced: A
 
 
 def check_schedule(schedule: Schedule) -> None:
-    placement = schedule.placement
-    require_one_line(schedule.orders, placement.stages, lambda stage, _: placement.rank_of(stage))
+    require_one_line(Orders.of(schedule))
 
 
 @pytest.mark.parametrize("name", catalog.NAMES)
@@ -80,10 +78,10 @@ def test_a_pipeline_that_never_flushes(ranks: int, interval: int) -> None:
     """The receive of a message is posted in the update that sends it, though a later one takes it."""
     steps = [pipedream.step(Replicas.straight(ranks), interval, update, 6) for update in range(6)]
     for step in steps:
-        require_one_line(step, ranks, lambda stage, _: stage)
+        require_one_line(Orders(step, linear(ranks)))
     in_flight = []
     for step in steps:
-        (posted, order) = posted_receives(step, ranks, lambda stage, _: stage)[1], step[1]
+        (posted, order) = posted_receives(Orders(step, linear(ranks)))[1], step[1]
         taken = {incoming_message(action, ranks) for action in order}
         in_flight.append([m for arrivals in posted for _, m in arrivals if m not in taken])
     assert all(in_flight[:2]) and not in_flight[-1]  # the last updates drain the pipeline
@@ -93,7 +91,7 @@ def test_a_pipeline_that_never_flushes(ranks: int, interval: int) -> None:
 def test_replicated_stages(counts: tuple[int, ...]) -> None:
     replicas = Replicas(counts)
     for microbatches in (1, 4, 9):
-        require_one_line(round_robin.orders(replicas, microbatches), replicas.stages, replicas.rank_of)
+        require_one_line(replicas.placed(round_robin.orders(replicas, microbatches)))
 
 
 @st.composite
@@ -137,7 +135,7 @@ def test_a_receive_is_posted_before_the_action_in_which_its_message_comes(
     Where F1 announces its shape, its receive would hold up F0, and B0 if F1 were longer.
     """
     schedule = catalog.build("1f1b", 2, 3)
-    *posted, _ = posted_receives(schedule.orders, 2, lambda stage, _: stage, announced=announced)[1]
+    *posted, _ = posted_receives(Orders.of(schedule, announced))[1]
     by_action = zip(map(str, schedule.orders[1]), posted, strict=True)
     found = {action: [message.microbatch for _, message in arrivals] for action, arrivals in by_action}
     assert found == expected
@@ -147,16 +145,16 @@ def test_ranks_that_wait_for_each_other_are_told() -> None:
     """Rank 0 needs the gradient before it has sent the forward that leads to it."""
     orders = ((Action(0, Kind.B, 0), Action(0, Kind.F, 0)), (Action(1, Kind.F, 0), Action(1, Kind.B, 0)))
     with pytest.raises(InvalidSchedule, match="wait for each other"):
-        posted_receives(orders, 2, lambda stage, _: linear(2).rank_of(stage))
+        posted_receives(Orders(orders, linear(2)))
 
 
 def test_a_rank_that_knows_a_microbatch_is_told_no_shape_again() -> None:
     placement = v(3)
     found = {}
     for announced in Announced:
-        announcements = Announcements(announced, lambda stage, _: placement.rank_of(stage))
+        orders = Orders((), placement, announced=announced)
         found[announced] = [
-            (announcements.is_announced(stage, 0), announcements.is_repeated(stage, 0))
+            (orders.is_announced(stage, 0), orders.is_repeated(stage, 0))
             for stage in range(1, placement.stages)
         ]
     told, repeated, nothing = (True, False), (False, True), (False, False)

@@ -12,6 +12,7 @@ from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, together
 from megatron_pp_ext.schedule.check import InvalidSchedule, check
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.formats import csv_file
+from megatron_pp_ext.schedule.orders import Orders
 from megatron_pp_ext.schedule.placement import linear
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.schedule.timing import ScheduleTimer
@@ -178,10 +179,7 @@ def test_schedules_without_pairs_name_those_that_have_them() -> None:
 @given(st.sampled_from(NAMES), st.integers(2, 6), st.integers(1, 14))
 def test_nothing_is_launched_within_a_pair(name: str, ranks: int, microbatches: int) -> None:
     schedule = catalog.build(name, ranks, microbatches, paired=True)
-    placement = schedule.placement
-    posted = posted_receives(
-        schedule.orders, placement.stages, lambda stage, _: placement.rank_of(stage), schedule.paired
-    )
+    posted = posted_receives(Orders.of(schedule))
     for order, of_rank in zip(schedule.orders, posted, strict=True):
         behind = [place + 1 for place, action in enumerate(order) if action in schedule.paired]
         assert not any(of_rank[place] for place in behind)

@@ -17,10 +17,11 @@ from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.check import check
-from megatron_pp_ext.schedule.costs import Costs, HeadCosts, StageCosts
+from megatron_pp_ext.schedule.costs import CostModel, Costs, HeadCosts, StageCosts
 from megatron_pp_ext.schedule.formats import csv_file, trace_file, trace_reading
-from megatron_pp_ext.schedule.launch_order import launch_line
+from megatron_pp_ext.schedule.launch_order import launch_order
 from megatron_pp_ext.schedule.messages import Arrival, Launch, planned_launches
+from megatron_pp_ext.schedule.orders import Orders
 from megatron_pp_ext.schedule.placement import FIRST, LAST, Placement, Shape, linear, loop, v, wave
 from megatron_pp_ext.schedule.recorded import RecordedStep
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
@@ -42,7 +43,7 @@ def costs_of(stages: int) -> Costs:
 def both(request: Request) -> tuple[Timeline, Timeline]:
     """Return the steps with the ends on the first and on the last rank."""
     first, last = (
-        make(request.with_loss_on(rank), lambda stages, _: costs_of(stages)).schedule
+        make(request.with_loss_on(rank), CostModel(lambda placement: costs_of(placement.stages))).schedule
         for rank in (FIRST, LAST)
     )
     check(last)
@@ -82,13 +83,7 @@ def test_pairs(name: str) -> None:
 
 
 def _planned(schedule: Schedule) -> list[list[tuple[Launch, ...]]]:
-    placement = schedule.placement
-    return planned_launches(
-        schedule.orders,
-        placement.stages,
-        lambda stage, _: placement.rank_of(stage),
-        ends_on_last=placement.ends_on_last,
-    )
+    return planned_launches(Orders.of(schedule))
 
 
 @pytest.mark.parametrize("name", FOLDED)
@@ -96,9 +91,7 @@ def _planned(schedule: Schedule) -> list[list[tuple[Launch, ...]]]:
 def test_the_same_launches(name: str, splits_head: bool) -> None:
     """Also where actions end at the same time: ranks differ in their numbers alone."""
     first, last = (one.schedule for one in both(replace(named(name, 4, 9), splits_head=splits_head)))
-    stages = first.placement.stages
-    before = launch_line(first.orders, stages)
-    after = launch_line(last.orders, stages, ends_on_last=True)
+    before, after = (launch_order(Orders.of(one)) for one in (first, last))
     assert after == [(end, 3 - rank, action) for end, rank, action in before]
     planned = [_planned(one) for one in (first, last)]
     turned = [
@@ -136,13 +129,13 @@ def test_among_several_placements_each_has_the_limits_of_its_ranks() -> None:
     """A loop keeps its ranks where a V is turned over: here no other placement keeps the limits."""
     costs, limits = costs_of(6), least_limits(costs_of(6), loop(3, 2))
     request = replace(named("flex", 3, 6, limit=1.0), trials=50).with_loss_on(LAST)
-    made = make(replace(request, limit=Budget(limits)), lambda stages, _: costs)
+    made = make(replace(request, limit=Budget(limits)), CostModel.fixed(costs))
     assert made.schedule.placement == loop(3, 2)
     timeline = simulate(made.schedule, costs)
     assert all(map(at_most, timeline.peak_memory, limits))
     assert made.lower_bound is not None and made.lower_bound <= timeline.makespan
     with pytest.raises(InfeasibleLimit, match="of rank 2 is infeasible"):
-        make(replace(request, limit=(2.0, 2.0, 0.01)), lambda stages, _: costs)
+        make(replace(request, limit=(2.0, 2.0, 0.01)), CostModel.fixed(costs))
 
 
 def test_a_placement_and_its_mirror() -> None:

@@ -6,9 +6,9 @@ from megatron_pp_ext.runtime.operations.compute import Compute
 from megatron_pp_ext.runtime.operations.transfers import Post, Receive, Send
 from megatron_pp_ext.runtime.plan import RankPlan, plan_rank
 from megatron_pp_ext.schedule.actions import Schedule
-from megatron_pp_ext.schedule.announcements import Announced, Announcements
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.messages import SENDS_AHEAD, Message
+from megatron_pp_ext.schedule.orders import Announced, Orders
 
 
 def step_seconds(
@@ -41,7 +41,7 @@ def seconds_of(
     at, now = [0] * len(plans), [0.0] * len(plans)
     posted, sent = dict[Message, float](), dict[Message, float]()
     under_way: list[deque[Message]] = [deque() for _ in plans]
-    inputs = Announcements(announced, lambda stage, _: schedule.placement.rank_of(stage))
+    inputs = Orders.of(schedule, announced)
 
     def announces(message: Message) -> bool:
         is_activation = message.sender < message.receiver

@@ -18,13 +18,14 @@ from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.trainer.model_costs import estimate
-from megatron_pp_ext.integration.trainer.validation import pipeline_of, read_flags
+from megatron_pp_ext.integration.trainer.validation import read_flags
 from megatron_pp_ext.job.our_flags import add_flags
 from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.planner import described
 from megatron_pp_ext.planner.step.model_description import settle
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.placement import linear
 from tests.support.ranks import run_ranks
 from tests.support.training import TINY
 
@@ -62,8 +63,8 @@ def read(monkeypatch: pytest.MonkeyPatch, flags: str):
 
 def requested_by(args: Namespace) -> Pipeline | None:
     """Return the pipeline that ``args`` request; None where they request none."""
-    read = read_flags(args)
-    return None if read is None else pipeline_of(*read)
+    _, pipeline = read_flags(args)
+    return pipeline
 
 
 def estimated(flags: str) -> Request:
@@ -144,4 +145,4 @@ def assert_refused(monkeypatch: pytest.MonkeyPatch, flags: str, message: str) ->
 
 def estimated_costs(flags: str, stages: int) -> Costs:
     """Return the costs that are estimated for the tiny GPT with ``flags``, cut into ``stages``."""
-    return estimate(RequestedJob(arguments(flags)), stages)
+    return estimate(RequestedJob.of_args(arguments(flags))).of(linear(stages))

@@ -39,8 +39,7 @@ from megatron_pp_ext.features.offload.megatron import host_activations  # noqa: 
 from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations  # noqa: E402
 from megatron_pp_ext.integration import core, core_hooks, patching, requested, runners, start_up  # noqa: E402
 from megatron_pp_ext.integration.releases import CORE_0_19, megatron_release  # noqa: E402
-from megatron_pp_ext.schedule.costs import Costs  # noqa: E402
-from megatron_pp_ext.schedule.placement import loop  # noqa: E402
+from megatron_pp_ext.schedule.costs import CostModel, Costs  # noqa: E402
 from tests.support import own_loop  # noqa: E402
 from tests.support.few_trials import few_trials  # noqa: E402
 
@@ -100,9 +99,7 @@ def core_alone(rank: int) -> list[tuple[str, str]]:
             importlib.import_module(module.name)
     patching.apply(core_hooks.CORE)
 
-    def costs(stages: int, splits_head: bool = False) -> Costs:
-        return Costs.unit(loop(2, stages // 2))
-
+    costs = CostModel(Costs.unit)
     found = []
     for name, more in (("v-half", ()), ("zb-h1", (ProfileSteps(2, 3),)), ("auto", ())):
         request = replace(named(name, 2, 4), options=more)

@@ -31,5 +31,5 @@ def chosen(asked: RequestedJob, read: Read, rows: Rows) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for one in _registered:
-        found |= one(asked.changed(**found), read, rows)
+        found |= one(asked.with_arguments(**found), read, rows)
     return found

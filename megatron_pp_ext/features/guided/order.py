@@ -9,7 +9,7 @@ from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.compiler.source import Source
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import CostModel, Costs
 from megatron_pp_ext.schedule.names import FLEX
 from megatron_pp_ext.schedule.simulate import simulate
 
@@ -22,7 +22,7 @@ def shorter(source: Source, current: Schedule, measured: Costs, free: Sequence[f
     """
     budget = may_keep(source, current, measured, free)
     request = Request(FLEX, (current.placement,), current.microbatches, True, limit=budget)
-    return make(request, lambda stages, is_shared: measured).schedule
+    return make(request, CostModel.fixed(measured)).schedule
 
 
 def may_keep(source: Source, current: Schedule, measured: Costs, free: Sequence[float]) -> Budget:

@@ -19,7 +19,7 @@ from megatron_pp_ext.features.lengths.steps import Floats, Integers, Movable, Ta
 from megatron_pp_ext.features.lengths.timing import excess_of, judge, search, time_order
 from megatron_pp_ext.features.lengths.within import Within
 from megatron_pp_ext.schedule.actions import OF_STAGES, Kind, Schedule
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import CostModel, Costs
 from megatron_pp_ext.schedule.unit_costs import UnitCosts
 
 BUDGET = 0.05
@@ -242,7 +242,7 @@ def plan(
     microbatches = Microbatches.of(lengths)
     in_step = costs.of(microbatches)
     means = Costs(in_step.stages, in_step.hop, in_step.message, in_step.head, in_step.pair)
-    planner = Planner(make(request, lambda stages, shared: means).schedule)
+    planner = Planner(make(request, CostModel.fixed(means)).schedule)
     limits = None if request.limit is None else request.budget(in_step).ranks
     cut = in_step.merged(planner.schedule.placement.stages)
     return planner.plan(cut, how, budget=budget, limits=limits)

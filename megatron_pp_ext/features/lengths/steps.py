@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind, Schedule
 from megatron_pp_ext.schedule.columns import as_list
 from megatron_pp_ext.schedule.copy_steps import with_copies
+from megatron_pp_ext.schedule.orders import Orders
 from megatron_pp_ext.schedule.program import Program
 from megatron_pp_ext.schedule.unit_costs import UnitCosts
 from megatron_pp_ext.schedule.walk import Walk
@@ -101,7 +102,7 @@ class Movable:
             [action for action in order if action.kind is not Kind.W or not moves_weights]
             for order in schedule.orders
         ]
-        walk = Walk(Program.of_orders(kept, placement, schedule.paired, is_repeated=True))
+        walk = Walk(Program.of_orders(Orders(kept, placement, schedule.paired), is_repeated=True))
         self._step_of = as_list(walk.step_of)
         if schedule.copies:
             walk = with_copies(walk, schedule)

@@ -50,7 +50,7 @@ def requested(
 
 def read(asked: RequestedJob, request: Request) -> Request:
     """Return ``request`` with what the flags request; see ``job.options.Read``."""
-    given = asked.job.pipeline
+    given = asked.pipeline
     if given.pipeline_offload is None:
         return request
     limit, host_bytes = given.pipeline_memory_limit, given.pipeline_offload_host_bytes

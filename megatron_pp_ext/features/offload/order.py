@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from megatron_pp_ext.compiler.compile import InfeasibleLimit, least_makespan
-from megatron_pp_ext.compiler.make import CostsOf, Made, Make
+from megatron_pp_ext.compiler.make import Made, Make
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.compiler.search.problem import TOLERANCE
 from megatron_pp_ext.features.offload.compiled import planned
@@ -15,7 +15,7 @@ from megatron_pp_ext.features.offload.free_plans import with_share, within, with
 from megatron_pp_ext.features.offload.longer_plans import with_whole_share, within_limits
 from megatron_pp_ext.features.offload.options import Offload
 from megatron_pp_ext.schedule.actions import Schedule
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import CostModel, Costs
 from megatron_pp_ext.schedule.names import AUTO, FLEX
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 
@@ -32,7 +32,7 @@ _WORTH_SAYING = 5e-4
 """The part of a step from which on it is reported that copies make it longer."""
 
 
-def offloaded(request: Request, costs: CostsOf, before: Make) -> Made:
+def offloaded(request: Request, costs: CostModel, before: Make) -> Made:
     """Let activations wait on the host, as the request's ``Offload`` asks.
 
     ValueError, in one line, where no copies keep the memory limit.
@@ -66,11 +66,11 @@ def with_copy_seconds(costs: Costs) -> Costs:
     return replace(costs, stages=tuple(stages))
 
 
-def _known(request: Request, costs: CostsOf, schedule: Schedule) -> Costs:
+def _known(request: Request, costs: CostModel, schedule: Schedule) -> Costs:
     """Return the costs of the stages of ``schedule``; those of units for a model that has no estimate."""
     placement = schedule.placement
     try:
-        return costs(request.finest.stages, placement.splits_head).merged(placement.stages)
+        return costs.of(placement)
     except ValueError:
         return Costs.unit(placement)
 
@@ -93,13 +93,13 @@ def _timeline(schedule: Schedule, request: Request, share: float | str, costs: C
     )
 
 
-def _compiled(request: Request, costs: CostsOf, before: Make) -> Made:
+def _compiled(request: Request, costs: CostModel, before: Make) -> Made:
     """Return the shortest step found within the limit where activations may wait on the host.
 
     What is compiled without copies stays if nothing is shorter.  Where a published family keeps the limit
     with them, fewer trials search for it, and none where its lower bound is above that family's step.
     """
-    known = with_copy_seconds(costs(request.finest.stages, bool(request.splits_head)))
+    known = with_copy_seconds(costs.of(request.finest))
     budget = request.budget(known)
     counted = budget.counted(known)
     found = planned(request.placements, request.microbatches, counted, budget.ranks)

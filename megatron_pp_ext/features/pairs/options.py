@@ -37,4 +37,4 @@ def read(asked: RequestedJob, request: Request) -> Request:
     Megatron's own 1F1B has none.
     """
     has_place = request.ranks == 1 or not request.is_stock or request.placement.chunks > 1
-    return paired(request, asked.job.parallel.overlap_moe_expert_parallel_comm and has_place)
+    return paired(request, asked.parallel.overlap_moe_expert_parallel_comm and has_place)

@@ -12,15 +12,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from megatron_pp_ext.compiler.make import CostsOf, Made, Make
+from megatron_pp_ext.compiler.limits import Cut
+from megatron_pp_ext.compiler.make import Made, Make
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.features.pairs.options import Pairs
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import CostModel, Costs
 from megatron_pp_ext.schedule.families import one_f_one_b
 from megatron_pp_ext.schedule.names import FLEX, FORWARD_ONLY, NO_PIPELINE
-from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.program import Program
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from megatron_pp_ext.schedule.walk import Walk
@@ -29,9 +29,7 @@ _ACTIONS = 200_000
 """The most actions that are timed to find pairs to dissolve; each attempt times the whole schedule."""
 
 
-def compiled(
-    found: Timeline, origin: str, cuts: Sequence[tuple[Placement, Costs]], microbatches: int
-) -> Iterator[tuple[Timeline, str]]:
+def compiled(found: Timeline, origin: str, cuts: Sequence[Cut]) -> Iterator[tuple[Timeline, str]]:
     """Yield what was ``found`` in pairs, and the families that have pairs; see ``compile.Variants``.
 
     Nothing where a pair takes as long as its two actions.
@@ -40,17 +38,18 @@ def compiled(
         return
     yield in_pairs(found.schedule, found.costs), f"{origin}, in pairs"
     for name, entry in catalog.ENTRIES.items():
-        for placement, costs in cuts:
+        for cut in cuts:
+            placement = cut.placement
             if entry.make_paired is None or entry.shape is not placement.shape:
                 continue
             if not entry.accepts(placement.chunks):
                 continue
-            family = entry.build(placement.ranks, microbatches, placement.chunks, paired=True)
-            timeline = simulate(replace(family, name=FLEX), costs)
+            family = entry.build(placement.ranks, cut.microbatches, placement.chunks, paired=True)
+            timeline = simulate(replace(family, name=FLEX), cut.costs)
             yield timeline, f"{name} in pairs, {placement.shape} placement"
 
 
-def paired(request: Request, costs: CostsOf, before: Make) -> Made:
+def paired(request: Request, costs: CostModel, before: Make) -> Made:
     """Return a family's order with pairs where the request has them; a pass of ``compiler.make``.
 
     ValueError for a family that has none.  What is compiled has its pairs already, a file its own.
@@ -106,7 +105,7 @@ def _without_circles(schedule: Schedule, paired: frozenset[Action]) -> frozenset
     Where no rank can continue, all pairs dissolve that ranks stand at: without pairs the order has no circle.
     """
     while True:
-        walk = Walk(Program.of_orders(schedule.orders, schedule.placement, paired))
+        walk = Walk(Program.of(replace(schedule, paired=paired)))
         if walk.is_complete:
             return paired
         ends = walk.program.columns.bounds[1:]

@@ -6,16 +6,17 @@ Families keep their shape (``shift``); what the compiler would search for is pla
 from dataclasses import replace
 
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
-from megatron_pp_ext.compiler.make import CostsOf, Made, Make
+from megatron_pp_ext.compiler.make import Made, Make
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.features.slices.options import Slices
 from megatron_pp_ext.features.slices.shift import more, require_chain_order, shifted
 from megatron_pp_ext.features.slices.units import Units
+from megatron_pp_ext.schedule.costs import CostModel
 from megatron_pp_ext.schedule.names import FORWARD_ONLY
 from megatron_pp_ext.schedule.simulate import Timeline
 
 
-def sliced(request: Request, costs: CostsOf, before: Make) -> Made:
+def sliced(request: Request, costs: CostModel, before: Make) -> Made:
     """Let the units of the order be slices, where any are requested.
 
     The ``costs`` are those of whole microbatches.  ValueError for what slices do not go with, for a schedule
@@ -38,7 +39,7 @@ def sliced(request: Request, costs: CostsOf, before: Make) -> Made:
     return replace(made, schedule=shifted(made.schedule, units))
 
 
-def _planned(request: Request, units: Units, slices: int, costs: CostsOf) -> Made:
+def _planned(request: Request, units: Units, slices: int, costs: CostModel) -> Made:
     """Return the shortest order for the request's limit that is found with any of its placements."""
     # Imported here because it takes numpy, which nobody needs who has no such schedule.
     from megatron_pp_ext.features.slices.compiled import compiled
@@ -46,7 +47,7 @@ def _planned(request: Request, units: Units, slices: int, costs: CostsOf) -> Mad
 
     if request.splits_head:
         raise ValueError(f"slices under {request.schedule} leave the head whole: leave one of the two out")
-    finest = costs(request.finest.stages, False)
+    finest = costs.of(request.finest)
     budget = request.budget(finest)
     of_slices = of_equal_slices(budget.counted(finest), slices)
     found, refused = list[tuple[Timeline, str, float]](), list[InfeasibleLimit]()

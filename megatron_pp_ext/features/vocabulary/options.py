@@ -32,7 +32,7 @@ def _requested(request: Request, value: str | None) -> Request:
 
 def _permitted(asked: RequestedJob) -> str | None:
     """Return the value of the flag, but None where other flags leave ``AUTO`` no choice."""
-    value = asked.job.pipeline.pipeline_vocabulary
+    value = asked.pipeline.pipeline_vocabulary
     return None if value == AUTO and not all_rules.has_choice(asked, "--pipeline-vocabulary") else value
 
 

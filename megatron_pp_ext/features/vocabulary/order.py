@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.compiler.limits import Budget, least_limits
-from megatron_pp_ext.compiler.make import CostsOf, Made, Make
+from megatron_pp_ext.compiler.make import Made, Make
 from megatron_pp_ext.compiler.request import Option, Request
 from megatron_pp_ext.features.vocabulary.share import share, share_evaluation, without_weight_gradients
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import CostModel, Costs
 from megatron_pp_ext.schedule.names import FORWARD_ONLY
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
@@ -28,7 +28,7 @@ class FrozenOutput(Option):
     """An option of a request: the weight of the output layer is frozen, and has no gradient."""
 
 
-def shared(request: Request, costs: CostsOf, before: Make) -> Made:
+def shared(request: Request, costs: CostModel, before: Make) -> Made:
     """Share the vocabulary where it is requested, or under ``auto`` where that makes the step shorter."""
     if request.splits_head:
         return Made(_shared(request, costs, before), about="vocabulary shared by all ranks")
@@ -37,7 +37,7 @@ def shared(request: Request, costs: CostsOf, before: Make) -> Made:
     return before(request)
 
 
-def without_frozen_weight(request: Request, costs: CostsOf, before: Make) -> Made:
+def without_frozen_weight(request: Request, costs: CostModel, before: Make) -> Made:
     """Leave out the weight gradients of an output layer that is frozen."""
     made = before(request)
     if request.option(FrozenOutput) is None:
@@ -45,7 +45,7 @@ def without_frozen_weight(request: Request, costs: CostsOf, before: Make) -> Mad
     return replace(made, schedule=without_weight_gradients(made.schedule))
 
 
-def _shared(request: Request, costs: CostsOf, before: Make) -> Schedule:
+def _shared(request: Request, costs: CostModel, before: Make) -> Schedule:
     if request.is_compiled:
         return _compiled(request, costs, before)
     if request.schedule == FORWARD_ONLY:
@@ -53,32 +53,27 @@ def _shared(request: Request, costs: CostsOf, before: Make) -> Schedule:
     return share(lambda count: before(replace(request, microbatches=count)).schedule, request.microbatches)
 
 
-def _shorter_of_both(request: Request, costs: CostsOf, before: Make) -> Made:
+def _shorter_of_both(request: Request, costs: CostModel, before: Make) -> Made:
     alone = before(replace(request, splits_head=False))
     try:
         schedules = alone.schedule, _shared(replace(request, splits_head=True), costs, before)
     except InfeasibleLimit:
         return replace(alone, note="vocabulary not shared: the memory limit has no room for its parts")
-    separate, shared = (
-        simulate(
-            schedule, costs(request.finest.stages, bool(is_shared)).merged(schedule.placement.stages)
-        ).makespan
-        for is_shared, schedule in enumerate(schedules)
-    )
+    separate, shared = (simulate(schedule, costs.of(schedule.placement)).makespan for schedule in schedules)
     gain = 1 - shared / separate
     if gain < _WORTH_SHARING:
         return replace(alone, note=f"vocabulary not shared: that would change a step by {-gain:+.1%}")
     return Made(schedules[1], f"vocabulary shared: steps are {gain:.1%} shorter by the estimate")
 
 
-def _compiled(request: Request, costs: CostsOf, before: Make) -> Schedule:
+def _compiled(request: Request, costs: CostModel, before: Make) -> Schedule:
     """Compile with the parts of the vocabulary in the limit.
 
     A fraction as limit is one of what 1F1B keeps without sharing.  Under ``auto`` each rank has what it has
     free, but no less than the order needs that keeps least.
     """
     is_auto = catalog.abilities(request.schedule).measures_memory
-    known = costs(request.finest.stages, True)
+    known = costs.of(request.finest)
     if is_auto and not isinstance(request.limit, Budget):
         compiler = _Compiler(request, known, before)
         least = compiler.least(request.placement)
@@ -86,7 +81,7 @@ def _compiled(request: Request, costs: CostsOf, before: Make) -> Schedule:
             return least
         free = tuple(map(max, compiler.needed(least), request.free))
         return compiler.within(free, request.placement)
-    budget = request.budget(costs(request.finest.stages, False))
+    budget = request.budget(costs.of(replace(request.finest, splits_head=False)))
     compiler = _Compiler(request, budget.counted(known), before, budget.holds_messages)
     found, reason = [], InfeasibleLimit()
     for placement in request.placements:

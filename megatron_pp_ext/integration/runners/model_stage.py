@@ -20,7 +20,7 @@ from megatron_pp_ext.runtime.channels import Shape
 from megatron_pp_ext.runtime.plan import RankPlan
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule.actions import Action, Kind
-from megatron_pp_ext.schedule.announcements import Announced
+from megatron_pp_ext.schedule.orders import Announced
 from megatron_pp_ext.schedule.placement import Placement
 
 ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any] | None]]

@@ -7,6 +7,7 @@ gradient finalization, the loss store on the last rank.  What it runs and how is
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -64,6 +65,84 @@ class Losses(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCall:
+    """What Megatron passes to its own forward-backward functions; ``p2p_communicator`` is not used."""
+
+    forward_step_func: Callable[..., Any]
+    data_iterator: Any
+    model: Any
+    num_microbatches: int
+    seq_length: int
+    micro_batch_size: int
+    decoder_seq_length: int | None = None
+    forward_only: bool = False
+    collect_non_loss_data: bool = False
+    first_val_step: bool | None = None
+    adjust_tensor_shapes_fn: Callable[..., Any] | None = None
+    p2p_communicator: Any = None
+    pg_collection: ProcessGroupCollection | None = None
+    force_all_reduce: bool | None = False
+
+    @property
+    def chunks(self) -> list[Any]:
+        return self.model if isinstance(self.model, list) else [self.model]
+
+    @property
+    def iterators(self) -> list[Any]:
+        return self.data_iterator if isinstance(self.data_iterator, list) else [self.data_iterator]
+
+    def require_supported(self) -> None:
+        """Raise ValueError for what no schedule supports, and unless each chunk has a data iterator."""
+        if self.adjust_tensor_shapes_fn is not None:
+            raise ValueError(
+                "schedules of megatron_pp_ext do not support modelopt's distillation, which adjusts shapes "
+                "of messages (adjust_tensor_shapes_fn); leave it out, or train under Megatron's own schedule"
+            )
+        refuse_multimodule(self.p2p_communicator, self.pg_collection)
+        if len(self.iterators) != len(self.chunks):
+            is_list = isinstance(self.data_iterator, list)
+            given = f"a list of {len(self.iterators)}" if is_list else "one iterator"
+            raise ValueError(
+                f"data_iterator is {given}, and this model has {len(self.chunks)} chunks on a rank; give a "
+                "list of one iterator for each chunk"
+            )
+
+    def inputs(self, config: Any, training_steps: int) -> StepInputs:
+        """Return the inputs of the step, under the model's ``config`` and after so many training steps."""
+        groups = self.pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        (shape,) = stock_schedules.get_tensor_shapes(
+            seq_length=self.seq_length,
+            micro_batch_size=self.micro_batch_size,
+            decoder_seq_length=self.decoder_seq_length,
+            config=config,
+            tp_group=groups.tp,
+            cp_group=groups.cp,
+        )
+        if config.mtp_standalone or config.variable_seq_lengths:
+            # After the prediction a message holds the hidden states of several tokens.  Before 0.17 the
+            # function does not know that lengths vary.
+            shape = ()
+        chunks = self.chunks
+        return StepInputs(
+            forward_step_func=self.forward_step_func,
+            group=groups.pp,
+            groups=groups,
+            shape=shape,
+            model=chunks,
+            iterators=self.iterators,
+            microbatches=self.num_microbatches,
+            config=config,
+            cp_size=groups.cp.size(),
+            data_parallel=DataParallel(chunks, config, self.forward_only, bool(self.force_all_reduce)),
+            forward_only=self.forward_only,
+            collect_non_loss_data=self.collect_non_loss_data,
+            first_val_step=self.first_val_step,
+            training_steps=training_steps,
+            samples=self.micro_batch_size,
+        )
+
+
 class PipelineRunner:
     """Runs training and evaluation steps of one pipeline, by its parts.
 
@@ -84,106 +163,62 @@ class PipelineRunner:
         """Bring the losses of the last such step, which may be those of its graph, to the last rank."""
         return self._losses.losses(self._undelivered[forward_only])
 
-    def __call__(
-        self,
-        *,
-        forward_step_func: Callable[..., Any],
-        data_iterator: Any,
-        model: Any,
-        num_microbatches: int,
-        seq_length: int,
-        micro_batch_size: int,
-        decoder_seq_length: int | None = None,
-        forward_only: bool = False,
-        collect_non_loss_data: bool = False,
-        first_val_step: bool | None = None,
-        adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
-        p2p_communicator: Any = None,
-        pg_collection: ProcessGroupCollection | None = None,
-        force_all_reduce: bool | None = False,
-    ) -> list[Any]:
-        """Run ``num_microbatches`` forwards, and backwards unless ``forward_only``.
+    def __call__(self, **arguments: Any) -> list[Any]:
+        """Run a step of ``StepCall``'s ``arguments``: forwards, and backwards unless ``forward_only``.
 
-        Returns the loss store, one entry a microbatch, on the last pipeline rank, where Megatron
-        looks for it, and an empty list elsewhere.  ``p2p_communicator`` is not used.
+        Returns the loss store, one entry a microbatch, on the last pipeline rank, where Megatron looks for
+        it, and an empty list elsewhere.
 
         ValueError, before any message, for what no schedule supports: distillation, MIMO, some settings of
         the model's config; and unless there is one data iterator for each chunk.
         """
-        if adjust_tensor_shapes_fn is not None:
-            raise ValueError(
-                "schedules of megatron_pp_ext do not support modelopt's distillation, which adjusts shapes "
-                "of messages (adjust_tensor_shapes_fn); leave it out, or train under Megatron's own schedule"
-            )
-        refuse_multimodule(p2p_communicator, pg_collection)
-        model = model if isinstance(model, list) else [model]
-        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-        if len(iterators) != len(model):
-            given = f"a list of {len(iterators)}" if isinstance(data_iterator, list) else "one iterator"
-            raise ValueError(
-                f"data_iterator is {given}, and this model has {len(model)} chunks on a rank; give a list of "
-                "one iterator for each chunk"
-            )
-        config = get_model_config(model[0])
-        refuse_config(config)
-        if not self._is_split:
-            require_alike(model)
-            _split_backwards(model, config)
-            self._is_split = True
-        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        (shape,) = stock_schedules.get_tensor_shapes(
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
-            decoder_seq_length=decoder_seq_length,
-            config=config,
-            tp_group=groups.tp,
-            cp_group=groups.cp,
-        )
-        if config.mtp_standalone or config.variable_seq_lengths:
-            # After the prediction a message holds the hidden states of several tokens.  Before 0.17 the
-            # function does not know that lengths vary.
-            shape = ()
-        data_parallel = DataParallel(model, config, forward_only, bool(force_all_reduce))
-        inputs = StepInputs(
-            forward_step_func=forward_step_func,
-            group=groups.pp,
-            groups=groups,
-            shape=shape,
-            model=model,
-            iterators=iterators,
-            microbatches=num_microbatches,
-            config=config,
-            cp_size=groups.cp.size(),
-            data_parallel=data_parallel,
-            forward_only=forward_only,
-            collect_non_loss_data=collect_non_loss_data,
-            first_val_step=first_val_step,
-            training_steps=self._training_steps,
-            samples=micro_batch_size,
-        )
-        paged_stash.begin_step(config, forward_only)
+        call = StepCall(**arguments)
+        inputs = self._prepare(call)
+        config = inputs.config
         clock = timed(config, "forward-backward", level=1, barrier=config.barrier_with_L1_time)
         with clock, self._recording.step(inputs) as recorder, late_checks.put_off():
-            with data_parallel.step(), self._recording.actions(inputs, recorder):
-                try:
-                    self.steps.run(inputs, recorder or Unrecorded())
-                except BaseException:
-                    STORE.abandon()
-                    stop_timers(config)
-                    raise
-            if len(STORE):
-                raise RuntimeError(f"{len(STORE)} weight gradients were left at the end of the step")
-            if config.finalize_model_grads_func is not None and not forward_only:
-                tokens = self._losses.tokens(inputs) if config.calculate_per_token_loss else None
-                config.finalize_model_grads_func(
-                    model, tokens, pg_collection=groups, force_all_reduce=force_all_reduce
-                )
-            if self.delivers_losses:
-                losses = self._losses.losses(inputs)
-            else:
-                losses, self._undelivered[forward_only] = inputs.losses, inputs
-        self._training_steps += not forward_only
+            self._run(inputs, recorder)
+            losses = self._hand_back(inputs, call.force_all_reduce)
+        self._training_steps += not inputs.forward_only
         return losses
+
+    def _prepare(self, call: StepCall) -> StepInputs:
+        """Return the inputs of the step, before any message; the first one readies the model's layers."""
+        call.require_supported()
+        config = get_model_config(call.chunks[0])
+        refuse_config(config)
+        if not self._is_split:
+            require_alike(call.chunks)
+            _split_backwards(call.chunks, config)
+            self._is_split = True
+        inputs = call.inputs(config, self._training_steps)
+        paged_stash.begin_step(config, call.forward_only)
+        return inputs
+
+    def _run(self, inputs: StepInputs, recorder: Recorder | None) -> None:
+        """Run all actions of the step; RuntimeError where one left a weight gradient behind."""
+        with inputs.data_parallel.step(), self._recording.actions(inputs, recorder):
+            try:
+                self.steps.run(inputs, recorder or Unrecorded())
+            except BaseException:
+                STORE.abandon()
+                stop_timers(inputs.config)
+                raise
+        if len(STORE):
+            raise RuntimeError(f"{len(STORE)} weight gradients were left at the end of the step")
+
+    def _hand_back(self, inputs: StepInputs, force_all_reduce: bool | None) -> list[Any]:
+        """Let Megatron finalize the gradients, and return the losses, unless ``deliver`` brings them."""
+        config = inputs.config
+        if config.finalize_model_grads_func is not None and not inputs.forward_only:
+            tokens = self._losses.tokens(inputs) if config.calculate_per_token_loss else None
+            config.finalize_model_grads_func(
+                inputs.model, tokens, pg_collection=inputs.groups, force_all_reduce=force_all_reduce
+            )
+        if self.delivers_losses:
+            return self._losses.losses(inputs)
+        self._undelivered[inputs.forward_only] = inputs
+        return inputs.losses
 
 
 def _split_backwards(model: list[Any], config: Any) -> None:

@@ -13,8 +13,8 @@ from megatron_pp_ext.integration.trainer.layout_finder import advised
 from megatron_pp_ext.job.typed_job import Job
 
 
-def settings(args: Namespace, pipeline: Pipeline) -> Settings:
-    """Return the settings of the run that ``args`` describe, with ``pipeline``.
+def settings(args: Namespace, job: Job, pipeline: Pipeline) -> Settings:
+    """Return the settings of the run of ``job``, which ``args`` describe, with ``pipeline``.
 
     Megatron goes on changing ``args`` while it starts and trains, so what changes is read when it is needed.
     """
@@ -26,8 +26,10 @@ def settings(args: Namespace, pipeline: Pipeline) -> Settings:
         clip_grad=args.clip_grad,
         train_steps=lambda: int(args.train_iters),
         steps_done=lambda counted: int(getattr(args, "curr_iteration", 0)),
-        message_bytes=lambda: message_bytes(Job.of(args)),
-        advice=lambda *measured: advised(Job.of(args), args.data_parallel_size, *measured),
-        costs_at=pipeline.settings.costs_at,
+        message_bytes=lambda: message_bytes(job),
+        advice=lambda *measured: advised(
+            job.changed(padded_vocab_size=args.padded_vocab_size), args.data_parallel_size, *measured
+        ),
+        estimate=pipeline.settings.estimate,
         caveat=partial(caveat, pipeline, args),
     )

@@ -4,7 +4,6 @@ Everything that can be known to be wrong is refused here, before any process gro
 the rule and the fix in one line.
 """
 
-import functools
 import sys
 from argparse import Namespace
 from collections.abc import Callable
@@ -15,12 +14,11 @@ from typing import Any
 
 from megatron.core.utils import get_te_version
 
-from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.compiler.source import Source
 from megatron_pp_ext.costs.choices import registry as choices
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.patching import hook
-from megatron_pp_ext.integration.settings import Settings, costs_at
+from megatron_pp_ext.integration.settings import Settings
 from megatron_pp_ext.integration.start_up import comparison, require_possible, show_compiling, summary
 from megatron_pp_ext.integration.step_runners import require_loaded
 from megatron_pp_ext.integration.trainer import layout_finder, model_costs
@@ -29,14 +27,13 @@ from megatron_pp_ext.integration.trainer.checkpoint_loading import describe
 from megatron_pp_ext.integration.trainer.replica_samples import one_of_each
 from megatron_pp_ext.integration.trainer.run_settings import settings
 from megatron_pp_ext.integration.workarounds import dataset_helpers, needed_flags
-from megatron_pp_ext.job import layers, measurements, our_flags, pipeline, replicas, sizes, stage_costs
+from megatron_pp_ext.job import layers, measurements, our_flags, replicas, sizes
 from megatron_pp_ext.job.layers import chunks_requested
+from megatron_pp_ext.job.pipeline import read as request_of
+from megatron_pp_ext.job.pipeline import stock_schedule
 from megatron_pp_ext.job.requested_job import ENGINE, RequestedJob
 from megatron_pp_ext.job.rules import all_rules
-from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.placement import Placement
 
 
 @hook(
@@ -54,15 +51,14 @@ def translate_flags(stock: Callable[..., Any], args: Namespace, defaults: Any = 
             needed_flags.require_for_our_script(args)
         needed_flags.require_valid(args, defaults)
         show_compiling()
-        read = read_flags(args)
-        found = pipeline_of(*read) if read is not None else None
+        job, found = read_flags(args)
         if args.rank == 0 and not dataset_helpers.are_built():
             dataset_helpers.build()
         if found is not None:
             require_loaded(found)
             needed_flags.require_trainable(args)
             if args.rank == 0 and found.rehearsal is None:
-                found = replace(found, summary=_summary(found, RequestedJob(args)))
+                found = replace(found, summary=_summary(found, job))
     except ValueError as error:
         raise refused(error) from error
     try:
@@ -80,8 +76,8 @@ def translate_flags(stock: Callable[..., Any], args: Namespace, defaults: Any = 
         require_possible(found.request)
         found = replace(
             found,
-            predicting=layers.predicting_stage(Job.of(args), found.placement.stages),
-            settings=settings(args, found),
+            predicting=layers.predicting_stage(job, found.placement.stages),
+            settings=settings(args, job, found),
         )
     requested.activate(found)
     return result
@@ -111,100 +107,103 @@ def _zstandard() -> str:
         return "0"
 
 
-def read_flags(args: Namespace) -> tuple[RequestedJob, str] | None:
-    """The job that ``args`` describe, and words about its layout; ValueError for what cannot be.
+def read_flags(args: Namespace) -> tuple[RequestedJob, requested.Pipeline | None]:
+    """Return the job that ``args`` describe, and its pipeline, None if no flag of ours is set.
 
-    None if ``args`` set no flag of ours.  They get the layout for which ``auto`` stood, and the name of
-    Megatron's own schedule where that is rehearsed.  ``pipeline_of`` makes the schedule.
+    ``args`` get what this package chose, and what Megatron needs to build the pipeline.  ValueError for what
+    cannot be.
     """
-    asked = RequestedJob(args, {ENGINE: str(get_te_version()), "zstandard": _zstandard()})
-    all_rules.refuse(asked)
+    releases = {ENGINE: str(get_te_version()), "zstandard": _zstandard()}
+    job, layout = _chosen(RequestedJob.of_args(args, releases))
+    profile, trace = job.flags.profile_pipeline, job.argument("pipeline_trace")
+    measurements.require_files(profile, trace)
+    pipeline = None
+    if layout or job.pipeline.has_schedule or trace or profile:
+        pipeline = _pipeline_of(job, layout)
+    else:
+        all_rules.refuse(replace(job, chunks=chunks_requested(job) or 1))
+    vars(args).update(vars(job.args) | _needed(job, pipeline))
+    return job, pipeline
+
+
+def _chosen(job: RequestedJob) -> tuple[RequestedJob, str]:
+    """Return ``job`` with a value for each ``auto``, and words about its layout; empty unless that was one.
+
+    Where Megatron's own schedule is rehearsed, the job gets its name.
+    """
+    all_rules.refuse(job)
     layout = ""
-    if asked.pipeline.finds_layout:
-        asked, layout = layout_finder.settle(asked, _data_parallel_size(asked), model_costs.vocabulary(asked))
-        args.pipeline_model_parallel_layout = asked.pipeline.pipeline_model_parallel_layout
-        args.num_virtual_stages_per_pipeline_rank = None
-    chosen = choices.chosen(
-        asked,
-        lambda one: pipeline.read(one, _data_parallel_size(one)),
-        lambda: model_costs.vocabulary(asked),
+    if job.pipeline.finds_layout:
+        job, layout = layout_finder.settle(job, _data_parallel_size(job), model_costs.vocabulary(job))
+    values = choices.chosen(
+        job,
+        lambda other: request_of(other, _data_parallel_size(other)),
+        lambda: model_costs.vocabulary(job),
     )
-    vars(args).update(chosen)
-    measurements.require_files(args.profile_pipeline, args.pipeline_trace)
-    if args.pipeline_schedule is None and args.rehearse_pipeline is not None:
-        args.pipeline_schedule = pipeline.stock_schedule(asked.job)
-    asked = replace(asked, args=args)  # which has all of it by now, and gets what follows from the schedule
-    ours = args.pipeline_schedule, args.pipeline_trace, args.profile_pipeline
-    if all(flag is None for flag in ours) and not layout:
-        all_rules.refuse(replace(asked, chunks=chunks_requested(asked.job) or 1))
-        return None
-    return asked, layout
+    if not job.pipeline.has_schedule and job.flags.rehearse_pipeline is not None:
+        values |= {"pipeline_schedule": stock_schedule(job)}
+    return job.with_arguments(**values), layout
 
 
-def pipeline_of(asked: RequestedJob, layout: str) -> requested.Pipeline:
-    """The pipeline of what was ``asked``, with its first schedule; ValueError if it cannot be.
+def _pipeline_of(job: RequestedJob, layout: str) -> requested.Pipeline:
+    """Return the pipeline of ``job`` with its first schedule, and words about its layout.
 
-    Sets the arguments that follow: ``num_virtual_stages_per_pipeline_rank``, from which Megatron derives the
-    rest, where the schedule needs chunks and the user left their number open.
+    ValueError if it cannot be.
     """
-    args = asked.args
-    request = pipeline.read(asked, _data_parallel_size(asked))
-    if request.is_stock or not asked.pipeline.has_schedule:
-        return requested.Pipeline(
-            request, trace=args.pipeline_trace, profile=args.profile_pipeline, layout=layout
-        )
+    request, trace = request_of(job, _data_parallel_size(job)), job.argument("pipeline_trace")
+    if request.is_stock or not job.pipeline.has_schedule:
+        return requested.Pipeline(request, trace=trace, profile=job.flags.profile_pipeline, layout=layout)
+    costs = model_costs.costs_of(job)
     try:
-        if asked.pipeline.pipeline_costs is not None:
-            _costs(asked, request.finest.stages)  # the start line would take unit costs for a wrong file
-        source = Source(request, functools.partial(_costs, asked))
+        if job.pipeline.pipeline_costs is not None:
+            costs.of(request.finest)  # the start line would take unit costs for a wrong file
+        source = Source(request, costs)
     except OSError as error:
-        raise ValueError(f"--pipeline-schedule {args.pipeline_schedule}: {error}") from error
-    _settle_chunks(args, asked.job, request, source.placement)
-    # Pairs put weight gradients off by themselves; layers that do so too would do it twice.
-    args.delay_wgrad_compute = False
-    if request.updates is not None:
-        args.rerun_mode = "disabled"  # its checks make all ranks wait for each other in every step
-    rehearsed: tuple[int, ...] = ()
-    if args.rehearse_pipeline is not None:
-        rehearsed = tuple(layers.by_stage(asked.job, source.placement.stages))
-        # A rank without data learns from global rank 0, which is absent, that there is some to train on.
-        args.do_train = True
+        raise ValueError(f"--pipeline-schedule {job.pipeline.pipeline_schedule}: {error}") from error
+    rehearsal = job.flags.rehearse_pipeline
     return requested.Pipeline(
         request,
         source,
-        Settings(costs_at=costs_at(model_costs.estimate, asked)),
-        trace=args.pipeline_trace,
-        rehearsal=args.rehearse_pipeline,
-        layers=rehearsed,
+        Settings(estimate=model_costs.estimate(job)),
+        trace=trace,
+        rehearsal=rehearsal,
+        layers=() if rehearsal is None else tuple(layers.by_stage(job, source.placement.stages)),
         layout=layout,
     )
 
 
-def _summary(found: requested.Pipeline, asked: RequestedJob) -> str:
-    lines = comparison(asked, found.request.data)
-    return "\n".join((summary(found, functools.partial(_costs, asked)), *lines))
+def _needed(job: RequestedJob, pipeline: requested.Pipeline | None) -> dict[str, Any]:
+    """Return the arguments by which Megatron builds and runs the ``pipeline`` of ``job``.
+
+    Among them are the chunks a rank, where the schedule has several and the user left their number open.
+    """
+    if pipeline is None or pipeline.source is None:
+        return {}
+    # Pairs put weight gradients off by themselves; layers that do so too would do it twice.
+    values: dict[str, Any] = {"delay_wgrad_compute": False}
+    if pipeline.updates is not None:
+        values["rerun_mode"] = "disabled"  # its checks make all ranks wait for each other in every step
+    if pipeline.rehearsal is not None:
+        # A rank without data learns from global rank 0, which is absent, that there is some to train on.
+        values["do_train"] = True
+    if layers.stages_described(job) is None:
+        chunks = pipeline.placement.chunks
+        if catalog.abilities(pipeline.name).is_compiled:
+            values["num_layers_per_virtual_pipeline_stage"] = None
+            values["num_virtual_stages_per_pipeline_rank"] = chunks if chunks > 1 else None
+        elif chunks_requested(job) is None and chunks > 1:
+            values["num_virtual_stages_per_pipeline_rank"] = chunks
+    return values
 
 
-def _data_parallel_size(asked: RequestedJob) -> int:
-    world_size = asked.args.world_size
-    if replicas.requested(asked.job):
-        return sizes.data_parallel_size(asked.job, world_size)
+def _summary(found: requested.Pipeline, job: RequestedJob) -> str:
+    lines = comparison(job, found.request.data)
+    return "\n".join((summary(found, model_costs.costs_of(job)), *lines))
+
+
+def _data_parallel_size(job: RequestedJob) -> int:
+    world_size = job.args.world_size
+    if replicas.requested(job):
+        return sizes.data_parallel_size(job, world_size)
     # Megatron itself refuses sizes that do not divide.
-    return max(1, world_size // sizes.fewest_ranks(asked.job))
-
-
-def _costs(asked: RequestedJob, stages: int, splits_head: bool = False) -> Costs:
-    if asked.pipeline.pipeline_costs is None:
-        return model_costs.estimate(asked, stages, splits_head)
-    return stage_costs.cut(stage_costs.read(asked.job), asked.job, stages, splits_head)
-
-
-def _settle_chunks(args: Namespace, job: Job, request: Request, placement: Placement) -> None:
-    """Let Megatron build as many chunks a rank as the schedule has."""
-    if layers.stages_described(job) is not None:
-        return
-    if catalog.abilities(request.schedule).is_compiled:
-        args.num_layers_per_virtual_pipeline_stage = None
-        args.num_virtual_stages_per_pipeline_rank = placement.chunks if placement.chunks > 1 else None
-    elif chunks_requested(job) is None and placement.chunks > 1:
-        args.num_virtual_stages_per_pipeline_rank = placement.chunks
+    return max(1, world_size // sizes.fewest_ranks(job))

@@ -46,12 +46,12 @@ def refuse_call(schedule: str, arguments: Mapping[str, Any]) -> None:
     about_calls = [rules for topic in table.topics() if topic.is_of_calls for rules in topic.rules]
     flags = {f"pipeline_{name}": value for name, value in arguments.items()}
     with in_words_of_call():
-        refuse_by(RequestedJob(Namespace(pipeline_schedule=schedule, **flags)), about_calls)
+        refuse_by(RequestedJob.of_args(Namespace(pipeline_schedule=schedule, **flags)), about_calls)
 
 
 def refuse_config(config: Any) -> None:
     """Raise ValueError for the first setting of the model's ``config`` that no schedule can run with."""
-    refuse_by(RequestedJob(config), of_config.RULES)
+    refuse_by(RequestedJob.of_args(config), of_config.RULES)
 
 
 def has_choice(job: RequestedJob, flag: str) -> bool:

@@ -38,7 +38,7 @@ RULES = (
             Rule(
                 "--pipeline-model-parallel-layout {pipeline_model_parallel_layout}: its messages have two "
                 "lengths; put the m next to the L",
-                lambda job: layers.predicts_before_the_end(job.job),
+                lambda job: layers.predicts_before_the_end(job),
             ),
         ),
     ),

@@ -17,7 +17,7 @@ def schedule(job: RequestedJob) -> str:
 
 def predicting_stage(job: RequestedJob) -> int | None:
     """Return the stage with multi-token prediction."""
-    return layers.predicting_stage(job.job, job.placement.stages) if job.placement else None
+    return layers.predicting_stage(job, job.placement.stages) if job.placement else None
 
 
 def stages_for_prediction(job: RequestedJob) -> str:
@@ -28,7 +28,7 @@ def stages_for_prediction(job: RequestedJob) -> str:
 
 def can_predict(job: RequestedJob) -> bool:
     """Whether multi-token prediction is where Megatron can train it, as far as the placement is known."""
-    return job.placement is None or layers.can_predict(job.job, job.placement)
+    return job.placement is None or layers.can_predict(job, job.placement)
 
 
 def has_loss_elsewhere(job: RequestedJob) -> bool:
@@ -40,7 +40,7 @@ def has_loss_elsewhere(job: RequestedJob) -> bool:
 
 def layout_of_v(job: RequestedJob) -> str:
     """Return the layout that says of a V what other flags say of the ends of a model."""
-    return layers.as_v(job.job)
+    return layers.as_v(job)
 
 
 WITHOUT_PIPELINE = Rules(

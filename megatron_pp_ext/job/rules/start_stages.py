@@ -16,7 +16,7 @@ def chunk_flag(job: RequestedJob) -> str:
 
 def has_chunk_flag(job: RequestedJob) -> bool:
     """Whether a flag gives a rank several chunks."""
-    return (layers.chunks_requested(job.job) or 1) > 1
+    return (layers.chunks_requested(job) or 1) > 1
 
 
 def split_flag(job: RequestedJob) -> str:
@@ -39,7 +39,7 @@ def gives_two_patterns(job: RequestedJob) -> bool:
 def ends_alone(job: RequestedJob) -> str:
     """Return the flag that gives an end of a pipeline its layers where there is none; empty without one."""
     is_alone = job.parallel.pipeline_model_parallel_size == 1
-    return next(iter(layers.given_ends(job.job)), "") if is_alone else ""
+    return next(iter(layers.given_ends(job)), "") if is_alone else ""
 
 
 ROWS = (
@@ -65,7 +65,7 @@ ROWS = (
     Rule(
         "{split_flag}: says how layers are spread, as the first and the last rank's numbers do; leave one "
         "of the two out",
-        lambda job: layers.given_ends(job.job) and split_flag(job),
+        lambda job: layers.given_ends(job) and split_flag(job),
         words=(split_flag,),
     ),
     Rule(
@@ -90,9 +90,7 @@ ROWS = (
     Rule(
         "--num-layers-per-virtual-pipeline-stage: is for ranks with as many layers each; give "
         "--num-virtual-stages-per-pipeline-rank in its place",
-        lambda job: (
-            job.pipeline.num_layers_per_virtual_pipeline_stage is not None and layers.given_ends(job.job)
-        ),
+        lambda job: job.pipeline.num_layers_per_virtual_pipeline_stage is not None and layers.given_ends(job),
     ),
     Rule(
         "--defer-embedding-wgrad-compute: is for a pipeline of two ranks or more; leave it out",

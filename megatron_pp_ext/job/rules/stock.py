@@ -79,7 +79,7 @@ RULES = (
                     job.flags.save
                     and job.model.mtp_num_layers
                     and not job.model.untie_embeddings_and_output_weights
-                    and not layers.predicts_before_the_end(job.job)
+                    and not layers.predicts_before_the_end(job)
                     and job.flags.ckpt_format != "torch"
                 ),
             ),

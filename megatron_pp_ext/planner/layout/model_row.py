@@ -9,7 +9,7 @@ from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.layout.cut import Cut
 from megatron_pp_ext.planner.layout.model_stages import ModelStages
 from megatron_pp_ext.planner.layout.stage_seconds import StageSeconds
-from megatron_pp_ext.planner.step.estimate import RankMemory, memory
+from megatron_pp_ext.planner.step.estimate import RankMemory, StepModel
 from megatron_pp_ext.planner.step.programs import Prepared
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule.actions import Schedule
@@ -52,7 +52,7 @@ class ModelRow(ModelStages):
 
     def _memory(self, cut: Cut) -> Sequence[RankMemory]:
         microbatches = self._order.timer.schedule.microbatches
-        return memory(self._work(cut), self._order, self._name, microbatches)
+        return StepModel(self._work(cut), self._order, self._name, microbatches).memory()
 
     def _work(self, cut: Cut) -> Workload:
         job = self._job.changed(pipeline_model_parallel_layout=self.spelled(cut))

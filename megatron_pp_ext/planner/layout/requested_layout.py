@@ -16,7 +16,7 @@ from megatron_pp_ext.planner.layout.model_stages import ModelStages
 from megatron_pp_ext.planner.layout.rows import NOTHING, LayerRow, Row, seconds_of, shortest
 from megatron_pp_ext.planner.layout.stage_seconds import StageSeconds
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import CostModel, Costs
 from megatron_pp_ext.schedule.formats import costs_file, csv_file
 from megatron_pp_ext.schedule.names import AUTO
 from megatron_pp_ext.schedule.placement import Placement, linear, loop
@@ -32,13 +32,13 @@ def settle(asked: RequestedJob, data: int, vocabulary: int) -> tuple[RequestedJo
     there is nothing to choose, and for what ``job.pipeline.read`` refuses.
     """
     _require_choice(asked)
-    ranks, file = asked.job.parallel.pipeline_model_parallel_size, asked.job.pipeline.pipeline_costs
-    chunks = _chunks(asked.job)
+    ranks, file = asked.parallel.pipeline_model_parallel_size, asked.pipeline.pipeline_costs
+    chunks = _chunks(asked)
     placement = linear(ranks) if chunks == 1 else loop(ranks, chunks)
-    job = asked.job.changed(
+    job = asked.changed(
         num_virtual_stages_per_pipeline_rank=None,
         pipeline_model_parallel_layout=None,
-        vocab_size=asked.job.model.vocab_size or vocabulary,
+        vocab_size=asked.model.vocab_size or vocabulary,
     )
     model = model_parts(job)
     cuts = ModelStages(job, StageSeconds(job, model), placement)
@@ -47,14 +47,13 @@ def settle(asked: RequestedJob, data: int, vocabulary: int) -> tuple[RequestedJo
     even_stages = _laid_out(asked, cuts.spelled(known))
     request = pipeline.read(even_stages, data)
 
-    def costs_of(stages: int, splits_head: bool) -> Costs:
+    def estimate(placement: Placement) -> Costs:
         if file is not None:
-            return costs_file.read(file).joined(layers.by_stage(even_stages.job, stages))
-        where = Placement(request.finest.shape, ranks, stages // ranks, splits_head)
+            return costs_file.read(file).joined(layers.by_stage(even_stages, placement.stages))
         cut = job.changed(pipeline_model_parallel_layout=cuts.spelled(known))
-        return without_messages(work_of(cut, model, data, where).costs)
+        return without_messages(work_of(cut, model, data, placement).costs)
 
-    schedule = make(request, costs_of).schedule
+    schedule = make(request, CostModel(estimate)).schedule
     row: Row = ModelRow(job, model, data, schedule, request.schedule)
     if file is not None:
         costs = costs_file.read(file)
@@ -69,14 +68,16 @@ def settle(asked: RequestedJob, data: int, vocabulary: int) -> tuple[RequestedJo
 
 
 def _laid_out(asked: RequestedJob, layout: str) -> RequestedJob:
-    return asked.changed(pipeline_model_parallel_layout=layout, num_virtual_stages_per_pipeline_rank=None)
+    return asked.with_arguments(
+        pipeline_model_parallel_layout=layout, num_virtual_stages_per_pipeline_rank=None
+    )
 
 
-def _require_choice(asked: RequestedJob) -> None:
-    """Raise ValueError where ``asked`` leaves no layout to choose, or costs are not those of its layers."""
-    all_rules.refuse(asked)
-    all_rules.refuse_to_predict(asked)
-    job, file = asked.job, asked.job.pipeline.pipeline_costs
+def _require_choice(job: RequestedJob) -> None:
+    """Raise ValueError where ``job`` leaves no layout to choose, or costs are not those of its layers."""
+    all_rules.refuse(job)
+    all_rules.refuse_to_predict(job)
+    file = job.pipeline.pipeline_costs
     count, stages = job.model.layers, job.parallel.pipeline_model_parallel_size * _chunks(job)
     if count < stages:
         raise ValueError(

@@ -150,7 +150,7 @@ class Candidate:
 
     def requested(self, asked: RequestedJob) -> RequestedJob:
         """Return what is ``asked`` with everything set as this candidate sets it."""
-        return asked.changed(**self._values())
+        return asked.with_arguments(**self._values())
 
     def flags(self, model: Sequence[str] = ()) -> list[str]:
         """Return ``model``, the words of a command line, with those that set the same in place of its own."""
@@ -213,12 +213,12 @@ def settled(asked: RequestedJob) -> RequestedJob:
     )
     if not asked.parallel.expert_tensor_parallel_size:
         sizes["expert_tensor_parallel_size"] = 1
-    return asked.changed(**_OURS, **sizes)
+    return asked.with_arguments(**_OURS, **sizes)
 
 
 def alone(asked: RequestedJob) -> RequestedJob:
     """Return what was ``asked``, as ``settled``, without a pipeline and what a search sets for one."""
-    return settled(asked).changed(
+    return settled(asked).with_arguments(
         pipeline_model_parallel_size=1,
         expert_model_parallel_size=2,
         pipeline_schedule=None,

@@ -12,8 +12,8 @@ from megatron_pp_ext.planner.layout.cut import Cut, bounds
 from megatron_pp_ext.planner.layout.model_stages import ModelStages
 from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.search.lower_bounds import least_memory_sharing
-from megatron_pp_ext.planner.search.workloads import Workloads, order_of
-from megatron_pp_ext.planner.step.estimate import RankMemory, memory, memory_beside
+from megatron_pp_ext.planner.search.workloads import Workloads, order_of, step_of
+from megatron_pp_ext.planner.step.estimate import RankMemory, memory_beside
 from megatron_pp_ext.planner.step.workload import Workload, stages_of_ranks
 from megatron_pp_ext.schedule.timing import CriticalPath
 
@@ -65,7 +65,7 @@ class CandidateCuts:
         """Yield what ``short_memory`` returns; many cuts give a rank the same stages, counted once."""
         order, kinds = order_of(self.candidate, 2 * self.candidate.pipeline), work.model.kinds
         if order.timer.schedule.units:
-            yield from memory(work, order, self.candidate.schedule, self.candidate.microbatches, self.margin)
+            yield from step_of(self.candidate, work, self.margin, order).memory()
             return
         layers = [kinds[first:end] for _, first, end in bounds(tuple(work.layers))]
         kept = work.head.activation if work.head else 0.0
@@ -117,7 +117,7 @@ def short_memory(candidate: Candidate, work: Workload, margin: float) -> tuple[R
     More of them need no less memory, and a short order is built sooner.
     """
     order = order_of(candidate, 2 * candidate.pipeline)
-    return memory(work, order, candidate.schedule, candidate.microbatches, margin)
+    return step_of(candidate, work, margin, order).memory()
 
 
 def least_in_order(candidate: Candidate, work: Workload, margin: float) -> RankMemory:

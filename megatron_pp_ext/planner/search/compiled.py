@@ -15,11 +15,11 @@ from megatron_pp_ext.planner.search.configurations import Space
 from megatron_pp_ext.planner.search.lower_bounds import slices_of
 from megatron_pp_ext.planner.search.replays import Evaluated
 from megatron_pp_ext.planner.search.workloads import Workloads
-from megatron_pp_ext.planner.step.estimate import estimate, memory_beside
+from megatron_pp_ext.planner.step.estimate import StepModel, memory_beside
 from megatron_pp_ext.planner.step.programs import Prepared
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule.actions import Schedule
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import CostModel, Costs
 from megatron_pp_ext.schedule.names import FLEX
 
 COMPILED, TRIALS = 2, 100
@@ -106,7 +106,9 @@ class Compiler:
         except InfeasibleLimit as error:
             return str(error)
         work = self._workloads.work(cut, schedule.placement)
-        estimated = estimate(work, Prepared(schedule, is_repeated=True), FLEX, cut.microbatches, self._margin)
+        estimated = StepModel(
+            work, Prepared(schedule, is_repeated=True), FLEX, cut.microbatches, self._margin
+        ).estimate()
         if estimated.fullest.total > self._limit:
             if self._given is None and not is_last:
                 # What features keep on top of activations, such as gradients of keys and values.
@@ -143,5 +145,5 @@ def _schedule(cut: Candidate, whole: Costs, costs: Costs, limit: Limit) -> Sched
     if cut.describes_stages:
         placements = tuple(one for one in request.placements if one.chunks == cut.chunks)
         request = replace(request, placements=placements)
-    known = {False: whole, cut.splits_head: costs}
-    return make(request, lambda stages, splits_head: known[splits_head]).schedule
+    model = CostModel(lambda placement: costs if placement.splits_head == cut.splits_head else whole)
+    return make(request, model).schedule

@@ -11,8 +11,8 @@ from megatron_pp_ext.planner.layout.cut import Cut
 from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.search.candidate_cuts import CandidateCuts, least_in_order
 from megatron_pp_ext.planner.search.variants import Variants
-from megatron_pp_ext.planner.search.workloads import Workloads, order_of
-from megatron_pp_ext.planner.step.estimate import Estimate, Pace, RankMemory, estimate, pace
+from megatron_pp_ext.planner.search.workloads import Workloads, step_of
+from megatron_pp_ext.planner.step.estimate import Estimate, RankMemory, StepModel
 from megatron_pp_ext.planner.step.workload import Workload
 
 IMPROVED = 0.1
@@ -28,12 +28,16 @@ class Evaluated:
 
 
 class Timed(NamedTuple):
-    """A candidate with its stages, what its fullest rank needs at least, and the seconds of its step."""
+    """A candidate with its step, and what its fullest rank needs at least."""
 
     candidate: Candidate
-    work: Workload
+    step: StepModel
     least: RankMemory
-    pace: Pace
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of the step."""
+        return self.step.pace.step_seconds
 
 
 Estimating = Callable[[Timed, float, Callable[[float], float]], Evaluated | RankMemory | None]
@@ -90,9 +94,9 @@ class Replays:
         if least.total > limit:
             return least
         timed = self._cut(cuts, start or cuts.stages.start)
-        if start and timed.least.total <= room(timed.pace.step_seconds * (1 - IMPROVED)):
+        if start and timed.least.total <= room(timed.seconds * (1 - IMPROVED)):
             other = self._cut(cuts, cuts.shortened(start))
-            if other.pace.step_seconds < timed.pace.step_seconds:
+            if other.seconds < timed.seconds:
                 evaluated = estimated(other, limit, room)
                 if isinstance(evaluated, Evaluated):
                     return evaluated
@@ -102,9 +106,8 @@ class Replays:
         return self.timed(cuts.laid_out(cut), cuts.work(cut), cuts.least(cut))
 
     def timed(self, candidate: Candidate, work: Workload, least: RankMemory) -> Timed:
-        """Return the candidate with the seconds of its step."""
-        order, sizes = order_of(candidate), (candidate.schedule, candidate.microbatches)
-        return Timed(candidate, work, least, pace(work, order, *sizes))
+        """Return the candidate with its step."""
+        return Timed(candidate, step_of(candidate, work, self.margin), least)
 
     def _estimated(
         self, timed: Timed, limit: float, room: Callable[[float], float]
@@ -114,8 +117,7 @@ class Replays:
         The messages of a whole order take longer to count than its seconds, and are counted last.
         """
         candidate = timed.candidate
-        if timed.least.total > room(timed.pace.step_seconds):
+        if timed.least.total > room(timed.seconds):
             return None
-        sizes = candidate.schedule, candidate.microbatches, self.margin
-        estimated = estimate(timed.work, order_of(candidate), *sizes, timed.pace)
+        estimated = timed.step.estimate()
         return Evaluated(candidate, estimated) if estimated.fullest.total <= limit else estimated.fullest

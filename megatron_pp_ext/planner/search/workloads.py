@@ -12,6 +12,7 @@ from megatron_pp_ext.planner.layout.stage_seconds import StageSeconds
 from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.search.lower_bounds import MeanRank, mean_rank
 from megatron_pp_ext.planner.search.model_sums import ModelSums
+from megatron_pp_ext.planner.step.estimate import StepModel
 from megatron_pp_ext.planner.step.programs import Prepared, short_program, whole_program
 from megatron_pp_ext.planner.step.workload import Workload, model_on
 from megatron_pp_ext.schedule.placement import Placement
@@ -82,6 +83,11 @@ def _without_layout(one: Candidate) -> Candidate:
 def _costs_of_a_layer(one: Candidate) -> tuple[object, ...]:
     """Return all of a candidate that the costs of a layer follow from."""
     return one.tensor, one.context, one.expert, one.expert_tensor, one.micro_batch, one.recompute.modules
+
+
+def step_of(candidate: Candidate, work: Workload, margin: float, order: Prepared | None = None) -> StepModel:
+    """Return the model of the step with the stages of ``work``, in the candidate's order or another."""
+    return StepModel(work, order or order_of(candidate), candidate.schedule, candidate.microbatches, margin)
 
 
 def order_of(candidate: Candidate, most: int | None = None) -> Prepared:

@@ -15,8 +15,7 @@ from megatron_pp_ext.features.lengths.orders import How
 from megatron_pp_ext.features.lengths.plan import Planner
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.workload import Workload
-from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.placement import Placement
+from megatron_pp_ext.schedule.costs import CostModel, Costs
 
 DRAWS = 8
 """The steps that are drawn by default."""
@@ -44,7 +43,7 @@ class ByLength:
     seed: int
 
 
-def length_costs(job: Job, system: System, placement: Placement, request: Request) -> LengthCosts:
+def length_costs(job: Job, system: System, request: Request) -> LengthCosts:
     """Return the costs of stages by the lengths of documents.
 
     Attention's part follows from what one document of the sequence length and two of half of it cost.
@@ -58,12 +57,8 @@ def length_costs(job: Job, system: System, placement: Placement, request: Reques
 
     def costs(documents: int) -> Costs:
         length = job.model.seq_length // documents
-        cut = replace(
-            job,
-            model=replace(job.model, seq_length=length),
-            batch=replace(job.batch, micro_batch_size=documents),
-        )
-        return Workload(cut, system, placement, request.data).costs
+        cut = job.changed(seq_length=length, micro_batch_size=documents)
+        return Workload(cut, system, request.finest, request.data).costs
 
     return LengthCosts.through(costs(_DOCUMENTS), _DOCUMENTS, costs(1), job.model.seq_length)
 
@@ -85,11 +80,10 @@ def steps_by_length(
             f"--lengths goes neither with --pipeline-offload nor with {request.schedule}, if that never "
             "flushes: leave one out"
         )
-    placement = replace(request.finest, splits_head=bool(request.splits_head))
-    by_length = length_costs(job, system, placement, request)
+    by_length = length_costs(job, system, request)
     alike = by_length.of(Microbatches.of([[job.model.seq_length]])).units[0]
     mean = replace(alike, hop=by_length.hop, message=by_length.message, pair=by_length.pair)
-    planner = Planner(make(request, lambda stages, splits_head: mean).schedule)
+    planner = Planner(make(request, CostModel.fixed(mean)).schedule)
     steps = _Steps(planner, by_length, request)
     random, found, heaviest = Random(seed), list[list[float]](), list[float]()
     for _ in range(draws):

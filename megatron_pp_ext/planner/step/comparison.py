@@ -101,7 +101,7 @@ def compared(
     if ranks == 1 or _is_stock(asked) or not catalog.abilities(schedule).flushes:
         return None
     own = [flag.removeprefix("--").replace("-", "_") for flag in our_flags.flags()]
-    plain = asked.changed(
+    plain = asked.with_arguments(
         **{name: None for name in own if name != "pipeline_costs"},
         pipeline_model_parallel_layout=None,
         num_layers_per_virtual_pipeline_stage=None,
@@ -111,8 +111,8 @@ def compared(
     stock = timed.step(plain, "stock 1F1B")
     shared = None
     # Compiling another order takes longer than all else here.
-    if asked.job.value(_SHARED) is None and not catalog.abilities(schedule).is_compiled:
-        shared = timed.step(asked.changed(**{_SHARED: AUTO}), "with --pipeline-vocabulary auto")
+    if asked.value(_SHARED) is None and not catalog.abilities(schedule).is_compiled:
+        shared = timed.step(asked.with_arguments(**{_SHARED: AUTO}), "with --pipeline-vocabulary auto")
         if shared and shared.step_seconds > (1 - _WORTH_SHARING) * estimated.step_seconds:
             shared = None
     fitting = [
@@ -120,7 +120,7 @@ def compared(
         for chunks in _chunks(asked, ranks)
         if (
             step := timed.step(
-                plain.changed(num_virtual_stages_per_pipeline_rank=chunks),
+                plain.with_arguments(num_virtual_stages_per_pipeline_rank=chunks),
                 f"stock interleaved, {chunks} chunks a rank",
             )
         )
@@ -147,8 +147,8 @@ def at_start(asked: RequestedJob, data: int, rows: Callable[[], int]) -> list[st
     request = pipeline.read(asked, data)
     if _actions(request) > _MOST_ACTIONS:
         return []
-    asked, machine = asked.changed(vocab_size=asked.model.vocab_size or rows()), system.read(_AT_START)
-    found = compared(asked, machine, data, estimate_request(asked.job, machine, request))
+    asked, machine = asked.with_arguments(vocab_size=asked.model.vocab_size or rows()), system.read(_AT_START)
+    found = compared(asked, machine, data, estimate_request(asked, machine, request))
     if found is None:
         return []
     steps = filter(None, (found.chosen, found.stock, found.interleaved, found.shared))
@@ -163,7 +163,7 @@ def _is_stock(asked: RequestedJob) -> bool:
 
 def _chunks(asked: RequestedJob, ranks: int) -> Iterator[int]:
     """Yield the numbers of chunks a rank, two or more, that the layers fill evenly."""
-    layers = spread(asked.job)
+    layers = spread(asked)
     yield from (chunks for chunks in range(2, layers // ranks + 1) if layers % (ranks * chunks) == 0)
 
 
@@ -185,6 +185,6 @@ class _Timed:
             request = pipeline.read(asked, self._data)
             if (actions := _actions(request)) <= self._left:
                 self._left -= actions
-                estimated = estimate_request(asked.job, self._machine, request, self._margin)
+                estimated = estimate_request(asked, self._machine, request, self._margin)
                 return Alternative(name, estimated.step_seconds, estimated.fullest.total)
         return None

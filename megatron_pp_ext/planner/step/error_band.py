@@ -16,6 +16,7 @@ from typing import Any
 from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.job.pipeline import STOCK
 from megatron_pp_ext.job.typed_job import Job
+from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule.names import NO_PIPELINE
 
 DENSE, FP8, EXPERTS, SMALL, A100 = (
@@ -85,10 +86,10 @@ def kind_of(job: Job, system: System, gpus: int) -> str:
     return A100 if system.name.startswith("a100") else DENSE
 
 
-def band(job: Job, system: System, gpus: int, schedule: str, splits_head: bool) -> Band:
-    """Return the band of ``job`` on so many ``gpus`` of ``system`` under ``schedule``."""
-    kind = kind_of(job, system, gpus)
-    return _band(kind, tuple(_unmeasured(job, system.name, schedule, splits_head, validation()[kind])))
+def band(work: Workload, schedule: str) -> Band:
+    """Return the band of a step of ``work`` under ``schedule``."""
+    kind = kind_of(work.job, work.system, work.gpus)
+    return _band(kind, tuple(_unmeasured(work, schedule, validation()[kind])))
 
 
 def _band(kind: str, unmeasured: tuple[str, ...]) -> Band:
@@ -102,13 +103,12 @@ def _band(kind: str, unmeasured: tuple[str, ...]) -> Band:
     return Band(kind, low, high, known["error"], known["rows"], known["publishers"], unmeasured)
 
 
-def _unmeasured(
-    job: Job, system: str, schedule: str, splits_head: bool, known: Mapping[str, Any]
-) -> Iterator[str]:
-    """Yield what ``job`` has and none of the runs of its kind had, which were as ``known`` says.
+def _unmeasured(work: Workload, schedule: str, known: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what ``work`` has and none of the runs of its kind had, which were as ``known`` says.
 
     Megatron's own schedules count as one.
     """
+    job, system = work.job, work.system.name
     length, context = job.model.seq_length, job.parallel.context_parallel_size
     if system not in known["systems"]:
         yield f"on {system}"
@@ -120,7 +120,7 @@ def _unmeasured(
         yield f"of more than {known['context']} context-parallel ranks"
     if job.pipeline.pipeline_offload is not None or job.memory.cpu_offloading_num_layers:
         yield "with activations on the host"
-    if splits_head:
+    if work.placement.splits_head:
         yield "with a shared vocabulary"
 
 

@@ -7,6 +7,7 @@ are not gathered under the first forward.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from operator import mul
 
 from megatron_pp_ext.compiler.make import make
@@ -22,7 +23,7 @@ from megatron_pp_ext.planner.step.programs import Prepared
 from megatron_pp_ext.planner.step.unflushed import Unflushed
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import CostModel
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.timing import RankSpan
 
@@ -129,29 +130,6 @@ class Estimate:
         return max(self.ranks, key=lambda rank: rank.total)
 
 
-def memory(
-    work: Workload, order: Prepared, name: str, microbatches: int, margin: float = MARGIN
-) -> tuple[RankMemory, ...]:
-    """Return what every rank keeps in steps of ``microbatches`` under schedule ``order``, called ``name``."""
-    if not catalog.abilities(name).flushes:
-        return tuple(
-            rank_memory(work, kept.stage, kept.activations, kept.messages, margin, kept.versions)
-            for kept in _unflushed(work, name, microbatches).kept()
-        )
-    beside = work.head.activation if work.head else 0.0
-    activations, schedule = order.in_flight.peaks(work.parts, beside), order.timer.schedule
-    for addition in additions():
-        activations = addition.activations(work, schedule, activations)
-    # Messages and logits are those of a unit.
-    share = schedule.share
-    messages = [share * count for count in order.peak_messages]
-    splits = schedule.splits_backward
-    return tuple(
-        memory_beside(work, work.states[rank], work.loss_bytes(rank, share), *peak, margin, splits=splits)
-        for rank, peak in enumerate(zip(activations, messages, strict=True))
-    )
-
-
 def rank_memory(
     work: Workload, rank: int, activations: float, messages: int, margin: float, older: int = 0
 ) -> RankMemory:
@@ -197,18 +175,84 @@ class Pace:
     bubble: float
 
 
-def pace(work: Workload, order: Prepared, name: str, microbatches: int) -> Pace:
-    """Return how long a step of ``microbatches`` takes under the schedule ``order``, called ``name``."""
-    if not catalog.abilities(name).flushes:
-        return _unflushed_pace(_unflushed(work, name, microbatches))
-    costs = work.costs
-    for addition in additions():
-        costs = addition.in_step(work, order.timer.schedule, costs)
-    spans = order.timer.spans(costs)
-    makespan = max(span.end for span in spans)
-    bubble = 1 - sum(span.busy for span in spans) / (len(spans) * makespan)
-    # The bubble of a single rank may round to below nothing.
-    return Pace(makespan + waits_around(work, spans), makespan, max(0.0, bubble))
+@dataclass(frozen=True)
+class StepModel:
+    """The time and the memory of a step of ``work`` with ``microbatches``, under the schedule ``order``.
+
+    ``name`` is what the schedule is called.  ``order`` may be that of fewer microbatches where memory alone
+    is asked for.  ``margin`` is as ``MARGIN``.
+    """
+
+    work: Workload
+    order: Prepared
+    name: str
+    microbatches: int
+    margin: float = MARGIN
+
+    def memory(self) -> tuple[RankMemory, ...]:
+        """Return what every rank keeps."""
+        work, margin = self.work, self.margin
+        if not catalog.abilities(self.name).flushes:
+            return tuple(
+                rank_memory(work, kept.stage, kept.activations, kept.messages, margin, kept.versions)
+                for kept in self._unflushed.kept()
+            )
+        beside = work.head.activation if work.head else 0.0
+        activations, schedule = self.order.in_flight.peaks(work.parts, beside), self.order.timer.schedule
+        for addition in additions():
+            activations = addition.activations(work, schedule, activations)
+        # Messages and logits are those of a unit.
+        share = schedule.share
+        messages = [share * count for count in self.order.peak_messages]
+        splits = schedule.splits_backward
+        return tuple(
+            memory_beside(work, work.states[rank], work.loss_bytes(rank, share), *peak, margin, splits=splits)
+            for rank, peak in enumerate(zip(activations, messages, strict=True))
+        )
+
+    @cached_property
+    def pace(self) -> Pace:
+        """How long the step takes."""
+        if not catalog.abilities(self.name).flushes:
+            return _unflushed_pace(self._unflushed)
+        costs = self.work.costs
+        for addition in additions():
+            costs = addition.in_step(self.work, self.order.timer.schedule, costs)
+        spans = self.order.timer.spans(costs)
+        makespan = max(span.end for span in spans)
+        bubble = 1 - sum(span.busy for span in spans) / (len(spans) * makespan)
+        # The bubble of a single rank may round to below nothing.
+        return Pace(makespan + waits_around(self.work, spans), makespan, max(0.0, bubble))
+
+    def estimate(self) -> Estimate:
+        """Return the whole estimate."""
+        work, schedule = self.work, self.order.timer.schedule
+        job, gpus, seconds = work.job, work.gpus, self.pace.step_seconds
+        samples = job.batch.micro_batch_size * work.data * self.microbatches
+        tokens = job.model.seq_length * samples
+        file = job.pipeline.pipeline_costs if work.model.measured else None
+        known = None if file else band(work, self.name)
+        for addition in additions():
+            known = known and known.beyond(*addition.unmeasured(schedule))
+        possible = seconds * gpus * work.system.peak(job.precision.format)
+        waiting = self.order.in_flight.waiting(work.parts) if schedule.splits_backward else ()
+        return Estimate(
+            step_seconds=seconds,
+            pipeline_seconds=self.pace.pipeline_seconds,
+            bubble=self.pace.bubble,
+            utilisation=None if work.model.counts_weights else model_operations(job, samples) / possible,
+            tokens_per_second=tokens / seconds,
+            ranks=self.memory(),
+            band=known,
+            stages_from=str(file) if file else None,
+            waiting_bytes=tuple(schedule.share * one for one in waiting),
+            gather_bytes=work.model.gather_buffers if waiting else 0.0,
+        )
+
+    @property
+    def _unflushed(self) -> Unflushed:
+        """The steps of a schedule that never flushes."""
+        return Unflushed(self.work, updates.described(self.work.job, self.name, self.microbatches))
 
 
 def _unflushed_pace(unflushed: Unflushed) -> Pace:
@@ -218,43 +262,6 @@ def _unflushed_pace(unflushed: Unflushed) -> Pace:
     busy = sum(map(mul, of_stages.counts, unflushed.working))
     bubble = 1 - busy / (of_stages.ranks * pipeline)
     return Pace(unflushed.seconds(unflushed.updating), pipeline, max(0.0, bubble))
-
-
-def estimate(
-    work: Workload,
-    order: Prepared,
-    name: str,
-    microbatches: int,
-    margin: float = MARGIN,
-    paced: Pace | None = None,
-) -> Estimate:
-    """Estimate a step of ``microbatches`` under the schedule ``order``, called ``name``.
-
-    ``paced`` is what ``pace`` returned for the same, where that is known.
-    """
-    taken = paced or pace(work, order, name, microbatches)
-    job, gpus = work.job, work.gpus
-    samples = job.batch.micro_batch_size * work.data * microbatches
-    tokens = job.model.seq_length * samples
-    seconds, file = taken.step_seconds, job.pipeline.pipeline_costs if work.model.measured else None
-    known = None if file else band(job, work.system, gpus, name, work.placement.splits_head)
-    for addition in additions():
-        known = known and known.beyond(*addition.unmeasured(order.timer.schedule))
-    possible = seconds * gpus * work.system.peak(job.precision.format)
-    schedule = order.timer.schedule
-    waiting = order.in_flight.waiting(work.parts) if schedule.splits_backward else ()
-    return Estimate(
-        step_seconds=seconds,
-        pipeline_seconds=taken.pipeline_seconds,
-        bubble=taken.bubble,
-        utilisation=None if work.model.counts_weights else model_operations(job, samples) / possible,
-        tokens_per_second=tokens / seconds,
-        ranks=memory(work, order, name, microbatches, margin),
-        band=known,
-        stages_from=str(file) if file else None,
-        waiting_bytes=tuple(schedule.share * one for one in waiting),
-        gather_bytes=work.model.gather_buffers if waiting else 0.0,
-    )
 
 
 def estimate_request(job: Job, system: System, request: Request, margin: float = MARGIN) -> Estimate:
@@ -267,9 +274,6 @@ def estimate_request(job: Job, system: System, request: Request, margin: float =
     def work_on(placement: Placement) -> Workload:
         return Workload(job, system, placement, request.data)
 
-    def costs_of(stages: int, splits_head: bool) -> Costs:
-        return work_on(replace(request.finest, splits_head=splits_head)).costs
-
     name, microbatches = request.schedule, request.microbatches
     can = catalog.abilities(name)
     if can.measures_memory:
@@ -277,9 +281,9 @@ def estimate_request(job: Job, system: System, request: Request, margin: float =
             f"--pipeline-schedule {name} cannot be estimated before a run: use flex with "
             "--pipeline-memory-limit, or a schedule of mpp list"
         )
-    made = make(request, costs_of)
+    made = make(request, CostModel(lambda placement: work_on(placement).costs))
     work = work_on(made.schedule.placement)
-    estimated = estimate(work, Prepared(made.schedule), name, microbatches, margin)
+    estimated = StepModel(work, Prepared(made.schedule), name, microbatches, margin).estimate()
     for addition in additions():
         estimated = addition.completed(estimated, work, made.schedule)
     if request.updates is not None:
@@ -305,8 +309,3 @@ def waits_around(work: Workload, spans: tuple[RankSpan, ...]) -> float:
         before = max(before, wait.gathering - span.start)
         update = max(update, wait.update)
     return before + after + work.tied_seconds + update
-
-
-def _unflushed(work: Workload, name: str, microbatches: int) -> Unflushed:
-    """Return the steps of the schedule ``name``, which never flushes."""
-    return Unflushed(work, updates.described(work.job, name, microbatches))

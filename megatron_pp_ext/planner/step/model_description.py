@@ -59,7 +59,7 @@ def describe(values: Mapping[str, Any], where: str = "the model") -> Job:
 def asked_of(job: Job) -> RequestedJob:
     """Return what is asked where ``job`` is not described by flags: its fields, and no other argument."""
     values = {name: job.value(name) for name in PLACES}
-    return RequestedJob(flag_table.parse([], values))
+    return RequestedJob.of_args(flag_table.parse([], values))
 
 
 def settle(args: Namespace) -> None:

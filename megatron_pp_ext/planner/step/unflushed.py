@@ -16,7 +16,7 @@ from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.buffers import most_buffers
 from megatron_pp_ext.schedule.families import round_robin
 from megatron_pp_ext.schedule.families.round_robin import Replicas
-from megatron_pp_ext.schedule.launch_order import launched
+from megatron_pp_ext.schedule.launch_order import walk_over
 from megatron_pp_ext.schedule.messages import SENDS_AHEAD
 from megatron_pp_ext.schedule.running import seconds_of_an_update
 from megatron_pp_ext.schedule.updates import Updates
@@ -87,5 +87,5 @@ def _full(replicas: Replicas) -> tuple[InFlight, tuple[int, ...]]:
     be under way.
     """
     orders = round_robin.orders(replicas, (replicas.ranks + SENDS_AHEAD) * max(replicas.counts))
-    walk = launched(orders, replicas.stages)
+    walk = walk_over(replicas.placed(orders))
     return InFlight(walk.program), most_buffers(walk)

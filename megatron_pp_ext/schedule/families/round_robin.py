@@ -7,12 +7,15 @@ on the same replica, so that every rank knows where a microbatch went.
 
 import math
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Self
 
 from megatron_pp_ext.schedule.actions import Action, Kind
 from megatron_pp_ext.schedule.families.phases import alternating
+from megatron_pp_ext.schedule.orders import Announced, Orders
+from megatron_pp_ext.schedule.placement import linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,10 @@ class Replicas:
     def ranks_of(self, stage: int) -> range:
         """Return the ranks of all replicas of ``stage``, which add up their gradients."""
         return range(self.first_rank(stage), self.first_rank(stage + 1))
+
+    def placed(self, by_rank: Sequence[Sequence[Action]], announced: Announced = Announced.NOTHING) -> Orders:
+        """Return the orders ``by_rank`` of all replicas, whose messages may announce their shapes."""
+        return Orders(by_rank, linear(self.stages), announced=announced, replica_of=self.rank_of)
 
     def warm_up(self, stage: int) -> int:
         """Return the number of forwards that a replica of ``stage`` does before it begins to alternate.

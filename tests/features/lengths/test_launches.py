@@ -14,10 +14,10 @@ from megatron_pp_ext.features.lengths.plan import Plan, Planner
 from megatron_pp_ext.runtime.plan import plan_orders, plan_rank
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
-from megatron_pp_ext.schedule.announcements import Announced
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.families import pipedream
 from megatron_pp_ext.schedule.families.round_robin import Replicas
+from megatron_pp_ext.schedule.orders import Announced
 from megatron_pp_ext.schedule.placement import linear
 from megatron_pp_ext.schedule.unit_costs import UnitCosts
 from tests.launches.test_cannot_hang import assert_finishes_strictly
@@ -134,7 +134,7 @@ def test_announced_shapes_of_a_pipeline_that_never_flushes(ranks: int, interval:
             operations = list[object]()
             for step in steps:
                 flushes = step is steps[-1]
-                plan = plan_orders(step, ranks, stages.rank_of, rank, flushes=flushes, announced=announced)
+                plan = plan_orders(stages.placed(step, announced), rank, flushes)
                 operations += plan.operations
             of_ranks.append(SimpleNamespace(operations=operations))
         return of_ranks

@@ -19,7 +19,7 @@ from megatron_pp_ext.features.pairs.options import paired
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.check import check, require_one_forward_order
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import CostModel, Costs
 from megatron_pp_ext.schedule.simulate import simulate
 
 SHORT = 0.001
@@ -81,7 +81,7 @@ def test_pairs_are_planned_with_what_they_take():
 def test_a_shared_vocabulary_is_planned_with_its_parts():
     whole = Costs.per_rank(4).with_split_head(0.5, 4)
     request = replace(named("zb-h1", 4, 8), splits_head=True)
-    schedule = make(request, lambda stages, splits_head: whole).schedule
+    schedule = make(request, CostModel.fixed(whole)).schedule
     costs = LengthCosts.with_attention(whole, 1).of(step(8))
     found = Planner(schedule).plan(costs, budget=SHORT)
     check(found.schedule)

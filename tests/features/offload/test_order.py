@@ -12,24 +12,23 @@ from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.features.offload import options, order
 from megatron_pp_ext.features.offload.free_plans import share_offloaded
 from megatron_pp_ext.schedule.check import check
-from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.costs import CostModel, Costs, StageCosts
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support.tiers import wide
 
 RANKS, MICROBATCHES = 4, 12
 
 
-def costs_of(stages, splits_head=False):
-    """Whole ranks take 1 for F, I and W each; a copy takes half of a forward, since bytes are not known."""
-    return Costs.per_rank(RANKS, stages // RANKS)
+MODEL = CostModel(lambda placement: Costs.per_rank(RANKS, placement.chunks))
+"""Whole ranks take 1 for F, I and W each; a copy takes half of a forward, since bytes are not known."""
 
 
 def built(name, pipeline_offload, pipeline_memory_limit=None):
     request = named(name, RANKS, MICROBATCHES)
     request = options.requested(request, pipeline_offload, pipeline_memory_limit)
-    schedule = make(request, costs_of).schedule
+    schedule = make(request, MODEL).schedule
     check(schedule)
-    costs = order.with_copy_seconds(costs_of(2 * RANKS)).merged(schedule.placement.stages)
+    costs = order.with_copy_seconds(MODEL.of(schedule.placement))
     return simulate(schedule, costs)
 
 
@@ -44,10 +43,10 @@ def test_a_share_leaves(name):
 
 def test_people_are_told_by_how_much_a_step_grows():
     request = options.requested(named("v-half", RANKS, MICROBATCHES), "1", None)
-    note = make(request, costs_of).note
+    note = make(request, MODEL).note
     assert re.fullmatch(r"copies to the host make steps \d\.\d% longer by the estimate", note)
     free = options.requested(named("v-half", RANKS, MICROBATCHES), "0.25", None)
-    assert not make(free, costs_of).note
+    assert not make(free, MODEL).note
 
 
 def test_auto_sends_what_costs_no_time_or_as_little_as_keeps_the_limit():
@@ -62,10 +61,10 @@ def test_the_compiler_chooses_by_itself():
     """A quarter of what 1F1B keeps is one microbatch: an order alone that keeps it has hardly a pipeline."""
     request = named("flex", RANKS, MICROBATCHES, limit=0.375)
     request = options.requested(request, "auto", 0.375)
-    schedule = make(request, costs_of).schedule
+    schedule = make(request, MODEL).schedule
     check(schedule)
     assert schedule.name == "flex" and schedule.copies
-    costs = order.with_copy_seconds(costs_of(2 * RANKS)).merged(schedule.placement.stages)
+    costs = order.with_copy_seconds(MODEL.of(schedule.placement))
     assert max(simulate(schedule, costs).peak_memory) <= 1.5
 
 
@@ -75,13 +74,13 @@ def test_an_order_without_copies_is_compiled_where_its_bound_is_no_longer_than_t
     made = []
 
     def alone(request):
-        made.append(make(replace(request, options=()), costs_of))
+        made.append(make(replace(request, options=()), MODEL))
         return made[-1]
 
     def makespan(schedule):
-        return simulate(schedule, costs_of(2 * RANKS).merged(schedule.placement.stages)).makespan
+        return simulate(schedule, MODEL.of(schedule.placement)).makespan
 
-    found = order.offloaded(request, costs_of, alone).schedule
+    found = order.offloaded(request, MODEL, alone).schedule
     assert bool(made) == is_compiled != bool(found.copies)
     assert is_compiled or makespan(found) < makespan(alone(request).schedule)
 
@@ -109,16 +108,16 @@ def test_what_a_forward_keeps_is_known_where_it_is_counted_in_bytes():
     assert part.costs().parameters == 7, "so that copies of an estimated stage are planned in bytes"
     request = options.requested(named("1f1b", 2, 4), 0.5, None)
     costs = Costs((StageCosts(1, 1, 1, activation=3e9, parameters=7.0),) * 2)
-    assert Source(request, lambda *stages: costs).kept_bytes == (3e9, 3e9)
-    assert Source(request, lambda *stages: Costs.per_rank(2, 1)).kept_bytes == ()
+    assert Source(request, CostModel.fixed(costs)).kept_bytes == (3e9, 3e9)
+    assert Source(request, CostModel.fixed(Costs.per_rank(2, 1))).kept_bytes == ()
 
 
 def test_models_that_the_estimate_does_not_know_are_planned_at_unit_costs():
-    def unknown(stages, splits_head):
+    def unknown(placement):
         raise ValueError("not modelled")
 
     request = options.requested(named("v-half", RANKS, MICROBATCHES), 0.5, None)
-    schedule = make(request, unknown).schedule
+    schedule = make(request, CostModel(unknown)).schedule
     assert len(schedule.copies.reloads) == schedule.placement.stages * MICROBATCHES / 2
 
 
@@ -126,12 +125,12 @@ def test_costs_are_asked_for_when_the_schedule_is_requested():
     """Megatron completes its flags later, and they would then ask for what the estimate does not know."""
     asked = []
 
-    def known_for_now(stages, splits_head):
-        asked.append(splits_head)
-        return costs_of(stages)
+    def known_for_now(placement):
+        asked.append(placement.splits_head)
+        return MODEL.of(placement)
 
     request = options.requested(named("v-half", RANKS, MICROBATCHES), 0.5, None)
-    source = Source(request, known_for_now)
+    source = Source(request, CostModel(known_for_now))
     assert asked == [False]
     assert source.schedule(MICROBATCHES + 1).copies
     assert asked == [False]
@@ -139,12 +138,12 @@ def test_costs_are_asked_for_when_the_schedule_is_requested():
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_vocabulary_that_ranks_share_leaves_room_for_copies(is_known):
-    def costs(stages, splits_head):
+    def costs(placement):
         if not is_known:
             raise ValueError("not modelled")
-        return costs_of(stages).with_split_head(1.0, RANKS)
+        return Costs.per_rank(RANKS).with_split_head(1.0, RANKS)
 
     request = replace(named("1f1b", RANKS, MICROBATCHES), splits_head=True)
-    schedule = make(options.requested(request, 0.5, None), costs).schedule
+    schedule = make(options.requested(request, 0.5, None), CostModel(costs)).schedule
     check(schedule)
     assert schedule.placement.splits_head and len(schedule.copies.reloads) == RANKS * MICROBATCHES / 2

@@ -25,7 +25,7 @@ def asked(flags: str) -> RequestedJob:
 def estimated(flags: str) -> Estimate:
     """Return the estimate of ``MODEL`` with more ``flags`` on 4 H100."""
     job = asked(flags)
-    return estimate_request(job.job, system.read("h100"), for_world(job, 4))
+    return estimate_request(job, system.read("h100"), for_world(job, 4))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "v-half"])

@@ -36,7 +36,7 @@ def test_a_step_that_is_planned_needs_no_divisor() -> None:
     given = asked("--pipeline-schedule flex --pipeline-memory-limit 0.5 --pipeline-slice-tokens 5000")
     with pytest.raises(ValueError, match="does not divide"):
         pipeline.read(given, 1)
-    planned = pipeline.read(given.changed(pipeline_order="search"), 1)
+    planned = pipeline.read(given.with_arguments(pipeline_order="search"), 1)
     assert are_by_length(planned)
     assert planned.option(Slices) == Slices(5000)
 

@@ -23,7 +23,7 @@ from megatron_pp_ext.features.slices.units import equal_slices
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.check import check
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import CostModel, Costs
 from megatron_pp_ext.schedule.placement import linear, loop, v
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 
@@ -78,7 +78,7 @@ def test_v_half_in_slices_is_shorter_and_keeps_less() -> None:
 def test_flex_keeps_the_limit_and_is_no_longer_than_the_families() -> None:
     for limit in (0.25, 0.5):
         request = named("flex", 4, 6, limit=limit).with_option(Slices(1, 4))
-        made = make(request, lambda stages, splits_head: Costs.per_rank(4, stages // 4))
+        made = make(request, CostModel(lambda placement: Costs.per_rank(4, placement.chunks)))
         costs = of_equal_slices(Costs.per_rank(4, made.schedule.placement.chunks), 4)
         timeline = simulate(made.schedule, costs)
         assert max(timeline.peak_microbatches) <= 4 * limit + 1e-9
@@ -168,9 +168,9 @@ def test_a_file_that_takes_slices_in_another_order_is_refused() -> None:
 def test_slices_go_with_pairs_and_a_split_head_but_not_with_copies() -> None:
     costs = Costs.per_rank(4, 1)
     in_slices = named("1f1b", 4, 4).with_option(Slices(1, 4))
-    split = make(replace(in_slices, splits_head=True), lambda stages, splits_head: costs).schedule
+    split = make(replace(in_slices, splits_head=True), CostModel.fixed(costs)).schedule
     assert sum(action.kind is Kind.T for action in split) == 4 * 4 * 4
     pairs = make(paired(named("dualpipe-v", 4, 8)).with_option(Slices(1, 3))).schedule
     assert pairs.paired and pairs.microbatches == 24
     with pytest.raises(ValueError, match="not copied to the host"):
-        make(in_slices.with_option(Offload(0.5)), lambda stages, splits_head: costs)
+        make(in_slices.with_option(Offload(0.5)), CostModel.fixed(costs))

@@ -66,5 +66,5 @@ def test_a_command_has_the_slices_that_were_found(compiles: Compiles) -> None:
     words = best.candidate.flags([*MODEL, "--pipeline-slice-tokens", "auto"])
     assert words.count("--pipeline-slice-tokens") == 1
     asked = described.read(words, None).counted()
-    again = estimate_request(asked.job, A100, for_world(asked, 4))
+    again = estimate_request(asked, A100, for_world(asked, 4))
     assert again.step_seconds == pytest.approx(best.estimate.step_seconds, rel=1e-3)

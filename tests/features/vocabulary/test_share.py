@@ -15,6 +15,7 @@ from megatron_pp_ext.schedule.check import InvalidSchedule, check
 from megatron_pp_ext.schedule.costs import Costs, HeadCosts, StageCosts
 from megatron_pp_ext.schedule.formats import costs_file, csv_file, trace_file, trace_reading
 from megatron_pp_ext.schedule.messages import Exchange, Exchanged, planned_launches
+from megatron_pp_ext.schedule.orders import Orders
 from megatron_pp_ext.schedule.placement import linear, loop, v, wave
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from tests.support.random_orders import random_schedule
@@ -112,7 +113,7 @@ def test_all_ranks_launch_the_exchanges_in_one_order_each_before_it_is_needed(na
     schedule = shared(name, 3, 5)
     placement = schedule.placement
     last, home = placement.stages - 1, placement.rank_of(placement.stages - 1)
-    planned = planned_launches(schedule.orders, placement.stages, lambda stage, _: placement.rank_of(stage))
+    planned = planned_launches(Orders.of(schedule))
     of_ranks = []
     for rank, order in enumerate(schedule.orders):
         launched: list[Exchange] = []

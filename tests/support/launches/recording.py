@@ -22,7 +22,7 @@ from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import RankPlan, plan_rank
 from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.schedule.actions import Kind, Schedule
-from megatron_pp_ext.schedule.announcements import Announced
+from megatron_pp_ext.schedule.orders import Announced
 from tests.support.launches.entries import Collective, Copy, Entry, HostWait, Kernel, Launches, Transfer, Wait
 
 

@@ -16,7 +16,7 @@ from megatron_pp_ext.integration.runners.step_parts import Step, StepPart
 from megatron_pp_ext.runtime.channels import OtherShape, Shape
 from megatron_pp_ext.runtime.plan import RankPlan, plan_rank
 from megatron_pp_ext.schedule.actions import Schedule
-from megatron_pp_ext.schedule.announcements import Announced
+from megatron_pp_ext.schedule.orders import Announced
 
 type _Key = tuple[int, bool, Announced]
 

@@ -26,7 +26,7 @@ from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.runners.flushed import require_same_schedule
 from megatron_pp_ext.integration.runners.step_parts import Step
 from megatron_pp_ext.runtime.plan import plan_rank
-from megatron_pp_ext.schedule.announcements import Announced
+from megatron_pp_ext.schedule.orders import Announced
 from megatron_pp_ext.schedule.unit_costs import UnitCosts
 from megatron_pp_ext.schedule.without_collection import without_collection
 

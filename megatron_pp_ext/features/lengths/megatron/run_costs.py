@@ -94,13 +94,11 @@ class RunCosts:
         return _with_messages_of(found, mean / (length * documents))
 
     def _estimate(self) -> LengthCosts:
-        placement, costs_at = self._pipeline.placement, self._pipeline.settings.costs_at
-        if costs_at is not None:
-            stages = placement.stages, placement.splits_head
+        placement, model = self._pipeline.placement, self._pipeline.settings.estimate
+        if model is not None:
             try:
-                return LengthCosts.through(
-                    costs_at(*stages, _LENGTH // 2, 2), 2, costs_at(*stages, _LENGTH, 1), _LENGTH
-                )
+                halves, whole = model.at(_LENGTH // 2, 2), model.at(_LENGTH, 1)
+                return LengthCosts.through(halves.of(placement), 2, whole.of(placement), _LENGTH)
             except ValueError as error:  # any model may train, also one that the estimate does not know
                 print_rank_0(
                     f"megatron_pp_ext: {error}; microbatches count as in a model of 7 billion "

@@ -11,11 +11,11 @@ import typer
 from megatron_pp_ext.cli import flex
 from megatron_pp_ext.cli.options import Files, require_at_least
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
-from megatron_pp_ext.compiler.make import CostsOf, make
+from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import Request, named
 from megatron_pp_ext.features.offload.free_plans import share_offloaded, without_copies
 from megatron_pp_ext.features.offload.options import Offload
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import CostModel, Costs
 from megatron_pp_ext.schedule.names import AUTO, FLEX
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 
@@ -83,7 +83,7 @@ class Offloading:
         seconds = max(self.copy, sys.float_info.min)
         return costs.copied_at(seconds / kept) if kept else costs
 
-    def notes(self, request: Request, costs: CostsOf, timeline: Timeline, files: Files) -> Iterator[str]:
+    def notes(self, request: Request, costs: CostModel, timeline: Timeline, files: Files) -> Iterator[str]:
         """Yield what to know of the copies of ``timeline``, the step of ``request`` with the options.
 
         ValueError where ``files`` has one that holds no copies.

@@ -15,11 +15,12 @@ from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.search.candidate_cuts import CandidateCuts
 from megatron_pp_ext.planner.search.replays import IMPROVED, Evaluated, Replays, Timed
 from megatron_pp_ext.planner.search.variants import Choice
-from megatron_pp_ext.planner.search.workloads import order_of
-from megatron_pp_ext.planner.step.estimate import RankMemory, estimate, memory, pace
+from megatron_pp_ext.planner.search.workloads import order_of, step_of
+from megatron_pp_ext.planner.step.estimate import RankMemory
 from megatron_pp_ext.planner.step.programs import Prepared
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.costs import CostModel
 from megatron_pp_ext.schedule.names import AUTO
 
 SHARES = (0.25, 0.5, 0.75, 1.0)
@@ -35,7 +36,7 @@ def choice(share: float) -> Choice:
 def offloaded(work: Workload, request: Request, share: float | str) -> Schedule:
     """Return the schedule of ``request`` for ``work`` with this ``share`` of activations on the host."""
     with_copies = request.with_option(Offload(share))
-    return make(with_copies, lambda stages, splits_head: work.costs, is_proved=True).schedule
+    return make(with_copies, CostModel.fixed(work.costs), is_proved=True).schedule
 
 
 def parts_on_device(work: Workload, request: Request, order: Prepared) -> tuple[float, ...]:
@@ -69,19 +70,18 @@ class HostReplays:
         workloads, margin = replays.workloads, replays.margin
         fewer = min(2 * candidate.pipeline, candidate.microbatches)
         short = candidate.request(fewer)
-        sizes = candidate.schedule, candidate.microbatches
         if not replays.is_uneven:
             work = workloads.work(candidate)
-            if not room(pace(work, order_of(candidate), *sizes).step_seconds):
+            if not room(step_of(candidate, work, margin).pace.step_seconds):
                 return None
             order = Prepared(offloaded(work, short, AUTO))
-            least = max(memory(work, order, *sizes, margin), key=lambda rank: rank.total)
+            least = max(step_of(candidate, work, margin, order).memory(), key=lambda rank: rank.total)
             if least.total > limit:
                 return None
             return self._fitted(replays.timed(candidate, work, least), limit, room)
         stages = workloads.stages(candidate, candidate.placement)
         even = CandidateCuts(candidate, stages, workloads, margin, limit).work(stages.start)
-        paced = pace(even, order_of(candidate), *sizes)
+        paced = step_of(candidate, even, margin).pace
         mean = workloads.mean(candidate, candidate.placement)
         mean_least = mean.memory(candidate.microbatches, margin, of_largest=True)
         if mean_least.total > room(paced.step_seconds * (1 - IMPROVED)):
@@ -93,16 +93,15 @@ class HostReplays:
 
     def _fitted(self, timed: Timed, limit: float, room: Callable[[float], float]) -> Evaluated | None:
         """Return the candidate with the smallest of the ``SHARES`` with which it fits, if any."""
-        candidate, work, margin = timed.candidate, timed.work, self.replays.margin
-        most = min(limit, room(timed.pace.step_seconds))
+        candidate, work, margin = timed.candidate, timed.step.work, self.replays.margin
+        most = min(limit, room(timed.seconds))
         if timed.least.total > most:
             return None
         request = candidate.request(candidate.microbatches)
-        sizes = candidate.schedule, candidate.microbatches
 
         def with_host(share: float) -> Evaluated | None:
             copied = offloaded(work, request, share)
-            estimated = estimate(work, Prepared(copied), *sizes, margin)
+            estimated = step_of(candidate, work, margin, Prepared(copied)).estimate()
             if estimated.fullest.total > most:
                 return None
             completed = Offloaded().completed(estimated, work, copied)
@@ -110,6 +109,6 @@ class HostReplays:
 
         # What does not fit with all that leaves for free is given up: other plans take long to make.
         free = Prepared(offloaded(work, request, AUTO))
-        if max(rank.total for rank in memory(work, free, *sizes, margin)) > most:
+        if max(rank.total for rank in step_of(candidate, work, margin, free).memory()) > most:
             return None
         return next(filter(None, map(with_host, SHARES)), None)

@@ -21,7 +21,7 @@ from megatron_pp_ext.features.slices.options import SMALLEST
 from megatron_pp_ext.schedule.actions import Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.names import FLEX
-from megatron_pp_ext.schedule.placement import Placement
+from megatron_pp_ext.schedule.placement import Placement, loop
 from megatron_pp_ext.schedule.recorded import UnitNames
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from megatron_pp_ext.schedule.unit_costs import UnitCosts
@@ -101,7 +101,7 @@ def show_comparison(
     from megatron_pp_ext.features.lengths.compared import SEARCH, over_work, peak_tokens
     from megatron_pp_ext.view import grouped_bars, terminal
 
-    halves, count = times.costs(ranks, 2), lengths.count(None)
+    halves, count = times.costs(loop(ranks, 2)), lengths.count(None)
     headings = [
         "over\nwork,\nwhole",
         "over\nwork,\nin units",

@@ -17,7 +17,7 @@ from megatron_pp_ext.features.slices.options import FLAG, SMALLEST, Slices, are_
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.typed_job import Job
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import CostModel, Costs
 from megatron_pp_ext.schedule.names import AUTO
 from megatron_pp_ext.schedule.simulate import simulate
 
@@ -58,9 +58,9 @@ def chosen(asked: RequestedJob, request: Request, rows: int) -> int:
         raise ValueError(f"{FLAG} {AUTO} needs the sizes of the model: give a number of tokens")
     all_rules.refuse_to_predict(asked)
     best, least, losses, reason = 0, float("inf"), 0, ValueError()
-    for tokens in _candidates(asked.job, request):
+    for tokens in _candidates(asked, request):
         try:
-            seconds = _seconds(asked.job, request, rows, length // tokens)
+            seconds = _seconds(asked, request, rows, length // tokens)
         except ValueError as error:  # a limit that shorter slices may keep
             reason = error
             continue
@@ -88,7 +88,7 @@ def _seconds(job: Job, request: Request, rows: int, slices: int) -> float:
     if slices == 1 and request.is_compiled:
         request = replace(request, trials=min(request.trials, _TRIALS))
     cut = request.with_option(Slices(job.model.seq_length // slices, slices))
-    schedule = make(cut, lambda stages, splits_head: stage_costs(job, stages, rows, splits_head)).schedule
+    schedule = make(cut, CostModel(lambda placement: stage_costs(job, placement, rows))).schedule
     machine, stages = system.read(MACHINE), schedule.placement.stages
 
     def costs_of(one: Job) -> Costs:

@@ -22,7 +22,7 @@ from megatron_pp_ext.integration.runners import tracing
 from megatron_pp_ext.runtime import clock_offset
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
-from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.costs import CostModel, Costs, StageCosts
 from megatron_pp_ext.schedule.formats import trace_reading
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from tests.support.clock import TICK, Clock
@@ -219,7 +219,9 @@ def test_bytes_are_counted_in_the_first_measured_step_alone(monkeypatch: pytest.
     monkeypatch.setattr(profile_guided, "print_rank_0", lambda line: None)
     monkeypatch.setattr(tracing, "recording", recording)
     request = named("1f1b", 2, 8)
-    chosen = requested.Pipeline(request.with_option(ProfileSteps(2, 4)), Source(request, Costs.unit))
+    chosen = requested.Pipeline(
+        request.with_option(ProfileSteps(2, 4)), Source(request, CostModel(Costs.unit))
+    )
     guide = profile_guided.guide(chosen)
     assert guide is not None
     for done in range(8):

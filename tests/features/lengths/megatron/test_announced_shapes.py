@@ -9,7 +9,7 @@ import pytest
 from megatron_pp_ext.features.lengths.megatron.announced_shapes import AnnouncedShapes
 from megatron_pp_ext.integration.runners.model_stage import StepInputs
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.announcements import Announced
+from megatron_pp_ext.schedule.orders import Announced
 
 from tests.support.ranks import RankError, run_ranks  # isort: skip  (the stand-ins come before Megatron)
 import torch.distributed as dist

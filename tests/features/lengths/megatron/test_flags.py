@@ -18,7 +18,7 @@ from megatron_pp_ext.features.lengths.microbatches import Microbatches
 from megatron_pp_ext.features.lengths.ordering import Ordering
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.settings import Settings
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import CostModel, Costs
 
 STEP = Microbatches.of([[40, 3], [100], [7, 7, 7]])
 
@@ -112,11 +112,11 @@ def test_models_that_nobody_knows_are_ordered_as_one_of_7_billion(monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(run_costs, "print_rank_0", said.append)
 
-    def unknown(*_: Any) -> Costs:
+    def unknown(*_: Any) -> CostModel:
         raise ValueError("cannot tell")
 
     request = named("1f1b", 4, 3).with_option(Ordering("rule"))
-    found = costs_of(Pipeline(request, settings=Settings(costs_at=unknown)))
+    found = costs_of(Pipeline(request, settings=Settings(estimate=CostModel(unknown, unknown))))
     again = LengthCosts.with_attention(Costs.per_rank(4), 1)
     assert found.of(STEP) == found.of(STEP) == again.of(STEP)
     assert len(said) == 1 and f"attention to {EQUAL_AT:,} tokens" in said[0]

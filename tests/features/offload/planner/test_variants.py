@@ -10,7 +10,7 @@ from megatron_pp_ext.planner.search.best_first import Search
 from megatron_pp_ext.planner.search.lower_bounds import least_memory
 from megatron_pp_ext.planner.search.replays import Replays
 from megatron_pp_ext.planner.search.workloads import Workloads
-from megatron_pp_ext.planner.step.estimate import MARGIN, estimate_request, memory
+from megatron_pp_ext.planner.step.estimate import MARGIN, StepModel, estimate_request
 from megatron_pp_ext.planner.step.model_description import asked_of
 from megatron_pp_ext.planner.step.programs import Prepared
 from megatron_pp_ext.schedule import catalog
@@ -91,7 +91,9 @@ def test_no_candidate_is_below_its_bounds_with_activations_on_the_host(batch, sh
     for one in candidates:
         work, microbatches = workloads.work(one), one.microbatches
         order = Prepared(offloaded(work, one.request(microbatches), 1.0))
-        fullest = max(memory(work, order, one.schedule, microbatches), key=lambda rank: rank.total)
+        fullest = max(
+            StepModel(work, order, one.schedule, microbatches).memory(), key=lambda rank: rank.total
+        )
         least = least_memory(work, microbatches, MARGIN, of_largest=True)
         mean = workloads.mean(one, one.placement).memory(microbatches, MARGIN, of_largest=True)
         assert max(least.total, mean.total) <= fullest.total * (1 + rounded)

@@ -1,6 +1,5 @@
 """--pipeline-vocabulary: what is refused in one line, what auto chooses, and what the run says."""
 
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +10,7 @@ from megatron_pp_ext.features.vocabulary import order
 from megatron_pp_ext.features.vocabulary.megatron.first_and_last_stage import Head
 from megatron_pp_ext.features.vocabulary.megatron.model_vocabulary import ModelVocabulary
 from megatron_pp_ext.integration import start_up
-from megatron_pp_ext.integration.trainer.validation import _costs
+from megatron_pp_ext.integration.trainer.model_costs import costs_of
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support.flags import PP4, arguments, assert_refused, read, requested_by
@@ -50,15 +49,15 @@ def test_auto_shares_where_steps_are_shorter(schedule, monkeypatch):
         pipeline = requested_by(args)
         assert pipeline.placement.splits_head is shares
         lengths = []
-        for value, is_shared in (("", False), (SHARED, True)):
+        for value in ("", SHARED):
             other = arguments(f"{flags} {value} {size}")
             found = requested_by(other)
-            costs = _costs(RequestedJob(other), found.request.finest.stages, is_shared)
-            stages = costs.merged(found.placement.stages)
+            model = costs_of(RequestedJob.of_args(other)).merged_from(found.request.finest)
+            stages = model.of(found.placement)
             lengths.append(simulate(found.source.schedule(8), stages).makespan)
         gain = 1 - lengths[1] / lengths[0]
         said = "vocabulary shared: steps are" if shares else "vocabulary not shared: that would change"
-        line = start_up.summary(pipeline, partial(_costs, RequestedJob(args)))
+        line = start_up.summary(pipeline, costs_of(RequestedJob.of_args(args)))
         assert said in line and f"{abs(gain):.1%}" in line
 
 
@@ -77,7 +76,7 @@ def test_auto_trains_without_sharing_where_the_parts_have_no_room(monkeypatch):
 def test_the_line_says_that_the_vocabulary_is_shared(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     args = arguments(f"{PP4} --pipeline-schedule v-half {SHARED}")
-    line = start_up.summary(requested_by(args), partial(_costs, RequestedJob(args)))
+    line = start_up.summary(requested_by(args), costs_of(RequestedJob.of_args(args)))
     assert line.endswith("; vocabulary shared by all ranks")
 
 
