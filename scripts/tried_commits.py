@@ -124,7 +124,7 @@ def hooked_places() -> list[str]:
     from megatron_pp_ext.integration import frameworks, hooks
 
     every = (*hooks.all_hooks(cpu=True), *frameworks.SEAMS)
-    return [place.path for hook in every for place in hook.places]
+    return [place.path for seam in every for place in seam.places]
 
 
 def written(commits: Mapping[str, Any], tables: Tables) -> str:
