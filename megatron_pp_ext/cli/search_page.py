@@ -42,7 +42,7 @@ def page(
     headings, rows = table
     head = _row("th", headings)
     body = "".join(_row("td", row) for row in rows)
-    best, *others = (f"<h3>{escape(name)}</h3><pre>{escape(text)}</pre>" for name, text in commands.items())
+    best, *further = (f"<h3>{escape(name)}</h3><pre>{escape(text)}</pre>" for name, text in commands.items())
     return (
         "<!doctype html><html lang=en><meta charset=utf-8>"
         "<meta name=viewport content='width=device-width, initial-scale=1'>"
@@ -51,7 +51,7 @@ def page(
         f"<h2>The command of the best</h2>{best}"
         f"<h2>Memory and throughput</h2><div class=wide>{picture}</div>"
         f"<h2>What the words stand for</h2>{_list(_labels())}"
-        f"<h2>The commands of the others, and of the shortest steps for less memory</h2>{''.join(others)}"
+        f"<h2>The commands of the others, and of the shortest steps for less memory</h2>{''.join(further)}"
         "</html>\n"
     )
 
@@ -59,8 +59,8 @@ def page(
 def _labels() -> dict[str, str]:
     """Return what the words of a configuration stand for, those of features before the numbers of a table."""
     at = list(_LABELS).index("MFU")
-    own, of_features = list(_LABELS.items()), [one.label for one in registered()]
-    return dict([*own[:at], *of_features, *own[at:]])
+    labels, of_features = list(_LABELS.items()), [addition.label for addition in registered()]
+    return dict([*labels[:at], *of_features, *labels[at:]])
 
 
 def _row(tag: str, cells: Sequence[str]) -> str:

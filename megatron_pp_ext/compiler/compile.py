@@ -29,7 +29,7 @@ TRIALS = 1000
 """The number of orders that a search may try on a pipeline of ordinary size; it is lower on larger ones."""
 
 Variants = Callable[[Timeline, str, Sequence[Cut]], Iterable[tuple[Timeline, str]]]
-"""A feature's orders in addition to what the search found.
+"""A feature's orders in addition to the result of the search.
 
 Called with that and its origin, and the cuts that it was searched for; returns simulated schedules that are
 named "flex", and their origins.
@@ -74,7 +74,7 @@ def compile_schedule(
     *,
     placements: Sequence[Placement] | None = None,
     trials: int = TRIALS,
-    turn: cache.Lock = nullcontext,
+    lock: cache.Lock = nullcontext,
 ) -> Compiled:
     """Return the shortest schedule found for ``ranks`` and ``microbatches`` within ``memory_limit``.
 
@@ -83,7 +83,7 @@ def compile_schedule(
     allows are considered (``placements_of``).  ``memory_limit`` is in the unit of
     ``StageCosts.activation``, one number for all ranks or one for each; no rank's
     ``Timeline.peak_memory`` exceeds it.  ``trials`` bounds the search; with 0 only the published families
-    are compared.  ``turn`` is entered where the schedule is not in the cache.  Where ``costs`` state that a
+    are compared.  ``lock`` is entered where the schedule is not in the cache.  Where ``costs`` state that a
     pair takes less than its two actions (``Costs.pair``), the schedule may have pairs.
 
     The schedule is never longer than one of a published family, with pairs or without and with one of the
@@ -110,13 +110,13 @@ def compile_schedule(
     spelled = [cache.spelled(cut.placement, cut.costs) for cut in feasible]
     name = cache.key([VERSION, catalog.NAMES, microbatches, trials, limits, spelled])
 
-    def made() -> tuple[Timeline, str]:
-        found = _with_variants(_shortest(feasible, trials), feasible)
-        check(found[0].schedule)
-        cache.store(name, found[0].schedule, found[1])
-        return found
+    def compiled() -> tuple[Timeline, str]:
+        best = _with_variants(_shortest(feasible, trials), feasible)
+        check(best[0].schedule)
+        cache.store(name, best[0].schedule, best[1])
+        return best
 
-    timeline, origin = cache.in_cache(name, turn, lambda: kept(name, feasible), made)
+    timeline, origin = cache.in_cache(name, lock, lambda: kept(name, feasible), compiled)
     bound = min(cut.bound(paired=True) for cut in feasible)
     return Compiled(timeline, min(bound, timeline.makespan), origin)
 
@@ -140,18 +140,18 @@ def placements_of(ranks: int, costs: Costs) -> tuple[Placement, ...]:
 
     Raises ValueError where ``ranks`` does not divide the number of stages.
     """
-    chunks, left = divmod(len(costs.stages), ranks)
-    if left or not chunks:
+    chunks, remainder = divmod(len(costs.stages), ranks)
+    if remainder or not chunks:
         raise ValueError(
             f"costs are given for {len(costs.stages)} stages, which {ranks} ranks cannot hold evenly: "
             "give one StageCosts for each chunk of each rank"
         )
-    found: list[Placement] = []
+    placements: list[Placement] = []
     for count in range(1, chunks + 1):
         if chunks % count == 0:
             turns = v(ranks) if count == 2 else wave(ranks, count)
-            found += [linear(ranks)] if count == 1 else [turns, loop(ranks, count)]
-    return tuple(found)
+            placements += [linear(ranks)] if count == 1 else [turns, loop(ranks, count)]
+    return tuple(placements)
 
 
 def _limits(ranks: int, memory_limit: float | Sequence[float]) -> tuple[float, ...]:
@@ -189,10 +189,10 @@ def _infeasible(cuts: Sequence[Cut]) -> InfeasibleLimit:
 
 def kept(name: str, cuts: Sequence[Cut]) -> tuple[Timeline, str] | None:
     """Return the schedule in the cache and its origin; None if it is none that fits one of ``cuts``."""
-    found = cache.load(name)
-    if found is None:
+    stored = cache.load(name)
+    if stored is None:
         return None
-    schedule, origin = found
+    schedule, origin = stored
     for cut in cuts:
         if (cut.placement, cut.microbatches) == (schedule.placement, schedule.microbatches):
             timeline = simulate(schedule, cut.costs)
@@ -237,11 +237,11 @@ def _shortest(cuts: Sequence[Cut], trials: int) -> tuple[Timeline, str]:
     return best
 
 
-def _with_variants(found: tuple[Timeline, str], cuts: Sequence[Cut]) -> tuple[Timeline, str]:
-    """Return the shortest of what was ``found`` and the variants of features that keep the limits."""
-    best, origin = found
+def _with_variants(searched: tuple[Timeline, str], cuts: Sequence[Cut]) -> tuple[Timeline, str]:
+    """Return the shortest of ``searched`` and the variants of features that keep the limits."""
+    best, origin = searched
     for variants in _variants:
-        for timeline, by in variants(*found, cuts):
+        for timeline, by in variants(*searched, cuts):
             if cuts[0].keeps(timeline) and timeline.makespan < best.makespan * (1 - TOLERANCE):
                 best, origin = timeline, by
     return best, origin
@@ -251,7 +251,7 @@ def _is_dominated(placement: Placement, cuts: Sequence[Cut]) -> bool:
     """Whether the search skips ``placement``, as another of ``cuts`` with as many chunks is better.
 
     A placement that turns round at the last rank has fewer messages between ranks than one that jumps back to
-    the first, and its ranks need equal memory, which those of a loop do not.
+    the first, and its ranks need equal memory, which a loop's do not.
     """
     turns = {cut.placement.chunks for cut in cuts if cut.placement.shape is not Shape.LOOP}
     return placement.shape is Shape.LOOP and placement.chunks in turns

@@ -47,11 +47,11 @@ class Extension:
         return None
 
     def launched(self, launch: Launch) -> Operation | None:
-        """Return the operation for what all ranks launch at one place; None where it is another's."""
+        """Return the operation of a launch of all ranks; None where it is another feature's."""
         return None
 
     def taken(self, message: Message) -> Operation | None:
-        """Return the operation that brings what no stage has sent; None where it is another's."""
+        """Return the operation that brings an input that no stage has sent; None where it is another's."""
         return None
 
     def handed_over(self, message: Message) -> Operation | None:
@@ -81,4 +81,4 @@ register = _registered.add
 
 def extensions(order: RankOrder) -> tuple[Extension, ...]:
     """Return the extensions of the plan for ``order``, in the order in which they were registered."""
-    return tuple(found for extend in _registered if (found := extend(order)) is not None)
+    return tuple(extension for extend in _registered if (extension := extend(order)) is not None)
