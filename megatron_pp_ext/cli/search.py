@@ -73,11 +73,11 @@ def search(
         console.print(measured_sizes.described(space.job, space.stages))
     limit = machines.bytes_of_memory or (1 - headroom(asked)) * system.memory_bytes
     budget = Budget(machines.cpu_seconds or inf)
-    search_run = Search(space, system, limit, machines.margin, machines.top, compiles, budget)
+    one = Search(space, system, limit, machines.margin, machines.top, compiles, budget)
     try:
-        best = run_with_bar(search_run)
+        best = run_with_bar(one)
     except KeyboardInterrupt:
-        if not search_run.result.best:
+        if not one.result.best:
             typer.echo("mpp: interrupted before any configuration was found that fits", err=True)
         raise
     first = best.best[0]

@@ -135,8 +135,8 @@ class Tried:
         from megatron_pp_ext.planner.search.configurations import Space
         from megatron_pp_ext.planner.search.result import Compiles
 
-        for variant in variants.registered():
-            variant.refuse(asked)
+        for one in variants.registered():
+            one.refuse(asked)
         if asked.pipeline.pipeline_loss_rank is not None:
             raise ValueError(
                 f"--pipeline-loss-rank {asked.pipeline.pipeline_loss_rank}: a search counts ranks from the "

@@ -59,8 +59,8 @@ def page(
 def _labels() -> dict[str, str]:
     """Return what the words of a configuration stand for, those of features before the numbers of a table."""
     at = list(_LABELS).index("MFU")
-    labels, of_features = list(_LABELS.items()), [addition.label for addition in registered()]
-    return dict([*labels[:at], *of_features, *labels[at:]])
+    own, of_features = list(_LABELS.items()), [one.label for one in registered()]
+    return dict([*own[:at], *of_features, *own[at:]])
 
 
 def _row(tag: str, cells: Sequence[str]) -> str:

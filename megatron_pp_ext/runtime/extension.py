@@ -81,4 +81,4 @@ register = _registered.add
 
 def extensions(order: RankOrder) -> tuple[Extension, ...]:
     """Return the extensions of the plan for ``order``, in the order in which they were registered."""
-    return tuple(extension for extend in _registered if (extension := extend(order)) is not None)
+    return tuple(found for extend in _registered if (found := extend(order)) is not None)
