@@ -1,6 +1,6 @@
 """Makes every schedule: the only place where an order and the features' additions are put together.
 
-The order is a family of the catalogue, a file, or a compiled order.  Each feature that changes orders
+The order is a family of the catalogue, a file, or what the compiler finds.  Each feature that changes orders
 registers a pass (``features``).  A pass gets the request, the costs and all that comes before it as one
 function, ``before``, so that it can ask for the same schedule with another number of microbatches or within
 other limits.  Passes run in the order in which they are registered, each around those before it.
@@ -131,20 +131,20 @@ def _made(request: Request, costs: CostModel, is_proved: bool) -> Made:
         return result
 
     before: Make = ordered
-    for run_pass in _passes:
-        before = _around(run_pass, costs, before)
-    result = before(request)
-    if not is_proved and not any(result.schedule is schedule for schedule in checked):
-        check(result.schedule)
-    return result
+    for one in _passes:
+        before = _around(one, costs, before)
+    made = before(request)
+    if not is_proved and not any(made.schedule is one for one in checked):
+        check(made.schedule)
+    return made
 
 
 def _none(placement: Placement) -> Costs:
     raise TypeError("this schedule depends on costs: give make() those of its stages")
 
 
-def _around(run_pass: Pass, costs: CostModel, before: Make) -> Make:
-    return lambda request: run_pass(request, costs, before)
+def _around(one: Pass, costs: CostModel, before: Make) -> Make:
+    return lambda request: one(request, costs, before)
 
 
 def _ordered(request: Request, costs: CostModel, is_proved: bool) -> Made:
@@ -163,20 +163,20 @@ def _ordered(request: Request, costs: CostModel, is_proved: bool) -> Made:
 
 
 def _compiled(request: Request, costs: CostModel) -> Made:
-    all_costs = costs.of(request.finest)
+    known = costs.of(request.finest)
     for counted in _counted:
-        all_costs = counted(request, all_costs)
-    budget = request.budget(all_costs)
-    compiled = compile_schedule(
+        known = counted(request, known)
+    budget = request.budget(known)
+    found = compile_schedule(
         request.ranks,
         request.microbatches,
-        budget.counted(all_costs),
+        budget.counted(known),
         budget.ranks,
         placements=request.placements,
         trials=request.trials,
         lock=in_turn,
     )
-    return Made(compiled.timeline.schedule, lower_bound=compiled.lower_bound, origin=compiled.origin)
+    return Made(found.timeline.schedule, lower_bound=found.lower_bound, origin=found.origin)
 
 
 def _of_file(schedule: Schedule, request: Request) -> Schedule:

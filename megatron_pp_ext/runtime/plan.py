@@ -158,9 +158,9 @@ class _Planner:
         return is_activation and self.orders.is_repeated(message.receiver, message.microbatch)
 
 
-def _first(work: object, operations: Iterable[Operation | None]) -> Operation:
-    """Return the first operation that an extension has for ``work``; ValueError without any."""
+def _first(what: object, operations: Iterable[Operation | None]) -> Operation:
+    """Return the first operation that an extension has for ``what``; ValueError without any."""
     operation = next(filter(None, operations), None)
     if operation is None:
-        raise ValueError(f"nothing plans {work}: register the feature that does (runtime.extension)")
+        raise ValueError(f"nothing plans {what}: register the feature that does (runtime.extension)")
     return operation
