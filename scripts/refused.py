@@ -15,8 +15,8 @@ _FIRST = "schedules", "stock", "vocabulary", "pairs", "offload", "without_flush"
 
 def _in_order() -> list[Rules]:
     topics = {topic.name: topic.rules for topic in table.topics()}
-    remaining = [name for name in topics if name not in _FIRST]
-    written = [rules for name in (*_FIRST, *remaining) for rules in topics[name]]
+    others = [name for name in topics if name not in _FIRST]
+    written = [rules for name in (*_FIRST, *others) for rules in topics[name]]
     return [*written, *unknown_costs.not_counted(), *start.RULES, *config.RULES]
 
 

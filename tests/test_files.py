@@ -17,7 +17,7 @@ from megatron_pp_ext.planner import model_names
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.formats import costs_file, csv_file, profile_file, trace_file, trace_reading
-from megatron_pp_ext.schedule.formats.profile import Layer, Profile
+from megatron_pp_ext.schedule.formats.profile import Profile, ProfiledLayer
 from megatron_pp_ext.schedule.simulate import simulate
 from reference import vgg16
 
@@ -26,7 +26,7 @@ COSTS = Costs.unit(SCHEDULE.placement)
 READERS: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
     "costs": (lambda path: costs_file.write(COSTS, path), costs_file.read),
     "profile": (
-        lambda path: profile_file.write(Profile.chain([Layer("a", 1, 2, 3, 4)]), path),
+        lambda path: profile_file.write(Profile.chain([ProfiledLayer("a", 1, 2, 3, 4)]), path),
         profile_file.read,
     ),
     "graph.txt": (lambda path: path.write_text(vgg16.graph_txt()), profile_file.read),

@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 
 from megatron_pp_ext.schedule.formats import graph_txt
-from megatron_pp_ext.schedule.formats.profile import Layer, Profile
+from megatron_pp_ext.schedule.formats.profile import Profile, ProfiledLayer
 from reference import vgg16
 
 IMAGES = 64
@@ -61,9 +61,9 @@ def gpt() -> Profile:
     hidden, tokens, vocabulary, two_bytes = 2048, 2048, 128_256, 2
     output, table = two_bytes * tokens * hidden, hidden * vocabulary
 
-    def layer(name: str, multiplications: float, weights: float) -> Layer:
+    def layer(name: str, multiplications: float, weights: float) -> ProfiledLayer:
         forward = 2 * multiplications / TEXT_RATE
-        return Layer(name, forward, 2 * forward, output, two_bytes * weights)
+        return ProfiledLayer(name, forward, 2 * forward, output, two_bytes * weights)
 
     attention = 2 * tokens**2 * hidden
     return Profile.chain(
@@ -79,7 +79,7 @@ def random_chain(seed: int) -> Profile:
     """12 layers of 10 to 100 ms, with outputs of 1 to 300 MB and weights of 0.1 to 500 MB."""
     draw = np.random.default_rng(seed)
     return Profile.chain(
-        Layer(f"{at}", forward, 2 * forward, 10**output, 10**weights)
+        ProfiledLayer(f"{at}", forward, 2 * forward, 10**output, 10**weights)
         for at, (forward, output, weights) in enumerate(
             zip(
                 draw.uniform(0.003, 0.03, 12).tolist(),
@@ -91,6 +91,6 @@ def random_chain(seed: int) -> Profile:
     )
 
 
-def _of_images(name: str, multiplications: float, outputs: float, weights: float) -> Layer:
+def _of_images(name: str, multiplications: float, outputs: float, weights: float) -> ProfiledLayer:
     forward = 2 * IMAGES * multiplications / IMAGE_RATE
-    return Layer(name, forward, 2 * forward, 4 * IMAGES * outputs, 4 * weights)
+    return ProfiledLayer(name, forward, 2 * forward, 4 * IMAGES * outputs, 4 * weights)

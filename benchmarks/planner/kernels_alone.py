@@ -113,10 +113,10 @@ def attention(folder: Path, device: str) -> Iterator[Sample]:
         if not _is_held_out(*shape):
             continue
         visible = min(window or length, length)
-        visible_share = (visible - visible * visible / (2 * length)) / length
+        seen = (visible - visible * visible / (2 * length)) / length
         operations = 4 * batch * heads * length * length * width
         kernels = _kernels(device)
-        seconds, _ = kernels.attention(AttentionWork(operations, 0, True, length, width, visible_share))
+        seconds, _ = kernels.attention(AttentionWork(operations, 0, True, length, width, seen))
         seconds += kernels.copy(8 * batch * length * width * (heads + keys)) + _ATTENTION_START
         name = f"attention, heads of {width}" + (f", window {window}" if window else "")
         yield name, device, 1e3 * seconds / float(row["ms"])

@@ -240,7 +240,7 @@ def show_by_length(expected: "StepsByLength", estimated: "Estimate") -> None:
 
     ``estimated`` is the step of sequences that are alike, whose other seconds they take too.
     """
-    others = estimated.other_seconds
+    other_seconds = estimated.other_seconds
     console.print(
         f"{expected.draws} steps of drawn lengths, seed {expected.seed}: the heaviest microbatch is "
         f"{expected.heaviest:.2f} of the mean; step, by the order of microbatches"
@@ -253,9 +253,10 @@ def show_by_length(expected: "StepsByLength", estimated: "Estimate") -> None:
     }
     for name, pipeline in orders.items():
         if pipeline is not None:
-            gain = (expected.given + others) / (pipeline + others) - 1
+            gain = (expected.given + other_seconds) / (pipeline + other_seconds) - 1
             console.print(
-                f"  {name}: {pipeline + others:.4g} s" + (f" ({gain:+.1%})" if abs(gain) >= 5e-4 else "")
+                f"  {name}: {pipeline + other_seconds:.4g} s"
+                + (f" ({gain:+.1%})" if abs(gain) >= 5e-4 else "")
             )
     console.print(f"  {_grounds_by_length(estimated)}")
 

@@ -46,18 +46,18 @@ def show_schedule(
     orders = {None: SEARCH, "given": GIVEN, "rule": RULE, "search": SEARCH}
     if order not in orders:
         raise ValueError(f"--order is {order}: give one of given, rule and search")
-    chosen = orders[order]
+    shown = orders[order]
     in_step = in_step_of(costs, times, lengths)
     with waiting("planning the order of microbatches"):
         plans, steps = orders_of(request, in_step, lengths, make_it)
-        report(steps[chosen], bound_of(steps[chosen]), units(times), files)
+        report(steps[shown], bound_of(steps[shown]), units(times), files)
     table = terminal.Numbers("order", ["step", "over\nwork", "bubble", "peak,\ntokens"])
     for name, step in steps.items():
         tokens = f"{peak_tokens(step):,.0f}"
         table.add_row(name, f"{step.makespan:.5g}", f"{over_work(step):.3f}", f"{step.bubble:.1%}", tokens)
     console.print(table)
     console.print(_ABOUT, style="dim")
-    console.print(f"{chosen}: {' '.join(map(str, plans[chosen].order))}")
+    console.print(f"{shown}: {' '.join(map(str, plans[shown].order))}")
 
 
 def show_comparison(ranks: int, times: ask.Times, lengths: Lengths, pictures: ask.Pictures) -> None:
@@ -120,7 +120,7 @@ def in_step_of(costs: Costs, times: ask.Times, lengths: Lengths) -> UnitCosts:
 
 
 def units(times: ask.Times) -> UnitNames:
-    """Return the meaning of 1 in times, where microbatches differ."""
+    """Return what 1 stands for, where microbatches differ."""
     if times.costs_file is not None:
         return times.units
     return UnitNames(

@@ -118,16 +118,18 @@ def _measured(report: "Report", measuring: Measuring) -> list[dict[str, object]]
     from megatron_pp_ext.cli import measure
 
     best: dict[str, Evaluated] = {}
-    for one in report.result.best:
-        best.setdefault(one.candidate.name, one)  # two may have one name, and the first is the shorter
+    for evaluated in report.result.best:
+        best.setdefault(
+            evaluated.candidate.name, evaluated
+        )  # two may have one name, and the first is the shorter
     results = measure.run(
-        {name: report.flags(one) for name, one in best.items()},
+        {name: report.flags(evaluated) for name, evaluated in best.items()},
         measuring.where(report.gpus, report.system.gpus_per_node),
         measuring.jobs,
         measuring.steps,
         measuring.timeout,
     )
-    measure.show(results, {name: one.estimate.step_seconds for name, one in best.items()})
+    measure.show(results, {name: evaluated.estimate.step_seconds for name, evaluated in best.items()})
     ranked = measure.ranked(results)
     if ranked[0].step_seconds:
         report.show_command("To run the fastest measured:", best[ranked[0].name])
@@ -144,7 +146,7 @@ def run_with_bar(search: "Search") -> "SearchResult":
     most = search.budget.words
     if not console.is_terminal:
         with waiting(f"searching {most}") as take:
-            return search.run(lambda what, done, total: take(f"{what} {done:,} of {total:,}{found()}"))
+            return search.run(lambda phase, done, total: take(f"{phase} {done:,} of {total:,}{found()}"))
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         console=console, transient=True,
@@ -152,7 +154,7 @@ def run_with_bar(search: "Search") -> "SearchResult":
     task = bar.add_task("bounding", total=None)
     with bar, heard(lambda line: bar.update(task, description=line)):
 
-        def progress(what: str, done: int, total: int) -> None:
-            bar.update(task, description=f"{most}: {what}{found()}", completed=done, total=total)
+        def progress(phase: str, done: int, total: int) -> None:
+            bar.update(task, description=f"{most}: {phase}{found()}", completed=done, total=total)
 
         return search.run(progress)

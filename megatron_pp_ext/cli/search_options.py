@@ -35,7 +35,7 @@ _ALL = "all"
 
 @dataclass(frozen=True, slots=True)
 class JobOptions:
-    """What is to be trained."""
+    """The model and job to be trained."""
 
     flags: Flags = None
     model: Model = None
@@ -73,7 +73,7 @@ class JobOptions:
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """On what it is to be trained, and how many answers are wanted."""
+    """The machines to train on, and the number of answers."""
 
     gpus: Annotated[int, typer.Option(help="How many GPUs there are.")] = 8
     system: SystemName = "h100"
@@ -111,7 +111,7 @@ class Machines:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What is tried in addition to all parallel sizes."""
+    """The variants that are tried in addition to all parallel sizes."""
 
     schedules: Annotated[str, typer.Option(help="Families, with commas between; flex compiles.")] = _ALL
     layout: Annotated[
@@ -183,17 +183,17 @@ class Tried:
         """
         from megatron_pp_ext.planner.search.result import Compiles
 
-        given, flag = _known(self.schedules), asked.pipeline.pipeline_schedule
-        if given and flag:
+        names_given, flag = _known(self.schedules), asked.pipeline.pipeline_schedule
+        if names_given and flag:
             raise ValueError(
                 f"--schedules {self.schedules} and --pipeline-schedule {flag} contradict each other: "
                 "leave one out"
             )
-        wanted = given or _known(flag or _ALL) or [*catalog.NAMES, FLEX]
+        candidates = names_given or _known(flag or _ALL) or [*catalog.NAMES, FLEX]
         try:
-            names = permitted(asked, wanted)
+            names = permitted(asked, candidates)
         except ValueError:
-            stock = () if flag else tuple(permitted_as_stock(asked, wanted))
+            stock = () if flag else tuple(permitted_as_stock(asked, candidates))
             if not stock:
                 raise
             return stock, Compiles.NEVER, stock
@@ -260,5 +260,5 @@ def _known(schedules: str) -> list[str]:
     """Return the names in --schedules, none for all; ValueError for one that is unknown."""
     if schedules.strip() == _ALL:
         return []
-    named = [catalog.canonical(name.strip()) for name in schedules.split(",") if name.strip()]
-    return [name if catalog.abilities(name).takes_limit else catalog.entry(name).name for name in named]
+    names = [catalog.canonical(name.strip()) for name in schedules.split(",") if name.strip()]
+    return [name if catalog.abilities(name).takes_limit else catalog.entry(name).name for name in names]

@@ -42,7 +42,7 @@ def page(
     headings, rows = table
     head = _row("th", headings)
     body = "".join(_row("td", row) for row in rows)
-    best, *others = (f"<h3>{escape(name)}</h3><pre>{escape(text)}</pre>" for name, text in commands.items())
+    best, *further = (f"<h3>{escape(name)}</h3><pre>{escape(text)}</pre>" for name, text in commands.items())
     return (
         "<!doctype html><html lang=en><meta charset=utf-8>"
         "<meta name=viewport content='width=device-width, initial-scale=1'>"
@@ -51,7 +51,7 @@ def page(
         f"<h2>The command of the best</h2>{best}"
         f"<h2>Memory and throughput</h2><div class=wide>{picture}</div>"
         f"<h2>What the words stand for</h2>{_list(_labels())}"
-        f"<h2>The commands of the others, and of the shortest steps for less memory</h2>{''.join(others)}"
+        f"<h2>The commands of the others, and of the shortest steps for less memory</h2>{''.join(further)}"
         "</html>\n"
     )
 

@@ -71,11 +71,11 @@ class Report:
             for line in self.compared.lines:
                 console.print(f"  {line}")
         console.print("The shortest steps for less memory, each with the flags that it sets:")
-        for one in result.frontier:
-            memory, step = one.estimate.fullest.total / 1e9, one.estimate.step_seconds
-            console.print(f"  {memory:6.1f} GB  {step:.4g} s  {one.candidate.name}")
-            if one != result.best[0]:
-                typer.echo(f"    {launch_lines.folded(one.candidate.flags(), 4)}")
+        for choice in result.frontier:
+            memory, step = choice.estimate.fullest.total / 1e9, choice.estimate.step_seconds
+            console.print(f"  {memory:6.1f} GB  {step:.4g} s  {choice.candidate.name}")
+            if choice != result.best[0]:
+                typer.echo(f"    {launch_lines.folded(choice.candidate.flags(), 4)}")
         for candidate, fullest in result.too_large:
             size, name = max((size, name) for name, size in fullest.components())
             console.print(
@@ -97,13 +97,13 @@ class Report:
     def _room(self) -> str:
         """Report how much memory a rank may take."""
         offered = self.system.memory_bytes
-        left = f", {1 - self.limit / offered:.0%} stay free" if self.limit < offered else ""
+        free = f", {1 - self.limit / offered:.0%} stay free" if self.limit < offered else ""
         measured = f"; measured peaks were up to {self.above:.0%} above their estimates"
-        return f"{self.limit / 1e9:.1f} GB a GPU of {offered / 1e9:.1f}{left} (--memory){measured}"
+        return f"{self.limit / 1e9:.1f} GB a GPU of {offered / 1e9:.1f}{free} (--memory){measured}"
 
-    def show_command(self, title: str, one: Evaluated) -> None:
-        """Print ``title`` and the command that starts ``one``."""
-        show_launch(title, self._launch(one), self.filled_in)
+    def show_command(self, title: str, choice: Evaluated) -> None:
+        """Print ``title`` and the command that starts ``choice``."""
+        show_launch(title, self._launch(choice), self.filled_in)
 
     def content(self) -> dict[str, Any]:
         """Return the numbers for a JSON file."""
@@ -123,22 +123,22 @@ class Report:
             "compared": self.compared and self.compared.record(),
             "best": [
                 {
-                    **self._record(one),
-                    "behind": why(best, one),
-                    "alike": [self._record(other) for other in result.alike[one.candidate]],
+                    **self._record(choice),
+                    "behind": why(best, choice),
+                    "alike": [self._record(other) for other in result.alike[choice.candidate]],
                 }
-                for one in result.best
+                for choice in result.best
             ],
-            "frontier": [self._record(one) for one in result.frontier],
+            "frontier": [self._record(choice) for choice in result.frontier],
         }
 
-    def _record(self, one: Evaluated) -> dict[str, Any]:
-        """Return the numbers of ``one`` and the command that starts it."""
+    def _record(self, choice: Evaluated) -> dict[str, Any]:
+        """Return the numbers of ``choice`` and the command that starts it."""
         return {
-            "name": one.candidate.name,
-            "candidate": record(one.candidate),
-            "estimate": asdict(one.estimate),
-            **self._launch(one).record(),
+            "name": choice.candidate.name,
+            "candidate": record(choice.candidate),
+            "estimate": asdict(choice.estimate),
+            **self._launch(choice).record(),
         }
 
     def draw(self, path: Path) -> None:
@@ -174,20 +174,20 @@ class Report:
             },
             (_COLUMNS, self._rows()),
             memory_tradeoff.configurations_svg(best, frontier, self.limit, ""),
-            {one.candidate.name: self._launch(one).text for one in self._shown()},
+            {choice.candidate.name: self._launch(choice).text for choice in self._shown()},
         )
 
     def write_batch_files(self, folder: Path) -> None:
         """Write a script for each of the best that submits it to SLURM."""
         folder.mkdir(parents=True, exist_ok=True)
-        for number, one in enumerate(self.result.best, 1):
-            estimate = one.estimate
+        for number, choice in enumerate(self.result.best, 1):
+            estimate = choice.estimate
             comment = (
                 f"Estimated on {self.gpus} x {self.system.name}: step {estimate.step_seconds:.4g} s, MFU "
                 f"{estimate.mfu}, {estimate.fullest.total / 1e9:.1f} GB on the fullest rank."
             )
-            name, each = one.candidate.name, self.system.gpus_per_node
-            text = launch_lines.batch_file(name, self.flags(one), self.gpus, each, comment)
+            name, gpus_per_node = choice.candidate.name, self.system.gpus_per_node
+            text = launch_lines.batch_file(name, self.flags(choice), self.gpus, gpus_per_node, comment)
             file = folder / f"{number:02}-{name}.sh"
             write_whole(file, text)
             file.chmod(0o755)
@@ -198,54 +198,57 @@ class Report:
         return [
             [
                 str(number),
-                one.candidate.name,
-                f"{one.estimate.step_seconds:.4g}",
-                one.estimate.mfu,
-                f"{one.estimate.bubble:.1%}",
-                self._gigabytes(one.estimate.fullest.total),
-                f"{one.estimate.fullest.messages / 1e9:.2f}",
-                why(best, one),
-                self._alike(one),
+                choice.candidate.name,
+                f"{choice.estimate.step_seconds:.4g}",
+                choice.estimate.mfu,
+                f"{choice.estimate.bubble:.1%}",
+                self._gigabytes(choice.estimate.fullest.total),
+                f"{choice.estimate.fullest.messages / 1e9:.2f}",
+                why(best, choice),
+                self._alike(choice),
             ]
-            for number, one in enumerate(result.best, 1)
+            for number, choice in enumerate(result.best, 1)
         ]
 
     def _gigabytes(self, total: float) -> str:
-        """Return the estimate of a rank's bytes, and what its peak may be at most."""
+        """Return the estimate of a rank's bytes, and the upper bound of its peak."""
         return f"{total / 1e9:.1f}-{(1 + self.above) * total / 1e9:.1f}"
 
-    def _alike(self, one: Evaluated) -> str:
-        """Report which schedules are nearly as fast as that of ``one``: of each family the fastest."""
-        families = {one.candidate.schedule: one}
-        for other in self.result.alike[one.candidate]:
+    def _alike(self, choice: Evaluated) -> str:
+        """Report which schedules are nearly as fast as ``choice``'s: of each family the fastest."""
+        families = {choice.candidate.schedule: choice}
+        for other in self.result.alike[choice.candidate]:
             families.setdefault(other.candidate.schedule, other)
-        named = [
-            f"{other.candidate.order} +{other.estimate.step_seconds / one.estimate.step_seconds - 1:.1%}"
+        names = [
+            f"{other.candidate.order} +{other.estimate.step_seconds / choice.estimate.step_seconds - 1:.1%}"
             for other in list(families.values())[1:]
         ]
-        return ", ".join(named)
+        return ", ".join(names)
 
-    def flags(self, one: Evaluated) -> list[str]:
-        return one.candidate.flags(self.words)
+    def flags(self, choice: Evaluated) -> list[str]:
+        return choice.candidate.flags(self.words)
 
-    def _launch(self, one: Evaluated) -> launch_lines.Launch:
-        return launch_lines.Launch(self.flags(one), self.gpus, self.system.gpus_per_node, self.script)
+    def _launch(self, choice: Evaluated) -> launch_lines.Launch:
+        return launch_lines.Launch(self.flags(choice), self.gpus, self.system.gpus_per_node, self.script)
 
     def _points(self) -> tuple[list[Any], list[Any]]:
         from megatron_pp_ext.view.memory_tradeoff import Point
 
-        def point(one: Evaluated, name: str) -> Point:
-            estimate = one.estimate
+        def point(choice: Evaluated, name: str) -> Point:
+            estimate = choice.estimate
             return Point(name, estimate.fullest.total, estimate.tokens_per_second)
 
         # The names of all the best would cover each other, and the table has them by number.
-        best = [point(one, f"{number}") for number, one in enumerate(self.result.best, 1)]
-        return best, [point(one, one.candidate.name) for one in self.result.frontier]
+        best = [point(choice, f"{number}") for number, choice in enumerate(self.result.best, 1)]
+        return best, [point(choice, choice.candidate.name) for choice in self.result.frontier]
 
     def _title(self) -> str:
         model, batch, length = (self.about[name] for name in ("model", "global_batch_size", "seq_length"))
         return f"{model} on {self.gpus} x {self.system.name}, {batch} sequences of {length} tokens a step"
 
     def _shown(self) -> list[Evaluated]:
-        """The best, and what is on the frontier in addition to them."""
-        return [*self.result.best, *(one for one in self.result.frontier if one not in self.result.best)]
+        """The best, and the others on the frontier."""
+        return [
+            *self.result.best,
+            *(choice for choice in self.result.frontier if choice not in self.result.best),
+        ]

@@ -8,14 +8,13 @@ when simulated.  It is returned with a lower bound; the two bracket the optimum.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from megatron_pp_ext.compiler.bounds import lower_bound
-from megatron_pp_ext.compiler.limits import at_most, least_limits, without_messages
+from megatron_pp_ext.compiler.limits import Cut, at_most
 from megatron_pp_ext.compiler.search import cache
-from megatron_pp_ext.compiler.search.problem import TOLERANCE, Problem, problem_of
+from megatron_pp_ext.compiler.search.problem import TOLERANCE
 from megatron_pp_ext.features import FEATURES
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.check import check
@@ -28,9 +27,6 @@ VERSION = 12
 
 TRIALS = 1000
 """The number of orders that a search may try on a pipeline of ordinary size; it is lower on larger ones."""
-
-type _Feasible = tuple[Placement, Costs, tuple[float, ...]]
-"""A placement with the costs of its stages, and what messages leave of each rank's limit for activations."""
 
 
 class InfeasibleLimit(ValueError):
@@ -67,7 +63,7 @@ def compile_schedule(
     *,
     placements: Sequence[Placement] | None = None,
     trials: int = TRIALS,
-    turn: cache.Lock = nullcontext,
+    lock: cache.Lock = nullcontext,
 ) -> Compiled:
     """Return the shortest schedule found for ``ranks`` and ``microbatches`` within ``memory_limit``.
 
@@ -76,7 +72,7 @@ def compile_schedule(
     allows are considered (``placements_of``).  ``memory_limit`` is in the unit of
     ``StageCosts.activation``, one number for all ranks or one for each; no rank's
     ``Timeline.peak_memory`` exceeds it.  ``trials`` bounds the search; with 0 only the published families
-    are compared.  ``turn`` is entered where the schedule is not in the cache.  Where ``costs`` state that a
+    are compared.  ``lock`` is entered where the schedule is not in the cache.  Where ``costs`` state that a
     pair takes less than its two actions (``Costs.pair``), the schedule may have pairs.
 
     The schedule is never longer than one of a published family, with pairs or without and with one of the
@@ -96,42 +92,33 @@ def compile_schedule(
     for placement in placements:
         if placement.ranks != ranks:
             raise ValueError(f"{placement} is for {placement.ranks} ranks, not {ranks}: correct one of them")
-    bounded = _feasible(placements, microbatches, costs, limits)
-    if not bounded:
-        least = [least_limits(costs, placement, microbatches) for placement in placements]
-        raise _infeasible(least, limits, costs)
-    feasible = [(placement, cut) for placement, cut, _ in bounded]
-    bounds = [lower_bound(placement, microbatches, cut, rooms) for placement, cut, rooms in bounded]
-    problems = [problem_of(placement, microbatches, cut, rooms) for placement, cut, rooms in bounded]
-    spelled = [cache.spelled(*cut) for cut in feasible]
+    cuts = Cut.all_of(placements, microbatches, costs, limits)
+    feasible = [cut for cut in cuts if cut.is_feasible]
+    if not feasible:
+        raise _infeasible(cuts)
+    spelled = [cache.spelled(cut.placement, cut.costs) for cut in feasible]
     name = cache.key([VERSION, catalog.NAMES, microbatches, trials, limits, spelled])
 
-    def made() -> tuple[Timeline, str]:
-        found = _shortest(feasible, problems, bounds, limits, trials)
-        found = _with_features(found, feasible, microbatches, limits)
-        check(found[0].schedule)
-        cache.store(name, found[0].schedule, found[1])
-        return found
+    def compiled() -> tuple[Timeline, str]:
+        best = _with_features(_shortest(feasible, trials), feasible)
+        check(best[0].schedule)
+        cache.store(name, best[0].schedule, best[1])
+        return best
 
-    timeline, origin = cache.in_cache(name, turn, lambda: kept(name, feasible, microbatches, limits), made)
-    bound = least_makespan(placements, microbatches, costs, limits)
+    timeline, origin = cache.in_cache(name, lock, lambda: kept(name, feasible), compiled)
+    bound = min(cut.bound(paired=True) for cut in feasible)
     return Compiled(timeline, min(bound, timeline.makespan), origin)
 
 
 def least_makespan(
-    placements: Sequence[Placement], microbatches: int, costs: Costs, limits: Sequence[float]
+    placements: Sequence[Placement], microbatches: int, costs: Costs, limits: tuple[float, ...]
 ) -> float:
     """Return a makespan below which ``compile_schedule`` finds nothing, infinite where no order fits.
 
     The arguments are the same, with a limit for each rank; the bound is one for orders in pairs, too.
     """
-    return min(
-        (
-            lower_bound(placement, microbatches, cut, rooms, paired=True)
-            for placement, cut, rooms in _feasible(placements, microbatches, costs, limits)
-        ),
-        default=math.inf,
-    )
+    cuts = Cut.all_of(placements, microbatches, costs, limits)
+    return min((cut.bound(paired=True) for cut in cuts if cut.is_feasible), default=math.inf)
 
 
 def placements_of(ranks: int, costs: Costs) -> tuple[Placement, ...]:
@@ -142,18 +129,18 @@ def placements_of(ranks: int, costs: Costs) -> tuple[Placement, ...]:
 
     Raises ValueError where ``ranks`` does not divide the number of stages.
     """
-    chunks, left = divmod(len(costs.stages), ranks)
-    if left or not chunks:
+    chunks, remainder = divmod(len(costs.stages), ranks)
+    if remainder or not chunks:
         raise ValueError(
             f"costs are given for {len(costs.stages)} stages, which {ranks} ranks cannot hold evenly: "
             "give one StageCosts for each chunk of each rank"
         )
-    found: list[Placement] = []
+    placements: list[Placement] = []
     for count in range(1, chunks + 1):
         if chunks % count == 0:
             turns = v(ranks) if count == 2 else wave(ranks, count)
-            found += [linear(ranks)] if count == 1 else [turns, loop(ranks, count)]
-    return tuple(found)
+            placements += [linear(ranks)] if count == 1 else [turns, loop(ranks, count)]
+    return tuple(placements)
 
 
 def _limits(ranks: int, memory_limit: float | Sequence[float]) -> tuple[float, ...]:
@@ -175,24 +162,12 @@ def _limits(ranks: int, memory_limit: float | Sequence[float]) -> tuple[float, .
     return limits
 
 
-def _feasible(
-    placements: Sequence[Placement], microbatches: int, costs: Costs, limits: Sequence[float]
-) -> list[_Feasible]:
-    """Return the placements for which an order keeps ``limits``, of the finest cut's ``costs``."""
-    return [
-        (placement, cut, without_messages(placement, microbatches, cut, limits))
-        for placement in placements
-        if all(map(at_most, least_limits(costs, placement, microbatches), limits))
-        for cut in [costs.merged(placement.stages)]
-    ]
-
-
-def _infeasible(least: Iterable[tuple[float, ...]], limits: Sequence[float], costs: Costs) -> InfeasibleLimit:
-    """Return the error for limits that are too low, about the placement with the lowest ``least`` limits."""
-    needs = min(least, key=lambda needs: (max(needs), needs))
+def _infeasible(cuts: Sequence[Cut]) -> InfeasibleLimit:
+    """Return the error for limits that are too low, about the placement that needs the lowest ones."""
+    needs, limits = min((cut.least for cut in cuts), key=lambda least: (max(least), least)), cuts[0].limits
     rank = next(r for r, least in enumerate(needs) if not at_most(least, limits[r]))
     same = len(set(limits)) == 1
-    messages = " and a few messages" if costs.message else ""
+    messages = " and a few messages" if cuts[0].costs.message else ""
     return InfeasibleLimit(
         f"memory limit {limits[rank]:g} of rank {{rank}} is infeasible, it must keep one microbatch's "
         f"activations of all its stages{messages}: raise the limit to at least "
@@ -201,53 +176,39 @@ def _infeasible(least: Iterable[tuple[float, ...]], limits: Sequence[float], cos
     )
 
 
-def kept(
-    name: str, cuts: Sequence[tuple[Placement, Costs]], microbatches: int, limits: Sequence[float]
-) -> tuple[Timeline, str] | None:
-    """Return the schedule in the cache and its origin; None if there is none that fits what is asked for."""
-    found = cache.load(name)
-    if found is None or found[0].microbatches != microbatches:
+def kept(name: str, cuts: Sequence[Cut]) -> tuple[Timeline, str] | None:
+    """Return the schedule in the cache and its origin; None if it is none that fits one of ``cuts``."""
+    stored = cache.load(name)
+    if stored is None:
         return None
-    schedule, origin = found
-    for placement, costs in cuts:
-        if placement == schedule.placement:
-            timeline = simulate(schedule, costs)
-            if all(map(at_most, timeline.peak_memory, limits)):
+    schedule, origin = stored
+    for cut in cuts:
+        if (cut.placement, cut.microbatches) == (schedule.placement, schedule.microbatches):
+            timeline = simulate(schedule, cut.costs)
+            if cut.keeps(timeline):
                 return timeline, origin
     return None
 
 
-def _shortest(
-    cuts: Sequence[tuple[Placement, Costs]],
-    problems: Sequence[Problem],
-    bounds: Sequence[float],
-    limits: Sequence[float],
-    trials: int,
-) -> tuple[Timeline, str]:
+def _shortest(cuts: Sequence[Cut], trials: int) -> tuple[Timeline, str]:
     """Return the shortest proposal of the portfolio and its origin; of equally long ones the first.
 
     The methods compare orders by integer makespan, which may be off by rounding.  So the proposals within
     ``CLOSE`` of the best are simulated and compared again.
     """
     # Imported here because it takes numba a second, which nobody needs who compiles nothing.
-    from megatron_pp_ext.compiler.search.proposals import (
-        CLOSE,
-        Proposal,
-        families_of,
-        from_families,
-        from_search,
-    )
+    from megatron_pp_ext.compiler.search.proposals import CLOSE, Proposal, Proposer
 
+    proposers = [Proposer(cut) for cut in cuts]
     proposals: list[Proposal] = []
-    families = [families_of(problem) for problem in problems]
-    for problem, (_, costs), ones in zip(problems, cuts, families, strict=True):
-        proposals += from_families(problem, costs, limits, ones)
+    for proposer in proposers:
+        proposals += proposer.from_families()
     # The most promising placement comes first: its result may make a search of the others unnecessary.
-    for at in sorted(range(len(cuts)), key=bounds.__getitem__):
-        (placement, costs), bound = cuts[at], bounds[at]
+    for proposer in sorted(proposers, key=lambda proposer: proposer.bound):
         shortest = min(proposal.makespan for proposal in proposals)
-        if trials and bound < shortest * (1 - TOLERANCE) and not _is_dominated(placement, cuts):
-            proposals += from_search(problems[at], costs, limits, families[at], trials, bound)
+        can_be_shorter = proposer.bound < shortest * (1 - TOLERANCE)
+        if trials and can_be_shorter and not _is_dominated(proposer.cut.placement, cuts):
+            proposals += proposer.from_search(trials)
 
     shortest = min(proposal.makespan for proposal in proposals)
     best: tuple[Timeline, str] | None = None
@@ -257,35 +218,29 @@ def _shortest(
     for length, proposal in firsts.items():
         if length <= shortest * (1 + CLOSE):
             timeline = proposal.timeline
-            if not all(map(at_most, timeline.peak_memory, limits)):
+            if not proposal.cut.keeps(timeline):
                 raise AssertionError(f"{proposal.origin} breaks the limit it was made for")
             if best is None or timeline.makespan < best[0].makespan * (1 - TOLERANCE):
-                best = timeline, f"{proposal.origin}, {proposal.problem.placement.shape} placement"
+                best = timeline, f"{proposal.origin}, {proposal.cut.placement.shape} placement"
     assert best is not None
     return best
 
 
-def _with_features(
-    found: tuple[Timeline, str],
-    cuts: Sequence[tuple[Placement, Costs]],
-    microbatches: int,
-    limits: Sequence[float],
-) -> tuple[Timeline, str]:
-    """Return the shortest of what was ``found`` and the orders of features that keep the limits."""
-    best, origin = found
+def _with_features(searched: tuple[Timeline, str], cuts: Sequence[Cut]) -> tuple[Timeline, str]:
+    """Return the shortest of ``searched`` and the orders of features that keep the limits."""
+    best, origin = searched
     for feature in FEATURES:
-        for timeline, by in feature.compiled(*found, cuts, microbatches):
-            fits = all(map(at_most, timeline.peak_memory, limits))
-            if fits and timeline.makespan < best.makespan * (1 - TOLERANCE):
+        for timeline, by in feature.compiled(*searched, cuts):
+            if cuts[0].keeps(timeline) and timeline.makespan < best.makespan * (1 - TOLERANCE):
                 best, origin = timeline, by
     return best, origin
 
 
-def _is_dominated(placement: Placement, cuts: Sequence[tuple[Placement, Costs]]) -> bool:
+def _is_dominated(placement: Placement, cuts: Sequence[Cut]) -> bool:
     """Whether the search skips ``placement``, as another of ``cuts`` with as many chunks is better.
 
     A placement that turns round at the last rank has fewer messages between ranks than one that jumps back to
-    the first, and its ranks need equal memory, which those of a loop do not.
+    the first, and its ranks need equal memory, which a loop's do not.
     """
-    turns = {other.chunks for other, _ in cuts if other.shape is not Shape.LOOP}
+    turns = {cut.placement.chunks for cut in cuts if cut.placement.shape is not Shape.LOOP}
     return placement.shape is Shape.LOOP and placement.chunks in turns

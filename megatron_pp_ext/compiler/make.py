@@ -1,4 +1,4 @@
-"""Makes every schedule: the only place where an order and what features add to it are put together.
+"""Makes every schedule: the only place where an order and the features' additions are put together.
 
 The order is a family of the catalogue, a file, or what the compiler finds.  Each feature that changes orders
 has a pass (``Feature.order``).  A pass gets the request, the costs and all that comes before it as one
@@ -60,19 +60,19 @@ def make(request: Request, costs: CostModel | None = None, *, is_proved: bool = 
     (``compiler.compile.InfeasibleLimit``), and what ``costs`` raises.
     """
     cut = (costs or CostModel(_none)).merged_from(request.finest)
-    first, *others = _by_ends(request)
-    if not others:
+    first, *rest = _by_ends(request)
+    if not rest:
         return _facing_last(first, cut, is_proved)
-    made, reason = [], InfeasibleLimit()
-    for one in (first, *others):
+    results, reason = [], InfeasibleLimit()
+    for part in (first, *rest):
         try:
-            made.append(_facing_last(one, cut, is_proved))
+            results.append(_facing_last(part, cut, is_proved))
         except InfeasibleLimit as error:
             reason = error
-    if not made:
+    if not results:
         raise reason
-    bounds = [one.lower_bound for one in made if one.lower_bound is not None]
-    return replace(min(made, key=partial(_makespan, cut)), lower_bound=min(bounds, default=None))
+    bounds = [part.lower_bound for part in results if part.lower_bound is not None]
+    return replace(min(results, key=partial(_makespan, cut)), lower_bound=min(bounds, default=None))
 
 
 def _by_ends(request: Request) -> list[Request]:
@@ -81,37 +81,40 @@ def _by_ends(request: Request) -> list[Request]:
     Ranks that count from the other end for a part of the placements alone would have the limits of others.
     """
     limit = request.limit.ranks if isinstance(request.limit, Budget) else request.limit
-    ends = {one.ends_on_last for one in request.placements}
+    ends = {placement.ends_on_last for placement in request.placements}
     if len(ends) == 1 or not isinstance(limit, tuple) or limit == limit[::-1]:
         return [request]
-    parts = ([one for one in request.placements if one.ends_on_last is last] for last in sorted(ends))
+    parts = (
+        [placement for placement in request.placements if placement.ends_on_last is last]
+        for last in sorted(ends)
+    )
     return [replace(request, placements=tuple(part)) for part in parts]
 
 
-def _makespan(costs: CostModel, made: Made) -> float:
-    return simulate(made.schedule, costs.of(made.schedule.placement)).makespan
+def _makespan(costs: CostModel, result: Made) -> float:
+    return simulate(result.schedule, costs.of(result.schedule.placement)).makespan
 
 
 def _facing_last(request: Request, costs: CostModel, is_proved: bool) -> Made:
     """Make the schedule with both ends on the first rank, then count ranks from the other end if asked to."""
-    if not any(one.ends_on_last for one in request.placements):
+    if not any(placement.ends_on_last for placement in request.placements):
         return _made(request, costs, is_proved)
     try:
-        made = _made(request.turned_over, costs, is_proved)
+        result = _made(request.turned_over, costs, is_proved)
     except InfeasibleLimit as error:
         raise error.turned_over(request.ranks) from error
-    if not made.schedule.placement.folds:
-        return made
-    return replace(made, schedule=made.schedule.turned_over)
+    if not result.schedule.placement.folds:
+        return result
+    return replace(result, schedule=result.schedule.turned_over)
 
 
 def _made(request: Request, costs: CostModel, is_proved: bool) -> Made:
     checked: list[Schedule] = []
 
     def ordered(request: Request) -> Made:
-        made = _ordered(request, costs, is_proved)
-        checked.append(made.schedule)
-        return made
+        result = _ordered(request, costs, is_proved)
+        checked.append(result.schedule)
+        return result
 
     before: Make = ordered
     for feature in FEATURES:
@@ -159,7 +162,7 @@ def _compiled(request: Request, costs: CostModel) -> Made:
         budget.ranks,
         placements=request.placements,
         trials=request.trials,
-        turn=in_turn,
+        lock=in_turn,
     )
     return Made(found.timeline.schedule, lower_bound=found.lower_bound, origin=found.origin)
 

@@ -22,10 +22,10 @@ LARGEST = 2_000_000
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What a feature is requested with: the base of a frozen dataclass of its own."""
+    """The options of a feature: the base of a frozen dataclass of its own."""
 
     splits_backward: ClassVar[bool] = False
-    """Whether weight gradients may come later than input gradients, whatever the order says."""
+    """Whether weight gradients may come later than input gradients, in any order."""
     evaluates: ClassVar[bool] = False
     """Whether the feature is part of evaluations too."""
     orders_lengths: ClassVar[bool] = False
@@ -52,7 +52,7 @@ class Option:
         return ""
 
     def caution(self, ranks: int, costs: Costs) -> str:
-        """Return what to know of an estimate for ``ranks`` ranks with these ``costs``; empty for nothing."""
+        """Return a caution about an estimate for ``ranks`` ranks with these ``costs``; empty for none."""
         return ""
 
 
@@ -87,16 +87,16 @@ class Request:
     trials: int = TRIALS
     """The orders that the compiler may try."""
     options: tuple[Option, ...] = ()
-    """What features are requested with, an object of a class of its own for each (``option``)."""
+    """The options of features, an object of a class of its own for each (``option``)."""
 
     def option[T: Option](self, kind: type[T]) -> T | None:
-        """Return what the feature whose options are of this class is requested with, or None."""
-        return next((one for one in self.options if isinstance(one, kind)), None)
+        """Return the options of this class, or None."""
+        return next((option for option in self.options if isinstance(option, kind)), None)
 
     def with_option(self, option: Option) -> Self:
         """Return the request with ``option`` in place of another one of its class."""
-        others = (one for one in self.options if type(one) is not type(option))
-        return replace(self, options=(*others, option))
+        kept_options = (present for present in self.options if type(present) is not type(option))
+        return replace(self, options=(*kept_options, option))
 
     @property
     def may_split_backward(self) -> bool:
@@ -109,7 +109,7 @@ class Request:
 
     @property
     def placement(self) -> Placement:
-        """The placement; ValueError under ``flex``, where compiling settles it."""
+        """The placement; ValueError under ``flex``, where the compiler chooses it."""
         (placement,) = self.placements
         return placement
 
@@ -123,7 +123,9 @@ class Request:
             limit = limit.turned_over
         return replace(
             self,
-            placements=tuple(one.turned_over if one.folds else one for one in self.placements),
+            placements=tuple(
+                placement.turned_over if placement.folds else placement for placement in self.placements
+            ),
             limit=limit,
             free=None if free is None else free[::-1],
             from_file=file.turned_over if file is not None and file.placement.folds else file,
@@ -138,7 +140,9 @@ class Request:
         if file is not None and file.placement != file.placement.with_loss_on(rank):
             file = file.turned_over
         return replace(
-            self, placements=tuple(one.with_loss_on(rank) for one in self.placements), from_file=file
+            self,
+            placements=tuple(placement.with_loss_on(rank) for placement in self.placements),
+            from_file=file,
         )
 
     @property
@@ -158,9 +162,9 @@ class Request:
         return require_few_actions(self.ranks, self.finest.stages, self.microbatches, kinds)
 
     def budget(self, costs: Costs) -> Budget:
-        """Return what each rank may keep, where the finest stages have ``costs``.
+        """Return the memory budget of each rank, where the finest stages have ``costs``.
 
-        Under ``auto`` that is what its device has free, but no less than what every order needs.
+        Under ``auto`` that is the free memory of its device, but no less than every order needs.
         """
         if isinstance(self.limit, Budget):
             return self.limit
@@ -173,10 +177,14 @@ class Request:
 
 def require_few_actions(ranks: int, stages: int, microbatches: int, kinds: int) -> int:
     """Return the actions of ``kinds`` kinds; ValueError for more than are simulated in minutes."""
-    each = stages * kinds
-    actions = each * microbatches
+    per_microbatch = stages * kinds
+    actions = per_microbatch * microbatches
     if actions > LARGEST:
-        fewer = f"{LARGEST // each:,} microbatches or fewer ranks" if each <= LARGEST else "fewer stages"
+        fewer = (
+            f"{LARGEST // per_microbatch:,} microbatches or fewer ranks"
+            if per_microbatch <= LARGEST
+            else "fewer stages"
+        )
         raise ValueError(
             f"{ranks:,} ranks with {stages:,} stages and {microbatches:,} microbatches make {actions:,} "
             f"actions, but at most {LARGEST:,}, which take minutes, are simulated: give {fewer}"
@@ -219,11 +227,16 @@ def evaluation(placement: Placement, microbatches: int, options: tuple[Option, .
 
     Of the ``options`` of training it has those of features that are part of evaluations.
     """
-    alone = replace(placement, splits_head=False)
+    unsplit = replace(placement, splits_head=False)
     splits_head = placement.splits_head
-    kept = tuple(option for option in options if option.evaluates)
+    kept_options = tuple(option for option in options if option.evaluates)
     return Request(
-        FORWARD_ONLY, (alone,), microbatches, splits_backward=False, splits_head=splits_head, options=kept
+        FORWARD_ONLY,
+        (unsplit,),
+        microbatches,
+        splits_backward=False,
+        splits_head=splits_head,
+        options=kept_options,
     )
 
 

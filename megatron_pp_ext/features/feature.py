@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
+    from megatron_pp_ext.compiler.limits import Cut
     from megatron_pp_ext.compiler.make import Made, Make
     from megatron_pp_ext.compiler.request import Option, Request
     from megatron_pp_ext.integration.requested import Pipeline
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from megatron_pp_ext.planner.step.additions import Addition
     from megatron_pp_ext.runtime.extension import Extension, RankOrder
     from megatron_pp_ext.schedule.costs import CostModel, Costs
-    from megatron_pp_ext.schedule.placement import Placement
     from megatron_pp_ext.schedule.simulate import Timeline
 
 type ReadRequest = Callable[[RequestedJob], Request]
@@ -134,11 +134,11 @@ class Feature:
         return costs
 
     def compiled(
-        self, timeline: Timeline, origin: str, cuts: Sequence[tuple[Placement, Costs]], microbatches: int
+        self, timeline: Timeline, origin: str, cuts: Sequence[Cut]
     ) -> Iterable[tuple[Timeline, str]]:
         """Return orders that compete with the compiler's ``timeline``, and their origins in words.
 
-        ``origin`` is that of ``timeline``, and ``cuts`` are the placements with the costs of their stages.
+        ``origin`` is that of ``timeline``, and ``cuts`` are the placements that were searched, with their costs and limits.
         The orders are simulated schedules that are named "flex".
         """
         return ()

@@ -30,7 +30,7 @@ from megatron_pp_ext.integration.runners.tracing import is_first_pipeline
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
 from megatron_pp_ext.runtime.recorder import gather
 from megatron_pp_ext.schedule.formats import profile_file
-from megatron_pp_ext.schedule.formats.profile import Layer, Profile
+from megatron_pp_ext.schedule.formats.profile import Profile, ProfiledLayer
 
 _profiler: "StageProfiler | None" = None
 """The profiler of this rank, from the first profiled step on."""
@@ -74,9 +74,9 @@ class ModelPiece:
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
 
-    def layer(self) -> Layer:
+    def layer(self) -> ProfiledLayer:
         """Return the medians over all microbatches."""
-        return Layer(
+        return ProfiledLayer(
             name=self.name,
             forward_seconds=median(self.forward),
             backward_seconds=median(self.backward),
@@ -105,7 +105,7 @@ class StageProfiler:
         for chunk in self._chunks:
             chunk.end_step()
 
-    def layers(self) -> list[tuple[int, Layer]]:
+    def layers(self) -> list[tuple[int, ProfiledLayer]]:
         """Return every piece of this rank with its number."""
         return [(piece.number, piece.layer()) for chunk in self._chunks for piece in chunk.pieces]
 

@@ -45,11 +45,11 @@ class Extension:
         return None
 
     def launched(self, launch: Launch) -> Operation | None:
-        """Return the operation for what all ranks launch at one place; None where it is another's."""
+        """Return the operation of a launch of all ranks; None where it is another feature's."""
         return None
 
     def taken(self, message: Message) -> Operation | None:
-        """Return the operation that brings what no stage has sent; None where it is another's."""
+        """Return the operation that brings an input that no stage has sent; None where it is another's."""
         return None
 
     def handed_over(self, message: Message) -> Operation | None:

@@ -1,4 +1,4 @@
-"""One rank's operations in a step, from the order of actions and from what all ranks launch with them.
+"""One rank's operations in a step, from the order of actions and the launches that go with them.
 
 Every rank derives the same messages from the same schedule, so sender and receiver agree on the order of
 the messages, and on the place of each receive (``schedule.messages``), without communicating.
@@ -31,7 +31,7 @@ NO_LENDERS: Mapping[Action, Action] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class StepOperations:
-    """The operations of one step of a rank: what comes ``first``, what is launched, and the ``work``."""
+    """The operations of one step of a rank: ``first``, ``launches``, and the ``work``."""
 
     first: tuple[Operation, ...]
     launches: tuple[Operation, ...]
@@ -54,10 +54,10 @@ class RankPlan:
     operations: tuple[Operation, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        found: list[Operation] = []
-        for one in self.by_step:
-            found += (*one.first, *one.launches, *one.work)
-        object.__setattr__(self, "operations", (*found, *self.at_end))
+        operations: list[Operation] = []
+        for step in self.by_step:
+            operations += (*step.first, *step.launches, *step.work)
+        object.__setattr__(self, "operations", (*operations, *self.at_end))
 
     def has(self, kind: type[Operation]) -> bool:
         """Return whether any operation is of this ``kind``."""
@@ -87,13 +87,13 @@ def plan_orders(
     by_step: list[StepOperations] = []
     place = 0
     for step in order.steps:
-        first = tuple(operation for one in planner.extensions for operation in one.before(step))
+        first = tuple(operation for extension in planner.extensions for operation in extension.before(step))
         launched = tuple(map(planner.launch, launches[place]))
         by_step.append(StepOperations(first, launched, tuple(planner.around(step))))
         place += len(step)
     at_end = [*map(planner.launch, left_open)]
-    for one in planner.extensions:
-        at_end += one.at_end()
+    for extension in planner.extensions:
+        at_end += extension.at_end()
     if flushes:
         at_end.append(transfers.Drain())
     return RankPlan(rank, actions, order.steps, tuple(by_step), tuple(at_end))
@@ -109,10 +109,10 @@ class _Planner:
     lenders: Mapping[Action, Action]
 
     def launch(self, launch: Launch) -> Operation:
-        """Return the operation for what the rank launches together with others."""
+        """Return the operation for a launch that concerns other ranks."""
         if isinstance(launch, Arrival):
             return transfers.Post(*launch, self._repeats(launch.message))
-        return _first(launch, (one.launched(launch) for one in self.extensions))
+        return _first(launch, (extension.launched(launch) for extension in self.extensions))
 
     def around(self, actions: tuple[Action, ...]) -> Iterator[Operation]:
         """Yield the operations of an action, or of a pair: their inputs, their work and their outputs."""
@@ -120,35 +120,37 @@ class _Planner:
         of_stages = [work for work in works if isinstance(work, Compute)]
         yield from self._inputs(of_stages)
         if len(works) > 1:
-            yield _first(actions, (one.joined(of_stages) for one in self.extensions))
+            yield _first(actions, (extension.joined(of_stages) for extension in self.extensions))
         else:
             yield from works
         yield from self._outputs(of_stages)
-        for one in self.extensions:
-            yield from one.after(of_stages)
+        for extension in self.extensions:
+            yield from extension.after(of_stages)
 
     def _work(self, action: Action) -> Operation:
         if action.kind not in OF_STAGES:
-            return _first(action, (one.work(action) for one in self.extensions))
+            return _first(action, (extension.work(action) for extension in self.extensions))
         stages = self.orders.stages
         source, target = incoming_message(action, stages), outgoing_message(action, stages)
         work = Compute(action, source, target, lender=self.lenders.get(action))
-        for one in self.extensions:
-            work = one.extended(work)
+        for extension in self.extensions:
+            work = extension.extended(work)
         return work
 
     def _inputs(self, works: Iterable[Compute]) -> Iterator[Operation]:
         for source in filter(None, (work.source for work in works)):
             if not 0 <= source.sender < self.orders.stages:
-                if taken := next(filter(None, (one.taken(source) for one in self.extensions)), None):
-                    yield taken
+                if operation := next(
+                    filter(None, (extension.taken(source) for extension in self.extensions)), None
+                ):
+                    yield operation
             elif (sender := self.orders.rank_of(source.sender, source.microbatch)) != self.rank:
                 yield transfers.Receive(sender, source)
 
     def _outputs(self, works: Iterable[Compute]) -> Iterator[Operation]:
         for target in filter(None, (work.target for work in works)):
             if not 0 <= target.receiver < self.orders.stages:
-                yield _first(target, (one.handed_over(target) for one in self.extensions))
+                yield _first(target, (extension.handed_over(target) for extension in self.extensions))
             elif (receiver := self.orders.rank_of(target.receiver, target.microbatch)) != self.rank:
                 yield transfers.Send(receiver, target, self._repeats(target))
 
@@ -158,9 +160,9 @@ class _Planner:
         return is_activation and self.orders.is_repeated(message.receiver, message.microbatch)
 
 
-def _first(what: object, found: Iterable[Operation | None]) -> Operation:
+def _first(what: object, operations: Iterable[Operation | None]) -> Operation:
     """Return the first operation that an extension has for ``what``; ValueError without any."""
-    operation = next(filter(None, found), None)
+    operation = next(filter(None, operations), None)
     if operation is None:
         raise ValueError(f"nothing plans {what}: add the feature that does (features.add)")
     return operation

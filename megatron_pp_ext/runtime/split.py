@@ -27,7 +27,7 @@ WeightWork = Callable[[], None]
 """Computes one weight's gradient and adds it where it belongs."""
 
 
-class LayerKind(Enum):
+class Layer(Enum):
     """The state of a layer's input gradient in I, when its weight gradient is left for W."""
 
     SENDS = auto()
@@ -46,7 +46,7 @@ class _Product(NamedTuple):
 
     work: WeightWork
     parts: Sequence[OwnPart]
-    layer: LayerKind
+    layer: Layer
     is_free: bool
 
 
@@ -132,7 +132,7 @@ class WeightGradientStore:
         work: WeightWork,
         *tensors: torch.Tensor,
         parts: Sequence[OwnPart] = (),
-        layer: LayerKind = LayerKind.SENDS_NOTHING,
+        layer: Layer = Layer.SENDS_NOTHING,
         is_free: bool = True,
     ) -> None:
         """Leave ``work``, which holds on to ``tensors``, for the W of the slot that is collecting.
@@ -151,7 +151,7 @@ class WeightGradientStore:
         if self.meter is not None:
             for tensor in tensors:
                 self.meter.hold(self._slot, tensor, holder=work)
-        if layer is LayerKind.SENDS:
+        if layer is Layer.SENDS:
             self._has_sent = True
             self._run_beside(self._beside_message())
         else:
@@ -179,7 +179,7 @@ class WeightGradientStore:
         del work[next(place for place, other in enumerate(work) if other is product)]
         _run(deque([product]))
 
-    def _lent(self, layer: LayerKind) -> _Product | None:
+    def _lent(self, layer: Layer) -> _Product | None:
         """Return the first work that may run now, of layers of this kind."""
         if self._beside is None:
             return None
@@ -191,11 +191,11 @@ class WeightGradientStore:
 
         No product of a layer of this very slot that sends, whose own message is the one to be hidden.
         """
-        silent = self._lent(LayerKind.SENDS_NOTHING)
-        return silent if silent is not None or self._beside == self._slot else self._lent(LayerKind.SENDS)
+        silent = self._lent(Layer.SENDS_NOTHING)
+        return silent if silent is not None or self._beside == self._slot else self._lent(Layer.SENDS)
 
     def _beside_exchange(self) -> _Product | None:
-        return self._lent(LayerKind.IS_EXPERT)
+        return self._lent(Layer.IS_EXPERT)
 
     def _run_what_stays_whole(self) -> None:
         """Run the work of this very slot whose operands stayed whole, and which no message has hidden.
@@ -203,7 +203,7 @@ class WeightGradientStore:
         Operands are whole for nothing where no layer sends a message.
         """
         if self._slot is not None and self._beside == self._slot and self._has_sent:
-            while (product := self._lent(LayerKind.SENDS_NOTHING)) is not None:
+            while (product := self._lent(Layer.SENDS_NOTHING)) is not None:
                 self._run_beside(product)
 
     def run(self, slot: Owner) -> None:

@@ -1,6 +1,6 @@
 """The costs of actions: seconds of work, seconds on the wire, activations and messages kept.
 
-Times and memory may be in any units that are the same throughout; those of a Timeline are the same.
+Times and memory may be in any units that are the same throughout; a Timeline has the same units.
 The papers' unit cost (every F, I and W takes 1, a message takes 0) is ``Costs.unit``.
 """
 
@@ -32,7 +32,7 @@ class StageCosts:
     A forward keeps ``activation`` (bytes, or any unit) from its start.  The end of an I gives back
     ``released_by_input_gradient`` of it; below 0, the I keeps so much more from its start.  The end of a W or
     of a B gives back all.  An I also has ``workspace`` while it runs, and a B ``workspace_in_whole``.
-    ``copy`` is the time in which activations are copied to the host, and that of the copy back.
+    ``copy`` is the time in which activations are copied to the host, and of the copy back.
 
     ``parameters`` and ``expert_parameters`` are the weights that a rank has of the stage, the latter those of
     which expert-parallel ranks each have their own; schedules do not depend on them, and 0 stands for a stage
@@ -97,7 +97,7 @@ class StageCosts:
         raise ValueError(f"{kind} is no work of a stage: ask Costs.seconds")
 
     def growth(self, kind: Kind) -> float:
-        """Return what an action of this kind takes at its start; its end gives back what it does not keep."""
+        """Return the memory that an action of this kind takes at its start; its end frees the rest."""
         match kind:
             case Kind.F:
                 return self.activation
@@ -139,7 +139,7 @@ class StageCosts:
 class HeadCosts:
     """The costs of one rank's part of a head that is split over the ranks, for one microbatch.
 
-    ``scores`` are the seconds of an S and ``weight_gradient`` those of a T.  From the start of an S to the
+    ``scores`` are the seconds of an S, ``weight_gradient`` of a T.  From the start of an S to the
     end of its T the rank keeps ``activation``.  ``hidden`` is the time from the end of the last stage's
     forward until every rank has its output, and ``sums`` the time from the end of the last S until the last
     stage has what it makes the loss and its gradient from.  Raises ValueError for a value that is negative
@@ -155,24 +155,24 @@ class HeadCosts:
     sums: float = 0.0
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            _require_finite(self, one.name, positive=one.name in ("scores", "weight_gradient"))
+        for cost in fields(self):
+            _require_finite(self, cost.name, positive=cost.name in ("scores", "weight_gradient"))
 
     def exchanged_over(self, hop: float) -> Self:
         """Return the costs with messages of ``hop`` seconds: one of a hidden state, two after an S."""
         return replace(self, hidden=hop, sums=2 * hop)
 
 
-def part_of_pair(hidden: float, alone: float) -> float:
-    """Return ``Costs.pair`` where actions take ``alone`` seconds, of which their pairs hide ``hidden``."""
-    return max(0.5, 1 - hidden / alone)
+def part_of_pair(hidden: float, unpaired: float) -> float:
+    """Return ``Costs.pair`` where actions take ``unpaired`` seconds, of which pairs hide ``hidden``."""
+    return max(0.5, 1 - hidden / unpaired)
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
     """The costs of every stage of a pipeline.
 
-    ``stages[s]`` are those of stage s in model order; ``hop`` is the seconds between the end of
+    ``stages[s]`` are stage s's in model order; ``hop`` is the seconds between the end of
     an action and the arrival of its output on another rank (0 between stages of one rank).  ``message``
     is the size of a message's buffer, in the unit of ``StageCosts.activation``.  ``head`` are the costs of
     the part that each rank has of a split head (``Placement.splits_head``), which ``stages`` then leave out.
@@ -232,12 +232,12 @@ class Costs:
 
     @property
     def of_all_stages(self) -> tuple[float, ...]:
-        """What does not go by stages: ``hop``, ``message`` and, where it saves anything, ``pair``."""
+        """The costs that are not per stage: ``hop``, ``message`` and, where it saves anything, ``pair``."""
         return (self.hop, self.message, *([self.pair] if self.pair < 1 else []))
 
-    def hiding(self, hidden: float, alone: float) -> Self:
-        """Return the costs where actions that take ``alone`` seconds hide ``hidden`` of them together."""
-        return replace(self, pair=part_of_pair(hidden, alone))
+    def hiding(self, hidden: float, unpaired: float) -> Self:
+        """Return the costs where actions that take ``unpaired`` seconds hide ``hidden`` of them together."""
+        return replace(self, pair=part_of_pair(hidden, unpaired))
 
     @property
     def at_their_shortest(self) -> Self:
@@ -258,7 +258,7 @@ class Costs:
         return replace(self, stages=stages)
 
     def growth(self, action: Action) -> float:
-        """Return the memory that ``action`` takes at its start; its end gives back what it does not keep."""
+        """Return the memory that ``action`` takes at its start; its end frees what is not kept."""
         if action.kind in (Kind.S, Kind.T):
             return max(0.0, self.kept(action))
         return self.stages[action.stage].growth(action.kind)
@@ -322,9 +322,9 @@ class Costs:
 
     def with_output_layer(self, seconds: float) -> Self:
         """Return the costs with an output layer on the last stage; F, I and W each take ``seconds`` more."""
-        *others, last = self.stages
+        *before, last = self.stages
         last = replace(last, **{name: getattr(last, name) + seconds for name in _TIMES})
-        return replace(self, stages=(*others, last))
+        return replace(self, stages=(*before, last))
 
     def with_split_head(self, seconds: float, ranks: int) -> Self:
         """Return the costs with a head that is split over ``ranks``; its F, I and W take ``seconds`` each.
@@ -346,8 +346,8 @@ class Costs:
         Times and activations add up; the messages between merged stages disappear.  Raises ValueError
         where the stages do not merge evenly.
         """
-        neighbours, left = divmod(len(self.stages), stages)
-        if left or not neighbours:
+        neighbours, remainder = divmod(len(self.stages), stages)
+        if remainder or not neighbours:
             raise ValueError(
                 f"costs of {len(self.stages)} stages cannot be merged into {stages}: "
                 f"give costs for a multiple of {stages} stages"
@@ -424,18 +424,18 @@ class CostModel:
 
 def _added(stages: Sequence[StageCosts]) -> StageCosts:
     """Return the costs of neighbouring ``stages`` as one."""
-    sums = (math.fsum(getattr(stage, one.name) for stage in stages) for one in fields(StageCosts))
-    taken = {kind: _taken(stages, kind) for kind in (Kind.I, Kind.B)}
-    return replace(StageCosts(*sums), workspace=taken[Kind.I], workspace_in_whole=taken[Kind.B])
+    sums = (math.fsum(getattr(stage, cost.name) for stage in stages) for cost in fields(StageCosts))
+    workspace = {kind: _taken(stages, kind) for kind in (Kind.I, Kind.B)}
+    return replace(StageCosts(*sums), workspace=workspace[Kind.I], workspace_in_whole=workspace[Kind.B])
 
 
 def _taken(stages: Sequence[StageCosts], kind: Kind) -> float:
-    """Return what backwards of ``stages``, one after the other, take at most besides what they keep."""
-    most = kept = 0.0
+    """Return the workspace of backwards of ``stages``, one after the other: memory besides what is kept."""
+    peak = held = 0.0
     for stage in reversed(stages):
-        most = max(most, kept + stage.growth(kind))
-        kept += stage.kept(kind)
-    return most - max(0.0, kept)
+        peak = max(peak, held + stage.growth(kind))
+        held += stage.kept(kind)
+    return peak - max(0.0, held)
 
 
 def _require_finite(costs: object, name: str, *, positive: bool) -> None:

@@ -27,63 +27,63 @@ from megatron_pp_ext.schedule.walk import Walk
 def late(walk: Walk, numbers: Column, starts: Column, ends: Column, orders: Orders) -> list[int]:
     """Return the ``numbers`` of all actions of ``orders`` anew, for inputs that announce their shapes.
 
-    ``starts`` and ``ends`` are those of the steps of ``walk``.
+    ``starts`` and ``ends`` are of the steps of ``walk``.
     """
     steps = range(1, len(walk.steps.before))
     actions = _actions_of(walk, numbers)
     place = dict.fromkeys(steps, 0) | {step: at for at, step in enumerate(actions, 1)}
-    left, followers = _needs(walk)
+    missing, followers = _needs(walk)
     waits = dict(_waits(walk, as_list(starts), as_list(ends), orders))
     waiting: dict[int, list[int]] = {}
     for sender, last in waits.items():
         waiting.setdefault(last, []).append(sender)
 
-    done, found = {0}, list[int]()
-    able = [(place[step], step) for step in steps if not left[step]]
+    finished, result = {0}, list[int]()
+    able = [(place[step], step) for step in steps if not missing[step]]
     ready = [entry for entry in able if entry[1] not in waits]
-    held = set(able) - set(ready)
+    blocked = set(able) - set(ready)
     heapify(ready)
-    while ready or held:
+    while ready or blocked:
         if not ready:
-            first = min(held)
-            held.remove(first)
+            first = min(blocked)
+            blocked.remove(first)
             ready.append(first)
         _, step = heappop(ready)
-        done.add(step)
-        found += actions.get(step, ())
+        finished.add(step)
+        result += actions.get(step, ())
         for follower in followers[step]:
-            left[follower] -= 1
-            if not left[follower]:
+            missing[follower] -= 1
+            if not missing[follower]:
                 entry = place[follower], follower
-                if follower in waits and waits[follower] not in done:
-                    held.add(entry)
+                if follower in waits and waits[follower] not in finished:
+                    blocked.add(entry)
                 else:
                     heappush(ready, entry)
         for sender in waiting.get(step, ()):
-            if (entry := (place[sender], sender)) in held:
-                held.remove(entry)
+            if (entry := (place[sender], sender)) in blocked:
+                blocked.remove(entry)
                 heappush(ready, entry)
-    return found
+    return result
 
 
 def _actions_of(walk: Walk, numbers: Column) -> dict[int, list[int]]:
     """Return the numbers of the actions of each step, in the order of ``numbers``."""
-    found: dict[int, list[int]] = {}
+    actions: dict[int, list[int]] = {}
     step_of = as_list(walk.step_of)
     for number in as_list(numbers):
-        found.setdefault(step_of[number], []).append(number)
-    return found
+        actions.setdefault(step_of[number], []).append(number)
+    return actions
 
 
 def _needs(walk: Walk) -> tuple[list[int], list[list[int]]]:
     """Return how many other steps each follows, and the followers of each."""
     before, sends = as_list(walk.steps.before), as_list(walk.steps.sends)
-    left, followers = [0] * len(before), [list[int]() for _ in before]
+    missing, followers = [0] * len(before), [list[int]() for _ in before]
     for step in range(1, len(before)):
-        for needed in {before[step], sends[step]} - {0}:
-            followers[needed].append(step)
-            left[step] += 1
-    return left, followers
+        for need in {before[step], sends[step]} - {0}:
+            followers[need].append(step)
+            missing[step] += 1
+    return missing, followers
 
 
 def _waits(walk: Walk, starts: list[float], ends: list[float], orders: Orders) -> Iterator[tuple[int, int]]:

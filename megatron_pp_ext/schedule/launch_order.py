@@ -71,18 +71,22 @@ def times(walk: Walk) -> tuple[Column, Column]:
     no_copies = [0] * stages  # they change nothing about when messages leave
     if program.durations:
         return walk.times_of_each(_of_each(program), delays, add, no_copies)
-    alone = [WORK[kind] for kind in OF_STAGES] * stages
-    alone += WORK[Kind.S], WORK[Kind.T], 0
-    durations = [*alone, *(alone[first] + alone[second] for first, second in program.pairs), *no_copies]
+    durations_of_kinds = [WORK[kind] for kind in OF_STAGES] * stages
+    durations_of_kinds += WORK[Kind.S], WORK[Kind.T], 0
+    durations = [
+        *durations_of_kinds,
+        *(durations_of_kinds[first] + durations_of_kinds[second] for first, second in program.pairs),
+        *no_copies,
+    ]
     return walk.times(durations, delays)
 
 
 def _of_each(program: Program) -> list[int]:
-    """Return the duration of each action, of which those of stages have their unit's."""
+    """Return the duration of each action; actions of stages have their unit's."""
     stages, kinds, units, *_ = map(as_list, program.columns)
-    each, of_units = len(OF_STAGES), program.durations
+    kinds_of_stage, of_units = len(OF_STAGES), program.durations
     return [
-        of_units[unit][each * stage + kind] if kind < each else WORK[KINDS[kind]]
+        of_units[unit][kinds_of_stage * stage + kind] if kind < kinds_of_stage else WORK[KINDS[kind]]
         for stage, kind, unit in zip(stages, kinds, units, strict=True)
     ]
 

@@ -69,12 +69,12 @@ class Message(NamedTuple):
 
 
 class Exchanged(StrEnum):
-    """What all ranks exchange about a microbatch where they split the head, in this order."""
+    """The exchanges of all ranks about a microbatch where they split the head, in this order."""
 
     TOKENS = "tokens"
     """The microbatch's tokens, from the first stage to all; one forward of that stage before EMBEDDED."""
     EMBEDDED = "embedded tokens"
-    """The sum of what each rank looks up, to the first stage; ``EMBEDS_AHEAD`` of its forwards ahead."""
+    """The sum of all ranks' embeddings, to the first stage; ``EMBEDS_AHEAD`` of its forwards ahead."""
     HIDDEN = "hidden state"
     """The last stage's output, to all; launched after its forward."""
     STATISTICS = "statistics"
@@ -84,11 +84,11 @@ class Exchanged(StrEnum):
     LOSS = "loss"
     """The gradient of the loss of every token, to all; after the last stage's backward."""
     INPUT = "gradient of embedded tokens"
-    """The gradient of what was looked up, to all; after the first stage's backward."""
+    """The gradient of the embeddings, to all; after the first stage's backward."""
 
 
 class Exchange(NamedTuple):
-    """What all ranks exchange about a microbatch."""
+    """One exchange of all ranks about a microbatch."""
 
     what: Exchanged
     microbatch: int
@@ -102,7 +102,7 @@ class Arrival(NamedTuple):
 
 
 type Launch = Arrival | Exchange
-"""What a rank launches in addition to its actions and what they send."""
+"""A launch of a rank in addition to its actions and their sends."""
 
 
 _ONWARDS = {Kind.F: 1, Kind.I: -1, Kind.B: -1}
@@ -124,7 +124,7 @@ def outgoing_message(action: Action, stages: int) -> Message | None:
 
 
 def planned_launches(orders: Orders) -> list[list[tuple[Launch, ...]]]:
-    """Return what every rank launches in addition to its actions and their sends: receives and exchanges.
+    """Return the launches of every rank in addition to its actions and their sends: receives and exchanges.
 
     ``[r][i]`` is what rank r launches right before its action i, in this order.  Each list has one entry more
     than the rank has actions, for launches after the last one.  Messages received there are in flight at the
@@ -141,9 +141,9 @@ def planned_launches(orders: Orders) -> list[list[tuple[Launch, ...]]]:
     scored: Counter[int] = Counter()
     due: deque[tuple[int, Exchange]] = deque()
 
-    def exchange(what: Exchanged, microbatch: int) -> None:
+    def exchange(kind: Exchanged, microbatch: int) -> None:
         for of_rank, at in zip(planned, launched, strict=True):
-            of_rank[at].append(Exchange(what, microbatch))
+            of_rank[at].append(Exchange(kind, microbatch))
 
     line = launch_order(orders)
     lookups = _lookups([action.microbatch for _, _, action in line if action[:2] == (0, Kind.F)])
@@ -172,15 +172,15 @@ def planned_launches(orders: Orders) -> list[list[tuple[Launch, ...]]]:
                 exchange(Exchanged.STATISTICS, microbatch)
                 if not is_evaluation:
                     due.append((end + P2P, Exchange(Exchanged.GRADIENT, microbatch)))
-    for _, left in due:
-        exchange(*left)
+    for _, remaining in due:
+        exchange(*remaining)
     return [[tuple(launches) for launches in of_rank] for of_rank in planned]
 
 
 def _lookups(microbatches: Sequence[int]) -> Iterator[list[Exchange]]:
-    """Yield the exchanges of a shared embedding: those of the beginning, then those after each forward.
+    """Yield the exchanges of a shared embedding: at the beginning, then after each forward.
 
-    ``microbatches`` are those of the first stage's forwards, in their order.
+    ``microbatches`` are of the first stage's forwards, in their order.
     """
     tokens = [Exchange(Exchanged.TOKENS, microbatch) for microbatch in microbatches]
     embedded = [Exchange(Exchanged.EMBEDDED, microbatch) for microbatch in microbatches]

@@ -57,9 +57,9 @@ class Placement:
             raise ValueError(f"a pipeline needs at least 1 rank, got {self.ranks}")
         if self.chunks < 1:
             raise ValueError(f"a rank needs at least 1 chunk, got {self.chunks}")
-        wanted = {Shape.LINEAR: 1, Shape.V: 2}.get(self.shape)
-        if wanted is not None and self.chunks != wanted:
-            raise ValueError(f"{self.shape} placement has {wanted} chunk(s) a rank, got {self.chunks}")
+        chunks = {Shape.LINEAR: 1, Shape.V: 2}.get(self.shape)
+        if chunks is not None and self.chunks != chunks:
+            raise ValueError(f"{self.shape} placement has {chunks} chunk(s) a rank, got {self.chunks}")
         if self.ends_on_last and not self.folds:
             raise ValueError(
                 f"{self.shape} placement with {self.chunks} chunk(s) a rank has embedding and head on two "
@@ -126,7 +126,7 @@ class Placement:
         return tuple(self.stage_of(rank, chunk) for chunk in range(self.chunks))
 
     def is_local(self, stage: int) -> bool:
-        """Whether ``stage`` hands its output to a stage on its own rank: a turn of the V."""
+        """Whether ``stage`` gives its output to a stage on its own rank, where a V turns round."""
         return stage + 1 < self.stages and self.rank_of(stage) == self.rank_of(stage + 1)
 
     def _require_stage(self, stage: int) -> None:

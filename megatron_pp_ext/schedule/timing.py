@@ -19,7 +19,7 @@ from megatron_pp_ext.schedule.costs import Costs, HeadCosts, StageCosts
 
 _USUAL = StageCosts(1.0, 1.15, 0.85, lent=0.35, hidden_beside=0.2)
 _USUAL_HEAD = HeadCosts(scores=0.2, weight_gradient=0.1)
-"""Costs by which W that lend products are chosen: those of layers of transformers under TP 4 to 8."""
+"""Costs by which W that lend products are chosen: of layers of transformers under TP 4 to 8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class ScheduleTimer:
         return self.walk.times(self._durations(costs), _delays(costs))
 
     def _lends(self, costs: Costs) -> bool:
-        """Whether products run beside messages of an I, so that actions of a stage take unlike times."""
+        """Whether products run during messages of an I, so that actions of a stage take unlike times."""
         return any(stage.hidden_beside and stage.lent for stage in costs.stages) and bool(self._lending)
 
     @cached_property
@@ -79,22 +79,22 @@ class ScheduleTimer:
         alone.
         """
         schedule, stages = self.schedule, self.schedule.placement.stages
-        found = [lenders(order, schedule.paired) for order in schedule.orders]
-        if not any(found):
-            return found
+        lending = [lenders(order, schedule.paired) for order in schedule.orders]
+        if not any(lending):
+            return lending
         costs = Costs((_USUAL,) * stages, head=_USUAL_HEAD if schedule.placement.splits_head else None)
-        apart, beside = (
+        without, with_lending = (
             max(as_list(self._times_of_each(self._with_lent(costs, lending), costs)[1]))
-            for lending in ([], self._numbers(found))
+            for lending in ([], self._numbers(lending))
         )
-        return found if beside < apart else [[] for _ in found]
+        return lending if with_lending < without else [[] for _ in lending]
 
-    def _numbers(self, found: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
-        """Return the numbers of the actions at the places in each rank's order that were ``found``."""
+    def _numbers(self, lending: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
+        """Return the numbers of the actions at the places of ``lending`` in each rank's order."""
         begins = as_list(self.walk.program.columns.bounds)
         return [
             (begin + input, begin + weight)
-            for begin, places in zip(begins, found, strict=False)
+            for begin, places in zip(begins, lending, strict=False)
             for input, weight in places
         ]
 
@@ -118,7 +118,7 @@ class ScheduleTimer:
         return max(as_list(self._times_of_each(every, costs)[1]))
 
     def _times_of_each(self, seconds: Iterable[float], costs: Costs) -> tuple[Column, Column]:
-        """Return what ``times`` does where each action has its own ``seconds``."""
+        """Return ``times`` where each action has its own ``seconds``."""
         copies = [stage.copy for stage in costs.stages]
         return self.walk.times_of_each(list(seconds), _delays(costs), costs.of_pair, copies)
 
@@ -142,17 +142,17 @@ class ScheduleTimer:
         return list(zip(as_list(stages), as_list(kinds), strict=True))
 
     def spans(self, costs: Costs) -> tuple[RankSpan, ...]:
-        """Every rank's span; starts and ends are those of ``simulate(schedule, costs)`` to the last digit."""
+        """Every rank's span; starts and ends equal ``simulate(schedule, costs)`` to the last digit."""
         starts, ends = self.times(costs)
         return tuple(
-            RankSpan(float(starts[own[0]]), float(ends[own[-1]]), busy)
-            for own, busy in zip(self.steps, self._busy(costs, starts, ends), strict=True)
+            RankSpan(float(starts[steps[0]]), float(ends[steps[-1]]), busy)
+            for steps, busy in zip(self.steps, self._busy(costs, starts, ends), strict=True)
         )
 
     def _busy(self, costs: Costs, starts: Column, ends: Column) -> list[float]:
         if not costs.are_alike or self._lends(costs):
             return [
-                sum(float(ends[step] - starts[step]) for step in dict.fromkeys(own)) for own in self.steps
+                sum(float(ends[step] - starts[step]) for step in dict.fromkeys(steps)) for steps in self.steps
             ]
         seconds = self._durations(costs)
         return [sum(count * seconds[place] for place, count in work.items()) for work in self._work]
@@ -161,17 +161,21 @@ class ScheduleTimer:
     def _work(self) -> list[Counter[int]]:
         """How often each rank has which duration."""
         places = as_list(self.walk.steps.place)
-        return [Counter(map(places.__getitem__, dict.fromkeys(own))) for own in self.steps]
+        return [Counter(map(places.__getitem__, dict.fromkeys(steps))) for steps in self.steps]
 
     def _durations(self, costs: Costs) -> list[float]:
         """The seconds of each stage's kinds of action, of the split head, of pairs and of copies."""
         shared = costs.head
-        own = (shared.scores, shared.weight_gradient) if shared else (0.0, 0.0)
-        each = {id(stage): [stage.seconds(kind) for kind in OF_STAGES] for stage in costs.stages}
-        alone = [*(took for stage in costs.stages for took in each[id(stage)]), *own, 0.0]
+        of_head = (shared.scores, shared.weight_gradient) if shared else (0.0, 0.0)
+        of_stage = {id(stage): [stage.seconds(kind) for kind in OF_STAGES] for stage in costs.stages}
+        unpaired = [*(took for stage in costs.stages for took in of_stage[id(stage)]), *of_head, 0.0]
         pairs = self.walk.program.pairs
         copies = [stage.copy for stage in costs.stages] if self.walk.copies else []
-        return [*alone, *(costs.of_pair(alone[first], alone[second]) for first, second in pairs), *copies]
+        return [
+            *unpaired,
+            *(costs.of_pair(unpaired[first], unpaired[second]) for first, second in pairs),
+            *copies,
+        ]
 
 
 def lenders_of(schedule: Schedule, rank: int) -> dict[Action, Action]:

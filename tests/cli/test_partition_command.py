@@ -8,14 +8,14 @@ from typer.testing import CliRunner
 
 from megatron_pp_ext.cli import app
 from megatron_pp_ext.schedule.formats import profile_file
-from megatron_pp_ext.schedule.formats.profile import Layer, Profile
+from megatron_pp_ext.schedule.formats.profile import Profile, ProfiledLayer
 from reference import vgg16
 
 GPT = Profile.chain(
     [
-        Layer("embedding", 1, 1, 8, 0, 8, "E"),
-        *(Layer(f"layer {number}", 2, 4, 8, 0, 8, "t") for number in range(1, 7)),
-        Layer("output", 4, 8, 8, 0, 8, "L"),
+        ProfiledLayer("embedding", 1, 1, 8, 0, 8, "E"),
+        *(ProfiledLayer(f"layer {number}", 2, 4, 8, 0, 8, "t") for number in range(1, 7)),
+        ProfiledLayer("output", 4, 8, 8, 0, 8, "L"),
     ]
 )
 

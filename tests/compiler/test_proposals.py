@@ -1,8 +1,8 @@
 """What a search proposes: the shortest of its results whose messages fit, too."""
 
+from megatron_pp_ext.compiler.limits import Cut
 from megatron_pp_ext.compiler.search import proposals
-from megatron_pp_ext.compiler.search.problem import problem_of
-from megatron_pp_ext.compiler.search.proposals import Proposal, families_of, from_search, one_at_a_time
+from megatron_pp_ext.compiler.search.proposals import Proposal, Proposer, one_at_a_time
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import v
 
@@ -15,7 +15,8 @@ def proposed(lengths, fitting, monkeypatch):
     Return the lengths of the proposals, the places that the search came to, and the lengths that were judged.
     """
     placement = v(RANKS)
-    problem = problem_of(placement, MICROBATCHES, Costs.unit(placement), LIMITS)
+    proposer = Proposer(Cut(placement, MICROBATCHES, Costs.unit(placement), LIMITS))
+    proposer.bound = BOUND
     reached: list[int] = []
     judged: list[float] = []
 
@@ -24,14 +25,13 @@ def proposed(lengths, fitting, monkeypatch):
             reached.append(place)
             yield length * problem.scale, one_at_a_time(problem), f"result {place}"
 
-    def keeps(one: Proposal, limits) -> bool:
+    def keeps(one: Proposal) -> bool:
         judged.append(one.makespan)
         return int(one.origin.split()[1]) in fitting
 
     monkeypatch.setattr(proposals, "search", search)
-    monkeypatch.setattr(proposals, "_keeps", keeps)
-    families = families_of(problem)
-    found = from_search(problem, Costs.unit(placement), LIMITS, families, 1, BOUND)
+    monkeypatch.setattr(Proposal, "is_kept", property(keeps))
+    found = proposer.from_search(1)
     return [one.makespan for one in found], reached, judged
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import gelu
 
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
-from megatron_pp_ext.runtime.split import STORE, LayerKind, WeightGradientStore
+from megatron_pp_ext.runtime.split import STORE, Layer, WeightGradientStore
 
 ROWS, WIDTH, OUT = 3, 4, 5
 SLOT = Owner(0, 0)
@@ -196,8 +196,8 @@ def leave(events: list[str], *layers: str) -> None:
             events.append(f"product {layer}")
 
         events.append(f"put {layer}")
-        kind = LayerKind.SENDS if layer[0].isupper() else LayerKind.SENDS_NOTHING
-        kind = LayerKind.IS_EXPERT if "expert" in layer else kind
+        kind = Layer.SENDS if layer[0].isupper() else Layer.SENDS_NOTHING
+        kind = Layer.IS_EXPERT if "expert" in layer else kind
         STORE.defer(work, parts=[part], layer=kind, is_free="tied" not in layer.lower())
 
 

@@ -6,17 +6,16 @@ memory for messages, and its results are then judged with their own number of me
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from megatron_pp_ext.compiler.limits import at_most, least_limits, without_messages
+from megatron_pp_ext.compiler.limits import Cut, at_most, least_limits
 from megatron_pp_ext.compiler.search.integer_timing import time_orders
 from megatron_pp_ext.compiler.search.portfolio import search
-from megatron_pp_ext.compiler.search.problem import TOLERANCE, Orders, Problem, problem_of
+from megatron_pp_ext.compiler.search.problem import TOLERANCE, Orders, Problem
 from megatron_pp_ext.compiler.search.progress_log import ProgressLog
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
-from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.names import FLEX
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
@@ -33,27 +32,90 @@ _ATTEMPTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Orders within the limits, and their makespan in the units of the costs, up to rounding."""
+    """Orders within the limits of ``cut``, and their makespan in the units of the costs, up to rounding."""
 
     makespan: float
     problem: Problem
     orders: Orders
-    costs: Costs
+    cut: Cut
     origin: str
 
     @property
     def timeline(self) -> Timeline:
         """The proposal as a simulated schedule."""
-        return simulate(self.problem.schedule(self.orders, FLEX), self.costs)
+        return simulate(self.problem.schedule(self.orders, FLEX), self.cut.costs)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the limits, which hold the activations, hold the messages as well."""
+        return not self.cut.costs.message or self.cut.keeps(self.timeline)
 
 
-def from_families(
-    problem: Problem, costs: Costs, limits: Sequence[float], families: Sequence[Start]
-) -> list[Proposal]:
-    """Return the shortest ``families`` that keep the limits, or else the order that always does."""
-    families = [family for family in families if problem.fits(family[0])]
-    shortest = _shortest(_timed(problem, costs, families), limits)
-    return shortest or [*_timed(problem, costs, [(one_at_a_time(problem), "one microbatch at a time")])]
+class Proposer:
+    """Proposes orders for ``cut``, of which none is shorter than ``bound``."""
+
+    def __init__(self, cut: Cut) -> None:
+        self.cut, self.bound = cut, cut.bound()
+        self._problem = cut.problem(cut.room)
+        self._families = families_of(self._problem)
+
+    def from_families(self) -> list[Proposal]:
+        """Return the shortest families that keep the limits, or else the order that always does."""
+        families = [start for start in self._families if self._problem.fits(start[0])]
+        alone = [(one_at_a_time(self._problem), "one microbatch at a time")]
+        return _shortest(self._timed(families)) or [*self._timed(alone)]
+
+    def _timed(self, starts: Iterable[Start]) -> Iterator[Proposal]:
+        problem = self._problem
+        for orders, origin in starts:
+            timed = time_orders(problem, orders)
+            if timed is not None:
+                yield Proposal(timed.makespan / problem.scale, problem, orders, self.cut, origin)
+
+    def from_search(self, trials: int) -> list[Proposal]:
+        """Return the shortest results of a search that keep the limits.
+
+        A search ends with the first of its results that meets the bound and keeps the limits.  It may use
+        the memory that the fewest possible messages leave.  Where the best result has more messages, and
+        they do not fit, the search begins anew with memory for that many.
+        """
+        cut, problem, budgets = self.cut, self._problem, self.cut.room
+        least_activations = least_limits(replace(cut.costs, message=0.0), cut.placement)
+        floor = math.ceil(self.bound * problem.scale * (1 - TOLERANCE))
+        proposals: list[Proposal] = []
+        progress_log = ProgressLog(problem, cut.limits, self.bound)
+        for _ in range(_ATTEMPTS):
+            results = []
+            for length, orders, origin in search(problem, trials, floor, self._families):
+                results.append(Proposal(length / problem.scale, problem, orders, cut, origin))
+                progress_log.found(results[-1].makespan)
+                if length <= floor and results[-1].is_kept:
+                    break
+            shortest = _shortest(results)
+            proposals += shortest
+            best = min(results, key=lambda proposal: proposal.makespan, default=None)
+            if best is None or any(proposal is best for proposal in shortest):
+                break
+            timeline = best.timeline
+            by_rank = zip(
+                cut.limits,
+                timeline.peak_messages,
+                timeline.peak_memory,
+                budgets,
+                least_activations,
+                strict=True,
+            )
+            # A rank that keeps no activations cannot free memory by keeping fewer.
+            less = tuple(
+                budget if at_most(peak, limit) else max(least or budget, limit - messages * cut.costs.message)
+                for limit, messages, peak, budget, least in by_rank
+            )
+            if less == budgets:
+                break
+            budgets = less
+            problem = cut.problem(budgets)
+        progress_log.end()
+        return proposals
 
 
 def families_of(problem: Problem) -> list[Start]:
@@ -78,64 +140,8 @@ def published(placement: Placement, microbatches: int) -> Iterator[Schedule]:
                 continue
 
 
-def _timed(problem: Problem, costs: Costs, starts: Iterable[Start]) -> Iterator[Proposal]:
-    for orders, origin in starts:
-        timed = time_orders(problem, orders)
-        if timed is not None:
-            yield Proposal(timed.makespan / problem.scale, problem, orders, costs, origin)
-
-
-def from_search(
-    problem: Problem,
-    costs: Costs,
-    limits: Sequence[float],
-    families: Sequence[Start],
-    trials: int,
-    bound: float,
-) -> list[Proposal]:
-    """Return the shortest results of a search that keep ``limits``; no makespan is below ``bound``.
-
-    A search ends with the first of its results that meets the bound and keeps the limits.  It may use the
-    memory that the fewest possible messages leave.  Where the best result has more
-    messages, and they do not fit, the search begins anew with memory for that many.
-    """
-    placement, microbatches = problem.placement, problem.microbatches
-    budgets = without_messages(placement, microbatches, costs, limits)
-    least_activations = least_limits(replace(costs, message=0.0), placement)
-    floor = math.ceil(bound * problem.scale * (1 - TOLERANCE))
-    proposals: list[Proposal] = []
-    progress_log = ProgressLog(problem, limits, bound)
-    for _ in range(_ATTEMPTS):
-        results = []
-        for length, orders, origin in search(problem, trials, floor, families):
-            results.append(Proposal(length / problem.scale, problem, orders, costs, origin))
-            progress_log.found(results[-1].makespan)
-            if length <= floor and _keeps(results[-1], limits):
-                break
-        shortest = _shortest(results, limits)
-        proposals += shortest
-        best = min(results, key=lambda proposal: proposal.makespan, default=None)
-        if best is None or any(proposal is best for proposal in shortest):
-            break
-        timeline = best.timeline
-        by_rank = zip(
-            limits, timeline.peak_messages, timeline.peak_memory, budgets, least_activations, strict=True
-        )
-        # A rank that keeps no activations cannot free memory by keeping fewer.
-        less = tuple(
-            budget if at_most(peak, limit) else max(least or budget, limit - messages * costs.message)
-            for limit, messages, peak, budget, least in by_rank
-        )
-        if less == budgets:
-            break
-        budgets = less
-        problem = problem_of(placement, microbatches, costs, budgets)
-    progress_log.end()
-    return proposals
-
-
-def _shortest(proposals: Iterable[Proposal], limits: Sequence[float]) -> list[Proposal]:
-    """Return the ``proposals`` that keep ``limits`` and are ``CLOSE`` to the shortest of these, in order.
+def _shortest(proposals: Iterable[Proposal]) -> list[Proposal]:
+    """Return the ``proposals`` that keep the limits and are ``CLOSE`` to the shortest of these, in order.
 
     They are judged from the shortest on, since counting messages takes longer than most of a search.
     """
@@ -143,14 +149,9 @@ def _shortest(proposals: Iterable[Proposal], limits: Sequence[float]) -> list[Pr
     for at, proposal in sorted(enumerate(proposals), key=lambda item: item[1].makespan):
         if chosen and proposal.makespan > next(iter(chosen.values())).makespan * (1 + CLOSE):
             break
-        if _keeps(proposal, limits):
+        if proposal.is_kept:
             chosen[at] = proposal
     return [chosen[at] for at in sorted(chosen)]
-
-
-def _keeps(proposal: Proposal, limits: Sequence[float]) -> bool:
-    """Whether ``limits``, which hold the activations of ``proposal``, hold its messages as well."""
-    return not proposal.costs.message or all(map(at_most, proposal.timeline.peak_memory, limits))
 
 
 def one_at_a_time(problem: Problem) -> Orders:

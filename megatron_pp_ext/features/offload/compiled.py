@@ -16,6 +16,7 @@ from dataclasses import replace
 from heapq import heappop, heappush
 
 from megatron_pp_ext.compiler.compile import kept
+from megatron_pp_ext.compiler.limits import Cut
 from megatron_pp_ext.compiler.search import cache
 from megatron_pp_ext.compiler.turns import in_turn
 from megatron_pp_ext.features.offload.free_plans import least_copies, timed
@@ -43,15 +44,15 @@ def published_orders(placements: Sequence[Placement], microbatches: int) -> list
 
 
 def planned(
-    placements: Sequence[Placement], microbatches: int, costs: Costs, limits: Sequence[float]
+    placements: Sequence[Placement], microbatches: int, costs: Costs, limits: tuple[float, ...]
 ) -> Timeline | None:
     """Return ``shortest_within`` of all published orders; one process of a machine plans, the others read."""
-    cuts = [(placement, costs.merged(placement.stages)) for placement in placements]
-    spelled = [cache.spelled(*cut) for cut in cuts]
+    cuts = Cut.all_of(placements, microbatches, costs, limits)
+    spelled = [cache.spelled(cut.placement, cut.costs) for cut in cuts]
     name = cache.key(["copies", VERSION, catalog.NAMES, microbatches, limits, spelled])
 
     def read() -> Timeline | None:
-        step = kept(name, cuts, microbatches, limits)
+        step = kept(name, cuts)
         return step and step[0]
 
     def made() -> Timeline | None:

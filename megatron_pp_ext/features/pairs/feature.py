@@ -10,6 +10,7 @@ from megatron_pp_ext.features.feature import Checks, Feature
 if TYPE_CHECKING:
     from types import ModuleType
 
+    from megatron_pp_ext.compiler.limits import Cut
     from megatron_pp_ext.compiler.make import Made, Make
     from megatron_pp_ext.compiler.request import Request
     from megatron_pp_ext.features.pairs.runtime.operations import PairsOfRank
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from megatron_pp_ext.job.rules.rule import Rules
     from megatron_pp_ext.runtime.extension import RankOrder
     from megatron_pp_ext.schedule.costs import CostModel, Costs
-    from megatron_pp_ext.schedule.placement import Placement
     from megatron_pp_ext.schedule.simulate import Timeline
 
 
@@ -56,11 +56,11 @@ class Pairing(Feature):
         return counted(request, costs)
 
     def compiled(
-        self, timeline: Timeline, origin: str, cuts: Sequence[tuple[Placement, Costs]], microbatches: int
+        self, timeline: Timeline, origin: str, cuts: Sequence[Cut]
     ) -> Iterable[tuple[Timeline, str]]:
         from megatron_pp_ext.features.pairs.order import compiled
 
-        return compiled(timeline, origin, cuts, microbatches)
+        return compiled(timeline, origin, cuts)
 
     def extension(self, order: RankOrder) -> PairsOfRank | None:
         if all(len(step) == 1 for step in order.steps):

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from megatron_pp_ext.compiler.limits import Cut
 from megatron_pp_ext.compiler.make import Made, Make
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.features.pairs.options import Pairs
@@ -20,7 +21,6 @@ from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.families import one_f_one_b
 from megatron_pp_ext.schedule.names import FLEX, FORWARD_ONLY, NO_PIPELINE
-from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.program import Program
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from megatron_pp_ext.schedule.walk import Walk
@@ -29,10 +29,8 @@ _ACTIONS = 200_000
 """The most actions that are timed to find pairs to dissolve; each attempt times the whole schedule."""
 
 
-def compiled(
-    shortest: Timeline, origin: str, cuts: Sequence[tuple[Placement, Costs]], microbatches: int
-) -> Iterator[tuple[Timeline, str]]:
-    """Yield what was ``found`` in pairs, and the families that have pairs; see ``Feature.compiled``.
+def compiled(shortest: Timeline, origin: str, cuts: Sequence[Cut]) -> Iterator[tuple[Timeline, str]]:
+    """Yield ``shortest`` in pairs, and the families that have pairs; see ``Feature.compiled``.
 
     Nothing where a pair takes as long as its two actions.
     """
@@ -40,13 +38,14 @@ def compiled(
         return
     yield in_pairs(shortest.schedule, shortest.costs), f"{origin}, in pairs"
     for name, entry in catalog.ENTRIES.items():
-        for placement, costs in cuts:
+        for cut in cuts:
+            placement = cut.placement
             if entry.make_paired is None or entry.shape is not placement.shape:
                 continue
             if not entry.accepts(placement.chunks):
                 continue
-            family = entry.build(placement.ranks, microbatches, placement.chunks, paired=True)
-            timeline = simulate(replace(family, name=FLEX), costs)
+            family = entry.build(placement.ranks, cut.microbatches, placement.chunks, paired=True)
+            timeline = simulate(replace(family, name=FLEX), cut.costs)
             yield timeline, f"{name} in pairs, {placement.shape} placement"
 
 

@@ -26,7 +26,7 @@ from megatron_pp_ext.integration.core.engine_operands import own_operand, whole
 from megatron_pp_ext.integration.core.parameter_marks import has_second_use
 from megatron_pp_ext.integration.patching import substitute
 from megatron_pp_ext.runtime.own_part import OwnPart
-from megatron_pp_ext.runtime.split import STORE, LayerKind, has_hooks
+from megatron_pp_ext.runtime.split import STORE, Layer, has_hooks
 from megatron_pp_ext.runtime.storages import plain_tensors
 
 
@@ -102,7 +102,7 @@ class DeferringStore:
         waiting = [_read_by_w(input), _read_by_w(gradient)]
         # What userbuffers gather lies in a buffer that a later layer overwrites.
         is_in_buffer = getattr(self._module, "ub_overlap_ag_dgrad", False)
-        if layer is LayerKind.SENDS or is_in_buffer or not STORE.runs_soon:
+        if layer is Layer.SENDS or is_in_buffer or not STORE.runs_soon:
             waiting = self._own_parts(waiting)
 
         def gradients() -> Gradients:
@@ -188,16 +188,16 @@ def _is_part(input: Any, gradient: Any) -> bool:
     return input.shape[:-1].numel() < gradient.shape[:-1].numel()
 
 
-def _layer(module: Any) -> LayerKind:
+def _layer(module: Any) -> Layer:
     """Return what ``module`` does with the gradient of its input before it stores its weight's.
 
     A product that scatters the result itself (userbuffers) leaves no message under way.
     """
     if hasattr(module, "num_gemms"):
-        return LayerKind.IS_EXPERT
+        return Layer.IS_EXPERT
     is_column = getattr(module, "parallel_mode", None) == "column" and module.tp_size > 1
     is_sent = is_column and not getattr(module, "ub_overlap_rs_dgrad", False)
-    return LayerKind.SENDS if is_sent else LayerKind.SENDS_NOTHING
+    return Layer.SENDS if is_sent else Layer.SENDS_NOTHING
 
 
 def _is_trained(parameter: torch.nn.Parameter) -> bool:

@@ -18,7 +18,7 @@ from megatron_pp_ext.integration.core.data_parallel import Gradients, defer_weig
 from megatron_pp_ext.integration.core.parameter_marks import has_second_use
 from megatron_pp_ext.integration.patching import substitute
 from megatron_pp_ext.runtime.own_part import OwnPart
-from megatron_pp_ext.runtime.split import STORE, LayerKind, has_hooks
+from megatron_pp_ext.runtime.split import STORE, Layer, has_hooks
 
 _LINEAR = (
     "ctx input weight bias gradient_accumulation_fusion allreduce_dgrad sequence_parallel grad_output_buffer "
@@ -53,7 +53,7 @@ def split_backward(stock: type[torch.autograd.Function]) -> type[torch.autograd.
             # The dtype of logits may be another than their input's (--output-logit-dtype).
             gradient = gradients[0].to(input.dtype)
             input_gradient, message = _input_gradient(ctx, input, gradient)
-            _defer(ctx, input, gradient, LayerKind.SENDS_NOTHING if message is None else LayerKind.SENDS)
+            _defer(ctx, input, gradient, Layer.SENDS_NOTHING if message is None else Layer.SENDS)
             bias_gradient = gradient.flatten(0, -2).sum(dim=0) if ctx.use_bias else None
             if message is not None:
                 message.wait()
@@ -76,7 +76,7 @@ def _input_gradient(
     return product, None
 
 
-def _defer(ctx: Any, input: torch.Tensor, gradient: torch.Tensor, layer: LayerKind) -> None:
+def _defer(ctx: Any, input: torch.Tensor, gradient: torch.Tensor, layer: Layer) -> None:
     """Leave the weight gradient for W, and of what was or will be gathered for it this rank's part alone."""
     weight, fused = ctx.parameter, ctx.gradient_accumulation_fusion
     operands: list[torch.Tensor | OwnPart] = [gradient, input]
@@ -98,8 +98,8 @@ def _defer(ctx: Any, input: torch.Tensor, gradient: torch.Tensor, layer: LayerKi
     parts = [operand for operand in operands if isinstance(operand, OwnPart)]
     tensors = (operand.part if isinstance(operand, OwnPart) else operand for operand in operands)
     work = defer_weights([weight], weight_gradient)
-    if layer is LayerKind.SENDS_NOTHING and not getattr(weight, "allreduce", True):
-        layer = LayerKind.IS_EXPERT
+    if layer is Layer.SENDS_NOTHING and not getattr(weight, "allreduce", True):
+        layer = Layer.IS_EXPERT
     STORE.defer(work, *tensors, parts=parts, layer=layer, is_free=not has_second_use(weight))
 
 

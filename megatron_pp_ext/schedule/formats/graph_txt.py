@@ -12,7 +12,7 @@ As in PipeDream's optimizer, nodes that only stand for the data are left out: a 
 ``Input...`` that reads nothing, and a node called ``__getitem__...`` that nothing reads.
 """
 
-from megatron_pp_ext.schedule.formats.profile import Layer, Profile
+from megatron_pp_ext.schedule.formats.profile import Profile, ProfiledLayer
 
 _FIELDS = {
     "forward_compute_time": 1e-3,
@@ -25,7 +25,7 @@ _FIELDS = {
 
 def read(text: str) -> Profile:
     """Return the profile in ``text``; ValueError, naming line or layer, for anything that is not as above."""
-    layers: dict[str, Layer] = {}
+    layers: dict[str, ProfiledLayer] = {}
     kinds: dict[str, str] = {}
     edges: list[tuple[str, str]] = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -59,7 +59,7 @@ def read(text: str) -> Profile:
     )
 
 
-def _layer(name: str, text: str) -> Layer:
+def _layer(name: str, text: str) -> ProfiledLayer:
     fields = dict(part.split("=", 1) for part in text.split(", ") if "=" in part)
     values = []
     for field, unit in _FIELDS.items():
@@ -72,4 +72,4 @@ def _layer(name: str, text: str) -> Layer:
                 f"layer {name!r}: {field} is {fields[field]!r}, but must be a number: profile again"
             ) from None
     forward, backward, activation, parameter = values
-    return Layer(name, forward, backward, activation, parameter)
+    return ProfiledLayer(name, forward, backward, activation, parameter)

@@ -21,7 +21,7 @@ LEAST_SECONDS = 1e-18
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class ProfiledLayer:
     """The costs of one layer for one microbatch, on one worker.
 
     ``activation_bytes`` is the size of the output, which is sent to the next stage where a stage ends here.
@@ -72,17 +72,17 @@ class Profile:
     An edge (a, b) of positions in ``layers`` means that b reads the output of a.
     """
 
-    layers: tuple[Layer, ...]
+    layers: tuple[ProfiledLayer, ...]
     edges: tuple[tuple[int, int], ...]
 
     @classmethod
-    def chain(cls, layers: Iterable[Layer]) -> Self:
+    def chain(cls, layers: Iterable[ProfiledLayer]) -> Self:
         """Return the profile of layers that each read the output of the one before."""
         layers = tuple(layers)
         return cls.graph(layers, [(a.name, b.name) for a, b in pairwise(layers)])
 
     @classmethod
-    def graph(cls, layers: Sequence[Layer], edges: Iterable[tuple[str, str]]) -> Self:
+    def graph(cls, layers: Sequence[ProfiledLayer], edges: Iterable[tuple[str, str]]) -> Self:
         """Return the profile of layers in any order, with edges by name.
 
         ValueError without layers or time, for a name that comes twice or is unknown, and for a cycle.

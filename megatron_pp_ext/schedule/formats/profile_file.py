@@ -5,8 +5,8 @@
                  "symbol": "E"}, ...],
      "edges": [["embedding", "layer 1"], ...]}
 
-The names are those of ``Layer``.  ``saved_bytes`` and ``symbol`` may be left out, and ``edges`` where the
-layers are a chain.
+The names are those of ``ProfiledLayer``.  ``saved_bytes`` and ``symbol`` may be left out, and ``edges`` where
+the layers are a chain.
 """
 
 from dataclasses import asdict, dataclass
@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from megatron_pp_ext.files import read_text, write_json
 from megatron_pp_ext.json_input import STRICT, naming, parse_as
 from megatron_pp_ext.schedule.formats import graph_txt
-from megatron_pp_ext.schedule.formats.profile import Layer, Profile
+from megatron_pp_ext.schedule.formats.profile import Profile, ProfiledLayer
 
 
 def write(profile: Profile, path: Path) -> None:
@@ -54,7 +54,7 @@ def read(path: str | Path) -> Profile:
 class _Content:
     __pydantic_config__: ClassVar = STRICT
 
-    layers: tuple[Layer, ...]
+    layers: tuple[ProfiledLayer, ...]
     edges: tuple[tuple[str, str], ...] | None = None
 
 

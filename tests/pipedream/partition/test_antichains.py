@@ -8,11 +8,11 @@ import pytest
 from megatron_pp_ext.pipedream.partition import antichains
 from megatron_pp_ext.pipedream.partition.antichains import states_of
 from megatron_pp_ext.pipedream.partition.branches import groups_of
-from megatron_pp_ext.schedule.formats.profile import Layer, Profile
+from megatron_pp_ext.schedule.formats.profile import Profile, ProfiledLayer
 
 
-def layer(name: str, size: float = 1) -> Layer:
-    return Layer(name, 1, 2, size, 10 * size)
+def layer(name: str, size: float = 1) -> ProfiledLayer:
+    return ProfiledLayer(name, 1, 2, size, 10 * size)
 
 
 def test_a_chain_has_its_prefixes():
@@ -51,8 +51,8 @@ def test_a_diamond_has_every_way_along_its_branches():
     assert states.before[0, 1:].all() and not states.before[:, 0].any()
 
 
-def free(name: str) -> Layer:
-    return Layer(name, 0, 0, 0, 0)
+def free(name: str) -> ProfiledLayer:
+    return ProfiledLayer(name, 0, 0, 0, 0)
 
 
 def test_of_too_many_states_those_remain_that_hold_free_layers_early(monkeypatch):

@@ -11,7 +11,7 @@ from megatron_pp_ext.pipedream.partition import antichains
 from megatron_pp_ext.pipedream.partition.cost_formulas import FORMULAS
 from megatron_pp_ext.pipedream.partition.partitioner import partition
 from megatron_pp_ext.pipedream.partition.recurrence import Level
-from megatron_pp_ext.schedule.formats.profile import Layer, Profile
+from megatron_pp_ext.schedule.formats.profile import Profile, ProfiledLayer
 from tests.support.every_pipeline import Oracle
 
 numbers = st.integers(0, 9).map(float)
@@ -26,16 +26,16 @@ def profiles(draw):
     """
     kinds = draw(st.permutations([*draw(st.sampled_from(["c", "cc", "ccc"])), *"fff"]))
     found = [
-        Layer(f"layer {at}", draw(st.integers(1, 9)), *(draw(numbers) for _ in range(4)))
+        ProfiledLayer(f"layer {at}", draw(st.integers(1, 9)), *(draw(numbers) for _ in range(4)))
         if kind == "c"
-        else Layer(f"layer {at}", 0, 0, draw(some), draw(some), draw(some))
+        else ProfiledLayer(f"layer {at}", 0, 0, draw(some), draw(some), draw(some))
         for at, kind in enumerate(kinds)
     ]
     pairs = [(a.name, b.name) for at, a in enumerate(found) for b in found[at + 1 :]]
     return Profile.graph(found, [pair for pair in pairs if draw(st.booleans())])
 
 
-def has_costs(layer: Layer) -> bool:
+def has_costs(layer: ProfiledLayer) -> bool:
     return layer.seconds + layer.activation_bytes + layer.parameter_bytes + layer.kept_bytes > 0
 
 
@@ -76,20 +76,20 @@ def translation(has_states: bool) -> Profile:
     Every LSTM of the decoder takes its initial state as an item of a tuple.  Both the tuple and its items
     cost nothing, and each item may wait in any state until it is read (``has_states``).
     """
-    layers = [Layer("words", 0.1, 0.4, 13, 132), Layer("other words", 0.1, 0.4, 13, 132)]
+    layers = [ProfiledLayer("words", 0.1, 0.4, 13, 132), ProfiledLayer("other words", 0.1, 0.4, 13, 132)]
     edges, before = [], "words"
     if has_states:
-        layers.append(Layer("states", 0, 0, 0, 0))
+        layers.append(ProfiledLayer("states", 0, 0, 0, 0))
     for at in range(16):
         lstm, add = f"LSTM {at}", f"add {at}"
-        layers += [Layer(lstm, 7, 14 + at, 13, 33), Layer(add, 0, 0, 13, 0)]
+        layers += [ProfiledLayer(lstm, 7, 14 + at, 13, 33), ProfiledLayer(add, 0, 0, 13, 0)]
         edges += [(before, lstm), (lstm, add), (before, add)]
         if at == 8:
             edges.append(("other words", lstm))
         if at > 8:
             edges.append(("LSTM 8", lstm))
         if at >= 8 and has_states:
-            layers.append(Layer(f"state {at}", 0, 0, 0, 0))
+            layers.append(ProfiledLayer(f"state {at}", 0, 0, 0, 0))
             edges += [("states", f"state {at}"), (f"state {at}", lstm)]
         before = add
     return Profile.graph(layers, edges)

@@ -11,7 +11,7 @@ from megatron_pp_ext.pipedream.partition.cost_formulas import FORMULAS
 from megatron_pp_ext.pipedream.partition.partitioner import Partition, partition
 from megatron_pp_ext.pipedream.partition.recurrence import Level
 from megatron_pp_ext.schedule.formats import graph_txt
-from megatron_pp_ext.schedule.formats.profile import Layer, Profile
+from megatron_pp_ext.schedule.formats.profile import Profile, ProfiledLayer
 from reference import vgg16
 from tests.support import rounding
 from tests.support.link_judge import StageWork, makespan, seconds_of_a_microbatch, stages_of
@@ -108,13 +108,13 @@ def test_the_judge_reaches_the_promise_and_prefers_links(model, workers, bandwid
 
 def test_cuts_and_all_reduce_share_a_link():
     """3-1 sends 8 + 2 * 2/3 * 18 = 32 bytes over each link of its first stage."""
-    model = Profile.chain([Layer("a", 6, 0, 8, 18), Layer("b", 2, 0, 1, 90)])
+    model = Profile.chain([ProfiledLayer("a", 6, 0, 8, 18), ProfiledLayer("b", 2, 0, 1, 90)])
     found = partition(model, [Level(4, 2.0)], cost="links")
     assert (found.replicas, found.bottleneck_seconds) == ((3, 1), pytest.approx(32 / 2 / 3))
 
 
 @pytest.mark.parametrize(("inside", "between", "seconds"), [(4.0, 2.0, 4), (1.0, 2.0, 6), (4.0, 1.2, 5)])
 def test_a_cut_between_machines_loads_the_links_of_both_levels(inside, between, seconds):
-    model = Profile.chain([Layer("a", 4, 0, 6, 100), Layer("b", 4, 0, 1, 100)])
+    model = Profile.chain([ProfiledLayer("a", 4, 0, 6, 100), ProfiledLayer("b", 4, 0, 1, 100)])
     found = partition(model, [Level(1, inside), Level(2, between)], cost="links")
     assert (found.replicas, found.bottleneck_seconds) == ((1, 1), pytest.approx(seconds))

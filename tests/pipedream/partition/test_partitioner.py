@@ -13,7 +13,7 @@ from megatron_pp_ext.pipedream.partition.cost_formulas import FORMULAS, StageLoa
 from megatron_pp_ext.pipedream.partition.partitioner import MOST_STATE, Partition, partition
 from megatron_pp_ext.pipedream.partition.recurrence import Level
 from megatron_pp_ext.schedule.formats import graph_txt
-from megatron_pp_ext.schedule.formats.profile import LEAST_SECONDS, MOST, Layer, Profile
+from megatron_pp_ext.schedule.formats.profile import LEAST_SECONDS, MOST, Profile, ProfiledLayer
 from reference import vgg16
 from tests.support import rounding
 from tests.support.every_pipeline import Oracle
@@ -22,7 +22,7 @@ VGG16 = graph_txt.read(vgg16.graph_txt())
 
 numbers = st.integers(0, 9).map(float)
 layers = st.builds(
-    Layer,
+    ProfiledLayer,
     name=st.just(""),
     forward_seconds=st.integers(1, 9).map(float),
     backward_seconds=numbers,
@@ -45,7 +45,7 @@ costs = st.sampled_from(sorted(FORMULAS))
 def profiles(draw, most, is_graph):
     """Chains, or graphs with any edges that lead forward."""
     found = [
-        Layer(f"layer {at}", *(getattr(one, name) for name in Layer.__slots__[1:]))
+        ProfiledLayer(f"layer {at}", *(getattr(one, name) for name in ProfiledLayer.__slots__[1:]))
         for at, one in enumerate(draw(st.lists(layers, min_size=1, max_size=most)))
     ]
     if not is_graph:
@@ -140,10 +140,10 @@ def test_hierarchies_and_memory(profile, levels, cost, share, state):
 def test_stages_reach_the_bottleneck_they_promise():
     """A residual block: the skip's output crosses every cut between its ends."""
     block = [
-        Layer("in", 1, 1, 8, 0),
-        Layer("a", 2, 2, 1, 0),
-        Layer("b", 2, 2, 1, 0),
-        Layer("add", 1, 1, 8, 0),
+        ProfiledLayer("in", 1, 1, 8, 0),
+        ProfiledLayer("a", 2, 2, 1, 0),
+        ProfiledLayer("b", 2, 2, 1, 0),
+        ProfiledLayer("add", 1, 1, 8, 0),
     ]
     names = [("in", "a"), ("a", "b"), ("b", "add"), ("in", "add")]
     chain, skip = Profile.chain(block), Profile.graph(block, names)
@@ -158,7 +158,7 @@ def test_stages_reach_the_bottleneck_they_promise():
 
 def test_the_paper_charges_a_cut_on_its_own_level():
     """The cut between machines loads their link, and not the slower ones of the workers inside."""
-    model = Profile.chain([Layer("a", 4, 0, 6, 100), Layer("b", 4, 0, 1, 100)])
+    model = Profile.chain([ProfiledLayer("a", 4, 0, 6, 100), ProfiledLayer("b", 4, 0, 1, 100)])
     found = partition(model, [Level(1, 1.0), Level(2, 2.0)], cost="paper")
     assert (found.replicas, found.bottleneck_seconds) == ((1, 1), 2 * 6 / 2)
 
@@ -174,14 +174,16 @@ def test_workers_of_a_machine_share_gradients_in_the_first_stage_only():
 
 def test_the_public_optimizer_charges_both_sides_of_a_stage():
     """1-1-2 would take 8 s but for the output of its middle stage, which has one replica to send it."""
-    model = Profile.chain([Layer("a", 8, 0, 1, 9), Layer("b", 7, 0, 8, 9), Layer("c", 1, 0, 3, 0)])
+    model = Profile.chain(
+        [ProfiledLayer("a", 8, 0, 1, 9), ProfiledLayer("b", 7, 0, 8, 9), ProfiledLayer("c", 1, 0, 3, 0)]
+    )
     found = partition(model, [Level(4, 1.0)], cost="reference")
     assert (found.bottleneck_seconds, found.replicas) == (pytest.approx(32 / 3), (3, 1))
 
 
 def test_noam_and_versions():
     """Without replicas, n - s versions on stage s; NOAM is those of the input stage."""
-    profile = Profile.chain(Layer(f"{at}", 1, 1, 1, 10) for at in range(4))
+    profile = Profile.chain(ProfiledLayer(f"{at}", 1, 1, 1, 10) for at in range(4))
     found = partition(profile, [Level(4, 1e9)], straight=True)
     assert [stage.in_flight for stage in found.stages] == [4, 3, 2, 1]
     assert [stage.memory_bytes for stage in found.stages] == [44, 33, 22, 11]
@@ -193,7 +195,9 @@ def test_noam_and_versions():
 
 def test_a_limit_moves_the_cut():
     """Two versions of the heavy first layer and of its neighbour do not fit, of it alone they do."""
-    profile = Profile.chain(Layer(f"{at}", 1, 1, 1, weights) for at, weights in enumerate((10, 1, 1, 1)))
+    profile = Profile.chain(
+        ProfiledLayer(f"{at}", 1, 1, 1, weights) for at, weights in enumerate((10, 1, 1, 1))
+    )
 
     def cut(memory):
         found = partition(profile, [Level(2, 1e9)], memory=memory, straight=True)
@@ -210,9 +214,9 @@ def test_a_limit_moves_the_cut():
 @pytest.mark.parametrize("cost", sorted(FORMULAS))
 def test_the_largest_and_smallest_numbers_can_be_counted_with(cost):
     """An overflow or a division by 0 would warn, and end in a cut that is not the best."""
-    largest = Layer("largest", MOST, MOST, MOST, MOST)
+    largest = ProfiledLayer("largest", MOST, MOST, MOST, MOST)
     heavy = Profile.chain(replace(largest, name=f"{at}") for at in range(4))
-    light = Profile.chain([Layer("a", LEAST_SECONDS, 0, MOST, MOST), Layer("b", 0, 0, 0, 0)])
+    light = Profile.chain([ProfiledLayer("a", LEAST_SECONDS, 0, MOST, MOST), ProfiledLayer("b", 0, 0, 0, 0)])
     for profile in (heavy, light):
         for levels in ([Level(2, 1.0), Level(3, 1.0)], [Level(4096, sys.float_info.max)]):
             found = partition(profile, levels, cost=cost, state_per_weight=MOST_STATE)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megatron_pp_ext.schedule.formats import profile_file
-from megatron_pp_ext.schedule.formats.profile import Layer, Profile
+from megatron_pp_ext.schedule.formats.profile import Profile, ProfiledLayer
 
 LAYER = {
     "name": "a",
@@ -18,15 +18,19 @@ LAYER = {
 
 @pytest.mark.parametrize("edges", [[("a", "b"), ("b", "c")], [("a", "b"), ("a", "c")]])
 def test_there_and_back(edges, tmp_path):
-    layers = [Layer("a", 0.1, 0.2, 3, 4, 5, "E"), Layer("b", 0.1, 0.0, 0, 0), Layer("c", 1, 2, 3, 4, 0)]
+    layers = [
+        ProfiledLayer("a", 0.1, 0.2, 3, 4, 5, "E"),
+        ProfiledLayer("b", 0.1, 0.0, 0, 0),
+        ProfiledLayer("c", 1, 2, 3, 4, 0),
+    ]
     profile = Profile.graph(layers, edges)
     profile_file.write(profile, tmp_path / "profile.json")
     assert profile_file.read(tmp_path / "profile.json") == profile
 
 
 def test_kept_bytes_stand_in_for_what_was_not_measured():
-    assert Layer("a", 1, 1, 7, 0).kept_bytes == 7
-    assert Layer("a", 1, 1, 7, 0, saved_bytes=0).kept_bytes == 0
+    assert ProfiledLayer("a", 1, 1, 7, 0).kept_bytes == 7
+    assert ProfiledLayer("a", 1, 1, 7, 0, saved_bytes=0).kept_bytes == 0
 
 
 FINITE = ", but must be a finite number"
