@@ -138,7 +138,8 @@ class Feature:
     ) -> Iterable[tuple[Timeline, str]]:
         """Return orders that compete with the compiler's ``timeline``, and their origins in words.
 
-        ``origin`` is that of ``timeline``, and ``cuts`` are the placements that were searched, with their costs and limits.
+        ``origin`` is that of ``timeline``, and ``cuts`` are the placements that
+        were searched, with their costs and limits.
         The orders are simulated schedules that are named "flex".
         """
         return ()
