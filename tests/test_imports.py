@@ -15,6 +15,7 @@ PACKAGE = "megatron_pp_ext"
 
 PURE = {
     "registered",
+    "setting_error",
     "amounts",
     "around",
     "files",
@@ -36,7 +37,10 @@ PURE = {
 MEGATRON = {"integration", "features.megatron", "pipedream", "cpu", "pretrain_gpt", "text_data", "data_split"}
 """Rooms that import Megatron.  text_data is an entry point that writes its data with Megatron's writer."""
 
-_STEPS = {"amounts", "files", "json_input", "registered", "schedule", "compiler", "features", "job"}
+_STEPS = {
+    *("amounts", "files", "json_input", "registered", "setting_error"),
+    *("schedule", "compiler", "features", "job"),
+}
 
 BELOW: dict[str, set[str]] = {
     "version": set(),
@@ -46,12 +50,13 @@ BELOW: dict[str, set[str]] = {
     "json_input": {"files"},
     "log_lines": set(),
     "registered": set(),
+    "setting_error": set(),
     "processor": set(),
     "schedule": {"files", "json_input"},
-    "compiler": {"files", "registered", "schedule"},
-    "features": {"files", "json_input", "schedule", "compiler", "job"},
-    "features.costs": {"schedule", "compiler", "features", "job", "costs"},
-    "features.runtime": {"schedule", "features", "runtime"},
+    "compiler": {"files", "registered", "setting_error", "schedule"},
+    "features": {"files", "json_input", "setting_error", "schedule", "compiler", "job"},
+    "features.costs": {"setting_error", "schedule", "compiler", "features", "job", "costs"},
+    "features.runtime": {"setting_error", "schedule", "features", "runtime"},
     "features.megatron": {
         "schedule",
         "compiler",
@@ -60,14 +65,15 @@ BELOW: dict[str, set[str]] = {
         "runtime",
         "integration",
         "around",
+        "setting_error",
     },
     "features.planner": {"schedule", "compiler", "features", "features.costs", "job", "planner"},
-    "job": {"amounts", "files", "json_input", "registered", "schedule", "compiler"},
+    "job": {"amounts", "files", "json_input", "registered", "setting_error", "schedule", "compiler"},
     "pipedream": {*_STEPS, "integration", "runtime"},
     "pipedream.partition": _STEPS,
     "costs": _STEPS,
     "planner": {*_STEPS, "features.costs", "costs", "processor"},
-    "runtime": {"files", "registered", "schedule"},
+    "runtime": {"files", "registered", "setting_error", "schedule"},
     "view": {"files", "json_input", "schedule"},
     "jobs": {"files"},
     "verification": {*_STEPS, "jobs", "runtime"},

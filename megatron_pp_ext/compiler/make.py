@@ -25,6 +25,7 @@ from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.families import one_f_one_b
 from megatron_pp_ext.schedule.names import CSV_PREFIX, FORWARD_ONLY, NO_PIPELINE
 from megatron_pp_ext.schedule.simulate import simulate
+from megatron_pp_ext.setting_error import SettingError
 
 CostsOf = Callable[[int, bool], Costs]
 """(stages, whether they leave out a split head) -> the costs of so many stages, as ``Request.finest`` has.
@@ -189,7 +190,7 @@ def _compiled(request: Request, costs: CostsOf) -> Made:
 def _of_file(schedule: Schedule, request: Request) -> Schedule:
     """ValueError unless the schedule of a file is for as many microbatches as the step has."""
     if request.microbatches != schedule.microbatches:
-        raise ValueError(
+        raise SettingError(
             f"{request.schedule.removeprefix(CSV_PREFIX)} is a schedule for {schedule.microbatches} "
             f"microbatches, but this step has {request.microbatches}; set --global-batch-size accordingly"
         )

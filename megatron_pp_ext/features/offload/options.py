@@ -6,6 +6,7 @@ from megatron_pp_ext.compiler.request import Option, Request
 from megatron_pp_ext.job import memory_limit, options, our_flags
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.schedule.names import AUTO
+from megatron_pp_ext.setting_error import SettingError
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +26,10 @@ def requested(
     request: Request,
     given: float | str,
     limit: float | str | None,
-    name: str = "--pipeline-offload",
     limit_names: memory_limit.Names = memory_limit.BY_FLAG,
     host_bytes: float | None = None,
 ) -> Request:
-    """Return ``request`` with what is ``given`` as ``name``, and with the ``limit`` that copies have to keep.
+    """Return ``request`` with what is ``given``, and with the ``limit`` that copies have to keep.
 
     ValueError, in one line, for a share that is not above 0 and at most 1.
     """
@@ -42,8 +42,9 @@ def requested(
     except (TypeError, ValueError):
         share = 0.0
     if not 0 < share <= 1:
-        raise ValueError(
-            f"{name} is {given}, but must be a share above 0 and at most 1, or {AUTO}; give one, such as 0.5"
+        raise SettingError(
+            f"--pipeline-offload is {given}, but must be a share above 0 and at most 1, or {AUTO}; give one, "
+            "such as 0.5"
         )
     return request.with_option(Offload(share, host_bytes))
 
@@ -58,7 +59,7 @@ def read(asked: RequestedJob, request: Request) -> Request:
 
 
 def _read_argument(request: Request, given: float | str, limit: float | str | None) -> Request:
-    return requested(request, given, limit, "offload", memory_limit.BY_CALL)
+    return requested(request, given, limit, memory_limit.BY_CALL)
 
 
 def register() -> None:

@@ -21,6 +21,7 @@ from megatron_pp_ext.features.vocabulary.order import FrozenOutput
 from megatron_pp_ext.integration.core.global_names import EMBEDDING, OUTPUT
 from megatron_pp_ext.integration.core.parameter_marks import Marks, half_frozen, marks_of
 from megatron_pp_ext.integration.requested import Pipeline
+from megatron_pp_ext.setting_error import SettingExit
 
 
 def deal_out(chunks: Sequence[Any], pipeline: Pipeline) -> None:
@@ -101,7 +102,7 @@ def _weight_alone(module: Any, kind: type[torch.nn.Module], what: str) -> torch.
 
 
 def _refuse(what: str, problem: str) -> NoReturn:
-    raise SystemExit(
+    raise SettingExit(
         "megatron_pp_ext: --pipeline-vocabulary shared cuts embedding and output layer by rows, and the "
         f"model's {what} {problem}; leave it out"
     )
