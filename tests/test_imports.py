@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "megatron_pp_ext"
 
 PURE = {
+    "setting_error",
     "amounts",
     "around",
     "files",
@@ -37,7 +38,10 @@ PURE = {
 MEGATRON = {"integration", "features.megatron", "pipedream", "cpu", "pretrain_gpt", "text_data", "data_split"}
 """Rooms that import Megatron.  text_data is an entry point that writes its data with Megatron's writer."""
 
-_STEPS = {"amounts", "files", "json_input", "schedule", "compiler", "features.orders", "job"}
+_STEPS = {
+    *("amounts", "files", "json_input", "setting_error"),
+    *("schedule", "compiler", "features.orders", "job"),
+}
 
 BELOW: dict[str, set[str]] = {
     "version": set(),
@@ -46,14 +50,15 @@ BELOW: dict[str, set[str]] = {
     "files": set(),
     "json_input": {"files"},
     "log_lines": set(),
+    "setting_error": set(),
     "processor": set(),
     "schedule": {"files", "json_input"},
     "features": set(),
-    "compiler": {"files", "schedule", "features"},
-    "job": {"amounts", "files", "json_input", "schedule", "compiler", "features"},
-    "features.orders": {"files", "json_input", "schedule", "compiler", "job"},
-    "features.costs": {"schedule", "compiler", "features.orders", "job", "costs"},
-    "features.runtime": {"schedule", "features.orders", "runtime"},
+    "compiler": {"files", "setting_error", "schedule", "features"},
+    "job": {"amounts", "files", "json_input", "setting_error", "schedule", "compiler", "features"},
+    "features.orders": {"files", "json_input", "setting_error", "schedule", "compiler", "job"},
+    "features.costs": {"setting_error", "schedule", "compiler", "features.orders", "job", "costs"},
+    "features.runtime": {"setting_error", "schedule", "features.orders", "runtime"},
     "features.megatron": {
         "schedule",
         "compiler",
@@ -62,13 +67,14 @@ BELOW: dict[str, set[str]] = {
         "runtime",
         "integration",
         "around",
+        "setting_error",
     },
     "features.planner": {"schedule", "compiler", "features.orders", "features.costs", "job", "planner"},
     "pipedream": {*_STEPS, "integration", "runtime"},
     "pipedream.partition": _STEPS,
     "costs": _STEPS,
     "planner": {*_STEPS, "features", "features.costs", "costs", "processor"},
-    "runtime": {"files", "schedule", "features"},
+    "runtime": {"files", "setting_error", "schedule", "features"},
     "view": {"files", "json_input", "schedule"},
     "jobs": {"files"},
     "verification": {*_STEPS, "features", "jobs", "runtime"},

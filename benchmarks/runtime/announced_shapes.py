@@ -7,7 +7,6 @@ Every family runs on our executor with known shapes and with announced ones, who
 where shapes are known, or late, in turns and in the same processes.  Writes results/announced_runtime.md.
 """
 
-import os
 from statistics import median
 from typing import Annotated, NamedTuple
 
@@ -15,8 +14,7 @@ import torch.distributed as dist
 import typer
 
 from benchmarks.report import RESULTS, Out, Row, publish, table
-from benchmarks.runtime.lengths import MESSAGE, UnlikeStage, planned
-from benchmarks.runtime.machine import cores_awake, pin_to_core, spans_in_turns, step_seconds
+from benchmarks.runtime.lengths import MESSAGE, RealTime, measured, planned, stages
 from benchmarks.runtime.systems import RunStep, World
 from megatron_pp_ext.features.lengths.orders import How
 from megatron_pp_ext.runtime.channels import Channels
@@ -25,7 +23,6 @@ from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.schedule.orders import Announced
 from tests.support import few_sends
-from tests.support.ranks import run_ranks
 
 FAMILIES = "1f1b", "interleaved", "zb-h1", "v-half", "v-zb"
 HOW: How = "rule"
@@ -46,37 +43,20 @@ WAYS = {
 }
 
 
-def build(world: World, family: str, way: Way, ranks: int, microbatches: int, forward: float) -> RunStep:
+def build(world: World, family: str, name: str, sizes: tuple[int, int, float]) -> RunStep:
     """Build a step on this rank, as training runs it."""
-    plan, costs = planned(family, HOW, ranks, microbatches, forward)
-    rank = dist.get_rank()
+    plan, costs = planned(family, HOW, *sizes)
+    way = WAYS[name]
     announced = way.announced if way.is_late else Announced.NOTHING
-    own_plan = plan_rank(plan.schedule, rank, announced=announced)
-    stages = {stage: UnlikeStage(stage, costs) for stage in plan.schedule.placement.stages_of(rank)}
+    mine = plan_rank(plan.schedule, dist.get_rank(), announced=announced)
+    parts = stages(plan, costs)
 
     def channels() -> Channels:
         if way.announced is Announced.NOTHING:
             return world.channels(MESSAGE)
         return world.announcing_channels(has_one_shape=way.announced is Announced.FIRST)
 
-    return lambda: execute(own_plan, Rank(stages, channels()))
-
-
-def measure(
-    rank: int, ranks: int, microbatches: int, forward: float, repeats: int, real_time: bool
-) -> dict[tuple[str, str], list[tuple[float, float]]]:
-    """Run all ways in turns on one rank, and return start and end of every step of each."""
-    pin_to_core(rank)
-    if real_time:
-        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-    world = World.join(ranks)
-
-    ways = {
-        (family, name): build(world, family, way, ranks, microbatches, forward)
-        for family in FAMILIES
-        for name, way in WAYS.items()
-    }
-    return spans_in_turns(ways, repeats)
+    return lambda: execute(mine, Rank(parts, channels()))
 
 
 def main(
@@ -85,17 +65,15 @@ def main(
     microbatches: Annotated[int, typer.Option(help="Microbatches of a step.")] = 12,
     forward: Annotated[float, typer.Option(help="Seconds of a mean F without attention.")] = 0.03,
     repeats: Annotated[int, typer.Option(help="Steps of each way that count.")] = 3,
-    real_time: Annotated[
-        bool, typer.Option(help="Let the ranks run before all else on a busy machine; needs root.")
-    ] = False,
+    real_time: RealTime = False,
 ) -> None:
     """Measure, and write a table."""
-    with cores_awake():
-        results = run_ranks(measure, ranks, ranks, microbatches, forward, repeats, real_time, timeout=3600)
+    sizes = ranks, microbatches, forward
+    seconds_of = measured(build, FAMILIES, WAYS, sizes, repeats, real_time)
     rows: list[Row] = []
     for family in FAMILIES:
-        plan, costs = planned(family, HOW, ranks, microbatches, forward)
-        medians = {name: median(step_seconds([spans[family, name] for spans in results])) for name in WAYS}
+        plan, costs = planned(family, HOW, *sizes)
+        medians = {name: median(seconds_of[family, name]) for name in WAYS}
         for name, way in WAYS.items():
             simulated = few_sends.step_seconds(plan.schedule, costs, *way)
             of_known = medians[name] / medians["known"], simulated / plan.seconds

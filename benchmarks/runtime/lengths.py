@@ -10,9 +10,10 @@ Writes results/lengths_runtime.md.
 
 import os
 import time
+from collections.abc import Callable, Iterable
 from random import Random
 from statistics import median
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -89,32 +90,49 @@ def planned(family: str, how: How, ranks: int, microbatches: int, forward: float
     return plan, costs.ordered(plan.order)
 
 
-def build(world: World, family: str, how: How, ranks: int, microbatches: int, forward: float) -> RunStep:
+def stages(plan: Plan, costs: UnitCosts) -> dict[int, UnlikeStage]:
+    """Return the stages of this rank."""
+    return {stage: UnlikeStage(stage, costs) for stage in plan.schedule.placement.stages_of(dist.get_rank())}
+
+
+def build(world: World, family: str, how: How, sizes: tuple[int, int, float]) -> RunStep:
     """Build a step on this rank, as training runs it."""
-    plan, costs = planned(family, how, ranks, microbatches, forward)
-    rank = dist.get_rank()
-    own_plan = plan_rank(plan.schedule, rank)
-    stages = {stage: UnlikeStage(stage, costs) for stage in plan.schedule.placement.stages_of(rank)}
-
+    plan, costs = planned(family, how, *sizes)
+    mine, parts = plan_rank(plan.schedule, dist.get_rank()), stages(plan, costs)
     # New channels for each step, as in training.
-    return lambda: execute(own_plan, Rank(stages, world.channels(MESSAGE)))
+    return lambda: execute(mine, Rank(parts, world.channels(MESSAGE)))
 
 
-def measure(
-    rank: int, ranks: int, microbatches: int, forward: float, repeats: int, real_time: bool
-) -> dict[tuple[str, How], list[tuple[float, float]]]:
-    """Run all ways in turns on one rank, and return start and end of every step of each."""
-    pin_to_core(rank)
-    if real_time:
-        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-    world = World.join(ranks)
+def measured(
+    make: Callable[..., RunStep],
+    families: Iterable[str],
+    ways: Iterable[Any],
+    sizes: tuple[int, int, float],
+    repeats: int,
+    real_time: bool,
+) -> dict[tuple[str, Any], list[float]]:
+    """Run all ``ways`` of all ``families`` in turns, and return the seconds of the steps of each.
 
-    ways = {
-        (family, how): build(world, family, how, ranks, microbatches, forward)
-        for family in FAMILIES
-        for how in HOWS
-    }
-    return spans_in_turns(ways, repeats)
+    ``sizes`` are the ranks, the microbatches and the seconds of a mean F without attention.  With
+    ``real_time`` the ranks run before all else on the machine.
+    """
+    names = [(family, way) for family in families for way in ways]
+
+    def spans(rank: int) -> dict[tuple[str, Any], list[tuple[float, float]]]:
+        pin_to_core(rank)
+        if real_time:
+            os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+        world = World.join(sizes[0])
+        return spans_in_turns({name: make(world, *name, sizes) for name in names}, repeats)
+
+    with cores_awake():
+        every = run_ranks(spans, sizes[0], timeout=3600)
+    return {name: step_seconds([spans[name] for spans in every]) for name in names}
+
+
+RealTime = Annotated[
+    bool, typer.Option(help="Let the ranks run before all else on a busy machine; needs root.")
+]
 
 
 def main(
@@ -123,19 +141,17 @@ def main(
     microbatches: Annotated[int, typer.Option(help="Microbatches of a step.")] = 8,
     forward: Annotated[float, typer.Option(help="Seconds of a mean F without attention.")] = 0.05,
     repeats: Annotated[int, typer.Option(help="Steps of each way that count.")] = 3,
-    real_time: Annotated[
-        bool, typer.Option(help="Let the ranks run before all else on a busy machine; needs root.")
-    ] = False,
+    real_time: RealTime = False,
 ) -> None:
     """Measure, and write a table."""
-    with cores_awake():
-        results = run_ranks(measure, ranks, ranks, microbatches, forward, repeats, real_time, timeout=3600)
+    sizes = ranks, microbatches, forward
+    seconds_of = measured(build, FAMILIES, HOWS, sizes, repeats, real_time)
     rows: list[Row] = []
     for family in FAMILIES:
+        of_given = planned(family, "given", *sizes)[0].seconds
         for how in HOWS:
-            plan, _ = planned(family, how, ranks, microbatches, forward)
-            steps = step_seconds([spans[family, how] for spans in results])
-            of_given = planned(family, "given", ranks, microbatches, forward)[0].seconds
+            plan, _ = planned(family, how, *sizes)
+            steps = seconds_of[family, how]
             numbers = (plan.seconds, median(steps), min(steps))
             moved = "yes" if plan.schedule.orders != catalog.build(family, ranks, microbatches).orders else ""
             rows.append(

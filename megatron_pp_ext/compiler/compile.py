@@ -21,6 +21,7 @@ from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement, Shape, linear, loop, v, wave
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
+from megatron_pp_ext.setting_error import SettingError
 
 VERSION = 12
 """Raised with every change that lets the same inputs give another schedule, so that no cached one is used."""
@@ -29,7 +30,7 @@ TRIALS = 1000
 """The number of orders that a search may try on a pipeline of ordinary size; it is lower on larger ones."""
 
 
-class InfeasibleLimit(ValueError):
+class InfeasibleLimit(SettingError):
     """A memory limit that no schedule can keep; ``{rank}`` in the ``words`` stands for ``rank``."""
 
     def __init__(self, words: str = "", rank: int = 0) -> None:

@@ -27,6 +27,7 @@ from megatron_pp_ext.schedule.families import one_f_one_b
 from megatron_pp_ext.schedule.names import CSV_PREFIX, FORWARD_ONLY, NO_PIPELINE
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.simulate import simulate
+from megatron_pp_ext.setting_error import SettingError
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +171,7 @@ def _compiled(request: Request, costs: CostModel) -> Made:
 def _of_file(schedule: Schedule, request: Request) -> Schedule:
     """ValueError unless the schedule of a file is for as many microbatches as the step has."""
     if request.microbatches != schedule.microbatches:
-        raise ValueError(
+        raise SettingError(
             f"{request.schedule.removeprefix(CSV_PREFIX)} is a schedule for {schedule.microbatches} "
             f"microbatches, but this step has {request.microbatches}; set --global-batch-size accordingly"
         )

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_pp_ext.features.lengths.ordering import LengthsOf
 from megatron_pp_ext.integration import patching, requested
 from megatron_pp_ext.integration.call_request import GivenCosts, InForce, InstallCall, asked
-from megatron_pp_ext.job.call_words import in_words_of_call, use_variables
+from megatron_pp_ext.job.call_words import use_variables
 from megatron_pp_ext.schedule.placement import LAST
 
 _installed: tuple[InstallCall, requested.Pipeline, InForce] | None = None
@@ -109,8 +109,7 @@ def install(
 def install_by_variables(variables: Mapping[str, str], **arguments: Any) -> None:
     """Call ``install`` for the environment: errors name its ``variables``, which are by argument."""
     use_variables(variables)
-    with in_words_of_call():
-        install(**arguments)
+    install(**arguments)
 
 
 @contextmanager

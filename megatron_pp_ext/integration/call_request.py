@@ -25,6 +25,7 @@ from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import CostModel, Costs
 from megatron_pp_ext.schedule.placement import LAST, Placement
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
+from megatron_pp_ext.setting_error import SettingError
 
 GivenCosts = str | Path | Costs | Sequence[float]
 
@@ -74,9 +75,9 @@ class InstallCall:
                 raise
             # The compiler advises an amount, and without costs a call can only give a fraction.
             least = _least_fraction(request, model.of(replace(request.finest, splits_head=False)))
-            raise ValueError(
-                f"memory_limit is {request.limit}, which no schedule of {request.ranks} ranks can keep; give "
-                f"at least {least:.3f}"
+            raise SettingError(
+                f"--pipeline-memory-limit is {request.limit}, which no schedule of {request.ranks} ranks "
+                f"can keep; give at least {least:.3f}"
             ) from error
         settings = Settings() if self.timeout is None else Settings(timeout=self.timeout)
         pipeline = requested.Pipeline(
@@ -98,6 +99,7 @@ class InstallCall:
         return replace(pipeline, summary=line), found
 
 
+@in_words_of_call()
 def asked(
     schedule: str,
     *,
@@ -126,9 +128,9 @@ def asked(
         raise ValueError(f"unproved is {unproved!r}; give True or False, or leave it out")
     explicit_costs = None if costs is None else call.read_costs(costs)
     if explicit_costs is None and isinstance(memory_limit, (int, float)) and memory_limit > LARGEST_FRACTION:
-        raise ValueError(
-            f"memory_limit is {memory_limit}, an amount in the unit of costs, and none are given; "
-            "give costs, or a fraction of 1F1B's peak, such as 0.5"
+        raise SettingError(
+            f"--pipeline-memory-limit is {memory_limit}, an amount in the unit of costs, and none are given; "
+            "give --pipeline-costs, or a fraction of 1F1B's peak, such as 0.5"
         )
     stages = None if explicit_costs is None else len(explicit_costs.stages)
     sizes = ranks, microbatches, chunks
@@ -191,4 +193,4 @@ def _patience(timeout: float | timedelta) -> timedelta:
         patience = timeout if isinstance(timeout, timedelta) else timedelta(minutes=timeout)
         if patience > timedelta(0):
             return patience
-    raise ValueError(f"timeout is {timeout}, but must be above 0; give minutes, such as 10")
+    raise SettingError(f"--pipeline-timeout is {timeout}, but must be above 0; give minutes, such as 10")

@@ -12,6 +12,7 @@ from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.formats import costs_file, csv_file
 from megatron_pp_ext.schedule.placement import FIRST, LAST
+from megatron_pp_ext.setting_error import SettingError
 
 
 def request_of_call(
@@ -33,8 +34,9 @@ def request_of_call(
         raise ValueError(f"schedule is {schedule!r}; give a name, such as 'v-half'")
     for name, value, least in (("ranks", ranks, 2), ("microbatches", microbatches, 1), ("chunks", chunks, 1)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            raise ValueError(
-                f"{name} is {value!r}, but must be a whole number from {least} on; give {name}={least}"
+            raise SettingError(
+                f"--pipeline-{name} is {value!r}, but must be a whole number from {least} on; give "
+                f"--pipeline-{name}={least}"
             )
     can = catalog.abilities(schedule)
     if stages is not None and chunks is None and can.is_compiled:
@@ -64,15 +66,15 @@ def request_of_call(
     return with_loss_on(request, loss_rank)
 
 
-def with_loss_on(request: Request, rank: str, option: str = "loss_rank") -> Request:
+def with_loss_on(request: Request, rank: str, option: str = "--pipeline-loss-rank") -> Request:
     """Return ``request`` with the loss of a V on the first or the last rank, as ``option`` says.
 
     ValueError for another word, and for the first rank where the schedule has no V.
     """
     if rank not in (FIRST, LAST):
-        raise ValueError(f"{option} is {rank!r}; give {FIRST!r} or {LAST!r}, or leave it out")
+        raise SettingError(f"{option} is {rank!r}; give {FIRST!r} or {LAST!r}, or leave it out")
     if rank == FIRST and not any(placement.folds for placement in request.placements):
-        raise ValueError(
+        raise SettingError(
             f"{option} is {FIRST!r}, but {request.schedule} has the loss on the last rank; leave {option} "
             "out, or choose a V, such as v-half"
         )
@@ -95,8 +97,9 @@ def _from_file(
         ("chunks", placement.chunks if chunks is None else chunks, placement.chunks),
     ):
         if value != size:
-            raise ValueError(
-                f"{file} is a schedule for {size} {name_of_size}, got {value}; give {name_of_size}={size}"
+            raise SettingError(
+                f"{file} is a schedule for {size} {name_of_size}, got {value}; "
+                f"give --pipeline-{name_of_size}={size}"
             )
     require_plain(schedule, file)
     return Request(name, (placement,), microbatches, schedule.splits_backward, from_file=schedule)
@@ -113,7 +116,7 @@ def read_costs(costs: str | Path | Costs | Sequence[float]) -> Costs:
         try:
             return costs_file.read(costs)
         except OSError as error:
-            raise ValueError(f"costs: {error}; give the path of a file with costs") from error
+            raise SettingError(f"--pipeline-costs: {error}; give the path of a file with costs") from error
     try:
         seconds = [float(number) for number in costs]
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Errors in the words of ``megatron_pp_ext.install``: arguments and a config where a job has flags."""
+"""The door of ``megatron_pp_ext.install``: errors name its arguments and a config where a job has flags."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -6,12 +6,12 @@ from contextlib import contextmanager
 from functools import cache
 
 from megatron_pp_ext.job import flag_table, model_config, options, our_flags
+from megatron_pp_ext.schedule.names import AUTO
+from megatron_pp_ext.setting_error import NamesSettings
 
-_ARGUMENTS = "memory-limit", "costs", "trace", "loss-rank", "unproved"
-_SWITCHES = {"unproved": True}
-"""Arguments whose flags have no value, and the value that those set."""
-
-_SETTING = re.compile(r"--[a-zA-Z0-9][a-zA-Z0-9-]*")
+_ARGUMENTS = "ranks", "microbatches", "chunks", "memory-limit", "costs", "trace", "timeout", "loss-rank"
+_SWITCH = "unproved"
+"""The argument whose flag has no value."""
 
 _variables: dict[str, str] = {}
 """The environment's variable of each argument, where the environment made the call."""
@@ -23,37 +23,46 @@ def use_variables(variables: Mapping[str, str]) -> None:
     _variables.update(variables)
 
 
-def by_call(line: str) -> str:
-    """Return ``line`` with arguments of a call and settings of a config for the flags that mean the same."""
-    line = _SETTING.sub(_setting, _flags().sub(_argument, line))
-    return _values().sub(_variable, line) if _variables else line
-
-
 @contextmanager
 def in_words_of_call() -> Iterator[None]:
-    """Let errors that leave the context state what a call can change."""
+    """Let errors about settings that leave the context name what a call can change."""
     try:
         yield
-    except (Exception, SystemExit) as error:
+    except NamesSettings as error:
         error.args = tuple(by_call(part) if isinstance(part, str) else part for part in error.args)
         if isinstance(error, SystemExit) and isinstance(error.code, str):
             error.code = by_call(error.code)  # which is what Python prints
         raise
 
 
+def by_call(text: str) -> str:
+    """Return the ``text`` of a ``NamesSettings`` with arguments of a call, and settings of a config."""
+    text = text.replace("--pipeline-schedule ", "")
+    return _FLAG.sub(_setting, _arguments().sub(_argument, text))
+
+
 @cache
-def _flags() -> re.Pattern[str]:
-    """Return what matches the flags that are arguments of a call, with a value that is a word."""
-    of_features = (name.replace("_", "-") for name in options.arguments())
-    names, words = "|".join((*_ARGUMENTS, *of_features)), "shared|auto|first|last|rule|search|given|off"
-    return re.compile(rf"--pipeline-({names})(?![\w-])(?: ({words})\b)?")
+def _arguments() -> re.Pattern[str]:
+    """Return what matches the flags of arguments, with a value after "=" or a word that some flag takes."""
+    names = "|".join((*_ARGUMENTS, _SWITCH, *(name.replace("_", "-") for name in options.arguments())))
+    flags = map(flag_table.parser()._option_string_actions.get, our_flags.flags())
+    words = sorted({str(word) for flag in flags if flag is not None for word in flag.choices or ()} | {AUTO})
+    return re.compile(rf"--pipeline-({names})(?![\w-])(?:=([^\s,;]+)| ({'|'.join(words)})\b)?")
 
 
 def _argument(flag: re.Match[str]) -> str:
-    name = flag[1].replace("-", "_")
-    if (value := _SWITCHES.get(name, flag[2])) is None:
-        return _variables.get(name, name)
-    return f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}"
+    name, value, word = flag[1].replace("-", "_"), flag[2], flag[3]
+    if name == _SWITCH:
+        value = "True"
+    variable = _variables.get(name)
+    if value is None and word is None:
+        return variable or name
+    if variable is not None:
+        return f"{variable}={'1' if value == 'True' else value or word}"
+    return f"{name}={value}" if word is None else f'{name}="{word}"'
+
+
+_FLAG = re.compile(r"--[a-zA-Z0-9][a-zA-Z0-9-]*")
 
 
 def _setting(flag: re.Match[str]) -> str:
@@ -63,18 +72,3 @@ def _setting(flag: re.Match[str]) -> str:
         return flag[0]
     name = model_config.setting_of(action.dest)
     return f"{name}=False" if action.const is False else name
-
-
-def _values() -> re.Pattern[str]:
-    """Return what matches arguments that have a variable, with the value after them if it has one.
-
-    Names without an underscore are words of the language, too: they are arguments before a value alone.
-    """
-    plain = "|".join(name for name in _variables if "_" not in name)
-    joined = "|".join(name for name in _variables if "_" in name)
-    return re.compile(rf"""\b(?:({joined})\b|({plain})(?==| is ))(?:="?([^\s,;"]+)"?)?""")
-
-
-def _variable(argument: re.Match[str]) -> str:
-    name, value = _variables[argument[1] or argument[2]], argument[3]
-    return name if value is None else f"{name}={ {'True': 1, 'False': 0}.get(value, value) }"

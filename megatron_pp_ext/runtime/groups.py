@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_pp_ext.setting_error import SettingError
+
 MAX_CTAS = 4
 """The most blocks that a message's kernel occupies while it waits; NCCL's own choice over NVLink is 16."""
 
@@ -102,7 +104,7 @@ def direction_groups(
     """
     backend, device = _default_backend()
     if dist.get_rank() not in ranks:
-        raise ValueError(
+        raise SettingError(
             f"rank {dist.get_rank()} is not among the ranks {ranks} that were given as its pipeline; give "
             "each rank the pipeline that it belongs to"
         )

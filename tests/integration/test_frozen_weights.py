@@ -144,7 +144,7 @@ def test_what_rows_cannot_carry_is_refused(
     change: Callable[[GPTModel], None], problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changed(monkeypatch, change)
-    with pytest.raises(RankError, match=f"SystemExit: megatron_pp_ext: .* the model's {problem}"):
+    with pytest.raises(RankError, match=f"SettingExit: megatron_pp_ext: .* the model's {problem}"):
         train(2, [*PP2, UNTIED, "--pipeline-schedule", "zb-h1", *SHARED])
 
 

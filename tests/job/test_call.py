@@ -19,6 +19,7 @@ from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs, HeadCosts
 from megatron_pp_ext.schedule.formats import csv_file
 from megatron_pp_ext.schedule.placement import FIRST, LAST, loop, v
+from megatron_pp_ext.setting_error import NamesSettings, SettingError, SettingExit
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ def test_what_cannot_be_is_refused_in_one_line(about, line) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("kind", [ValueError, SystemExit])
+@pytest.mark.parametrize("kind", [SettingError, SettingExit])
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -102,10 +103,10 @@ def test_what_cannot_be_is_refused_in_one_line(about, line) -> None:
         ("--overlap-p2p-communication-warmup-flush: why", "overlap_p2p_comm_warmup_flush: why"),
         ("--no-overlap-p2p-communication: why", "overlap_p2p_comm=False: why"),
         ("--num-experts 8 and --swiglu", "num_moe_experts 8 and gated_linear_unit"),
-        ("--pipeline-schedule and --none-of-megatrons", "--pipeline-schedule and --none-of-megatrons"),
+        ("--pipeline-schedule v-half: --none-of-megatrons", "v-half: --none-of-megatrons"),
     ],
 )
-def test_errors_name_the_arguments_of_a_call(kind: type[BaseException], line: str, words: str) -> None:
+def test_errors_name_the_arguments_of_a_call(kind: type[NamesSettings], line: str, words: str) -> None:
     """What is no argument of a call keeps its name."""
     with pytest.raises(kind) as error, call_words.in_words_of_call():
         raise kind(line)
@@ -121,11 +122,12 @@ def test_errors_name_the_arguments_of_a_call(kind: type[BaseException], line: st
         ),
         ("raise --pipeline-memory-limit", "raise MEGATRON_PP_MEMORY_LIMIT"),
         (
-            "memory_limit is 2, for 3 ranks; give ranks=3, or leave memory_limit out",
+            "--pipeline-memory-limit is 2, for 3 ranks; give --pipeline-ranks=3, or leave "
+            "--pipeline-memory-limit out",
             "MEGATRON_PP_MEMORY_LIMIT is 2, for 3 ranks; give MEGATRON_PP_RANKS=3, or leave "
             "MEGATRON_PP_MEMORY_LIMIT out",
         ),
-        ("give slice_tokens, --moe-paged-stash", "give slice_tokens, moe_paged_stash"),
+        ("give --pipeline-slice-tokens, --moe-paged-stash", "give slice_tokens, moe_paged_stash"),
     ],
 )
 def test_errors_name_the_variables_of_the_environment(
@@ -135,6 +137,11 @@ def test_errors_name_the_variables_of_the_environment(
     monkeypatch.setattr(call_words, "_variables", {})
     call_words.use_variables({argument: name for name, (argument, _) in activation.VARIABLES.items()})
     assert call_words.by_call(line) == words
+
+
+def test_errors_of_others_keep_their_text() -> None:
+    with pytest.raises(ValueError, match=r"^no --num-experts in the file$"), call_words.in_words_of_call():
+        raise ValueError("no --num-experts in the file")
 
 
 def test_what_a_compiler_says_names_the_arguments_of_a_call() -> None:
@@ -239,11 +246,13 @@ def test_rules_for_flags_hold_a_model_s_config_in_its_words() -> None:
     args = model_config.arguments(config, parallel, **asked)
     assert (getattr(args, experts), args.num_experts, args.use_megatron_fsdp) == (True, 8, False)
     all_rules.refuse_model(RequestedJob.of_args(args, splits=False))
-    with pytest.raises(ValueError, match=rf"^zb-h1 does not support {experts}: schedules"):
+    own_words = call_words.in_words_of_call
+    with pytest.raises(ValueError, match=rf"^zb-h1 does not support {experts}: schedules"), own_words():
         all_rules.refuse_model(RequestedJob.of_args(args, splits=True))
     parallel.use_megatron_fsdp = True
     args = model_config.arguments(config, parallel, **asked)
-    with pytest.raises(ValueError, match=r"^zb-h1 does not support use_megatron_fsdp: FSDP reduces"):
+    line = r"^zb-h1 does not support use_megatron_fsdp: FSDP reduces"
+    with pytest.raises(ValueError, match=line), own_words():
         all_rules.refuse_model(RequestedJob.of_args(args))
 
 
@@ -254,9 +263,8 @@ def test_an_order_of_a_call_keeps_the_rules_for_flags() -> None:
     known = {"pipeline_schedule": "zb-h1", "pipeline_model_parallel_size": 2}
     all_rules.refuse_model(RequestedJob.of_args(model_config.arguments(config, **known)))
     args = model_config.arguments(config, **known, pipeline_order="rule")
-    with pytest.raises(
-        ValueError, match=r'^order="rule" does not support moe_enable_routing_replay: routing is'
-    ):
+    line = r'^order="rule" does not support moe_enable_routing_replay: routing is'
+    with pytest.raises(ValueError, match=line), call_words.in_words_of_call():
         all_rules.refuse_model(RequestedJob.of_args(args))
 
 

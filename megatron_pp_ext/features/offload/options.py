@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from megatron_pp_ext.compiler.request import Option, Request
 from megatron_pp_ext.job import memory_limit
 from megatron_pp_ext.schedule.names import AUTO
+from megatron_pp_ext.setting_error import SettingError
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +25,10 @@ def with_offload(
     request: Request,
     given: float | str,
     limit: float | str | None,
-    name: str = "--pipeline-offload",
     limit_names: memory_limit.Names = memory_limit.BY_FLAG,
     host_bytes: float | None = None,
 ) -> Request:
-    """Return ``request`` with what is ``given`` as ``name``, and with the ``limit`` that copies have to keep.
+    """Return ``request`` with what is ``given``, and with the ``limit`` that copies have to keep.
 
     ValueError, in one line, for a share that is not above 0 and at most 1.
     """
@@ -41,12 +41,13 @@ def with_offload(
     except (TypeError, ValueError):
         share = 0.0
     if not 0 < share <= 1:
-        raise ValueError(
-            f"{name} is {given}, but must be a share above 0 and at most 1, or {AUTO}; give one, such as 0.5"
+        raise SettingError(
+            f"--pipeline-offload is {given}, but must be a share above 0 and at most 1, or {AUTO}; give one, "
+            "such as 0.5"
         )
     return request.with_option(Offload(share, host_bytes))
 
 
 def of_call(request: Request, value: float | str, limit: float | str | None) -> Request:
     """Return ``request`` with what the argument ``offload`` of ``install`` asks for."""
-    return with_offload(request, value, limit, "offload", memory_limit.BY_CALL)
+    return with_offload(request, value, limit, memory_limit.BY_CALL)

@@ -10,6 +10,7 @@ from megatron_pp_ext.features.slices.units import Units, equal_slices
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule.names import AUTO
+from megatron_pp_ext.setting_error import SettingError
 
 FLAG, OFF = "--pipeline-slice-tokens", "off"
 
@@ -53,7 +54,7 @@ def are_by_length(request: Request) -> bool:
     return request.option(Slices) is not None and ordering is not None and ordering.how != "given"
 
 
-def slices(given: int | str, sequence: int, name: str = FLAG) -> Slices:
+def slices(given: int | str, sequence: int) -> Slices:
     """Return slices of ``given`` tokens of sequences of ``sequence`` tokens, 0 where that is not known.
 
     Where ``given`` is ``auto`` they are whole sequences until it is settled (``costs.choice``).  ValueError,
@@ -62,14 +63,14 @@ def slices(given: int | str, sequence: int, name: str = FLAG) -> Slices:
     if given == AUTO:
         return Slices(None)
     if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-        raise ValueError(
-            f"{name} is {given!r}, but must be a whole number from 1 on, or {AUTO}; give one, such as 4096"
+        raise SettingError(
+            f"{FLAG} is {given!r}, but must be a whole number from 1 on, or {AUTO}; give one, such as 4096"
         )
     if not sequence or given >= sequence:
         return Slices(given)
     if sequence % given:
-        raise ValueError(
-            f"{name} is {given}, which does not divide the {sequence} tokens of a sequence; give a divisor"
+        raise SettingError(
+            f"{FLAG} is {given}, which does not divide the {sequence} tokens of a sequence; give a divisor"
         )
     return Slices(given, sequence // given)
 
@@ -117,11 +118,11 @@ def as_flags(request: Request) -> Mapping[str, Any]:
 
 def read_argument(request: Request, given: int | str, limit: float | str | None) -> Request:
     """Return ``request`` with what the argument ``slice_tokens`` of ``install`` asks for."""
-    return request.with_option(slices(given, 0, "slice_tokens"))
+    return request.with_option(slices(given, 0))
 
 
 def read_check(request: Request, given: str, limit: float | str | None) -> Request:
     """Return ``request`` with what the argument ``slice_check`` of ``install`` asks for."""
     if given not in ("on", OFF):
-        raise ValueError(f"slice_check is {given!r}; give 'on' or '{OFF}', or leave it out")
+        raise SettingError(f"--pipeline-slice-check is {given!r}; give 'on' or '{OFF}', or leave it out")
     return request.with_option(Unchecked()) if given == OFF else request

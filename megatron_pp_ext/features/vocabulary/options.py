@@ -8,6 +8,7 @@ from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule.names import AUTO
+from megatron_pp_ext.setting_error import SettingError
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +19,12 @@ class FrozenOutput(Option):
 def requested(request: Request, value: str | None) -> Request:
     """Return ``request`` with the ``value`` of the flag, None where it is left out.
 
-    ValueError, in the words of a call, for any other value.
+    SettingError for any other value.
     """
     if value not in (None, SHARED, AUTO):
-        raise ValueError(f"vocabulary is {value!r}; give {SHARED!r} or {AUTO!r}, or leave it out")
+        raise SettingError(
+            f"--pipeline-vocabulary is {value!r}; give {SHARED!r} or {AUTO!r}, or leave it out"
+        )
     return replace(request, splits_head=None if value == AUTO else value == SHARED)
 
 

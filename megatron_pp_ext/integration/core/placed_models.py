@@ -20,6 +20,7 @@ from megatron_pp_ext.integration.core.mirrored_chunks import build_chunk_placed
 from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.job.call_words import in_words_of_call
+from megatron_pp_ext.setting_error import SettingError
 
 _unfinished: list[torch.nn.Module] = []
 """The chunks of the model that is being built."""
@@ -114,13 +115,14 @@ def _collect(model: torch.nn.Module, chunk: int, pipeline: Pipeline) -> None:
     patching.apply_imported()  # before any weights are imported into the chunks
 
 
+@in_words_of_call()
 def require_sizes(pipeline: Pipeline, ranks: int, config: Any, chunk: int | None) -> None:
     """Raise ValueError unless a model of ``config`` in ``ranks`` pipeline ranks fits the placement."""
     placement = pipeline.placement
     if ranks != placement.ranks:
-        raise ValueError(
+        raise SettingError(
             f"{pipeline.name} was installed for {placement.ranks} pipeline ranks, and this model's pipeline "
-            f"has {ranks}; give megatron_pp_ext.install ranks={ranks}"
+            f"has {ranks}; give megatron_pp_ext.install --pipeline-ranks={ranks}"
         )
     if pipeline.moves_stages and not parallel_state.model_parallel_is_initialized():
         raise ValueError(

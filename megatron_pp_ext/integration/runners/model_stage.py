@@ -22,6 +22,7 @@ from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule.actions import Action, Kind
 from megatron_pp_ext.schedule.orders import Announced
 from megatron_pp_ext.schedule.placement import Placement
+from megatron_pp_ext.setting_error import SettingError
 
 ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any] | None]]
 """A script's forward step: (data iterator, model) -> (output, loss function)."""
@@ -47,12 +48,12 @@ def step_of_one_call(
             handle.remove()
     calls = max(Counter(module for module, *_ in outputs).values(), default=0)
     if calls != 1:
-        raise ValueError(
+        raise SettingError(
             f"{flag} needs a forward step that calls its model once for a microbatch, and this one called it "
             f"{calls} times; leave it out"
         )
     if not any(output is candidate and _is_as_written(candidate, writes) for _, candidate, writes in outputs):
-        raise ValueError(
+        raise SettingError(
             f"{flag} needs a forward step which returns what the model returns, and this one changes it; do "
             "so in the loss function, or leave it out"
         )

@@ -4,11 +4,9 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_pp_ext.job.call_words import by_call, in_words_of_call
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import config as of_config
 from megatron_pp_ext.job.rules import schedules, start, stock, table, unknown_costs
-from megatron_pp_ext.job.rules.rule import Refused
 from megatron_pp_ext.job.rules.rule import refuse as refuse_by
 
 
@@ -33,20 +31,15 @@ def refuse_without_pipeline(job: RequestedJob) -> None:
 
 
 def refuse_model(job: RequestedJob) -> None:
-    """Raise ValueError for what a model that is built cannot train with, in the words of its config."""
-    about_models = [rules for topic in table.topics() if topic.is_of_models for rules in topic.rules]
-    try:
-        refuse_by(job, about_models)
-    except Refused as error:
-        raise Refused(by_call(str(error)).replace("--pipeline-schedule ", ""), error.rule) from None
+    """Raise ValueError for what a model that is built cannot train with."""
+    refuse_by(job, [rules for topic in table.topics() if topic.is_of_models for rules in topic.rules])
 
 
 def refuse_call(schedule: str, arguments: Mapping[str, Any]) -> None:
-    """Raise ValueError, in its words, for ``arguments`` of a call that cannot be combined."""
+    """Raise ValueError for ``arguments`` of a call that cannot be combined."""
     about_calls = [rules for topic in table.topics() if topic.is_of_calls for rules in topic.rules]
     flags = {f"pipeline_{name}": value for name, value in arguments.items()}
-    with in_words_of_call():
-        refuse_by(RequestedJob.of_args(Namespace(pipeline_schedule=schedule, **flags)), about_calls)
+    refuse_by(RequestedJob.of_args(Namespace(pipeline_schedule=schedule, **flags)), about_calls)
 
 
 def refuse_config(config: Any) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_pp_ext.job.requested_job import RequestedJob
+from megatron_pp_ext.setting_error import SettingError
 
 Condition = Callable[[RequestedJob], object]
 """A question to a job; what is true of the answer counts."""
@@ -107,7 +108,7 @@ class _Values(dict[str, Any]):
         return self._words[name](self._job) if name in self._words else self._job.argument(name)
 
 
-class Refused(ValueError):
+class Refused(SettingError):
     """The error of one line for a rule that was broken."""
 
     def __init__(self, line: str, rule: Rule) -> None:

@@ -6,6 +6,7 @@ from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.features.lengths.ordering import Ordering, with_order
 from megatron_pp_ext.features.slices.options import Slices, are_by_length, slices
 from megatron_pp_ext.job import call, pipeline
+from megatron_pp_ext.job.call_words import in_words_of_call
 from tests.features.slices.test_estimates import asked
 
 
@@ -47,6 +48,7 @@ def test_a_call_that_cannot_be_is_refused_before_there_is_a_model(more: dict, or
     """In whatever order the arguments are given."""
     (name,) = more
     for arguments in ({"slice_tokens": 4, **more}, {**more, "slice_tokens": 4}):
-        with pytest.raises(ValueError, match=f"^slice_tokens 4 does not support {name}: .*; leave one of"):
+        line = f"^slice_tokens 4 does not support {name}: .*; leave one of"
+        with pytest.raises(ValueError, match=line), in_words_of_call():
             call.request_of_call("v-half", 2, 4, **arguments, order=order)
     call.request_of_call("v-half", 2, 4, **more, order=order)

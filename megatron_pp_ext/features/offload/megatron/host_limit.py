@@ -5,6 +5,7 @@ import os
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.features.offload.options import Offload
 from megatron_pp_ext.integration.core.host_memory import host_bytes
+from megatron_pp_ext.setting_error import SettingError
 
 USED = 0.5
 """The part of the host's free memory that activations may take where no limit is given."""
@@ -18,7 +19,7 @@ def usable_bytes(limit: float | None, free: int) -> float:
     if limit is None:
         return USED * free
     if limit > free:
-        raise ValueError(
+        raise SettingError(
             f"--pipeline-offload-host-bytes is {limit:.0f}, but this machine has {free} bytes free for each "
             "of its ranks: lower it"
         )

@@ -7,6 +7,8 @@ from typing import Protocol
 
 import torch
 
+from megatron_pp_ext.setting_error import SettingError
+
 PARTS = 8
 """The sizes of buffers between one power of two and the next: at most an eighth of a buffer is not used."""
 
@@ -139,7 +141,7 @@ def _rounded(size: int) -> int:
 def _pinned(size: int) -> torch.Tensor:
     """Return ``size`` bytes that a device can copy to and from while its host goes on.
 
-    Torch's own pinned memory comes in powers of two, up to twice the request.  MemoryError where the
+    Torch's own pinned memory comes in powers of two, up to twice the request.  SettingError where the
     system pins no more.
     """
     memory = torch.empty(size, dtype=torch.uint8)
@@ -147,7 +149,7 @@ def _pinned(size: int) -> torch.Tensor:
         runtime = torch.cuda.cudart()
         address = memory.data_ptr()
         if code := int(runtime.cudaHostRegister(address, size, 0)):
-            raise MemoryError(
+            raise SettingError(
                 f"the system pins no {size} bytes more for activations on the host (error {code}): lower "
                 "--pipeline-offload, or raise the limit of locked memory (ulimit -l)"
             )

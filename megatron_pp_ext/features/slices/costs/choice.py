@@ -19,6 +19,7 @@ from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule.costs import CostModel, Costs
 from megatron_pp_ext.schedule.names import AUTO
 from megatron_pp_ext.schedule.simulate import simulate
+from megatron_pp_ext.setting_error import SettingError
 
 MACHINE = "h100"
 """The machine whose rates decide."""
@@ -41,7 +42,7 @@ def chosen(asked: RequestedJob, request: Request, rows: int) -> int:
     if request.is_stock or request.ranks == 1:
         return length
     if not (length and asked.model.hidden_size and asked.model.num_attention_heads):
-        raise ValueError(f"{FLAG} {AUTO} needs the sizes of the model: give a number of tokens")
+        raise SettingError(f"{FLAG} {AUTO} needs the sizes of the model: give a number of tokens")
     all_rules.refuse_to_predict(asked)
     best, least, losses, reason = 0, float("inf"), 0, ValueError()
     for tokens in _candidates(asked, request):

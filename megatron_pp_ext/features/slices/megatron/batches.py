@@ -10,6 +10,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_pp_ext.features.slices.runtime.prefixes import Slice
+from megatron_pp_ext.setting_error import SettingError
 
 _ALONG_LAST = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
 """The arguments of Megatron's models that have a number for each token, with the tokens last."""
@@ -54,7 +55,7 @@ def require_hidden(arguments: dict[str, Any], here: Slice) -> None:
     ((begin, end),) = here.ranges
     rows = mask[..., begin:end, :]
     if not (rows[..., end:].all() and rows[..., : begin - here.start].all()):
-        raise ValueError(
+        raise SettingError(
             f"the attention mask lets tokens {begin} to {end} of a microbatch see tokens after them, or of "
             "another document, which a slice has no keys of; give a causal mask of each document, or leave "
             "out --pipeline-slice-tokens"
@@ -81,7 +82,7 @@ def _cut(name: str, value: Any, here: Slice) -> Any:
     if name == "packed_seq_params" and value is not None and here.sizes:
         return _pack(value, here)
     if _has_tensor(value) or (name == "packed_seq_params" and value is not None):
-        raise ValueError(
+        raise SettingError(
             f"slices of sequences do not know how to cut {name}, which the forward step gives to the model; "
             "leave it out, or leave out --pipeline-slice-tokens"
         )

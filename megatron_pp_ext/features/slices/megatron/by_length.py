@@ -38,6 +38,7 @@ from megatron_pp_ext.integration.runners.step_parts import Step
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.without_collection import without_collection
+from megatron_pp_ext.setting_error import StepError
 
 _KEPT = 32
 """The schedules of a family that are kept for later steps with as many units."""
@@ -99,7 +100,7 @@ class ByLength:
         )
         yield
         if changes and torch.stack(changes).any():
-            raise RuntimeError(
+            raise StepError(
                 "the gradient that the loss function gives one document of a microbatch changes with the "
                 "outputs of another, and slices that are planned by length compute it from one before the "
                 "other is known; make the loss a sum over documents, give documents that belong together, as "
@@ -117,7 +118,7 @@ class ByLength:
         for batch in (batch for batches in data if batches is not None for batch in batches):
             rows, _ = size_of(batch) or (inputs.samples, 0)
             if rows != inputs.samples:
-                raise RuntimeError(
+                raise StepError(
                     f"a microbatch has {rows} rows, and slices that are planned by length need as many as "
                     f"micro_batch_size says, which is {inputs.samples}: give microbatches of so many rows, "
                     f"or leave out {FLAG}"

@@ -20,6 +20,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron_pp_ext.features.slices.megatron.batches import cut, require_hidden
 from megatron_pp_ext.features.slices.runtime.prefixes import Slice, running
+from megatron_pp_ext.setting_error import SettingError
 
 
 class Calls:
@@ -87,7 +88,7 @@ class Call:
         assert self.arguments is not None
         for name, count in _writes(self.arguments).items():
             if count != self._writes[name]:
-                raise ValueError(
+                raise SettingError(
                     f"the forward step writes to {name} after its model was called with it, and slices of "
                     "sequences call the model with it again; write to a copy, or leave out "
                     "--pipeline-slice-tokens"
@@ -155,7 +156,7 @@ def with_prefix(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         return None
     arguments = named(module, args, kwargs)
     if why := _refused_kind(arguments.get("attn_mask_type")):
-        raise ValueError(why)
+        raise SettingError(why)
     for what in ("key", "value"):
         arguments[what] = here.sequence.grown((module, what), arguments[what], here.start)
     if here.start:

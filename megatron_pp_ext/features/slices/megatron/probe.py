@@ -33,6 +33,7 @@ from megatron_pp_ext.integration.runners.model_stage import StepInputs
 from megatron_pp_ext.runtime.activation_meter import Owner
 from megatron_pp_ext.runtime.first_rank import print_rank_0
 from megatron_pp_ext.runtime.split import STORE
+from megatron_pp_ext.setting_error import SettingError
 
 MOST = 64
 """The most tokens of each of the two slices of the check."""
@@ -76,7 +77,7 @@ def require_known_operations(
         except _NotKnown as error:
             unknown.add(str(error))
     if seen := seen_by_any(refused, inputs):
-        raise ValueError(min(seen))
+        raise SettingError(min(seen))
     if seen := seen_by_any(unknown, inputs):
         print_rank_0(f"megatron_pp_ext: whether this model can have slices could not be checked: {min(seen)}")
     _passed.update(models)

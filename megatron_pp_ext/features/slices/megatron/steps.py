@@ -13,6 +13,7 @@ from megatron_pp_ext.features.slices.options import Slices, Unchecked, are_by_le
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.runners.model_stage import StepInputs
 from megatron_pp_ext.integration.runners.step_parts import Step, StepPart
+from megatron_pp_ext.setting_error import SettingError
 
 
 def sliced(pipeline: Pipeline, option: Slices) -> StepPart:
@@ -47,7 +48,7 @@ def _require_length(inputs: StepInputs, option: Slices) -> None:
     ((length,),) = option.units(1).documents
     tensor = inputs.groups.tp.size() if inputs.config.sequence_parallel else 1
     if inputs.config.variable_seq_lengths or inputs.shape[0] * tensor != length:
-        raise ValueError(
+        raise SettingError(
             f"slices were planned for sequences of {length} tokens, and this step has others; give all steps "
             "this length, let --pipeline-order rule plan each step, or leave out --pipeline-slice-tokens"
         )

@@ -15,6 +15,7 @@ import torch
 
 from megatron_pp_ext.runtime.activation_meter import Owner
 from megatron_pp_ext.runtime.split import STORE
+from megatron_pp_ext.setting_error import SettingError
 
 _ONCE = (
     "and slices of sequences need one call of each layer in every forward; leave out --pipeline-slice-tokens"
@@ -41,7 +42,7 @@ class Prefix:
         """
         end = start + len(new)
         if start != self.written and torch._C._current_graph_task_id() == -1:
-            raise ValueError(f"a layer of attention was called twice for a slice, {_ONCE}")
+            raise SettingError(f"a layer of attention was called twice for a slice, {_ONCE}")
         self.kept[start:end].copy_(new)
         self.written = max(end, self.written)
         # With a version counter of its own: later slices write to the storage while this view is saved.

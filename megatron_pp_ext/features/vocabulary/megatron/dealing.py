@@ -21,6 +21,7 @@ from megatron_pp_ext.features.vocabulary.options import FrozenOutput
 from megatron_pp_ext.integration.core.global_names import EMBEDDING, OUTPUT
 from megatron_pp_ext.integration.core.parameter_marks import Marks, half_frozen, marks_of
 from megatron_pp_ext.integration.requested import Pipeline
+from megatron_pp_ext.setting_error import SettingExit
 
 
 def deal_out(chunks: Sequence[Any], pipeline: Pipeline) -> None:
@@ -99,7 +100,7 @@ def _weight_alone(module: Any, kind: type[torch.nn.Module], module_name: str) ->
 
 
 def _refuse(module_name: str, problem: str) -> NoReturn:
-    raise SystemExit(
+    raise SettingExit(
         "megatron_pp_ext: --pipeline-vocabulary shared cuts embedding and output layer by rows, and the "
         f"model's {module_name} {problem}; leave it out"
     )

@@ -22,6 +22,7 @@ from megatron_pp_ext.integration.runners.model_stage import (
     StepInputs,
     step_of_one_call,
 )
+from megatron_pp_ext.setting_error import StepError
 
 FLAG = "--pipeline-vocabulary shared"
 
@@ -86,7 +87,7 @@ class Head:
         """See ``runtime.output.LossHead``; hidden states are tokens x batch, and so are the labels here."""
         labels, self._output.labels = self._output.labels, None
         if labels is None:
-            raise RuntimeError(
+            raise StepError(
                 "--pipeline-vocabulary shared needs a forward step that gives its model labels; leave it out"
             )
         self._shape = labels.shape

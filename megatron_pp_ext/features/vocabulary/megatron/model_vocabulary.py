@@ -34,6 +34,7 @@ from megatron_pp_ext.integration.runners.transport import Transport
 from megatron_pp_ext.runtime.plan import RankPlan
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.placement import Placement
+from megatron_pp_ext.setting_error import SettingError
 
 
 class ModelVocabulary(SharedVocabulary):
@@ -118,17 +119,17 @@ def _exchanges(inputs: StepInputs, transport: Transport) -> Exchanges:
 def _refuse(inputs: StepInputs) -> None:
     """Raise ValueError for properties of a step that no flag states and that are not supported."""
     if inputs.collect_non_loss_data:
-        raise ValueError(
+        raise SettingError(
             "--pipeline-vocabulary shared cannot collect other data than losses from the last stage, "
             "which has no logits; leave it out"
         )
     if not inputs.shape:
-        raise ValueError(
+        raise SettingError(
             "--pipeline-vocabulary shared needs microbatches of one shape, and the model's config has "
             "variable_seq_lengths; leave one of the two out"
         )
     if inputs.config.enable_autocast:
-        raise ValueError(
+        raise SettingError(
             "--pipeline-vocabulary shared computes logits outside of the forward step, and the model's "
             "config has enable_autocast, which holds inside; leave one of the two out"
         )
