@@ -130,17 +130,17 @@ def put_together(
         for stage in range(placement.stages)
     )
     message = next(iter(measured.values())).message_bytes
-    hop = 0.0
+    latency = 0.0
     if system is not None:
-        hop = system.message_link(placement.ranks, world // placement.ranks).seconds(message)
+        latency = system.message_link(placement.ranks, world // placement.ranks).seconds(message)
     hidden = sum(
         # The tokens of a microbatch travel between experts, there and back, both ways.
         _waits(measured[source[placement.rank_of(stage)]], system, placement.chunk_of(stage), "all_to_all")
         for stage in range(placement.stages)
     )
-    head = _head(measured.values(), system, hop)
+    head = _head(measured.values(), system, latency)
     alone = sum(stage.forward + stage.seconds(Kind.B) for stage in stages)
-    costs = Costs(stages, hop, message, head)
+    costs = Costs(stages, latency, message, head)
     timeline = simulate(schedule, costs.hiding(hidden, alone) if schedule.paired else costs)
     waiting = timeline.peak_messages
     ranks = tuple(
@@ -199,7 +199,7 @@ def _stage(measured: RankRehearsal, chunk: int, system: System | None) -> StageC
     )
 
 
-def _head(measured: Iterable[RankRehearsal], system: System | None, hop: float) -> HeadCosts | None:
+def _head(measured: Iterable[RankRehearsal], system: System | None, latency: float) -> HeadCosts | None:
     """Return the mean costs of the ranks' parts of a split head, of which all but one are equal."""
     parts = [(rehearsal, rehearsal.head) for rehearsal in measured if rehearsal.head is not None]
     if not parts:
@@ -209,7 +209,7 @@ def _head(measured: Iterable[RankRehearsal], system: System | None, hop: float) 
         weight_gradient=mean(part.weight_gradient for _, part in parts),
         activation=mean(part.activation for _, part in parts),
     )
-    return alone.exchanged_over(hop)
+    return alone.exchanged_over(latency)
 
 
 def _waits(measured: RankRehearsal, system: System | None, chunk: int, *during: Kind | str) -> float:

@@ -34,8 +34,8 @@ def with_share(schedule: Schedule, costs: Costs, share: float) -> Timeline:
         raise ValueError(f"the share of activations on the host is {share:g}: give one above 0, at most 1")
     alone = without_copies(schedule, costs)
     ranks = [RankCopies(alone, rank) for rank in range(len(alone.events))]
-    rooms = [len(rank.copies(len(rank.waits))) for rank in ranks]
-    counts = balanced(rooms, round(share * sum(len(rank.waits) for rank in ranks)))
+    capacities = [len(rank.copies(len(rank.waits))) for rank in ranks]
+    counts = balanced(capacities, round(share * sum(len(rank.waits) for rank in ranks)))
     return timed(alone, [rank.copies(count) for rank, count in zip(ranks, counts, strict=True)])
 
 
@@ -52,10 +52,10 @@ def within(schedule: Schedule, costs: Costs, limits: Sequence[float]) -> Timelin
 def least_copies(step: Timeline, limits: Sequence[float]) -> tuple[list[list[PlannedCopy]], list[int]]:
     """Return as few copies as keep each rank of ``step`` within its limit, and the ranks that none keep."""
     copies, above = [], []
-    for rank, room in enumerate(without_messages(step, limits)):
+    for rank, limit in enumerate(without_messages(step, limits)):
         plan = RankCopies(step, rank)
-        copies.append(plan.least(room))
-        if plan.peak(copies[rank]) > room * (1 + ROUNDING):
+        copies.append(plan.least(limit))
+        if plan.peak(copies[rank]) > limit * (1 + ROUNDING):
             above.append(rank)
     return copies, above
 
@@ -73,14 +73,14 @@ def over(timeline: Timeline, limits: Sequence[float]) -> float:
     return max(0.0, *above)
 
 
-def balanced(rooms: Sequence[int], total: int) -> list[int]:
-    """Return ``total`` in equal parts, none larger than its room; the first have one more where it is odd."""
+def balanced(capacities: Sequence[int], total: int) -> list[int]:
+    """Return ``total`` in equal parts, none larger than its capacity; the first have one more where it is odd."""
     level = 0
-    while sum(min(room, level + 1) for room in rooms) <= min(total, sum(rooms) - 1):
+    while sum(min(capacity, level + 1) for capacity in capacities) <= min(total, sum(capacities) - 1):
         level += 1
-    remaining = total - sum(min(room, level) for room in rooms)
-    higher = [at for at, room in enumerate(rooms) if room > level][:remaining]
-    return [min(room, level) + (at in higher) for at, room in enumerate(rooms)]
+    remaining = total - sum(min(capacity, level) for capacity in capacities)
+    higher = [at for at, capacity in enumerate(capacities) if capacity > level][:remaining]
+    return [min(capacity, level) + (at in higher) for at, capacity in enumerate(capacities)]
 
 
 def without_copies(schedule: Schedule, costs: Costs) -> Timeline:

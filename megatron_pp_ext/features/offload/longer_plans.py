@@ -66,14 +66,14 @@ def within_limits(schedule: Schedule, costs: Costs, limits: Sequence[float]) -> 
     if not over(free, limits):
         return free
     step = without_copies(schedule, costs)
-    rooms = without_messages(step, limits)
+    budgets = without_messages(step, limits)
     steps: list[Timeline] = []
     for _ in range(_ROUNDS):
         reloads: dict[Kept, Action] = {}
         frees: dict[Kept, Action] = {}
-        for rank, room in enumerate(rooms):
+        for rank, budget in enumerate(budgets):
             plan = _Places(step, rank)
-            if not plan.keeps(room * (1 + ROUNDING)):
+            if not plan.keeps(budget * (1 + ROUNDING)):
                 return None
             reloads |= plan.actions(plan.reloads)
             frees |= plan.actions(plan.frees)

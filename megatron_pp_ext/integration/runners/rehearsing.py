@@ -173,9 +173,9 @@ class RehearsalRecording:
 
 def _head_costs(first: int, seconds: KindSeconds, record: RankRecord) -> HeadCosts:
     """Return the costs of this rank's part of a split head; ``first`` is the rank's first stage."""
-    scores = seconds[first, Kind.S]
-    gradient = seconds.get((first, Kind.T), scores)
-    return replace(head_costs([record]), scores=scores, weight_gradient=gradient)
+    logits = seconds[first, Kind.S]
+    gradient = seconds.get((first, Kind.T), logits)
+    return replace(head_costs([record]), scores=logits, weight_gradient=gradient)
 
 
 def _parameters(chunk: torch.nn.Module) -> dict[str, int]:

@@ -140,16 +140,16 @@ class Search:
         try:
             for number, entry in enumerate(bounded):
                 progress("replaying", number, len(bounded))
-                if not self._room(entry.bound):
+                if not self._headroom(entry.bound):
                     break
                 if self._is_spent:
                     self._stop(_SPENT.format(self.budget.seconds), bounded[number:])
                     break
                 candidate = entry.candidate
-                room = self._room(entry.bound, candidate)
-                if entry.least > room:
+                headroom = self._headroom(entry.bound, candidate)
+                if entry.least > headroom:
                     continue
-                outcome = replay(candidate, room)
+                outcome = replay(candidate, headroom)
                 if isinstance(outcome, Evaluated):
                     self.result.replayed += 1
                     self._offer(outcome)
@@ -167,7 +167,7 @@ class Search:
         least = min((entry.bound for entry in untried), default=0.0)
         self.result.stopped = self.result.stopped or Stopped(why, len(untried), least)
 
-    def _room(self, bound: float, candidate: Candidate | None = None) -> float:
+    def _headroom(self, bound: float, candidate: Candidate | None = None) -> float:
         """Return the most memory in which a step of ``bound`` seconds would still be among the results.
 
         It is 0 where such a step is neither among the best, or nearly the same as one of them but the last,
@@ -239,14 +239,14 @@ class Search:
 
     def _replayed(self, candidate: Candidate, limit: float) -> Evaluated | RankMemory | None:
         """Return the candidate with its estimate, or its fullest rank's memory; None if it is too slow."""
-        outcome = self._replays.replayed(candidate, limit, lambda seconds: self._room(seconds, candidate))
+        outcome = self._replays.replayed(candidate, limit, lambda seconds: self._headroom(seconds, candidate))
         if isinstance(outcome, RankMemory) and outcome.total > self._limit and len(self.result.too_large) < 3:
             self.result.too_large.append((candidate, outcome))
         return outcome
 
     def _varied(self, candidate: Candidate, limit: float) -> Evaluated | None:
         """Return a variant of the candidate that fits, if there is one and it is not too slow."""
-        return self._replays.varied(candidate, limit, lambda seconds: self._room(seconds, candidate))
+        return self._replays.varied(candidate, limit, lambda seconds: self._headroom(seconds, candidate))
 
     def _nothing_fits(self) -> str:
         if self.result.stopped:

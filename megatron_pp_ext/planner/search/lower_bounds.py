@@ -57,15 +57,15 @@ def bounds(work: Workload, microbatches: int) -> tuple[float, float]:
         )
         return least, least
     shared = work.costs.head
-    scores, last = (shared.scores, shared.weight_gradient) if shared else (0.0, 0.0)
-    hop, head, tail, whole, split = work.costs.hop, 0.0, 0.0, 0.0, 0.0
+    logits, last = (shared.scores, shared.weight_gradient) if shared else (0.0, 0.0)
+    latency, head, tail, whole, split = work.costs.hop, 0.0, 0.0, 0.0, 0.0
     for stage, rank_part in zip(work.costs.stages, work.by_rank, strict=False):
         # In split backwards, too, a W may run inside of every I.
         seconds = rank_part.forward_seconds + rank_part.backward_seconds - rank_part.overlapped_in_whole
-        busy = head + microbatches * (seconds + scores + last)
+        busy = head + microbatches * (seconds + logits + last)
         split, whole = max(split, busy), max(whole, busy, busy - microbatches * last + tail)
-        head += stage.forward + hop
-        tail += stage.seconds(Kind.B) + hop
+        head += stage.forward + latency
+        tail += stage.seconds(Kind.B) + latency
     around = max(wait.update for wait in work.waits) + work.tied_seconds
     together = work.together(work.parts)
     return together * whole + around, together * split + around

@@ -53,11 +53,11 @@ class Replays:
     variants: tuple[Variants, ...] = ()
 
     def replayed(
-        self, candidate: Candidate, limit: float, room: Callable[[float], float]
+        self, candidate: Candidate, limit: float, headroom: Callable[[float], float]
     ) -> Evaluated | RankMemory | None:
         """Return the candidate with its estimate, or its fullest rank's memory if that is above ``limit``.
 
-        ``room`` returns the bytes in which a step of so many seconds would be worth having.  None stands for
+        ``headroom`` returns the bytes in which a step of so many seconds would be worth having.  None stands for
         a candidate that was timed and needs more.  Other layouts than the one that it is tried with first
         are tried only where a step that is shorter by ``IMPROVED`` would be worth having.
         """
@@ -66,18 +66,20 @@ class Replays:
             least = least_in_order(candidate, work, self.margin)
             if least.total > limit:
                 return least
-            return self._estimated(self.timed(candidate, work, least), limit, room)
+            return self._estimated(self.timed(candidate, work, least), limit, headroom)
         stages = self.workloads.stages(candidate, candidate.placement)
         cuts = CandidateCuts(candidate, stages, self.workloads, self.margin, limit)
-        return self.laid_out(cuts, room, self._estimated)
+        return self.laid_out(cuts, headroom, self._estimated)
 
-    def varied(self, candidate: Candidate, limit: float, room: Callable[[float], float]) -> Evaluated | None:
+    def varied(
+        self, candidate: Candidate, limit: float, headroom: Callable[[float], float]
+    ) -> Evaluated | None:
         """Return the first of the ``variants`` of the candidate that fits, if any does; see ``replayed``."""
-        evaluations = (variants.replayed(self, candidate, limit, room) for variants in self.variants)
+        evaluations = (variants.replayed(self, candidate, limit, headroom) for variants in self.variants)
         return next((evaluated for evaluated in evaluations if evaluated is not None), None)
 
     def laid_out(
-        self, cuts: CandidateCuts, room: Callable[[float], float], estimated: Estimating
+        self, cuts: CandidateCuts, headroom: Callable[[float], float], estimated: Estimating
     ) -> Evaluated | RankMemory | None:
         """Return the result of ``estimated`` for the layout of ``cuts`` whose step is shortest."""
         limit = cuts.limit
@@ -90,13 +92,13 @@ class Replays:
         if least.total > limit:
             return least
         timed = self._cut(cuts, start or cuts.stages.start)
-        if start and timed.least.total <= room(timed.pace.step_seconds * (1 - IMPROVED)):
+        if start and timed.least.total <= headroom(timed.pace.step_seconds * (1 - IMPROVED)):
             other = self._cut(cuts, cuts.shortened(start))
             if other.pace.step_seconds < timed.pace.step_seconds:
-                evaluated = estimated(other, limit, room)
+                evaluated = estimated(other, limit, headroom)
                 if isinstance(evaluated, Evaluated):
                     return evaluated
-        return estimated(timed, limit, room)
+        return estimated(timed, limit, headroom)
 
     def _cut(self, cuts: CandidateCuts, cut: Cut) -> Timed:
         return self.timed(cuts.laid_out(cut), cuts.work(cut), cuts.least(cut))
@@ -107,14 +109,14 @@ class Replays:
         return Timed(candidate, work, least, pace(work, order, *sizes))
 
     def _estimated(
-        self, timed: Timed, limit: float, room: Callable[[float], float]
+        self, timed: Timed, limit: float, headroom: Callable[[float], float]
     ) -> Evaluated | RankMemory | None:
         """Return the candidate with its estimate, or the other results of ``replayed``.
 
         The messages of a whole order take longer to count than its seconds, and are counted last.
         """
         candidate = timed.candidate
-        if timed.least.total > room(timed.pace.step_seconds):
+        if timed.least.total > headroom(timed.pace.step_seconds):
             return None
         sizes = candidate.schedule, candidate.microbatches, self.margin
         estimated = estimate(timed.work, order_of(candidate), *sizes, timed.pace)

@@ -57,7 +57,7 @@ class HostReplays:
     replays: Replays
 
     def replayed(
-        self, candidate: Candidate, limit: float, room: Callable[[float], float]
+        self, candidate: Candidate, limit: float, headroom: Callable[[float], float]
     ) -> Evaluated | None:
         """Return the candidate with the smallest share on the host with which it fits, if any.
 
@@ -72,29 +72,29 @@ class HostReplays:
         sizes = candidate.schedule, candidate.microbatches
         if not replays.is_uneven:
             work = workloads.work(candidate)
-            if not room(pace(work, order_of(candidate), *sizes).step_seconds):
+            if not headroom(pace(work, order_of(candidate), *sizes).step_seconds):
                 return None
             order = Prepared(offloaded(work, short, AUTO))
             least = max(memory(work, order, *sizes, margin), key=lambda rank: rank.total)
             if least.total > limit:
                 return None
-            return self._fitted(replays.timed(candidate, work, least), limit, room)
+            return self._fitted(replays.timed(candidate, work, least), limit, headroom)
         stages = workloads.stages(candidate, candidate.placement)
         even = CandidateCuts(candidate, stages, workloads, margin, limit).work(stages.start)
         paced = pace(even, order_of(candidate), *sizes)
         mean = workloads.mean(candidate, candidate.placement)
         mean_least = mean.memory(candidate.microbatches, margin, of_largest=True)
-        if mean_least.total > room(paced.step_seconds * (1 - IMPROVED)):
+        if mean_least.total > headroom(paced.step_seconds * (1 - IMPROVED)):
             return None
         parts = parts_on_device(even, short, order_of(candidate, fewer))
         cuts = CandidateCuts(candidate, stages, workloads, margin, limit, parts)
-        fitted = replays.laid_out(cuts, room, self._fitted)
+        fitted = replays.laid_out(cuts, headroom, self._fitted)
         return None if isinstance(fitted, RankMemory) else fitted
 
-    def _fitted(self, timed: Timed, limit: float, room: Callable[[float], float]) -> Evaluated | None:
+    def _fitted(self, timed: Timed, limit: float, headroom: Callable[[float], float]) -> Evaluated | None:
         """Return the candidate with the smallest of the ``SHARES`` with which it fits, if any."""
         candidate, work, margin = timed.candidate, timed.work, self.replays.margin
-        most = min(limit, room(timed.pace.step_seconds))
+        most = min(limit, headroom(timed.pace.step_seconds))
         if timed.least.total > most:
             return None
         request = candidate.request(candidate.microbatches)

@@ -32,11 +32,11 @@ class OnHost(Variants):
         return job.pipeline.pipeline_offload is not None
 
     def replayed(
-        self, replays: "Replays", candidate: "Candidate", limit: float, room: Callable[[float], float]
+        self, replays: "Replays", candidate: "Candidate", limit: float, headroom: Callable[[float], float]
     ) -> "Evaluated | None":
         # Most commands never come here.
         from megatron_pp_ext.features.offload.planner.host_replays import HostReplays
 
         if candidate.pipeline == 1 or not catalog.abilities(candidate.schedule).flushes:
             return None
-        return HostReplays(replays).replayed(candidate, limit, room)
+        return HostReplays(replays).replayed(candidate, limit, headroom)
