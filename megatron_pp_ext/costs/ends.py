@@ -54,10 +54,10 @@ def loss_workspace(costs: LayerCosts, vocabulary: int) -> float:
     """Return the temporary bytes of the loss.
 
     Megatron's loss converts logits to fp32, and computes the probabilities that it keeps in their place;
-    logits as the product makes them are beside those, and so is their gradient in the backward.  Logits that
+    the product's own logits exist at the same time, and so does their gradient in the backward.  Logits that
     are in fp32 are not converted (megatron.core.tensor_parallel.cross_entropy).  Compiled functions write
-    probabilities to new tensors, beside the logits in fp32 (megatron.core.fusions.fused_cross_entropy).
-    Transformer Engine's loss before 2.18 keeps the logits themselves, and has nothing beside them.
+    probabilities to new tensors and keep the fp32 logits (megatron.core.fusions.fused_cross_entropy).
+    Transformer Engine's loss before 2.18 keeps the logits alone.
     """
     precision = costs.job.precision
     if precision.has_loss_in_place:

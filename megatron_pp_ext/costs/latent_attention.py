@@ -64,7 +64,7 @@ def _expansion(costs: LayerCosts, query: int, value: int) -> Part:
     """Return the products that make queries, keys and values, which mla_up_proj recomputes.
 
     Transformer Engine's products include the norms before them, also where queries are not compressed.  The
-    part of a key that tells positions is one for all heads, and copied to each.
+    part of a key with the positions is one for all heads, and copied to each.
     """
     latent, sizes, products = costs.job.attention, costs.sizes, costs.products
     expanded = costs.job.model.num_attention_heads * (latent.qk_head_dim + latent.v_head_dim)

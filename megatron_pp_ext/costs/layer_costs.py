@@ -18,7 +18,7 @@ from megatron_pp_ext.job.typed_job import Job
 class LayerCosts:
     """The building blocks of layers in ``job``: sizes, products, norms.
 
-    ``kernels`` tell their seconds.
+    ``kernels`` estimate their seconds.
     """
 
     def __init__(self, job: Job, kernels: KernelSeconds | None = None) -> None:
@@ -59,8 +59,8 @@ class LayerCosts:
         """Return a norm and the addition to the residual stream.
 
         The norm keeps its input, and the layer after it keeps the norm's output unless that is recomputed.
-        This is so by "layernorm" where ``is_recomputed`` does not say it, but not where Transformer Engine
-        computes the norm with the product after it.
+        By default "layernorm" decides, but nothing is recomputed where Transformer Engine computes the norm
+        with the product after it.
         """
         if is_recomputed is None:
             is_recomputed = self.recomputes_norms and self.job.precision.transformer_impl == "local"

@@ -36,7 +36,7 @@ class ModelParts:
     for a microbatch: the product for the weight gradient, and what it reads.
     ``to_host`` are the seconds in which a byte goes to the host, if --cpu-offloading-num-layers copies any.
     ``stages`` are the sums of stages that were cut, by how they are recomputed and by their layers.
-    ``kinds`` tells layers apart: equal ones have the same number.
+    ``kinds`` numbers the kinds of layers: equal ones have the same number.
 
     ``measured`` are the costs of stages that were measured, None where all costs are those of formulas.
     Where their parameters are among them, the layers need no formulas, and there are none here.

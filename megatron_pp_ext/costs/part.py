@@ -46,9 +46,9 @@ class Part:
     Seconds are those of ``KernelSeconds``; they include copies and messages, which have no operations.  A
     backward that is not split takes ``overlapped_in_whole`` less than I and W, since collectives of I run
     while W computes; it gathers nothing again, but in I what an I leaves to W.
-    W gathers for ``gathering`` seconds beside its products, and at its start for ``first_gathering``, since
+    W gathers for ``gathering`` seconds during its products, and at its start for ``first_gathering``, since
     no product is before that.  ``lent_seconds`` are those of row-parallel products, which W lends to an I
-    (``schedule.beside``), and ``hidden_beside`` what they hide of the messages of its column-parallel ones.
+    (``schedule.beside``), and ``hidden_beside`` the part of an I's column-parallel messages that they hide.
     ``exchanged_seconds`` are those of one exchange of tokens between experts, of which a forward has two and
     an I two.  A forward and a backward that run together (``Schedule.paired``) take ``overlapped_together``
     less than one after the other.

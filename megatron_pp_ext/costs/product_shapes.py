@@ -22,7 +22,7 @@ _LOST_OF_WAVE = 0.5
 """What is lost of the processors that a last wave leaves idle; kernels that split loops fill the others."""
 
 AROUND_LOOP = 128.0
-"""What a tile takes besides its loop, in steps of it, where a system does not say."""
+"""The time of a tile besides its loop, in steps of it, for a system without a value."""
 
 
 @lru_cache(maxsize=65536)

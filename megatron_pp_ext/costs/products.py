@@ -51,8 +51,7 @@ class ProductCosts:
     """Products with weights, for ``job``.
 
     ``copies`` stand for as many times the tokens, which so many ``experts`` of the rank share; None where the
-    product is no expert's.  A product has a bias where the job's linear layers do, if ``is_biased`` does not
-    say otherwise.
+    product is no expert's.  Without ``is_biased`` a product has a bias where the job's linear layers do.
 
     Under sequence parallelism a column-parallel product gathers its input, and a row-parallel one the
     gradient of its output.  For W a rank keeps its own part of either, and gathers it again while the product
@@ -200,8 +199,8 @@ class ProductCosts:
     def _gathered_again(self, size: float, is_operand: bool) -> Part:
         """Return the costs of gathering ``size`` bytes of an operand again for W.
 
-        Gathers run beside the two products before, so that a long one hides those of the short ones after it:
-        they cost what is longer than all products together, and the first, which is beside none.
+        Gathers run with the two products before, so that a long one hides those of the short ones after it:
+        they cost the time by which they are longer than all products, and the first one, which runs alone.
         """
         if self.waits_gathered or self._sizes.share < 2:
             return Part()

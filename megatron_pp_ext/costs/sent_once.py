@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatron_pp_ext.costs.system import System
 
 _START = 3.7e-5
-"""What such a kernel takes to start and to tell all ranks how many tokens come, in seconds: fitted, like
+"""The seconds in which such a kernel starts and sends all ranks the number of tokens: fitted, like
 ``_OWN``, to one half of DeepEP's dispatches and combinations on 8 H100 (ai-dynamo/aiconfigurator, commit
 095f58a51, comm/sglang 0.5.12)."""
 

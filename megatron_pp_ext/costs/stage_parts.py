@@ -80,7 +80,7 @@ def stage_parts(
     none.
 
     Stages that were measured have their own seconds and bytes.  If their parameters were counted, nothing
-    comes from formulas; otherwise these tell the parameters and operations.  ValueError where ``measured``
+    comes from formulas; otherwise these give the parameters and operations.  ValueError where ``measured``
     are no costs of such stages.
     """
     if model.measured is None:

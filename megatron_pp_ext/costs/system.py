@@ -61,7 +61,7 @@ class System:
 
     ``host`` is the link between a GPU and the memory of its node's processors, of which a GPU's share is
     ``host_memory_bytes_per_second``, reading plus writing; where they are absent, nothing can be offloaded.
-    ``gpus_per_host_link`` GPUs, behind one switch, share the link (``host_beside_others``).
+    ``gpus_per_host_link`` GPUs of one switch share the link (``host_beside_others``).
     ``processors`` are the SMs or compute units, 0 where product shapes make no difference, and
     ``around_loop`` what a tile of each number format takes besides its loop (``product_shapes``);
     ``attention_rates`` has rows of (width of a head, operations a second, keys) of fused attention, which

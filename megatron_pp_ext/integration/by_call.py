@@ -64,10 +64,10 @@ def install(
 
     ``order`` is "rule" or "search" for training steps whose microbatches have documents of unlike length:
     they are read ahead and run in an order planned by their lengths, and losses come back in the order of the
-    data.  docs/lengths.md says what that asks of a loop.  Without it, as with "given", microbatches run in
-    the order of the data, and nothing is read ahead or looked into; where their shapes vary, a line says what
-    "rule" would bring.  ``lengths`` is a function from what the data iterator yields to the lengths of its
-    documents in tokens, where the data does not tell them as Megatron's does.
+    data.  docs/lengths.md has the requirements for a loop.  Without it, as with "given", microbatches run in
+    the order of the data, and nothing is read ahead or looked into; where their shapes vary, a line reports
+    the gain of "rule".  ``lengths`` is a function from a batch of the data iterator to the lengths of its
+    documents in tokens, for data that does not state them as Megatron's does.
 
     ``unproved`` permits what is built and was never run on a GPU: CUDA graphs under a schedule (docs/gpu.md).
 

@@ -91,8 +91,8 @@ class InstallCall:
         timeline = simulate(source.ordinary, costs.merged(source.placement.stages))
         peak, bubble = max(timeline.peak_microbatches), timeline.bubble
         line = f"megatron_pp_ext: {summary(pipeline, costs_of)}"
-        if self.costs and (beside := ", ".join(_beside_stock(timeline, self.costs, request))):
-            line += f"; by these costs {beside}"
+        if self.costs and (comparison := ", ".join(_beside_stock(timeline, self.costs, request))):
+            line += f"; by these costs {comparison}"
         in_force = InForce(source.name, source.placement, request.microbatches, peak, bubble, line)
         return replace(pipeline, summary=line), in_force
 

@@ -41,7 +41,7 @@ class Pipeline:
     """Whether it is that of the models that are built under it, while others may run stock's schedule;
     else it is that of the one model of the process."""
     costs: Costs | None = None
-    """The costs that a call gave; None where a model tells them, or flags did."""
+    """The costs of the call; None where they follow from a model or from flags."""
     is_unproved: bool = False
     """Whether a call permits what was never run on a GPU."""
     layout: str = ""
@@ -51,7 +51,7 @@ class Pipeline:
 
     @property
     def placement(self) -> Placement:
-        """Where the stages are; the source settles it, since a compiler may choose among several."""
+        """The placement of the stages, from the source, since a compiler may choose among several."""
         return self.source.placement if self.source else self.request.placement
 
     @property

@@ -62,7 +62,7 @@ def costs_at(estimate: Callable[[RequestedJob, int, bool], Costs], asked: Reques
 class Settings:
     """A training run, as far as the pipeline has to know it.
 
-    What a run settles only later, such as the step that it resumes from, is a function.
+    A value that is known only later, such as the step that a run resumes from, is a function.
     """
 
     timeout: timedelta = timedelta(minutes=10)

@@ -1,9 +1,9 @@
 """The commits of Megatron on which the hooks were tried, and the parameters that they have in each place.
 
-``signatures.json`` is written by ``scripts/tried_commits.py``.  Its ``commits`` are told by name, with the
-repository, the date, the version in the source, and whose pin a commit is.  Each of its ``places`` is what
-stands in one place, by the text of parameters as in ``places``, and in which ``commits``, where those are not
-all of Megatron's.  A commit without a row for a place lacks it.
+``signatures.json`` is written by ``scripts/tried_commits.py``.  Its ``commits`` are listed by name, with the
+repository, the date, the version in the source, and whose pin a commit is.  Each of its ``places`` has the
+parameters of a function, as text as in ``places``, and its ``commits``, where those are not all of
+Megatron's.  A commit without a row for a place lacks it.
 """
 
 import json

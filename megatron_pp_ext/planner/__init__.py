@@ -1,4 +1,4 @@
 """Finds the configuration to run: models of a step's time and memory, a search over them, and rehearsals.
 
-The room is Python and numpy; nothing here imports torch or Megatron.
+The package needs Python and numpy alone; nothing in it imports torch or Megatron.
 """

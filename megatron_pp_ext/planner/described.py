@@ -19,7 +19,7 @@ from megatron_pp_ext.planner.step.model_description import derive_arguments, fla
 class Described:
     """The flags ``words``, and the job ``asked`` in them.
 
-    ``notes`` are sentences about flags that took the place of the model's own, and about what no flag says.
+    ``notes`` are sentences about flags in place of the model's own, and about properties without a flag.
     """
 
     words: list[str]
@@ -76,7 +76,7 @@ def read(
 
 def _replaced(model: GivenModel, values: Mapping[str, object], words: Sequence[str]) -> list[str]:
     """Return which values of the model ``words`` replaces by others, as a sentence if there are any."""
-    now = {name: " ".join(behind) for name, behind in flag_words.by_argument(words).items()}
+    now = {name: " ".join(flag_values) for name, flag_values in flag_words.by_argument(words).items()}
     changed = [
         f"{flag(name)} {now[name]} ({value})"
         for name, value in model.values.items()
@@ -95,10 +95,10 @@ def _longer_positions(
     Rotary positions have no weights, and Megatron takes their number as a bound.  ValueError for sequences
     that are longer than those that Megatron trains as the model would.
     """
-    behind = " ".join(flag_words.by_argument(words).get("seq_length", ()))
-    if not behind.isdigit():
+    text = " ".join(flag_words.by_argument(words).get("seq_length", ()))
+    if not text.isdigit():
         return {}
-    length = int(behind)
+    length = int(text)
     if model.longest is not None and length > model.longest:
         raise ValueError(
             f"--seq-length {length} is longer than the chunks of {model.longest} tokens in which "
@@ -111,13 +111,13 @@ def _longer_positions(
 
 
 def _joined(flags: Sequence[str], sizes: Mapping[str, int | None]) -> list[str]:
-    """Return ``flags`` with the sizes that options give; ValueError where both say something else."""
+    """Return ``flags`` with the sizes that options give; ValueError where they differ."""
     words, by_argument = list(flags), flag_words.by_argument(flags)
     for name, value in sizes.items():
-        behind = by_argument.get(name)
-        if value is not None and behind is None:
+        flag_values = by_argument.get(name)
+        if value is not None and flag_values is None:
             words += [flag(name), str(value)]
-        elif value is not None and behind != [str(value)]:
-            text = " ".join(behind or ()) or "nothing"
+        elif value is not None and flag_values != [str(value)]:
+            text = " ".join(flag_values or ()) or "nothing"
             raise ValueError(f"{flag(name)} is {value}, but {text} after --: leave one out")
     return words

@@ -10,7 +10,7 @@ MOST_SPREAD = 0.2
 """The most that the middle half of a rank's timed steps may spread, as a part of their median.
 
 Rehearsed steps differ from real ones by up to a tenth on a quiet machine (benchmarks/results/rehearse.md), so
-that a wider spread says more of the machine than of the job.
+that a wider spread comes from the machine more than from the job.
 """
 
 
@@ -38,7 +38,7 @@ def described(measured: Iterable[RankRehearsal]) -> str:
 
 
 def disturbance(measured: Iterable[RankRehearsal]) -> str | None:
-    """Return why the seconds of a rank say more of its machine than of the job; None if no rank's do."""
+    """Return why a rank's seconds depend more on its machine than on the job; None if no rank's do."""
     for rehearsal in measured:
         if rehearsal.waited is not None and rehearsal.waited > MOST_WAITED:
             return (
@@ -54,7 +54,7 @@ def disturbance(measured: Iterable[RankRehearsal]) -> str | None:
 
 
 def require_quiet(measured: Iterable[RankRehearsal]) -> None:
-    """Raise ValueError where the seconds of a rank say more of its machine than of the job."""
+    """Raise ValueError where a rank's seconds depend more on its machine than on the job."""
     reason = disturbance(measured)
     if reason is not None:
         raise ValueError(

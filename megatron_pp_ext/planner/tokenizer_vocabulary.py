@@ -19,7 +19,7 @@ _FIX = "give --vocab-size"
 def size(asked: RequestedJob) -> int:
     """Return the tokens of the tokenizer in the folder --tokenizer-model, or else of the model there.
 
-    ValueError where no such folder is here, and where its files do not say it.
+    ValueError where there is no such folder, and where its files do not have the number.
     """
     if not asked.flags.tokenizer_model:
         raise ValueError(
@@ -51,7 +51,7 @@ def _tokens(content: Any) -> int:
 
 
 def _rows(content: Any) -> int:
-    """Return the rows of the embedding that a config.json has; 0 where it does not say it."""
+    """Return the rows of the embedding in a config.json; 0 where it has none."""
     if not isinstance(content, dict):
         return 0
     inner = content.get("text_config", content)

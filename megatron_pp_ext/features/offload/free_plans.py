@@ -74,7 +74,7 @@ def over(timeline: Timeline, limits: Sequence[float]) -> float:
 
 
 def balanced(capacities: Sequence[int], total: int) -> list[int]:
-    """Return ``total`` in equal parts, none larger than its capacity; the first have one more where it is odd."""
+    """Return ``total`` in equal parts, none above its capacity; the first have one more where it is odd."""
     level = 0
     while sum(min(capacity, level + 1) for capacity in capacities) <= min(total, sum(capacities) - 1):
         level += 1

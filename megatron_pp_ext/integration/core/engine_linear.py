@@ -167,7 +167,7 @@ def gather_in_w(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     It is the only gather that Transformer Engine's linear layers launch asynchronously.  That of quantized
     inputs stays, since a layer prepares the result for its product; so does that of a layer whose backward
-    does not tell its store (``Linear`` from 2.16 on, but not ``LayerNormLinear``).
+    does not know its store (``Linear`` from 2.16 on, but not ``LayerNormLinear``).
     """
 
     def gather(inp: Any, process_group: Any, async_op: bool = False, *more_args: Any, **more: Any) -> Any:

@@ -1,7 +1,7 @@
 """Products of a W run while an I exchanges tokens between the ranks of experts (``schedule.beside``).
 
 It is the exchange of Megatron's all-to-all dispatcher.  DeepEP and HybridEP exchange tokens in kernels of
-their own.  In pairs, a forward runs beside the exchange.
+their own.  In pairs, a forward runs with the exchange.
 """
 
 from typing import Any

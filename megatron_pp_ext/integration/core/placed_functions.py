@@ -30,8 +30,8 @@ _WHY = "layers, embedding and head of a chunk, for whoever asks while it is not 
 def by_placement(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Let ``stock`` answer for the chunk that its ``vp_stage`` names, wherever it is called.
 
-    A ``pp_rank`` that is given is a true rank, unless a mirrored group or ``parallel_state`` has told it:
-    these are mirrored already, and say so.  With ``ignore_virtual`` the answer is for the whole rank.
+    A ``pp_rank`` in the call is a true rank, unless it comes from a mirrored group or ``parallel_state``,
+    which are mirrored already and marked so.  With ``ignore_virtual`` the answer is for the whole rank.
     """
     signature = inspect.signature(stock)
 

@@ -5,9 +5,9 @@ by tensor parallelism, and the groups of a rank are those that it would have if 
 
 * its data-parallel group has the replicas of its stage, so that models, reductions, checkpoints and the mean
   of losses are stock's;
-* its pipeline has itself for its stage and the first replica of every other.  It states where the rank is,
-and
-  nothing is sent in it: a first replica is in several pipelines, but has the group of one.
+* its pipeline group has the rank itself for its stage, and the first replica of every other stage.  The
+  group only states where the rank is.  Nothing is sent in it, since a first replica is in several
+  pipelines but has the group of one.
 """
 
 from collections.abc import Callable, Sequence

@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 from megatron_pp_ext.integration.core.host_memory import host_bytes
 
 DEVICE_MARGIN = 0.9
-"""The part of the free memory that ``auto`` uses: allocators fragment, and kernels need room."""
+"""The part of the free memory that ``auto`` uses: allocators fragment, and kernels need workspace."""
 
 
 def free_bytes_by_rank() -> list[float]:

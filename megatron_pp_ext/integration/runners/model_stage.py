@@ -87,7 +87,7 @@ class StepInputs:
     ``group`` is the pipeline's, one of Megatron's ``groups``, and ``shape`` that of its messages, empty where
     these differ; ``shapes`` are then those of each unit, if they are known before the step.  What messages
     announce is added to ``announced`` where somebody wants to know.  Where a microbatch ``has_one_shape`` on
-    all stages, a rank is told it once (``Announced.FIRST``).
+    all stages, a rank is sent it once (``Announced.FIRST``).
     ``training_steps`` is the number of training steps that this process has run before, and ``samples`` those
     of a microbatch.
     """

@@ -108,7 +108,7 @@ def sparse(keys: Keys) -> Arguments:
 def _sharing(choosing: list[int], name: str) -> tuple[int, int]:
     """Return how many layers share a choice of tokens, and how many before them choose by themselves.
 
-    ``choosing``, which the key ``name`` says, has a 1 for each layer with an indexer.
+    ``choosing``, the value of the key ``name``, has a 1 for each layer with an indexer.
     """
     first = choosing.index(0)
     period = [*choosing, 1].index(1, first) - first + 1

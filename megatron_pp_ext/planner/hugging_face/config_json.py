@@ -29,7 +29,7 @@ _OF_MODEL = {"model_type", "num_hidden_layers", *_NESTED}
 """Keys of which such a description has some."""
 
 _OF_ALL = "tie_word_embeddings", "pad_token_id", "quantization_config"
-"""Keys of a language model that may stand beside it."""
+"""Keys of a language model that may stand next to it."""
 
 _OTHER_FILES = {
     "peft_type": "of an adapter",

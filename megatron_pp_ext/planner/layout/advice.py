@@ -38,8 +38,8 @@ def advised(
              for part in model.layers]  # fmt: skip
     seconds, front, back = divided(costs, sizes, present)
     least = [*described.least]
-    for end, beside in ((0, front), (-1, back)):
-        least[end] = max(least[end], int(not all(beside[:3])))
+    for end, extra in ((0, front), (-1, back)):
+        least[end] = max(least[end], int(not all(extra[:3])))
     fewest = tuple(map(min, least, present))
     row = LayerRow(
         seconds,
@@ -83,7 +83,7 @@ def divided(
 def _rates(took: Sequence[float], totals: Sequence[float]) -> tuple[list[float], float, float]:
     """Return each stage's seconds for a layer of size 1, and the seconds of embedding and output head."""
 
-    def beside(end: int) -> float:
+    def extra(end: int) -> float:
         if not totals[end]:
             return took[end]
         return took[end] - usual * totals[end] if took[end] / totals[end] > usual else 0.0
@@ -92,6 +92,6 @@ def _rates(took: Sequence[float], totals: Sequence[float]) -> tuple[list[float],
         stage_seconds / total if total else 0.0 for stage_seconds, total in zip(took, totals, strict=True)
     ]
     usual = median([rate for rate in rates[1:-1] if rate] or [rates[0] or inf])
-    front, back = beside(0), beside(-1)
+    front, back = extra(0), extra(-1)
     rates[0], rates[-1] = min(rates[0], usual), min(rates[-1], usual)
     return rates, front, back

@@ -67,11 +67,11 @@ def _choices(items: int, seconds: Seconds, least: Sequence[int], longest: float)
     choices: _Choices = []
     reached = 0
     for stage, few in enumerate(least):
-        behind = before[-1] - before[stage + 1]
+        later = before[-1] - before[stage + 1]
         choices.append([])
         furthest = 0
-        for first in range(starts[stage], min(items - behind - few, reached) + 1):
-            for end in range(first + few, items - behind + 1):
+        for first in range(starts[stage], min(items - later - few, reached) + 1):
+            for end in range(first + few, items - later + 1):
                 seconds_of_stage = took(stage, first, end)
                 if seconds_of_stage > most:
                     break

@@ -1,6 +1,6 @@
 """Moves single items between stages as long as a cut gets better by it.
 
-``climb`` is the loop.  Whoever uses it says what a cut is worth, and which moves promise a better one:
+``climb`` is the loop.  Its caller defines the value of a cut, and the moves that promise a better one:
 
 levelled   the ranks take equally long, as far as whole items allow
 fitted     no rank needs more memory than there is

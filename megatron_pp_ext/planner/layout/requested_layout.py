@@ -27,9 +27,9 @@ _FLAG = f"--pipeline-model-parallel-layout {AUTO}"
 def resolve(asked: RequestedJob, data: int, vocabulary: int) -> tuple[RequestedJob, str]:
     """Return ``asked`` with a layout for ``auto``, and words about it for the start line.
 
-    ``data`` is the data-parallel size and ``vocabulary`` the number of rows of the embedding.  A layer costs
-    what --pipeline-costs says, which then has an object for each layer, or its operations.  ValueError where
-    there is nothing to choose, and for what ``job.pipeline.read`` refuses.
+    ``data`` is the data-parallel size and ``vocabulary`` the number of rows of the embedding.  The costs of a
+    layer are those of --pipeline-costs, which then has an object for each layer, or follow from its
+    operations.  ValueError where there is nothing to choose, and where ``job.pipeline.read`` refuses the job.
     """
     _require_choice(asked)
     ranks, file = asked.job.parallel.pipeline_model_parallel_size, asked.job.pipeline.pipeline_costs

@@ -56,7 +56,7 @@ def rounds(space: Space) -> list[Round]:
 class _Least:
     """The least bytes of a candidate's fullest rank, and the least seconds of its step.
 
-    ``memory`` is told whether a rank may keep its largest stage alone.  ``seconds`` are with whole and with
+    ``memory`` takes whether a rank may keep its largest stage alone.  ``seconds`` are with whole and with
     split backwards.
     """
 

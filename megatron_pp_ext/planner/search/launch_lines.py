@@ -26,10 +26,10 @@ def environment(flags: Sequence[str]) -> dict[str, str]:
 
     With tensor or context parallelism it demands a single hardware queue.
     """
-    given = dict(by_name(flags))
-    sizes = (given.get(f"--{kind}-parallel-size") for kind in ("tensor-model", "context"))
+    flag_values = dict(by_name(flags))
+    sizes = (flag_values.get(f"--{kind}-parallel-size") for kind in ("tensor-model", "context"))
     is_cut = any(size not in (None, [], ["1"]) for size in sizes)
-    return {_QUEUES: "1"} if is_cut and not _WITHOUT_QUEUES & given.keys() else {}
+    return {_QUEUES: "1"} if is_cut and not _WITHOUT_QUEUES & flag_values.keys() else {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,8 +61,8 @@ class ModelSums:
                     self._before[:, -1] * is_full, len(self.model.layers), input_bytes
                 )
             layers = self._totals[key]
-        beside = self._beside(job, splits_head, is_one=len(cut) == 1)
-        return layers + beside + self.model.other.times(len(cut))
+        other_parts = self._beside(job, splits_head, is_one=len(cut) == 1)
+        return layers + other_parts + self.model.other.times(len(cut))
 
     def least(self, job: Job, fewest: Sequence[int], splits_head: bool) -> LeastSeconds:
         """Return lower bounds of stage seconds if the first, each middle and the last have so many layers."""

@@ -57,9 +57,9 @@ class Replays:
     ) -> Evaluated | RankMemory | None:
         """Return the candidate with its estimate, or its fullest rank's memory if that is above ``limit``.
 
-        ``headroom`` returns the bytes in which a step of so many seconds would be worth having.  None stands for
-        a candidate that was timed and needs more.  Other layouts than the one that it is tried with first
-        are tried only where a step that is shorter by ``IMPROVED`` would be worth having.
+        ``headroom`` returns the most bytes at which a step of so many seconds would be worth having.  None
+        stands for a candidate that was timed and needs more.  Other layouts than the first are tried only
+        where a step that is shorter by ``IMPROVED`` would be worth having.
         """
         if not self.is_uneven or candidate.pipeline == 1:
             work = self.workloads.work(candidate)

@@ -46,7 +46,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The ``chosen`` step beside its alternatives.
+    """The ``chosen`` step and its alternatives.
 
     ``stock`` is Megatron's 1F1B, and ``interleaved`` the shortest interleaved step that fits the device, or
     the shortest where none does.  ``shared`` is the chosen schedule with --pipeline-vocabulary auto, where

@@ -138,8 +138,8 @@ def memory(
             rank_memory(work, kept.stage, kept.activations, kept.messages, margin, kept.versions)
             for kept in _unflushed(work, name, microbatches).kept()
         )
-    beside = work.head.activation if work.head else 0.0
-    activations, schedule = order.in_flight.peaks(work.parts, beside), order.timer.schedule
+    logits = work.head.activation if work.head else 0.0
+    activations, schedule = order.in_flight.peaks(work.parts, logits), order.timer.schedule
     for addition in additions():
         activations = addition.activations(work, schedule, activations)
     # Messages and logits are those of a unit.
@@ -293,9 +293,8 @@ def estimate_request(job: Job, system: System, request: Request, margin: float =
 def waits_around(work: Workload, spans: tuple[Span, ...]) -> float:
     """Return the seconds that a step takes beyond its pipeline.
 
-    An overlapped reduction has the rank's last backward, and the time until the last rank ends, to hide
-    behind, all but its last bucket; an overlapped gathering has the time until the rank's first action,
-    and one forward.
+    An overlapped reduction is hidden, but for its last bucket, by the rank's last backward and the time until
+    the last rank ends; an overlapped gathering by the time until the rank's first action, and one forward.
     """
     last = max(span.end for span in spans)
     after = before = update = 0.0

@@ -45,8 +45,8 @@ def parts_on_device(work: Workload, request: Request, order: Prepared) -> tuple[
     the same stages.
     """
     copied = offloaded(work, request, AUTO)
-    beside = work.head.activation if work.head else 0.0
-    before, after = order.in_flight.peaks(work.parts, beside), kept_on_device(work, copied)
+    logits = work.head.activation if work.head else 0.0
+    before, after = order.in_flight.peaks(work.parts, logits), kept_on_device(work, copied)
     return tuple(min(1.0, staying / most) for staying, most in zip(after, before, strict=True))
 
 
@@ -61,8 +61,8 @@ class HostReplays:
     ) -> Evaluated | None:
         """Return the candidate with the smallest share on the host with which it fits, if any.
 
-        A plan for a few microbatches says what copies leave on each rank, as in ``short_memory``, so that
-        whole steps are planned only in layouts that may fit.  Copies shorten no step, so that what is too
+        A plan for a few microbatches gives the activations that stay on each rank, as in ``short_memory``, so
+        that whole steps are planned only in layouts that may fit.  Copies shorten no step, so that what is too
         slow without a memory limit needs no plan at all.
         """
         replays, candidate = self.replays, replace(candidate, choice=choice(1.0))
