@@ -61,8 +61,8 @@ class HostReplays:
     ) -> Evaluated | None:
         """Return the candidate with the smallest share on the host with which it fits, if any.
 
-        A plan for a few microbatches gives the activations that stay on each rank, as in ``short_memory``, so
-        that whole steps are planned only in layouts that may fit.  Copies shorten no step, so that what is too
+        A plan for a few microbatches has the activations that stay on each rank, as in ``short_memory``.  So
+        whole steps are planned only in layouts that may fit.  Copies shorten no step, so that what is too
         slow without a memory limit needs no plan at all.
         """
         replays, candidate = self.replays, replace(candidate, choice=choice(1.0))
