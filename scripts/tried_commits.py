@@ -111,8 +111,8 @@ def hooked_places() -> list[str]:
     cpu.install()
     from megatron_pp_ext.integration import frameworks, hooks
 
-    every = (*hooks.all_hooks(cpu=True), *frameworks.SEAMS)
-    return [place.path for seam in every for place in seam.places]
+    every = (*hooks.all_hooks(cpu=True), *frameworks.HOOKS)
+    return [place.path for hook in every for place in hook.places]
 
 
 def written(commits: Mapping[str, Any], tables: Tables) -> str:

@@ -22,5 +22,5 @@ def install(cpu: bool = False) -> None:
         from megatron_pp_ext.integration import hooks
 
         patching.apply(hooks.all_hooks(cpu))
-    except patching.SeamError as error:
+    except patching.HookError as error:
         raise SystemExit(f"megatron_pp_ext: {error}") from error

@@ -164,7 +164,7 @@ def _patch() -> None:
 
         _kept = patching.applied()
         patching.apply(core_hooks.INSTALLED)
-    except patching.SeamError as error:
+    except patching.HookError as error:
         _kept = None
         raise ValueError(f"megatron_pp_ext: {error}") from error
 

@@ -21,15 +21,15 @@ from megatron_pp_ext.integration.core import (
     replicated_ranks,
     stage_optimizer,
 )
-from megatron_pp_ext.integration.patching import seams_of
+from megatron_pp_ext.integration.patching import hooks_of
 from megatron_pp_ext.integration.runners import choose, cuda_graphs
 from megatron_pp_ext.integration.workarounds import of_core
 
 CORE = (
     # The stages that a placement puts on this rank: groups, tied gradients, replicas, chunks of models.
-    *seams_of(replicated_ranks, embedding_copies, placed_models, placed_functions),
+    *hooks_of(replicated_ranks, embedding_copies, placed_models, placed_functions),
     # The step: which actions run in which order, with the backward in two halves, and what features add.
-    *seams_of(
+    *hooks_of(
         choose,
         late_checks,
         local_linear,
@@ -41,12 +41,12 @@ CORE = (
         *HOOKED,
     ),
     # Updates of each stage by itself, and checkpoints of a rank that has both ends of a model.
-    *seams_of(stage_optimizer, checkpoint_copies, placed_optimizer_state),
+    *hooks_of(stage_optimizer, checkpoint_copies, placed_optimizer_state),
     # What is recorded for a trace, without a change to what a run does.
-    *seams_of(action_recording),
+    *hooks_of(action_recording),
 )
 
-INSTALLED = (*CORE, *of_core.SEAMS)
+INSTALLED = (*CORE, *of_core.HOOKS)
 """What ``megatron_pp_ext.install`` replaces."""
 
 # Whatever builds a model is imported by then.

@@ -1,7 +1,7 @@
 """The hooks that only a machine without a GPU needs, where stubs for torch.cuda are not enough."""
 
 from megatron_pp_ext.cpu import attention, checkpoint_writers, norms, optimizer
-from megatron_pp_ext.integration.patching import Seam
+from megatron_pp_ext.integration.patching import Hook
 from megatron_pp_ext.integration.places import Place
 
 _ROWS = (
@@ -56,5 +56,5 @@ _ROWS = (
     ),
 )
 
-CPU = tuple(Seam((Place(path, (known,)),), wrap, why) for path, known, wrap, why in _ROWS)
+CPU = tuple(Hook((Place(path, (known,)),), wrap, why) for path, known, wrap, why in _ROWS)
 """What Megatron needs to run without a GPU, besides the stubs."""

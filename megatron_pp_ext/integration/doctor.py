@@ -41,7 +41,7 @@ Waiting = Callable[[str], AbstractContextManager[object]]
 def examine(console: Console, checkout: Path | None, waiting: Waiting, in_full: bool = False) -> int:
     """Print a verdict and all that is missing; return 0 if all hooks fit.
 
-    Where it is wanted ``in_full``, versions, how messages go and every seam follow.  ``checkout`` is a
+    Where it is wanted ``in_full``, versions, how messages go and every hook follow.  ``checkout`` is a
     Megatron-LM checkout to look at in place of the installed megatron-core.  Raises
     ValueError if it is not one, or if another Megatron is imported already.
     """
@@ -72,7 +72,7 @@ def examine(console: Console, checkout: Path | None, waiting: Waiting, in_full: 
         lines = hooks_here.examine(details)
         if lines:
             fix = "install a Megatron of docs/compatibility.md, or run without megatron_pp_ext"
-            problem = f"{len(lines)} seam(s) do not fit this Megatron: {fix}"
+            problem = f"{len(lines)} hook(s) do not fit this Megatron: {fix}"
         lines.append(hooks_here.commit())
     verdict = f"not ready: {problem}"
     if problem is None:

@@ -12,8 +12,8 @@ def problem_of_import() -> str | None:
     """Import Megatron and its hooks; return an error in one line, or None."""
     try:
         patching.require_known_release()
-        _seams()
-    except patching.SeamError as error:
+        _hooks()
+    except patching.HookError as error:
         return str(error)
     except (ImportError, PackageNotFoundError) as error:
         return (
@@ -30,7 +30,7 @@ def for_what() -> str:
 def commit() -> str:
     """Name in one line the tried commits whose hooked functions this Megatron has."""
     signatures = {
-        place.path: places.parameters_here(place.path) for seam in _seams() for place in seam.places
+        place.path: places.parameters_here(place.path) for hook in _hooks() for place in hook.places
     }
     matching = tried.agreeing(signatures)
     if not matching:
@@ -54,18 +54,18 @@ def examine(details: list[Table | str]) -> list[str]:
     table.add_column("for")
     table.add_column("as in")
     table.add_column("fits")
-    around_core = (*frameworks.SEAMS, *frameworks.ENGINE)
-    always = (*_seams(cpu=False), *around_core)
-    for seam in (*_seams(), *filter(_can_be_imported, around_core)):
-        shown_place, since, fits = seam.places[0], "", "not in this release"
+    around_core = (*frameworks.HOOKS, *frameworks.ENGINE)
+    always = (*_hooks(cpu=False), *around_core)
+    for hook in (*_hooks(), *filter(_can_be_imported, around_core)):
+        shown_place, since, fits = hook.places[0], "", "not in this release"
         try:
-            place = seam.here()
+            place = hook.here()
             if place is not None:
                 shown_place, since, fits = place, _first_with(place), "yes"
-        except patching.SeamError as error:
+        except patching.HookError as error:
             problems.append(str(error))
             fits = "no"
-        why = seam.why if seam in always else f"--cpu: {seam.why}"
+        why = hook.why if hook in always else f"--cpu: {hook.why}"
         table.add_row(shown_place.dotted.removeprefix("megatron."), why, since, fits)
     workarounds = Table(
         "defect", "in", "gone when this passes without it", title="Workarounds of Megatron's own defects"
@@ -91,7 +91,7 @@ def _takes_flags() -> bool:
     return release is not None and release.by_flags
 
 
-def _seams(cpu: bool = True) -> tuple[patching.Seam, ...]:
+def _hooks(cpu: bool = True) -> tuple[patching.Hook, ...]:
     """Return the hooks for this machine, with ``cpu`` those for a machine without a GPU."""
     if not _takes_flags():
         from megatron_pp_ext.integration import core_hooks
@@ -111,10 +111,10 @@ def _first_with(place: places.Place) -> str:
     return next((commit.name for commit in having), "")
 
 
-def _can_be_imported(seam: patching.Seam) -> bool:
-    """Return whether the framework of ``seam`` is here, with all that it needs."""
+def _can_be_imported(hook: patching.Hook) -> bool:
+    """Return whether the framework of ``hook`` is here, with all that it needs."""
     try:
-        importlib.import_module(seam.places[0].module)
+        importlib.import_module(hook.places[0].module)
     except ImportError:
         return False
     return True

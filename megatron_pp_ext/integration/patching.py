@@ -1,6 +1,6 @@
 """Replace names in Megatron, all of them or none, and put them back.
 
-A hook says what it replaces, ``seams`` lists all hooks, and this module puts them in place.  All seams are
+A hook names the function that it replaces; this module puts hooks in place.  All hooks are
 checked before the first is touched: a Megatron that has moved one of them is refused whole and stays stock.
 A name is replaced in every module that has imported it, whichever package that is of.
 """
@@ -16,16 +16,16 @@ from typing import Any
 
 from megatron_pp_ext.around import around
 from megatron_pp_ext.integration import places, releases, tried
-from megatron_pp_ext.integration.places import Known, ParametersOf, Place, SeamError
+from megatron_pp_ext.integration.places import HookError, Known, ParametersOf, Place
 
 
 @dataclass(frozen=True, slots=True)
-class Seam:
+class Hook:
     """One function to replace.
 
     ``places`` are where Megatrons have it, the newest first: the first that is there is replaced.  ``wrap``
-    is the hook: it takes what is there and returns what goes in its place.  ``why`` says what the hook is
-    for.  ``since`` is the release from which on every Megatron has the function, None if all have it.
+    takes the original and returns its replacement.  ``why`` is the hook's purpose.  ``since`` is the release
+    from which on every Megatron has the function, None if all have it.
     """
 
     places: tuple[Place, ...]
@@ -36,7 +36,7 @@ class Seam:
     def in_megatron(self, parameters_of: ParametersOf, release: releases.Number) -> Place | None:
         """Return the place that is replaced in a Megatron; None if it is too old to have the function.
 
-        Raise SeamError if it does not fit.
+        Raise HookError if it does not fit.
         """
         return places.choose(self.places, parameters_of, self.since, release)
 
@@ -46,11 +46,11 @@ class Seam:
 
 
 @dataclass(frozen=True, slots=True)
-class Hook:
-    """A wrapper and the ``seams`` that it replaces."""
+class HookFunction:
+    """A decorated function, and the ``hooks`` that put it in Megatron's places."""
 
     wrap: Callable[[Any], Any]
-    seams: tuple[Seam, ...]
+    hooks: tuple[Hook, ...]
     ordered: int | None
     """As in ``Place``."""
 
@@ -69,17 +69,19 @@ def hook(
     *,
     before: Mapping[str, Known] = _NOWHERE,
     since: releases.Number | None = None,
-) -> Callable[[Callable[..., Any] | Hook], Hook]:
+) -> Callable[[Callable[..., Any] | HookFunction], HookFunction]:
     """Let the decorated ``call(stock, *arguments)`` be the calls of the function at ``place``.
 
     ``parameters`` are those that the function has, or each list of them where Megatrons differ, of which
     the order counts as far as ``call`` names its arguments.  ``before`` has the places where older Megatrons
-    have the function, and ``since`` is as in ``Seam``.  A hook that is decorated again replaces more
+    have the function, and ``since`` is as in ``Hook``.  A hook that is decorated again replaces more
     functions.
     """
 
-    def decorate(call: Callable[..., Any] | Hook) -> Hook:
-        wrapped = call if isinstance(call, Hook) else Hook(around(call), (), _named_arguments(call))
+    def decorate(call: Callable[..., Any] | HookFunction) -> HookFunction:
+        wrapped = (
+            call if isinstance(call, HookFunction) else HookFunction(around(call), (), _named_arguments(call))
+        )
         return substitute(place, parameters, why, before=before, since=since)(wrapped)
 
     return decorate
@@ -92,13 +94,13 @@ def substitute(
     *,
     before: Mapping[str, Known] = _NOWHERE,
     since: releases.Number | None = None,
-) -> Callable[[Callable[[Any], Any] | Hook], Hook]:
+) -> Callable[[Callable[[Any], Any] | HookFunction], HookFunction]:
     """Replace ``place`` by the decorated function's result, given the original; see ``hook``."""
 
-    def decorate(wrap: Callable[[Any], Any] | Hook) -> Hook:
-        wrapped = wrap if isinstance(wrap, Hook) else Hook(wrap, (), None)
-        seam = Seam(places.places(place, parameters, before, wrapped.ordered), wrapped.wrap, why, since)
-        return Hook(wrapped.wrap, (seam, *wrapped.seams), wrapped.ordered)
+    def decorate(wrap: Callable[[Any], Any] | HookFunction) -> HookFunction:
+        wrapped = wrap if isinstance(wrap, HookFunction) else HookFunction(wrap, (), None)
+        hook = Hook(places.places(place, parameters, before, wrapped.ordered), wrapped.wrap, why, since)
+        return HookFunction(wrapped.wrap, (hook, *wrapped.hooks), wrapped.ordered)
 
     return decorate
 
@@ -109,14 +111,16 @@ def _named_arguments(call: Callable[..., Any]) -> int:
     return sum(argument.kind is argument.POSITIONAL_OR_KEYWORD for argument in arguments)
 
 
-def seams_of(*modules: ModuleType) -> tuple[Seam, ...]:
-    """Return the seams of the hooks that ``modules`` have, in their order."""
-    hooks = (value for module in modules for value in vars(module).values() if isinstance(value, Hook))
-    return tuple(seam for hook in hooks for seam in hook.seams)
+def hooks_of(*modules: ModuleType) -> tuple[Hook, ...]:
+    """Return the hooks of ``modules``, in their order."""
+    functions = (
+        value for module in modules for value in vars(module).values() if isinstance(value, HookFunction)
+    )
+    return tuple(hook for function in functions for hook in function.hooks)
 
 
 def require_known_release(by_flags: bool = False) -> None:
-    """Raise SeamError for a Megatron on which no hook was ever tried.
+    """Raise HookError for a Megatron on which no hook was ever tried.
 
     Schedules ``by_flags`` need more of Megatron than those of ``megatron_pp_ext.install``.
     """
@@ -125,7 +129,7 @@ def require_known_release(by_flags: bool = False) -> None:
         rows = [row for row in releases.RELEASES if row.by_flags or not by_flags]
         releases_text = ", ".join("{}.{}.x".format(*row.number) for row in rows)
         other = "" if release is None else ", call megatron_pp_ext.install in place of flags"
-        raise SeamError(
+        raise HookError(
             f"megatron-core is {releases.own_megatron_version()}, known are {releases_text}: install one of "
             f"these{other}, or run the script without megatron_pp_ext"
         )
@@ -135,30 +139,30 @@ _applied: list[tuple[str, Any, str, Any]] = []
 """(place, module or class, name, what was there) of every replaced name, in order."""
 
 
-def apply(seams: Iterable[Seam]) -> None:
-    """Replace all ``seams`` that this Megatron has, or none and raise SeamError, which names each misfit.
+def apply(hooks: Iterable[Hook]) -> None:
+    """Replace all ``hooks`` that this Megatron has, or none and raise HookError, which names each misfit.
 
-    Seams that are replaced already are left as they are.
+    Hooks that are in place already are left as they are.
     """
     require_known_release()
-    replacing: list[tuple[Seam, Place, Any]] = []
+    replacing: list[tuple[Hook, Place, Any]] = []
     misfits: list[str] = []
-    missing = [seam for seam in seams if not is_applied(seam)]
-    for seam in missing:
+    missing = [hook for hook in hooks if not is_applied(hook)]
+    for hook in missing:
         try:
-            place = seam.here()
-        except SeamError as error:
+            place = hook.here()
+        except HookError as error:
             misfits.append(str(error))
         else:
             if place is not None:
-                replacing.append((seam, place, places.target_of(place)))
+                replacing.append((hook, place, places.target_of(place)))
     if misfits:
-        raise SeamError(f"{'; '.join(misfits)}; {advice(missing)}")
+        raise HookError(f"{'; '.join(misfits)}; {advice(missing)}")
     before = len(_applied)
     known_as = _names_of(target for *_, target in replacing)
     try:
-        for seam, place, target in replacing:
-            replacement = seam.wrap(target)
+        for hook, place, target in replacing:
+            replacement = hook.wrap(target)
             owner, _, attribute = place.name.rpartition(".")
             # A method is known by one name, its class's; a function also by those of its importers.
             holders = (
@@ -175,9 +179,9 @@ def apply(seams: Iterable[Seam]) -> None:
         raise
 
 
-def advice(seams: Iterable[Seam]) -> str:
-    """Return a fix for the case that one of ``seams`` does not fit, with the nearest tried commit."""
-    paths = [place.path for seam in seams for place in seam.places]
+def advice(hooks: Iterable[Hook]) -> str:
+    """Return a fix for the case that one of ``hooks`` does not fit, with the nearest tried commit."""
+    paths = [place.path for hook in hooks for place in hook.places]
     nearest = tried.nearest({path: places.parameters_here(path) for path in paths})
     return (
         f"this is megatron-core {releases.own_megatron_version()}, nearest to {nearest}, which was tried: "
@@ -205,9 +209,9 @@ def applied() -> int:
     return len(_applied)
 
 
-def is_applied(seam: Seam) -> bool:
-    """Return whether ``seam`` is replaced at this moment."""
-    paths = {place.path for place in seam.places}
+def is_applied(hook: Hook) -> bool:
+    """Return whether ``hook`` is replaced at this moment."""
+    paths = {place.path for place in hook.places}
     return any(path in paths for path, *_ in _applied)
 
 

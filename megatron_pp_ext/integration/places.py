@@ -19,7 +19,7 @@ ParametersOf = Callable[[str], str | None]
 """Returns the parameters of what stands in a place of some Megatron; None if nothing does."""
 
 
-class SeamError(RuntimeError):
+class HookError(RuntimeError):
     """Megatron does not look as expected; nothing was patched."""
 
 
@@ -51,10 +51,10 @@ class Place:
         return self.path.partition(":")[2]
 
     def require(self, parameters: str) -> None:
-        """Raise SeamError unless ``parameters`` are one of the known lists."""
+        """Raise HookError unless ``parameters`` are one of the known lists."""
         if not any(self._same(parameters.split(), accepted.split()) for accepted in self.known):
             accepted = min(self.known, key=lambda accepted: len({*accepted.split()} ^ {*parameters.split()}))
-            raise SeamError(f"{self.dotted} takes ({parameters}) where ({accepted}) was known")
+            raise HookError(f"{self.dotted} takes ({parameters}) where ({accepted}) was known")
 
     def _same(self, parameters: list[str], accepted: list[str]) -> bool:
         by_position = slice(self.ordered)
@@ -80,7 +80,7 @@ def choose(
 ) -> Place | None:
     """Return the first of ``places`` that a Megatron has, or None if its ``release`` comes before ``since``.
 
-    Raise SeamError if the hook does not know what stands there, or if the function is missing.
+    Raise HookError if the hook does not know what stands there, or if the function is missing.
     """
     for place in places:
         parameters = parameters_of(place.path)
@@ -89,7 +89,7 @@ def choose(
             return place
     if since is not None and release < since:
         return None
-    raise SeamError(f"{places[0].dotted} is not there")
+    raise HookError(f"{places[0].dotted} is not there")
 
 
 def target_of(place: Place) -> Any:

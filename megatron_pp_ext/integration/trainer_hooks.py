@@ -1,6 +1,6 @@
 """Where schedules enter megatron.training: its flags, model and data, its loop, checkpoints and reports."""
 
-from megatron_pp_ext.integration.patching import seams_of
+from megatron_pp_ext.integration.patching import hooks_of
 from megatron_pp_ext.integration.trainer import (
     checkpoint_loading,
     layer_seeds,
@@ -16,9 +16,9 @@ from megatron_pp_ext.integration.trainer import (
 
 TRAINER = (
     # The flags that request a schedule.
-    *seams_of(parser, validation, same_request),
+    *hooks_of(parser, validation, same_request),
     # The model's chunks, their initial weights and their data.
-    *seams_of(layer_seeds, placed_data, replica_samples),
+    *hooks_of(layer_seeds, placed_data, replica_samples),
     # Updates, logs, checkpoints and records of the training loop, and Megatron's report of memory.
-    *seams_of(stage_statistics, checkpoint_loading, step_recording, memory_report),
+    *hooks_of(stage_statistics, checkpoint_loading, step_recording, memory_report),
 )

@@ -25,7 +25,7 @@ def examine(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run([*COMMAND, *words], capture_output=True, text=True, check=False)
 
 
-def test_all_seams_fit_the_installed_megatron() -> None:
+def test_all_hooks_fit_the_installed_megatron() -> None:
     run = examine("--full")
     assert run.returncode == 0, run.stdout
     for word in (

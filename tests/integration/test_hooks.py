@@ -18,11 +18,11 @@ from megatron_pp_ext.integration.places import Place
 from megatron_pp_ext.integration.workarounds.table import WORKAROUNDS
 from tests.support.comparison import assert_same_bits, run
 
-SEAMS = hooks.schedule_hooks()
+HOOKS = hooks.schedule_hooks()
 
 
 def is_any_applied() -> bool:
-    return any(patching.is_applied(hook) for hook in SEAMS)
+    return any(patching.is_applied(hook) for hook in HOOKS)
 
 
 REQUESTED = os.environ.get("REQUESTED", "")
@@ -47,13 +47,13 @@ def unpatched():
 
 def test_apply_and_undo(unpatched):
     stock_function = schedules.get_forward_backward_func
-    patching.apply(SEAMS)
+    patching.apply(HOOKS)
     assert is_any_applied()
     assert schedules.get_forward_backward_func is not stock_function
     # Importers that took the function by name got the new one too.
     assert trainer.get_forward_backward_func is schedules.get_forward_backward_func
     patched = schedules.get_forward_backward_func
-    patching.apply(SEAMS)
+    patching.apply(HOOKS)
     assert schedules.get_forward_backward_func is patched
     patching.undo()
     assert not is_any_applied()
@@ -72,7 +72,7 @@ def test_modules_of_other_packages_get_the_replacement_too(unpatched, monkeypatc
     for module in (early, late):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     stock_function = early.another_name = schedules.get_forward_backward_func
-    patching.apply(SEAMS)
+    patching.apply(HOOKS)
     assert early.another_name is schedules.get_forward_backward_func is not stock_function
     late.get_forward_backward_func = schedules.get_forward_backward_func
     patching.undo()
@@ -88,7 +88,7 @@ def test_undo_puts_everything_back(unpatched):
 
     schedules.Static = Static
     static = Place("megatron.core.pipeline_parallel.schedules:Static.method", ("",))
-    extra = patching.Seam((static,), lambda stock: print, "a test")
+    extra = patching.Hook((static,), lambda stock: print, "a test")
     patching.undo()
     every = [*hooks.all_hooks(cpu=True), extra]
     assert not any(map(patching.is_applied, every))
@@ -106,7 +106,7 @@ def test_undo_puts_everything_back(unpatched):
         before = held()
         patching.apply(every)
         during = held()
-        assert len([key for key in before if during.get(key) is not before[key]]) > len(SEAMS)
+        assert len([key for key in before if during.get(key) is not before[key]]) > len(HOOKS)
         patching.undo()
         after = held()
         assert [key[1] for key in before if after.get(key) is not before[key]] == []
@@ -126,8 +126,8 @@ def test_a_hook_that_does_not_fit_is_refused_whole(unpatched, monkeypatch, is_th
         monkeypatch.delattr(schedules, "backward_step")
         problem = "backward_step is not there"
     before = schedules.get_forward_backward_func
-    with pytest.raises(patching.SeamError, match=problem):
-        patching.apply(SEAMS)
+    with pytest.raises(patching.HookError, match=problem):
+        patching.apply(HOOKS)
     assert not is_any_applied()
     assert schedules.get_forward_backward_func is before
 
@@ -136,14 +136,14 @@ def test_a_wrapper_that_fails_leaves_nothing_behind(unpatched):
     def fail(target):
         raise RuntimeError("on purpose")
 
-    first, second = SEAMS[:2]
+    first, second = HOOKS[:2]
     before = trainer.get_forward_backward_func
     with pytest.raises(RuntimeError, match="on purpose"):
         patching.apply((first, dataclasses.replace(second, wrap=fail)))
     assert not is_any_applied()
     assert trainer.get_forward_backward_func is before
     # What was applied before stays.
-    assert all(patching.is_applied(seam) for seam in hooks.launch_hooks(cpu=True) if seam.here())
+    assert all(patching.is_applied(hook) for hook in hooks.launch_hooks(cpu=True) if hook.here())
 
 
 @pytest.mark.parametrize("version", ["0.15.3", "0.16.1", "1.17.0", "development"])
@@ -169,16 +169,16 @@ def test_a_new_parameter_is_refused_until_its_hook_knows_it(unpatched, monkeypat
         r"where \(input_tensor output_tensor output_tensor_grad config\) was known; this is megatron-core "
         rf"{re.escape(releases.own_megatron_version())}, nearest to .*, which was tried: "
     )
-    with pytest.raises(patching.SeamError, match=refused):
-        patching.apply(SEAMS)
+    with pytest.raises(patching.HookError, match=refused):
+        patching.apply(HOOKS)
     assert not is_any_applied()
 
-    (changed,) = (seam for seam in SEAMS if seam.places[0].name == "backward_step")
+    (changed,) = (hook for hook in HOOKS if hook.places[0].name == "backward_step")
     (place,) = changed.places
     parameters = "input_tensor output_tensor output_tensor_grad config colour"
     wider = dataclasses.replace(place, known=(*place.known, parameters))
     updated = dataclasses.replace(changed, places=(wider,))
-    patching.apply(updated if seam is changed else seam for seam in SEAMS)
+    patching.apply(updated if hook is changed else hook for hook in HOOKS)
     assert schedules.backward_step is not backward_step
     patching.undo()
     assert schedules.backward_step is backward_step
@@ -187,12 +187,12 @@ def test_a_new_parameter_is_refused_until_its_hook_knows_it(unpatched, monkeypat
 def test_every_place_that_does_not_fit_is_named(unpatched, monkeypatch):
     monkeypatch.delattr(schedules, "backward_step")
     monkeypatch.delattr(schedules, "forward_step")
-    with pytest.raises(patching.SeamError, match=r"forward_step is not there; .*backward_step is not"):
-        patching.apply(SEAMS)
+    with pytest.raises(patching.HookError, match=r"forward_step is not there; .*backward_step is not"):
+        patching.apply(HOOKS)
 
 
-def test_seams_are_places_of_their_own():
-    every = [place.path for seam in hooks.all_hooks(cpu=True) for place in seam.places]
+def test_hooks_are_places_of_their_own():
+    every = [place.path for hook in hooks.all_hooks(cpu=True) for place in hook.places]
     assert len({*every}) == len(every)
 
 
@@ -203,24 +203,24 @@ def test_every_workaround_names_a_test_that_is_there():
 
 
 def test_a_function_may_be_missing_before_it_came(unpatched, monkeypatch):
-    no_such = functools.partial(patching.Seam, (Place("megatron.core:no_such_name", ("a b",)),), dict, "")
+    no_such = functools.partial(patching.Hook, (Place("megatron.core:no_such_name", ("a b",)),), dict, "")
     monkeypatch.setattr("megatron.core.__version__", "0.17.1")
     patching.apply([no_such((0, 18))])
     for since in ((0, 17), None):
-        with pytest.raises(patching.SeamError, match="no_such_name is not there"):
+        with pytest.raises(patching.HookError, match="no_such_name is not there"):
             patching.apply([no_such(since)])
 
 
 def test_where_a_function_has_moved_the_newer_place_is_taken(unpatched):
-    def known_in(*paths: str) -> patching.Seam:
+    def known_in(*paths: str) -> patching.Hook:
         places = tuple(Place(path, ("vp_stage",)) for path in paths)
-        return patching.Seam(places, lambda stock: print, "a test")
+        return patching.Hook(places, lambda stock: print, "a test")
 
     parameters = {"new:f": "vp_stage", "old:f": "vp_stage"}
     both = known_in("new:f", "old:f")
     assert both.in_megatron(parameters.get, (0, 19)).path == "new:f"
     assert both.in_megatron({"old:f": "vp_stage"}.get, (0, 17)).path == "old:f"
-    with pytest.raises(patching.SeamError, match=r"new\.f takes \(colour\)"):
+    with pytest.raises(patching.HookError, match=r"new\.f takes \(colour\)"):
         both.in_megatron({**parameters, "new:f": "colour"}.get, (0, 19))
 
 
@@ -238,16 +238,16 @@ def test_the_order_counts_as_far_as_the_hook_names_arguments(parameters, fits):
     @patching.hook("a:b", "self config vp_stage logit_dtype", "a test")
     def wrap(stock, model, *args, **kwargs): ...
 
-    (seam,) = wrap.seams
+    (hook,) = wrap.hooks
     if fits:
-        seam.in_megatron({"a:b": parameters}.get, (0, 20))
+        hook.in_megatron({"a:b": parameters}.get, (0, 20))
     else:
-        with pytest.raises(patching.SeamError, match=r"a\.b takes"):
-            seam.in_megatron({"a:b": parameters}.get, (0, 20))
+        with pytest.raises(patching.HookError, match=r"a\.b takes"):
+            hook.in_megatron({"a:b": parameters}.get, (0, 20))
 
 
 def test_without_our_flag_megatron_is_stock(unpatched):
     pipeline = ["--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"]
     truly_stock = run(2, pipeline)
-    patching.apply(SEAMS)
+    patching.apply(HOOKS)
     assert_same_bits(run(2, pipeline), truly_stock)

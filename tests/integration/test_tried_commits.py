@@ -29,21 +29,21 @@ def number(version: str) -> releases.Number:
 def test_hooks_fit(commit: tried.Commit) -> None:
     release = number(commit.version)
     (row,) = (row for row in releases.RELEASES if row.number == release)
-    for seam in hooks.all_hooks(cpu=True) if row.by_flags else core_hooks.INSTALLED:
-        seam.in_megatron(tried.signatures(commit.name).get, release)
+    for hook in hooks.all_hooks(cpu=True) if row.by_flags else core_hooks.INSTALLED:
+        hook.in_megatron(tried.signatures(commit.name).get, release)
 
 
 @pytest.mark.parametrize("commit", FRAMEWORKS, ids=lambda commit: commit.name)
 def test_hooks_into_frameworks_fit(commit: tried.Commit) -> None:
-    for seam in frameworks.SEAMS:
-        assert seam.in_megatron(tried.signatures(commit.name).get, number(commit.version))
+    for hook in frameworks.HOOKS:
+        assert hook.in_megatron(tried.signatures(commit.name).get, number(commit.version))
 
 
 def test_what_hooks_know_is_in_some_commit() -> None:
     """No hook knows parameters that were never seen; a commit that is dropped takes them with it."""
     seen = {(place, found) for one in tried.commits() for place, found in tried.signatures(one.name).items()}
-    for seam in (*hooks.all_hooks(cpu=True), *frameworks.SEAMS):
-        for place in seam.places:
+    for hook in (*hooks.all_hooks(cpu=True), *frameworks.HOOKS):
+        for place in hook.places:
             found = [parameters for path, parameters in seen if path == place.path]
             for known in place.known:
                 alone = places.Place(place.path, (known,), place.ordered)
@@ -53,14 +53,14 @@ def test_what_hooks_know_is_in_some_commit() -> None:
 def _fits(place: places.Place, parameters: str) -> bool:
     try:
         place.require(parameters)
-    except places.SeamError:
+    except places.HookError:
         return False
     return True
 
 
 def test_the_table_has_what_python_finds() -> None:
     """The table is read from source; the installed Megatron is one of its commits."""
-    every = {place.path for seam in hooks.all_hooks(cpu=True) for place in seam.places}
+    every = {place.path for hook in hooks.all_hooks(cpu=True) for place in hook.places}
     patching.undo()
     found = {path: places.parameters_here(path) for path in every}
     install(cpu=True)

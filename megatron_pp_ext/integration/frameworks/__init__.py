@@ -10,22 +10,22 @@ from megatron_pp_ext.integration import patching
 from megatron_pp_ext.integration.core import engine_linear
 from megatron_pp_ext.integration.frameworks import megatron_bridge
 
-SEAMS = patching.seams_of(megatron_bridge)
-ENGINE = patching.seams_of(engine_linear)
+HOOKS = patching.hooks_of(megatron_bridge)
+ENGINE = patching.hooks_of(engine_linear)
 
 
 def put_in_place() -> None:
-    """Replace the places of packages that are imported by now; SeamError where a trainer does not fit."""
-    fitting = [*SEAMS, *filter(_fits, filter(_is_imported, ENGINE))]
+    """Replace the places of packages that are imported by now; HookError where a trainer does not fit."""
+    fitting = [*HOOKS, *filter(_fits, filter(_is_imported, ENGINE))]
     patching.apply(filter(_is_imported, fitting))
 
 
-def _is_imported(seam: patching.Seam) -> bool:
-    return seam.places[0].module in sys.modules
+def _is_imported(hook: patching.Hook) -> bool:
+    return hook.places[0].module in sys.modules
 
 
-def _fits(seam: patching.Seam) -> bool:
+def _fits(hook: patching.Hook) -> bool:
     try:
-        return seam.here() is not None
-    except patching.SeamError:
+        return hook.here() is not None
+    except patching.HookError:
         return False

@@ -48,7 +48,7 @@ def _arrived(name: str) -> chunk_pipelines.Mark:
 
     Nothing else is put in place, so that a schedule can still be installed.
     """
-    patching.apply(choose_runner.seams)
+    patching.apply(choose_runner.hooks)
     return chunk_pipelines.arrived(name)
 
 

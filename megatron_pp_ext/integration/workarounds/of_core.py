@@ -1,8 +1,8 @@
 """The workarounds of megatron.core, which any trainer on it needs; they want nothing of megatron.training."""
 
-from megatron_pp_ext.integration.patching import seams_of
+from megatron_pp_ext.integration.patching import hooks_of
 from megatron_pp_ext.integration.workarounds import bucket_padding, gathering_ahead
 
 MODULES = (gathering_ahead, bucket_padding)
 
-SEAMS = seams_of(*MODULES)
+HOOKS = hooks_of(*MODULES)

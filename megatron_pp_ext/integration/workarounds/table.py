@@ -1,6 +1,6 @@
 """Every workaround; ``mpp doctor`` lists them with their releases and tests."""
 
-from megatron_pp_ext.integration.patching import seams_of
+from megatron_pp_ext.integration.patching import hooks_of
 from megatron_pp_ext.integration.workarounds import (
     damaged_checkpoint,
     dataset_helpers,
@@ -23,4 +23,4 @@ MODULES = (
 
 WORKAROUNDS = tuple(module.WORKAROUND for module in MODULES)
 
-SEAMS = seams_of(*MODULES)
+HOOKS = hooks_of(*MODULES)
