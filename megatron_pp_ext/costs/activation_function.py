@@ -1,7 +1,7 @@
 """The activation function between the products of an MLP or an expert, alone or with a gate.
 
-Gates are those of arXiv 2002.05202.  In one kernel it reads what the first product made, writes the second
-one's input, and keeps what it read.  Operation by operation a gate keeps every factor, and a clamp its input
+Gates are those of arXiv 2002.05202.  A fused kernel reads the first product's result, writes the second
+one's input, and keeps its own input.  Operation by operation a gate keeps every factor, and a clamp its input
 too (``glu`` in megatron.core.transformer.mlp).  Products of experts may do all of it themselves
 (``Precision.fuses_experts``).  An expert's result is multiplied by the router's
 probabilities, in the same kernel or in one that keeps both factors.

@@ -25,7 +25,7 @@ class Attentions:
     def layer(self, number: int, letter: str | None = None) -> Part:
         """Return the attention of layer ``number``, counted from 1.
 
-        Its kind is ``letter``, or what the model has there.
+        Its kind is ``letter``, or the model's for this layer.
         """
         attention = self._costs.job.attention
         kind = letter or attention.letter(number)

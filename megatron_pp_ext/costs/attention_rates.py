@@ -6,7 +6,7 @@ from megatron_pp_ext.costs.interpolation import interpolated
 from megatron_pp_ext.costs.system import System
 
 _LOST_AT_THE_END = 0.8
-"""What attention loses while its last tiles end, in tiles: queries see unequally many keys.  Fitted, like
+"""The loss of attention while its last tiles end, in tiles: queries see unequally many keys.  Fitted, like
 ``attention_rates``, to one half of the measured kernels (benchmarks/results/components.md)."""
 
 

@@ -16,7 +16,7 @@ _BIASED, _UNBIASED = 14, 20
 """How often the results of experts are read or written for their biases, in the forward and in the backward,
 where numbers in fp32 count twice.  Each bias is multiplied by probabilities, which are in fp32, and added;
 the parts of all experts are joined, and the whole is converted.  The backward converts the gradient,
-multiplies and sums it for the bias and for the probabilities, and joins what the experts get (``_apply_bias``
+multiplies and sums it for the bias and for the probabilities, and joins the experts' inputs (``_apply_bias``
 in megatron.core.transformer.moe.experts)."""
 
 

@@ -1,7 +1,7 @@
 """A gated delta net: linear attention whose state forgets and is corrected (arXiv 2412.06464, section 3).
 
 It goes by chunks of 64 tokens: inside a chunk everything is a product of matrices, and between chunks one
-state for each head is passed on.  What is kept are the operands of flash-linear-attention's kernels and, for
+state for each head is passed on.  Saved are the operands of flash-linear-attention's kernels and, for
 each token, a row of the inverse of its chunk's matrix (``ChunkGatedDeltaRuleFunction``, fla-core 0.6.0).
 """
 

@@ -1,7 +1,7 @@
 """A Mamba-2 layer (arXiv 2405.21060): a convolution and a scan between two products, with its norms.
 
 The scan goes by chunks of 128 tokens, as Megatron has it (section 6 of the paper): inside a chunk everything
-is a product of matrices, and between chunks states are passed on.  What is kept are the inputs of the
+is a product of matrices, and between chunks states are passed on.  The saved tensors are the inputs of the
 convolution and the scan's result before its gate, from which the kernel computes all else again
 (``mamba_split_conv1d_scan_combined`` of mamba_ssm).
 """
@@ -10,7 +10,7 @@ from megatron_pp_ext.costs.layer_costs import LayerCosts
 from megatron_pp_ext.costs.part import Part
 
 _CHUNK, _TAPS = 128, 4
-"""The tokens of a chunk, and those that the convolution sees (``MambaMixer`` in megatron.core.ssm)."""
+"""The tokens of a chunk, and of the convolution's window (``MambaMixer`` in megatron.core.ssm)."""
 
 CONVOLVED = 1.23
 """What the convolution takes for each second of copying what it reads and writes.

@@ -24,7 +24,7 @@ _KINDS = {"-": mlp, "E": experts, "M": mamba}
 class ModelParts:
     """The parts of a whole model, from which any number of stages can be cut.
 
-    ``layers`` are in order, and equal ones are one object; ``other`` is what every stage has besides them.
+    ``layers`` are in order, and equal ones are one object; ``other`` is the part of every stage besides them.
     ``table`` and ``output`` are the embedding's rows and the output layer with the loss, ``positions`` and
     ``last_norm`` what the end stages have besides these, ``prediction`` one depth of multi-token prediction
     without its output layer.  ``hidden_bytes`` are those of one activation between
@@ -32,13 +32,13 @@ class ModelParts:
     of a head that ranks split.  ``buffers`` are the bytes of tensors that libraries make once for all layers
     and microbatches, ``output_buffer`` those that are made for the output layer, and ``gather_buffers`` those
     in which W gathers operands, where backwards come in two halves (``costs.buffers``).
-    ``deferred`` is what of the output layer --defer-embedding-wgrad-compute may leave for the end of a step,
-    for a microbatch: the product for the weight gradient, and what it reads.
+    ``deferred`` is the part of the output layer that --defer-embedding-wgrad-compute may leave to the end of
+    a step, for a microbatch: the product for the weight gradient, and its operands.
     ``to_host`` are the seconds in which a byte goes to the host, if --cpu-offloading-num-layers copies any.
     ``stages`` are the sums of stages that were cut, by how they are recomputed and by their layers.
     ``kinds`` numbers the kinds of layers: equal ones have the same number.
 
-    ``measured`` are the costs of stages that were measured, None where all costs are those of formulas.
+    ``measured`` are the costs of measured stages, None where all costs follow from formulas.
     Where their parameters are among them, the layers need no formulas, and there are none here.
     """
 
@@ -83,7 +83,7 @@ def model_parts(
 ) -> ModelParts:
     """Return the parts of ``job``'s model; ValueError for layers whose costs are not known.
 
-    Seconds are those of ``kernels``, or in proportion to operations.  ``vocabulary`` are the rows of the
+    Seconds come from ``kernels``, or are in proportion to operations.  ``vocabulary`` are the rows of the
     embedding, which follow from ``job`` if it is left out.  ``measured`` are the costs of measured stages.
     """
     costs = LayerCosts(job, kernels)
@@ -165,7 +165,7 @@ def _of_pattern(costs: LayerCosts, letters: str) -> list[Part]:
 def _prediction(costs: LayerCosts, layers: Sequence[Part]) -> Part:
     """Return an MTP depth, with the layers of its pattern, or else one like the model's last.
 
-    Full recomputation keeps both of its inputs, but not where it is that of a stage's first layers
+    Full recomputation keeps both of its inputs, but not where it covers a stage's first layers
     (``MultiTokenPredictionLayer`` in megatron.core.transformer), nor in pairs.
     """
     pattern, memory = costs.job.model.predicting_pattern, costs.job.memory

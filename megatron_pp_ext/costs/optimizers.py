@@ -88,7 +88,7 @@ def update(job: Job, part: Part, updated: float, moments: float, dense: float, e
 def update_seconds(job: Job, system: System, work: Update, gradients: float) -> float:
     """Return the seconds of an update of a rank on ``system``, whose gradients are so many bytes.
 
-    Iterations of Muon run at the rate of a square product as large as those of the largest matrix.
+    Iterations of Muon run at the rate of a square product with as many operations as the largest matrix.
     ValueError where weights are updated on the host of a system that does not describe it.
     """
     seconds = (work.traffic + gradients) / system.copy_bytes_per_second

@@ -8,8 +8,8 @@ def overlapped(attention: Part, mlp: Part, processors: float = 1.0) -> float:
 
     Megatron runs an exchange of tokens with each of four computations: the attention of the forward, the
     experts of either half, and the attention of the backward (``TransformerLayerSchedulePlan.run`` in
-    megatron.core.models.common.model_chunk_schedule_plan).  What is longer than its computation is not
-    hidden, and neither is what a computation loses while an exchange leaves it ``processors``, a part of all.
+    megatron.core.models.common.model_chunk_schedule_plan).  An exchange longer than its computation is
+    not hidden whole, and a computation slows down while an exchange leaves it ``processors``, a part of all.
     """
     exchange = mlp.exchanged_seconds
     computations = (

@@ -10,8 +10,8 @@ from megatron_pp_ext.schedule.costs import StageCosts
 class Matrices:
     """A rank's weights in matrices of layers, ``parameters`` in all; experts' are not among them.
 
-    An iteration in which Muon makes them orthogonal takes ``operations``, that of experts'
-    ``expert_operations``, and the largest one of either kind ``largest`` alone.
+    An iteration in which Muon makes them orthogonal takes ``operations``, an iteration for experts takes
+    ``expert_operations``, and for the largest matrix of either kind ``largest`` alone.
     """
 
     parameters: float
@@ -43,13 +43,13 @@ class Part:
 
     A product with a weight costs the same operations in F, I and W; a product of activations, such as
     attention's, costs double in I and nothing in W.  A recomputed part runs its forward again in I.
-    Seconds are those of ``KernelSeconds``; they include copies and messages, which have no operations.  A
+    Seconds come from ``KernelSeconds``; they include copies and messages, which have no operations.  A
     backward that is not split takes ``overlapped_in_whole`` less than I and W, since collectives of I run
     while W computes; it gathers nothing again, but in I what an I leaves to W.
     W gathers for ``gathering`` seconds during its products, and at its start for ``first_gathering``, since
-    no product is before that.  ``lent_seconds`` are those of row-parallel products, which W lends to an I
+    no product is before that.  ``lent_seconds`` belong to row-parallel products, which W lends to an I
     (``schedule.beside``), and ``hidden_beside`` the part of an I's column-parallel messages that they hide.
-    ``exchanged_seconds`` are those of one exchange of tokens between experts, of which a forward has two and
+    ``exchanged_seconds`` are the time of one exchange of tokens between experts; a forward has two, and
     an I two.  A forward and a backward that run together (``Schedule.paired``) take ``overlapped_together``
     less than one after the other.
 
@@ -58,8 +58,8 @@ class Part:
     besides the latter, ``workspace_in_whole`` those inside a backward that is not split.
 
     ``parameters`` and ``expert_parameters`` are numbers of weights; the latter are divided among
-    expert-parallel ranks.  ``fp8_parameters`` are those of either kind that products read in FP8.
-    ``matrices`` are those of layers, for an optimizer that treats them apart, else None.
+    expert-parallel ranks.  ``fp8_parameters`` are the ones of either kind that products read in FP8.
+    ``matrices`` are the weight matrices of layers, for an optimizer that treats them apart, else None.
 
     Nobody changes a part, but a search makes millions, which would take twice as long if they were frozen.
     """

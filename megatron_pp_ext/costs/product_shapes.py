@@ -19,7 +19,7 @@ _SLOWER_BY_REUSE = 0.1
 """The power of a tile's reuse by which a smaller tile, which loads more for each product, is slower."""
 
 _LOST_OF_WAVE = 0.5
-"""What is lost of the processors that a last wave leaves idle; kernels that split loops fill the others."""
+"""The loss by processors that a last wave leaves idle; kernels that split loops fill the others."""
 
 AROUND_LOOP = 128.0
 """The time of a tile besides its loop, in steps of it, for a system without a value."""
@@ -31,7 +31,7 @@ def efficiency(
 ) -> float:
     """Return the share of the best rate that ``groups`` products of m x k with k x n reach, in (0, 1].
 
-    It is that of the best tile.  A tile takes ``around_loop`` steps and the k of its loop.  The share is 1
+    It is the best tile's.  A tile takes ``around_loop`` steps and the k of its loop.  The share is 1
     where the number of ``processors`` is 0, not known.  Both constants above, and the ``around_loop`` of
     every system and type, are fitted to one half of the measured products, and hold for the other half
     (benchmarks/results/components.md).

@@ -56,7 +56,7 @@ class ProductCosts:
     Under sequence parallelism a column-parallel product gathers its input, and a row-parallel one the
     gradient of its output.  For W a rank keeps its own part of either, and gathers it again while the product
     before is computed.  ``waits_gathered`` is whether all of it is kept: where the tokens of a rank are no
-    multiple of those that share a scale, nobody gathers what is quantized (module/linear.py).
+    multiple of the tokens that share a scale, nobody gathers quantized numbers (module/linear.py).
 
     ``largest_gathered`` are the bytes of the largest operand that is gathered again.
     """
@@ -76,7 +76,7 @@ class ProductCosts:
         """The shapes of a rank's weights that layers' products were made with, each one once."""
         self.waits_gathered = self._is_cut and _keeps_gathered(job, sizes)
         self.keeps_copies = self._is_cut and not self._is_local
-        """Whether the part of what a layer without a norm gathers is a copy of what it gathers from."""
+        """Whether the own part of a gathered operand, of a layer without a norm, is a copy."""
         self.largest_gathered = 0.0
 
     def column(
@@ -199,7 +199,7 @@ class ProductCosts:
     def _gathered_again(self, size: float, is_operand: bool) -> Part:
         """Return the costs of gathering ``size`` bytes of an operand again for W.
 
-        Gathers run with the two products before, so that a long one hides those of the short ones after it:
+        Gathers run with the two products before, so that a long one hides the short ones after it:
         they cost the time by which they are longer than all products, and the first one, which runs alone.
         """
         if self.waits_gathered or self._sizes.share < 2:
@@ -222,7 +222,7 @@ class ProductCosts:
         """Return ``product`` with the collectives of its input and of its input's gradient.
 
         For W a whole backward gathers the input once more in I.  An I leaves that to W where it can: local
-        layers do, and those of Transformer Engine with a norm whose operands are not quantized.
+        layers do, and Transformer Engine's layers with a norm whose operands are not quantized.
         """
         summing, gathering = self._gathering(size), self._gathering(size, is_operand)
         summing *= 1 if self._is_cut else 2

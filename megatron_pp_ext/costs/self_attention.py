@@ -1,6 +1,6 @@
 """Self-attention with its norm and its projections (arXiv 1706.03762; grouped queries: arXiv 2305.13245).
 
-What models have besides: norms of queries and keys (arXiv 2302.05442, section 2), a gate of the output (arXiv
+Models may also have: norms of queries and keys (arXiv 2302.05442, section 2), a gate of the output (arXiv
 2505.06708), sinks (arXiv 2508.10925, section 2.2), which ``core_attention`` counts.
 """
 

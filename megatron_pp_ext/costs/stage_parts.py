@@ -27,8 +27,8 @@ def head_part(job: Job, model: ModelParts) -> Part:
     """Return a rank's part of a head that is split over the pipeline's ranks, and with it of the embedding.
 
     From S to T a rank keeps its exponentials, and the hidden states of all tokens twice: as they came and
-    their gradient's part.  A tied weight exists once.  Where the parameters of stages are measured, they have
-    those of this part.
+    their gradient's part.  A tied weight exists once.  Where the parameters of stages are measured, they
+    include this part's.
     """
     ranks, output = job.parallel.pipeline_model_parallel_size, model.output
     exponentials = max(0.0, output.after_input_gradient - model.hidden_bytes) / ranks
@@ -50,7 +50,7 @@ def head_part(job: Job, model: ModelParts) -> Part:
 def head_costs(job: Job, model: ModelParts, hop: float = 0.0) -> HeadCosts:
     """Return the costs of ``head_part``, as a schedule takes them.
 
-    An S does the part's forward and its part of the input gradient.  A ``hop`` is that of a message between
+    An S does the part's forward and its part of the input gradient.  ``hop`` is a message's latency between
     stages.  A part that was measured costs that, with the exchanges of a hop where they were not measured.
     """
     measured = model.measured.head if model.measured else None

@@ -1,7 +1,7 @@
 """Descriptions of the machines that a model may run on: the speed of products, copies and messages.
 
 A description is JSON with the fields of ``System``, each figure with its source; some are shipped in
-``costs/systems``.  Rates are those that a well-tuned program reaches, not those of a data sheet; peaks
+``costs/systems``.  Rates are the ones that a well-tuned program reaches, not a data sheet's; peaks
 serve only to compute the utilisation.
 
     {"name": "h100", "gpus_per_node": 8, "memory_bytes": 8e10,
@@ -49,8 +49,8 @@ _OF_A_GPU = ("clock", "copy", "cast")
 class System:
     """One kind of GPU, its nodes of ``gpus_per_node``, and the network between them.
 
-    ``node`` is the link between the GPUs of a node, or of ``gpus_per_domain`` where switches join those of
-    several nodes, as NVLink does in a rack.
+    ``node`` is the link between the GPUs of a node, or of ``gpus_per_domain`` where switches join several
+    nodes, as NVLink does in a rack.
 
     ``matrix_rates`` has for each number format rows of (m, n, k, operations a second) for a product of
     m x k with k x n.  ``peak_rates`` are the data sheet's operations a second, for the utilisation; where
@@ -67,7 +67,7 @@ class System:
     ``attention_rates`` has rows of (width of a head, operations a second, keys) of fused attention, which
     takes as long for each query as so many keys more than it sees would, and ``attention_backward_rates`` has
     such rows of its backward, which runs as fast as the forward where there are none;
-    ``kernel_seconds`` is what a host takes to start a kernel. ``exposed_sums`` is the share of the time to
+    ``kernel_seconds`` is the host's time to start a kernel. ``exposed_sums`` is the share of the time to
     read and write gradients that a product which adds to them does not hide: one where a processor works on
     one tile at a time. ``sustained`` has the share of these rates that training keeps up, 1 where it is left
     out: "clock" of products and attention, whose clock is lower under load than in the short measurement of
@@ -112,7 +112,7 @@ class System:
     def at_scale(self, gpus: int) -> Self:
         """Return the system as a job of so many ``gpus`` finds it.
 
-        A step waits for the slowest of them.  What computation and copies sustain is multiplied by the share
+        A step waits for the slowest of them.  The sustained parts of computation and copies are multiplied by
         "scale" for each doubling of a node of 8 GPUs, on which they are measured.
         """
         if gpus <= _MEASURED_GPUS or "scale" not in self.sustained:
@@ -137,7 +137,7 @@ class System:
     def rate(self, dtype: str, m: float, n: float, k: float, groups: float = 1) -> float:
         """Return the operations a second of ``groups`` products of m x k with k x n in a training step.
 
-        What a row reaches of its shape's efficiency (``product_shapes``) scales the efficiency of this shape:
+        A row's rate over its shape's efficiency (``product_shapes``) scales the efficiency of this shape:
         a mean of all rows, weighted by how near they are in the logarithms of the smallest dimension and of
         the number of operations, so that it is exact at a row, times the share of the clock that is
         sustained.

@@ -27,8 +27,8 @@ On an H100 they run as fast as those of the forward: 518 and 529 TFLOP/s over 8,
 figures 5 and 6, cuDNN).  A system says where they do not (``attention_backward_rates``)."""
 
 _RANDOM_FORWARD = 1.5
-"""What the random numbers of dropout add to the forward of fused attention with heads of 128, and once more
-to the backward, which makes them again, as a part of that forward.
+"""The time that dropout's random numbers add to the forward of fused attention with heads of 128, and again
+to the backward, which makes them a second time, as a part of that forward.
 
 A Philox 4x32-10 takes ten rounds of eight integer operations for four numbers (Salmon et al., SC 2011), and a
 processor does 64 a cycle: as long as 760 operations of attention on an H100, whose scores take 512 each.
@@ -144,7 +144,7 @@ class SystemKernelSeconds(KernelSeconds):
     ) -> tuple[float, float]:
         """Return the seconds at the measured rate of fused attention, else at a share of a product's.
 
-        Fused kernels skip what masks hide; unfused attention computes it and passes over all scores.
+        Fused kernels skip masked keys; unfused attention computes them and passes over all scores.
         """
         rate = self._system.rate("fp32" if is_wide else self._half, *(3 * [operations ** (1 / 3)]))
         if is_fused:

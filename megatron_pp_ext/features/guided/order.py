@@ -28,7 +28,7 @@ def shorter(source: Source, current: Schedule, measured: Costs, free: Sequence[f
 def may_keep(source: Source, current: Schedule, measured: Costs, free: Sequence[float]) -> Budget:
     """Return the limits of a schedule that replaces ``current``, at the ``measured`` costs of the stages.
 
-    It is what was requested of ``flex``, all that is ``free`` under ``auto``, and else what ``current`` keeps
+    It is the limit requested of ``flex``, all that is ``free`` under ``auto``, else the peak of ``current``
     on each rank.
     """
     can = catalog.abilities(source.name)

@@ -1,6 +1,6 @@
 """The shortest step within a limit below the least peak of any order: activations wait on the host.
 
-An order in which weight gradients wait fills its bubbles with them, but what a W still needs is on the device
+An order in which weight gradients wait fills its bubbles with them, but the operands of a W are on the device
 all the while, where no copy helps.  So the orders of the published families are tried with fewer and fewer of
 them waiting, on the ranks that are above their limit, until copies that take no time (``free_plans``) keep it
 or, at last, ranks wait for copies (``longer_plans``).
@@ -67,7 +67,7 @@ def planned(
 def shortest_within(schedules: Sequence[Schedule], costs: Costs, limits: Sequence[float]) -> Timeline | None:
     """Return the shortest step with copies that keeps ``limits``, in one of the orders of ``schedules``.
 
-    ``costs`` are those of the finest cut, with the seconds of copies (``StageCosts.copy``), and ``limits``
+    ``costs`` are of the finest cut, with the seconds of copies (``StageCosts.copy``), and ``limits``
     are in the unit of their activations.  None where no order keeps the limits.
     """
     heap: list[_Tried] = []

@@ -1,11 +1,11 @@
 """Plans of copies that may make a step longer, by as little as is found, where more is asked than is free.
 
-What waits for less than a copy there and one back waits longer where each stage does its forwards some
-microbatches ahead: they wait on the host, where there is room, and mostly the step stays as long as it is.
+An activation that waits for less than a copy there and one back waits longer where each stage does its
+forwards some microbatches ahead.  It then waits on the host, and mostly the step stays as long as it is.
 Where that is not enough for a share, backwards wait for copies.
 
 A limit is kept at every place of a rank's order.  Where a plan that is free exceeds it, a rank reloads later,
-frees earlier or offloads more, and waits for what has not ended by then.
+frees earlier or offloads more, and waits for copies that have not ended by then.
 """
 
 from collections import defaultdict
@@ -59,8 +59,8 @@ def with_whole_share(schedule: Schedule, costs: Costs, share: float) -> Timeline
 def within_limits(schedule: Schedule, costs: Costs, limits: Sequence[float]) -> Timeline | None:
     """Return the shortest step found of ``schedule`` that keeps each rank within its limit, simulated.
 
-    Arguments are those of ``offload.within``, whose plan stays where it keeps the limits.  None where none
-    does: what is between an I and its W is on the device.
+    Arguments are as for ``offload.within``, whose plan stays where it keeps the limits.  None where none
+    does: activations between an I and its W stay on the device.
     """
     free = within(schedule, costs, limits)
     if not over(free, limits):

@@ -20,7 +20,7 @@ from megatron_pp_ext.schedule.names import AUTO, FLEX
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 
 HOST_LINK = 25e9
-"""The bytes a second, each way, that are counted on where the machine is not known: those of PCIe 4 x16."""
+"""The bytes a second, each way, for an unknown machine: PCIe 4 x16."""
 
 PART_OF_FORWARD = 0.5
 """The part of a forward that a copy counts as where it is not known how many bytes a stage keeps."""
@@ -96,8 +96,8 @@ def _timeline(schedule: Schedule, request: Request, share: float | str, costs: C
 def _compiled(request: Request, costs: CostsOf, before: Make) -> Made:
     """Return the shortest step found within the limit where activations may wait on the host.
 
-    What is compiled without copies stays if nothing is shorter.  Where a published family keeps the limit
-    with them, fewer trials search for it, and none where its lower bound is above that family's step.
+    The order compiled without copies stays if nothing is shorter.  Where a published family keeps the limit
+    with copies, fewer trials search for it, and none where its lower bound is above that family's step.
     """
     copy_costs = with_copy_seconds(costs(request.finest.stages, bool(request.splits_head)))
     budget = request.budget(copy_costs)

@@ -1,15 +1,15 @@
 """The copies of one rank, chosen by the times of a step (arXiv 2503.01328, section 3).
 
-1. What waits longest is offloaded first: the stages are taken in the order of their mean wait, and of the
+1. The longest waits are offloaded first: the stages are taken in the order of their mean wait, and of the
    last one that is taken in part, microbatches at equal distances, so that the copies follow each other
    evenly.
 2. The copies to the host run one after the other, in the order of the forwards.
 3. A copy back ends as late as neither its backward waits nor a copy after it on the engine is put off.  It
    is launched at the last end of an action before that, since it takes memory from there on.
 4. The memory is freed at the first start of an action after the end of the copy, so that nothing waits.
-5. What would not be freed before its copy back is launched stays on the device: every other one of these,
+5. An activation that would not be freed before its reload is launched stays on the device: every other one,
    until none is left.
-6. What is reloaded already at the rank's fullest moment stays as well, as long as that lowers the peak:
+6. An activation reloaded before the rank's fullest moment stays as well, as long as that lowers the peak:
    before a long idle time a copy back is launched early.
 """
 
@@ -36,7 +36,7 @@ _TRIES = 32
 class Wait(NamedTuple):
     """Activations that wait from ``since`` to ``until``, and take so many ``seconds`` to copy.
 
-    Its copy back may be launched at those of the rank's steps that are from ``earliest`` to ``latest``.
+    Its copy back may be launched at the rank's steps from ``earliest`` to ``latest``.
     """
 
     kept: Kept
@@ -62,8 +62,8 @@ class PlannedCopy(NamedTuple):
 class RankCopies:
     """A rank of a step with its times, for which its copies are chosen.
 
-    ``launches`` are its actions, the two of a pair together, and ``waits`` what waits for a backward, in the
-    order of those.
+    ``launches`` are its actions, the two of a pair together, and ``waits`` its waiting activations, in the
+    order of their backwards.
     """
 
     def __init__(self, timeline: Timeline, rank: int) -> None:

@@ -53,7 +53,7 @@ def compiled(
 def paired(request: Request, costs: CostsOf, before: Make) -> Made:
     """Return a family's order with pairs where the request has them; a pass of ``compiler.make``.
 
-    ValueError for a family that has none.  What is compiled has its pairs already, a file its own.
+    ValueError for a family that has none.  A compiled order has its pairs already, a file its own.
     """
     is_family = not request.is_compiled and request.from_file is None and request.schedule != FORWARD_ONLY
     if request.option(Pairs) is None or not is_family:

@@ -20,7 +20,7 @@ _WORTH_SHARING = 0.01
 """The part of a step that sharing the vocabulary has to save before ``auto`` chooses it."""
 
 _ATTEMPTS = 8
-"""The budgets tried for what the stages keep, so that the parts of the vocabulary fit in the limit too."""
+"""The budgets tried for the stages' activations, so that the parts of the vocabulary fit in the limit too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,8 @@ def _shorter_of_both(request: Request, costs: CostsOf, before: Make) -> Made:
 def _compiled(request: Request, costs: CostsOf, before: Make) -> Schedule:
     """Compile with the parts of the vocabulary in the limit.
 
-    A fraction as limit is one of what 1F1B keeps without sharing.  Under ``auto`` each rank has what it has
-    free, but no less than the order needs that keeps least.
+    A fraction as limit is one of 1F1B's peak without sharing.  Under ``auto`` each rank has its free memory,
+    but no less than the order needs that keeps least.
     """
     is_auto = catalog.abilities(request.schedule).measures_memory
     split_costs = costs(request.finest.stages, True)
@@ -125,8 +125,8 @@ class _Compiler:
     def _keeping(self, limits: Sequence[float], placement: Placement) -> Schedule:
         """Return a schedule that keeps ``limits``; InfeasibleLimit without one.
 
-        What the parts keep is known once they are in the order, so the budgets of the stages are lowered by
-        what was too much.  The last try is the order that keeps least.
+        The parts' bytes are known once they are in the order, so the budgets of the stages are lowered by
+        the excess.  The last try is the order that keeps least.
         """
         budgets = list(limits)
         with suppress(InfeasibleLimit):

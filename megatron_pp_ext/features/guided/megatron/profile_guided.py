@@ -1,6 +1,6 @@
 """Training steps whose schedule is compiled anew, from measured costs, while training goes on.
 
---pipeline-profile-steps A-B measures in steps A to B what the stages cost.  From step B+1 on the shortest
+--pipeline-profile-steps A-B measures the costs of the stages in steps A to B.  From step B+1 on the shortest
 schedule found for these costs runs, if it is predicted to be shorter than the requested one.  The placement
 stays, and with it weights, checkpoints and evaluation.  Every schedule adds up the same gradients in the same
 order, so the change leaves no trace in the losses, but for dropout where ranks have several chunks: its masks

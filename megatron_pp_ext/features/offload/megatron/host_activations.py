@@ -26,7 +26,7 @@ ENOUGH = 0.9
 class HostActivations:
     """Moves activations, at most ``limit`` bytes of which are on the host, once a plan copies any.
 
-    ``kept_bytes`` are those that a forward of each stage keeps, as the plans count them; empty where they are
+    ``kept_bytes`` are the bytes that a forward of each stage keeps in the plans; empty where they are
     not known.
     """
 
@@ -38,7 +38,7 @@ class HostActivations:
     def before(self, plan: RankPlan) -> OffloadedActivations | None:
         """Return the copies of activations that ``plan`` needs; None without any.
 
-        Before the first step, memory is pinned for what the plan has on the host at once.
+        Before the first step, memory is pinned for the most activations that the plan has on the host.
         """
         if not plan.has(OffloadCopy):
             return None

@@ -41,7 +41,7 @@ def offloaded(work: Workload, request: Request, share: float | str) -> Schedule:
 def parts_on_device(work: Workload, request: Request, order: Prepared) -> tuple[float, ...]:
     """Return the part of each rank's most bytes of activations that copies of all that can leave keep there.
 
-    ``order`` is that of ``request``, which has no copies.  Nearly the same parts stay under other layouts of
+    ``order`` belongs to ``request``, which has no copies.  Nearly the same parts stay under other layouts of
     the same stages.
     """
     copied = offloaded(work, request, AUTO)

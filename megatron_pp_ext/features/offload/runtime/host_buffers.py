@@ -139,7 +139,7 @@ def _rounded(size: int) -> int:
 def _pinned(size: int) -> torch.Tensor:
     """Return ``size`` bytes that a device can copy to and from while its host goes on.
 
-    Torch's own pinned memory comes in powers of two, up to twice of what is asked for.  MemoryError where the
+    Torch's own pinned memory comes in powers of two, up to twice the request.  MemoryError where the
     system pins no more.
     """
     memory = torch.empty(size, dtype=torch.uint8)

@@ -94,10 +94,10 @@ class _SavedMicrobatch:
 class OffloadedActivations:
     """The offloaded activations of one rank.
 
-    They wait in ``buffers``, and ``engines`` copy them.  What does not fit into the buffers stays on the
+    They wait in ``buffers``, and ``engines`` copy them.  Tensors that do not fit into the buffers stay on the
     device, which is logged once as a warning, and so do storages of fewer than ``smallest`` bytes.
-    Since the beginning, ``offloaded_bytes`` count what was copied, ``stayed_bytes`` what did not fit, and
-    ``small_bytes`` what was too small.
+    Since the beginning, ``offloaded_bytes`` count copied tensors, ``stayed_bytes`` the ones without a buffer,
+    and ``small_bytes`` those that were too small.
     """
 
     def __init__(self, buffers: HostBuffers, engines: CopyEngines, smallest: int) -> None:
@@ -206,7 +206,7 @@ class OffloadedActivations:
     def close(self) -> None:
         """End a step; RuntimeError where activations were left on the host.
 
-        What is computed later waits for copies that no backward has waited for.
+        Later computation waits for copies that no backward has waited for.
         """
         self._take_arrivals()
         if self._microbatches:
@@ -215,7 +215,7 @@ class OffloadedActivations:
     def abandon(self) -> None:
         """End a step that has failed: return the buffers of activations on the host or on their way there.
 
-        What is computed later waits for the step's copies, of which some read memory of the device.
+        Later computation waits for the step's copies, of which some read memory of the device.
         """
         for state in self._microbatches.values():
             if state.sent is not None:

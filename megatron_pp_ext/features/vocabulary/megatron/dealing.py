@@ -113,7 +113,7 @@ _STOCK_MARKS = {
     "partition_stride": 1,
     "is_embedding_or_output_parameter": True,
 }
-"""What Megatron writes on both weights."""
+"""The attributes that Megatron gives both weights."""
 
 
 def _marks(pipeline: Pipeline, *ends: tuple[torch.nn.Parameter | None, int]) -> list[Marks]:

@@ -1,9 +1,9 @@
 """The first and the last stage where all ranks of a pipeline share the vocabulary.
 
-What stock does in one forward is done here in two pieces.
+Stock's one forward is done here in two pieces.
 
 * The batch of a microbatch is read ahead of its forward, because all ranks need the tokens.  The script's
-  forward step is called with a model that notes what it is called with; the forward is that call.
+  forward step is called with a model that notes its arguments; the forward is that call.
 * The loss function of the last stage is called later, when the loss of every token is known.
 """
 

@@ -1,6 +1,6 @@
 """The modules that hold a rank's rows of the embedding and of the output layer, in a Megatron model.
 
-On the two end stages they hand on what ``features.vocabulary.runtime`` computes.
+On the two end stages they hand on the results of ``features.vocabulary.runtime``.
 """
 
 import math
@@ -108,7 +108,7 @@ class EmbeddingPart(VocabularyPart):
 class OutputPart(VocabularyPart):
     """Stands, on the last stage, for the output layer and its loss: hands on the hidden state.
 
-    ``labels``, batch x tokens, are those of the last forward.
+    ``labels``, batch x tokens, are the last forward's.
     """
 
     labels: torch.Tensor | None = None

@@ -12,7 +12,7 @@ from megatron_pp_ext.runtime.dummy_channels import Done, random_numbers
 class DummyExchanges(Exchanges):
     """The exchanges of a rank that runs alone with its part of a vocabulary of ``rows`` rows.
 
-    What other ranks would broadcast is random: tokens and labels of the whole vocabulary, and small numbers.
+    The broadcasts of other ranks are random: tokens and labels of the whole vocabulary, and small numbers.
     Sums are this rank's own part, and every rank's statistics are this rank's.
     """
 
