@@ -61,7 +61,7 @@ class InstallCall:
     trace: Path | None
     timeout: timedelta | None
     is_unproved: bool = False
-    """Whether it permits what was never run on a GPU."""
+    """Whether it permits operation that was never tried on a GPU."""
 
     @in_words_of_call()
     def pipeline(self) -> tuple[requested.Pipeline, InForce]:
@@ -113,7 +113,7 @@ def asked(
 ) -> InstallCall:
     """Read the arguments of ``install``; ValueError, in one line, for arguments that are not valid.
 
-    ``of_features`` are those of ``job.options.arguments``.
+    ``of_features`` are the arguments of ``job.options.arguments``.
     """
     file = None
     if trace is not None:

@@ -1,6 +1,6 @@
 """The hooks into megatron.core: placement, the step, updates, checkpoints and recording.
 
-Each hook states the place, the parameters that it has since which release, and what the hook is for.
+Each hook states the place, its parameters since which release, and the hook's purpose.
 """
 
 from megatron_pp_ext.features.megatron import HOOKED
@@ -47,7 +47,7 @@ CORE = (
 )
 
 INSTALLED = (*CORE, *of_core.HOOKS)
-"""What ``megatron_pp_ext.install`` replaces."""
+"""The hooks of ``megatron_pp_ext.install``."""
 
 # Whatever builds a model is imported by then.
 chunk_pipelines.after_config(frameworks.put_in_place)

@@ -57,4 +57,4 @@ _ROWS = (
 )
 
 CPU = tuple(Hook((Place(path, (known,)),), wrap, why) for path, known, wrap, why in _ROWS)
-"""What Megatron needs to run without a GPU, besides the stubs."""
+"""Replacements without which Megatron does not run without a GPU, besides the stubs."""

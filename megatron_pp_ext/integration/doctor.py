@@ -35,7 +35,7 @@ PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex")
 
 
 Waiting = Callable[[str], AbstractContextManager[object]]
-"""Says what is being done while a context lasts."""
+"""Shows the present work while a context lasts."""
 
 
 def examine(console: Console, checkout: Path | None, waiting: Waiting, in_full: bool = False) -> int:

@@ -1,7 +1,7 @@
 """Every place where this package enters Megatron-LM.
 
 ``core_hooks`` and ``trainer_hooks`` bring schedules into Megatron's two halves, ``workarounds.table`` has the
-workarounds of Megatron's own defects, and ``cpu_hooks`` what only a machine without a GPU needs.
+workarounds of Megatron's own defects, and ``cpu_hooks`` the hooks for a machine without a GPU.
 ``patching`` checks and replaces them, ``mpp doctor`` lists them.  This imports Megatron.
 """
 

@@ -136,7 +136,7 @@ def require_known_release(by_flags: bool = False) -> None:
 
 
 _applied: list[tuple[str, Any, str, Any]] = []
-"""(place, module or class, name, what was there) of every replaced name, in order."""
+"""(place, module or class, name, original) of every replaced name, in order."""
 
 
 def apply(hooks: Iterable[Hook]) -> None:

@@ -1,6 +1,6 @@
 """Places of Megatron's source that hooks take, and the parameters that the hooks know there.
 
-Megatron's development goes on under one version number, so what is judged is what stands in a place.
+Megatron's development goes on under one version number, so a place is judged by its function.
 """
 
 import importlib
@@ -16,7 +16,7 @@ Known = str | Sequence[str]
 """The parameters of a function, separated by spaces; a sequence where Megatrons differ."""
 
 ParametersOf = Callable[[str], str | None]
-"""Returns the parameters of what stands in a place of some Megatron; None if nothing does."""
+"""Returns the parameters of the function at a place of some Megatron; None if there is none."""
 
 
 class HookError(RuntimeError):
@@ -29,8 +29,8 @@ class Place:
 
     path: str
     known: tuple[str, ...]
-    """The lists of parameters that the hook knows.  They are those of the class's ``forward`` where the place
-    has an autograd function."""
+    """The lists of parameters that the hook knows: the ones of ``forward`` where the place has a class of
+    autograd functions."""
     ordered: int | None = None
     """How many of the first parameters the hook takes by position, so that their order counts, and that of
     the others does not; None if it is that of all."""

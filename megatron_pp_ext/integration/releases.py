@@ -34,7 +34,7 @@ class Release:
     """The Megatron-LM whose unmodified pretrain_gpt.py runs in the tests and for which ``patches/`` has a
     patch; None before the release."""
     tried: str
-    """What was tried, in the words of the table in docs/compatibility.md."""
+    """How far it was tried, in the words of the table in docs/compatibility.md."""
     by_flags: bool = True
     """Whether it has schedules by flags, too, and not by ``megatron_pp_ext.install`` alone."""
 

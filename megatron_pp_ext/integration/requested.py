@@ -34,16 +34,16 @@ class Pipeline:
     profile: Path | None = None
     """The file for the costs of every layer, measured under stock's schedules."""
     rehearsal: Path | None = None
-    """The file for what this rank measures while it runs without the others."""
+    """The file for this rank's measurements while it runs without the others."""
     layers: tuple[int, ...] = ()
     """The number of layers of each stage; only a rehearsal sets it."""
     is_per_model: bool = False
-    """Whether it is that of the models that are built under it, while others may run stock's schedule;
-    else it is that of the one model of the process."""
+    """Whether it is for the models that are built under it, while others may run stock's schedule;
+    else it is for the one model of the process."""
     costs: Costs | None = None
     """The costs of the call; None where they follow from a model or from flags."""
     is_unproved: bool = False
-    """Whether a call permits what was never run on a GPU."""
+    """Whether a call permits operation that was never tried on a GPU."""
     layout: str = ""
     """Words about a layout that this package chose; empty where the user gave it, or none."""
     summary: str = ""

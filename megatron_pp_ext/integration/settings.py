@@ -82,6 +82,6 @@ class Settings:
     advice: Advice | None = None
     """Looks for a better layout after the steps that were measured; None where nobody wants one."""
     costs_at: CostsAt | None = None
-    """Returns what the model's stages cost at another length of sequences; None where nobody knows it."""
+    """Returns the costs of the model's stages at another sequence length; None where nobody knows them."""
     caveat: Callable[[], str] = lambda: ""
-    """Returns what makes the run differ from one under 1F1B; logged once, before the first step."""
+    """Returns a line about differences from a run under 1F1B; logged once, before the first step."""

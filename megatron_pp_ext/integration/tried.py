@@ -28,7 +28,7 @@ class Commit:
     pinned_by: str
     """The frameworks that pin the commit in images or submodules; empty where it is a release."""
     patch: str = ""
-    """What its user changes in it, in words."""
+    """Its user's changes to it, in words."""
 
     @property
     def is_megatron(self) -> bool:

@@ -18,7 +18,7 @@ _FIX = "give the config.json of a model whose block_configs describe each layer"
 class Half(NamedTuple):
     """A layer's attention or MLP: absent, a single product in its place, or the full one.
 
-    ``size`` is the number of query groups, or the width of the MLP; 0 for what the model has.
+    ``size`` is the number of query groups, or the width of the MLP; 0 for the model's own.
     """
 
     is_left_out: bool = False
@@ -37,7 +37,7 @@ class LayerBlock(NamedTuple):
 def blocks(path: str | None, text: str | None, heads: int, hidden: int) -> tuple[LayerBlock, ...]:
     """Return the layers that ``text`` describes, or the file at ``path``, of a model of these sizes.
 
-    ValueError for a file that cannot be read, and for what describes no layers.
+    ValueError for a file that cannot be read, and for content that describes no layers.
     """
     source = "--heterogeneous-layers-config-encoded-json" if text else f"{path}"
     with naming(source):

@@ -27,7 +27,7 @@ def request_of_call(
     """Return the request of a loop that updates once a step; ValueError, in one line, if it cannot be.
 
     The arguments are those of ``megatron_pp_ext.install``, and the number of ``stages`` that costs are given
-    for; ``of_features`` are those of ``job.options.arguments``, None where they are not given.
+    for; ``of_features`` are the arguments of ``job.options.arguments``, None where they are not given.
     """
     if not isinstance(schedule, str):
         raise ValueError(f"schedule is {schedule!r}; give a name, such as 'v-half'")
@@ -105,7 +105,7 @@ def _from_file(
 def read_costs(costs: str | Path | Costs | Sequence[float]) -> Costs:
     """Return the costs that a file has, that are given as they are, or that have one number for each stage.
 
-    Such a number is what each F, I and W of the stage takes.  ValueError, in one line, for anything else.
+    Such a number holds for each F, I and W of the stage.  ValueError, in one line, for anything else.
     """
     if isinstance(costs, Costs):
         return costs

@@ -92,7 +92,7 @@ def require_first_first(schedule: Schedule) -> None:
     Under Transformer Engine ``is_first_microbatch`` is true of a module's first forward ever and, where
     layers quantize (FP8, FP4, --te-precision-config-file), of microbatch 0's in every step.  That forward
     casts the weights, which later ones rely on; and where accumulation is fused its weight gradient
-    overwrites ``main_grad``, to which those of others are added (``accumulate`` in Transformer Engine's
+    overwrites ``main_grad``, to which other gradients are added (``accumulate`` in Transformer Engine's
     module/linear.py, layernorm_linear.py and grouped_linear.py, the same from 2.3 to 2.18; Megatron's
     extensions/transformer_engine.py).
     """

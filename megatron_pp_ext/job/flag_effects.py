@@ -24,7 +24,7 @@ _NOT_COSTS = "what a model is apart from its costs", "how tokens are routed: eac
 def table() -> Mapping[str, Any]:
     """Return the sections of ``FILE``; a section has names, with spaces between, by their effect.
 
-    But ``values`` has, by argument, those that the costs of "stages" or of a "step" know, where not all.
+    But ``values`` has, by argument, the values that the costs of "stages" or of a "step" know, where not all.
     """
     return tomllib.loads(FILE.read_text(encoding="utf-8"))
 

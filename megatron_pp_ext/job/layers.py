@@ -37,7 +37,7 @@ def spread(job: Job) -> int:
 def layout(job: Job) -> tuple[str, ...] | None:
     """The stages of --pipeline-model-parallel-layout, a letter a layer; None without the flag.
 
-    ValueError for a layout that Megatron cannot read, and for that of another model.
+    ValueError for a layout that Megatron cannot read, and for another model's.
     """
     text = job.pipeline.pipeline_model_parallel_layout
     if text is None:

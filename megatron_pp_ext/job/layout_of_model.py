@@ -6,7 +6,7 @@ from collections.abc import Sequence
 def require_same(layout: str, stages: Sequence[str], layers: int, mtp_layers: int) -> None:
     """Raise ValueError unless ``stages``, a letter a layer, are a model of ``layers`` and ``mtp_layers``.
 
-    They are those of the flag's text ``layout``.  ``layers`` is 0 where nobody gives their number, and
+    They are the flag's text ``layout``.  ``layers`` is 0 where nobody gives their number, and
     ``mtp_layers`` is the number of layers of multi-token prediction (MTP).  The rules are those of
     ``PipelineParallelLayerLayout.validate_layer_layout`` in Megatron, which hold under every placement.
     """

@@ -1,6 +1,6 @@
 """--pipeline-memory-limit: one number for all pipeline ranks, or one for each, as in 0.9-0.8-0.8-0.7.
 
-What the numbers mean is stated in ``compiler.limits.requested_budget``.
+``compiler.limits.requested_budget`` states the meaning of the numbers.
 """
 
 import math

@@ -67,7 +67,7 @@ class Model:
     def routed_copies(self) -> float:
         """How many times experts get each token, if the router sends every expert the same number.
 
-        A capacity drops what is beyond it, and padding fills it up.
+        A capacity drops tokens beyond it, and padding fills it up.
         """
         capacity = 1.0 if self.expert_capacity is None else self.expert_capacity
         return self.moe_router_topk * (
@@ -78,7 +78,7 @@ class Model:
     def pattern(self) -> str | None:
         """The layers of --hybrid-layer-pattern, a letter each, with a | between stages; None without one.
 
-        What follows a slash is multi-token prediction (MTP), which belongs to the last stage.
+        The part after a slash is multi-token prediction (MTP), which belongs to the last stage.
         """
         return self.hybrid_layer_pattern.partition("/")[0] if self.hybrid_layer_pattern else None
 

@@ -56,7 +56,7 @@ def require_vocabulary(asked: RequestedJob) -> None:
 def microbatches(job: Job, data: int) -> int:
     """The microbatches of an ordinary step on ``data`` data-parallel ranks.
 
-    Where the batch grows, they are those of its last size, which most steps have.  ValueError for a batch
+    Where the batch grows, they are its last size's, which most steps have.  ValueError for a batch
     that is not a multiple of the samples in one microbatch of all ranks.
     """
     batch_part = job.batch

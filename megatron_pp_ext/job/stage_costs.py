@@ -16,7 +16,7 @@ _SIZES = (
     "context_parallel_size",
     "expert_model_parallel_size",
 )
-"""The arguments that change what a layer costs, and that a stage's costs do not show."""
+"""The arguments that change the costs of a layer, and that a stage's costs do not show."""
 
 
 def sizes(job: Job) -> dict[str, int]:
@@ -27,7 +27,7 @@ def sizes(job: Job) -> dict[str, int]:
 def read(job: Job) -> Costs:
     """Return the costs in the file of --pipeline-costs.
 
-    ValueError where the file states that they were measured at other sizes than those of ``job``.
+    ValueError where the file states that they were measured at other sizes than ``job`` has.
     """
     file = job.pipeline.pipeline_costs
     assert file is not None

@@ -93,7 +93,7 @@ def _longer_positions(
     """Return positions for the sequences of ``words`` where the model has fewer, or leaves them open.
 
     Rotary positions have no weights, and Megatron takes their number as a bound.  ValueError for sequences
-    that are longer than those that Megatron trains as the model would.
+    that are longer than Megatron trains as the model would.
     """
     text = " ".join(flag_words.by_argument(words).get("seq_length", ()))
     if not text.isdigit():

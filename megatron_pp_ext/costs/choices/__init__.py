@@ -1,6 +1,6 @@
-"""Flags whose value is chosen by the costs of the model, such as the length of slices.
+"""What flags leave open and the costs of the model settle, such as the length of slices.
 
-An import of this package imports the features' choices: they register here.
+Whoever imports it gets what the features choose: they register here.
 """
 
 import megatron_pp_ext.features.choices  # noqa: F401

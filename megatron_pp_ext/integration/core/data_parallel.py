@@ -75,7 +75,7 @@ class _Sum:
 
 
 Gradients = Iterable[tuple[Any, torch.Tensor]]
-"""Weights, and what is to be added to the gradient of each."""
+"""Weights, and the summands of each one's gradient."""
 
 
 def defer_weights(weights: Iterable[Any], gradients: Callable[[], Gradients]) -> Callable[[], None]:
@@ -195,7 +195,7 @@ class DataParallel:
     ) -> None:
         """Reduce the chunks in the order in which they are complete in an ``ordinary`` step.
 
-        ``actions`` are those of this step.  Where they complete gradients in another order than the ordinary
+        ``actions`` are this step's.  Where they complete gradients in another order than the ordinary
         ones do, each chunk is reduced as a whole; and with ``as_whole`` in any case, since other replicas may
         complete them in other orders.
         """

@@ -134,7 +134,7 @@ class DeferringStore:
     def _gradients(self, result: Any, operands: Sequence[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
         """Yield the parameters whose gradients W still has to add, each with the gradient.
 
-        A fused product has added the weights' gradients itself; those of biases come with the product, unless
+        A fused product has added the weights' gradients itself; biases' come with the product, unless
         I computed them.  A fused product computes these in the dtype of its buffers
         (``csrc/extensions/gemm.cpp``, seen on an H100 with 2.16.1); autograd would round them to the bias's.
         """

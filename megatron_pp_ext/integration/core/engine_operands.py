@@ -66,7 +66,7 @@ class OwnOperand:
 def own_operand(operand: Any, group: dist.ProcessGroup) -> Any:
     """Return this rank's own part of ``operand``, which ``group`` has gathered: an OwnPart or an OwnOperand.
 
-    What cannot be cut is returned as it is.
+    An operand that cannot be cut is returned as it is.
     """
     if type(operand) is torch.Tensor:
         return OwnPart.cut(operand, group)

@@ -34,7 +34,7 @@ _LINEAR = (
 def split_backward(stock: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
     """Derive from Megatron's linear function one that can leave its weight gradient for later.
 
-    What is added to the gradients, and in which order, is what stock adds: the numbers are the same.
+    The summands of gradients, and their order, are stock's: the numbers are the same.
     """
 
     class SplitLinearWithGradAccumulation(stock):  # type: ignore[valid-type,misc]

@@ -17,7 +17,7 @@ from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.schedule.placement import Placement
 
 _FORMAT, _PLACEMENT = "param_state_sharding_type", "megatron_pp_ext_placement"
-"""What a state dict states of an optimizer's format, and of the placement unless it is stock's."""
+"""The part of a state dict about an optimizer's format, and its placement unless that is stock's."""
 
 _WHY = "a distributed optimizer's state goes only where it was saved, models that were built by a call"
 

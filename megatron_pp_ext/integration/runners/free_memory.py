@@ -15,7 +15,7 @@ DEVICE_MARGIN = 0.9
 def free_bytes_by_rank() -> list[float]:
     """Return the free bytes for a step on each pipeline rank's fullest device, less a margin; collective.
 
-    All ranks of the job take part, not only those of a pipeline, since ranks that share a stage's tensors
+    All ranks of the job take part, not only a pipeline's, since ranks that share a stage's tensors
     must run the same schedule.  Call it right after an optimizer step, when weights, gradients and optimizer
     state are allocated and activations and messages are not.
     """

@@ -49,7 +49,7 @@ def message_channels(ranks: list[int], directions: Directions, inputs: StepInput
 def shapes_of(inputs: StepInputs, sizes: Iterable[tuple[int, int]]) -> tuple[Shape, ...]:
     """Return the shapes of messages whose units have ``sizes``: so many sequences of so many tokens each.
 
-    They are those of stock where all lengths are equal, which are not announced.  Empty where the ranks that
+    They are stock's shapes where all lengths are equal, which are not announced.  Empty where the ranks that
     share sequences cannot share one of these evenly.
     """
     config, groups = copy(inputs.config), inputs.groups

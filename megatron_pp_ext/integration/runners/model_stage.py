@@ -32,7 +32,7 @@ def step_of_one_call(
 ) -> tuple[torch.Tensor, Callable[..., Any] | None]:
     """Run a ``forward_step`` that calls its model once and does not change its output; return its result.
 
-    ValueError for any other: with ``flag`` the output is a part of what the forward step means.
+    ValueError for any other: with ``flag`` the forward step depends on the output as it is.
     """
     outputs = list[tuple[Any, Any, Any]]()
 
@@ -84,10 +84,10 @@ def _is_as_written(output: Any, writes: Any) -> bool:
 class StepInputs:
     """The arguments that Megatron passes for one step, and the losses and tokens that the stages add.
 
-    ``group`` is the pipeline's, one of Megatron's ``groups``, and ``shape`` that of its messages, empty where
-    these differ; ``shapes`` are then those of each unit, if they are known before the step.  What messages
-    announce is added to ``announced`` where somebody wants to know.  Where a microbatch ``has_one_shape`` on
-    all stages, a rank is sent it once (``Announced.FIRST``).
+    ``group`` is the pipeline's, one of Megatron's ``groups``, and ``shape`` its messages' shape, empty where
+    these differ; ``shapes`` are then each unit's, if they are known before the step.  Announced shapes are
+    added to ``announced`` where somebody wants to know.  Where a microbatch ``has_one_shape`` on all stages,
+    a rank is sent it once (``Announced.FIRST``).
     ``training_steps`` is the number of training steps that this process has run before, and ``samples`` those
     of a microbatch.
     """

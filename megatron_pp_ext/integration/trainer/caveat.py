@@ -11,7 +11,7 @@ def caveat(pipeline: Pipeline, args: Namespace) -> str:
     """Return why this run differs from one under 1F1B, as two seeds do; empty where it does not.
 
     Megatron seeds initial weights and dropout by pipeline rank, so both follow the placement of the layers.
-    ``args`` are those of a run whose checkpoint is loaded, if it has one.
+    ``args`` are the flags of a run whose checkpoint is loaded, if it has one.
     """
     if pipeline.source is None or pipeline.placement.shape is Shape.LINEAR:
         return ""

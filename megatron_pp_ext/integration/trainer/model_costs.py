@@ -20,7 +20,7 @@ def estimate(asked: RequestedJob, stages: int, splits_head: bool = False) -> Cos
 
     With ``splits_head`` every rank of the pipeline has a part of the embedding and the output layer.
 
-    Raises ValueError where the flags do not determine them, and for what the costs do not know.
+    Raises ValueError where the flags do not determine them, and for layers whose costs are not known.
     """
     all_rules.refuse_to_predict(asked)
     job = asked.job

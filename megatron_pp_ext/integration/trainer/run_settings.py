@@ -16,7 +16,7 @@ from megatron_pp_ext.job.typed_job import Job
 def settings(args: Namespace, pipeline: Pipeline) -> Settings:
     """Return the settings of the run that ``args`` describe, with ``pipeline``.
 
-    Megatron goes on changing ``args`` while it starts and trains, so what changes is read when it is needed.
+    Megatron goes on changing ``args`` while it starts and trains, so values that change are read at use.
     """
     communicators = args.nccl_communicator_config_path
     return Settings(

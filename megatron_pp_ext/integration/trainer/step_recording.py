@@ -17,7 +17,7 @@ from megatron_pp_ext.runtime import gradients_file
 from megatron_pp_ext.schedule.formats import run_record
 
 _NORM = 5
-"""The place of the gradient norm in what ``train_step`` returns; the losses by name come first."""
+"""The place of the gradient norm in ``train_step``'s result; the losses by name come first."""
 
 
 _PARAMETERS = (

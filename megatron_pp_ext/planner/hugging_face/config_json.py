@@ -10,7 +10,7 @@ from megatron_pp_ext.planner.hugging_face.config_keys import BY_FLAGS
 from megatron_pp_ext.planner.hugging_face.model_types import REFUSED, SAME, TYPES
 
 LONGEST_DEFAULT = 8192
-"""The sequence length where nobody gives one: that of the model's positions, but at most so many tokens."""
+"""The sequence length where nobody gives one: the model's number of positions, but at most so many tokens."""
 
 _NAMES = {
     "model_type",
@@ -39,7 +39,7 @@ _OTHER_FILES = {
     "do_sample": "of the generation of text",
     "_diffusers_version": "of a diffusion model",
 }
-"""What other files of Hugging Face describe, by a key that each of them has."""
+"""The contents of other files of Hugging Face, by a key that each of them has."""
 
 _BASE = "base_model_name_or_path"
 
@@ -50,7 +50,7 @@ _HEADLESS = re.compile(
 """Matches classes whose output is no token: rewards, classes, spans of a text, hidden states."""
 
 _INPUTS = "vision_config", "audio_config", "vision_feature_layer", "spatial_merge_size"
-"""Keys of the encoders of other inputs, where they stand among those of the language model."""
+"""Keys of the encoders of other inputs, where they stand among the language model's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def is_config(content: Mapping[str, Any]) -> bool:
 def read(config: Mapping[str, Any]) -> GivenModel:
     """Return the model of ``config``, the content of a config.json.
 
-    ValueError for types and keys that are not known, for wrong values, and for what is missing.
+    ValueError for types and keys that are not known, for wrong values, and for missing keys.
     """
     language, notes = _language_model(config)
     values, keys = TYPES[_known(language.get("model_type"), config.get("model_type"))].read(language)

@@ -23,7 +23,7 @@ FILE = Path(__file__).with_name("model_types.toml")
 class ModelType:
     """``parts`` read the keys; ``fixed`` are the arguments that all models of the type have.
 
-    ``defaults`` are the keys of those that a file may leave out.  ``notes`` are sentences on what the
+    ``defaults`` are values of keys that a file may leave out.  ``notes`` are sentences on what the
     arguments leave out, since Megatron's flags have no words for it.
     """
 
@@ -71,7 +71,7 @@ TYPES: Mapping[str, ModelType] = {
 """The types by their names."""
 
 SAME: Mapping[str, str] = _TABLE["same"]
-"""Types whose language model is that of another type."""
+"""Types whose language model is another type's."""
 
 REFUSED = {name: reason for reason, names in _TABLE["refused"].items() for name in names.split()}
 """Why Megatron's flags describe no model of other types."""

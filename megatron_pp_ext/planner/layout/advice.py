@@ -22,7 +22,7 @@ def advised(
 ) -> tuple[str, Shortest] | None:
     """Return a layout that is shorter than that of ``job`` by a hundredth at least, or None.
 
-    ``costs`` are those of the stages of ``schedule``, which is called ``name``, and ``data`` is the
+    ``costs`` are the costs of the stages of ``schedule``, which is called ``name``, and ``data`` is the
     data-parallel size.  ``free`` are the bytes that the fullest device leaves for activations and messages.
     By estimate no rank needs more than that, or than the fullest one needs now.  Nothing is advised for a
     model that is cut by its pattern, or with multi-token prediction in another stage than the loss.
@@ -62,8 +62,8 @@ def divided(
     """Return the seconds of every layer, and of the first and the last stage's other work.
 
     Stage s has ``counts[s]`` layers, which share its seconds in ``costs`` in proportion to their ``sizes``.
-    In the first and the last stage they take at most what layers of their size take between these, by the
-    median, or in the first stage where nothing is between.  What is left is the embedding's or the loss's.
+    In the first and the last stage they take at most the time of layers of their size between these, by the
+    median, or in the first stage where nothing is between.  The remainder is the embedding's or the loss's.
     """
     totals = [sum(sizes[start:end]) for start, end in pairwise(accumulate(counts, initial=0))]
     *by_kind, saved = zip(*map(seconds_of, costs.stages), strict=True)

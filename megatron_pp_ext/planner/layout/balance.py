@@ -8,7 +8,7 @@ from itertools import accumulate
 from megatron_pp_ext.planner.layout.cut import Cut, Seconds, times
 
 _ROUNDING = 1e-9
-"""The part by which a sum has to shrink to count as smaller, far above what rounding changes."""
+"""The part by which a sum has to shrink to count as smaller, far above rounding errors."""
 
 type _Choices = list[list[tuple[int, int, float]]]
 """For each stage, the items first, ..., end - 1 that it may have: (first, end, seconds)."""

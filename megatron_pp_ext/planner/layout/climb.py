@@ -31,7 +31,7 @@ _WORTH = 1e-4
 """The part of the makespan that a move has to save at least."""
 
 _ROUNDING = 1e-9
-"""The part by which a sum has to shrink to count as smaller, far above what rounding changes."""
+"""The part by which a sum has to shrink to count as smaller, far above rounding errors."""
 
 
 class Stages(Protocol):

@@ -19,7 +19,7 @@ type Cut = tuple[int, ...]
 type Seconds = Callable[[int, int, int], tuple[float, float, float, float]]
 """(stage, first, end) -> the seconds of the stage if it has the items first, ..., end - 1.
 
-They are those of F, I and W and, below 0, what an I and a W save together.
+They are the seconds of F, I and W and, below 0, the saving of an I and a W together.
 """
 
 type Array = Any

@@ -24,7 +24,7 @@ class LayoutRow(Stages, Protocol):
 
 
 type Seconds = tuple[float, float, float, float]
-"""The seconds of F, I and W and, below 0, those that an I and a W save together."""
+"""The seconds of F, I and W and, below 0, the saving of an I and a W together."""
 
 NOTHING: Seconds = (0.0, 0.0, 0.0, 0.0)
 
@@ -38,7 +38,7 @@ def seconds_of(costs: StageCosts) -> Seconds:
 class LayerRow:
     """Layers whose seconds add up, for stages that have the fewest layers in ``least``.
 
-    ``front`` and ``back`` are what the first and the last stage take besides their layers.  ``like`` has the
+    ``front`` and ``back`` are the other seconds of the first and the last stage.  ``like`` has the
     times of messages.  ``totals`` returns the bytes that every rank needs under a cut.
     """
 

@@ -113,7 +113,7 @@ class Search:
     def _bounded(self, current: Round, progress: Progress) -> list[Bounded]:
         """Return the candidates of a round that may fit.
 
-        Only later rounds than the first may end early: what a search without a result lacks is time.
+        Only later rounds than the first may end early: a search without a result lacks time.
         """
         candidates = list[Bounded]()
         for number, total, of_cut in self._bounding.of_round(current):

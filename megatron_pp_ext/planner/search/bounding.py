@@ -26,7 +26,7 @@ class Round:
     """Candidates that are looked at together: all of ``space`` that are not in ``before``.
 
     ``choices`` are the arguments whose values the search chooses in them.  A round that ``is_varied`` has
-    those that fit in a variant alone.
+    candidates that fit in a variant alone.
     """
 
     space: Space

@@ -171,7 +171,7 @@ class Space:
     def _experts(self, tensor: int, replicas: int) -> list[tuple[int, int | None]]:
         """Return the sizes of expert parallelism, each with that of the experts' tensor parallelism.
 
-        The latter is None where it is as large as that of the other layers.
+        The latter is None where it is as large as the other layers'.
         """
         parallel, count = self.job.parallel, self.job.model.num_experts
         expert_tensors = [size if size < tensor else None for size in _divisors(tensor)] if count else [None]

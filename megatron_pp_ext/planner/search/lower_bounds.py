@@ -75,7 +75,7 @@ def bounds(work: Workload, microbatches: int) -> tuple[float, float]:
 class MeanRank:
     """The average rank of ``work``: ``part``, which is the same under every cut into stages.
 
-    ``least`` is what stages take at least.
+    ``least`` has lower bounds of the stages' seconds.
     """
 
     work: Workload

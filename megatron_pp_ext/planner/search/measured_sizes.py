@@ -18,7 +18,7 @@ _SIZES = (
     "pipeline_model_parallel_size",
     "micro_batch_size",
 )
-"""The sizes that change what a stage costs; the experts' only in a model with experts."""
+"""The sizes that change the costs of a stage; the experts' only in a model with experts."""
 
 KEPT = frozenset((*_SIZES, "expert_tensor_parallel_size", "recompute_granularity"))
 """The arguments that stay as they are."""

@@ -1,6 +1,6 @@
 """Replays of candidates, with the layout that makes the step of each shortest where layouts are searched.
 
-What the memory keeps out can be tried in the ways that features offer (``variants``).
+Candidates that do not fit can be tried in the ways that features offer (``variants``).
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ class Timed(NamedTuple):
 
 
 Estimating = Callable[[Timed, float, Callable[[float], float]], Evaluated | RankMemory | None]
-"""What returns an estimate within a limit, as ``Replays.replayed`` does."""
+"""Returns an estimate within a limit, as ``Replays.replayed`` does."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The seconds of one training step, and the memory of every rank.
+"""How long one training step takes, and what every rank keeps.
 
 Whoever imports it gets what the features add: they register here.
 """

@@ -32,7 +32,7 @@ class StepsByLength:
     They are in the order of the data (``given``), by the rule of the schedule's family, or in one that was
     searched for.  The step is that of the slowest replica.  ``balanced`` are those of the searched order
     where documents are balanced over replicas, None for a single one.  ``heaviest`` is the work of a step's
-    heaviest microbatch by that of its mean one.
+    heaviest microbatch by its mean one's.
     """
 
     given: float
@@ -47,8 +47,8 @@ class StepsByLength:
 def length_costs(job: Job, system: System, placement: Placement, request: Request) -> LengthCosts:
     """Return the costs of stages by the lengths of documents.
 
-    Attention's part follows from what one document of the sequence length and two of half of it cost.
-    ValueError where stages cost what a file says (--pipeline-costs).
+    Attention's part follows from the costs of one document of the sequence length and of two half as long.
+    ValueError where stages have the costs of a file (--pipeline-costs).
     """
     if job.pipeline.pipeline_costs is not None:
         raise ValueError(

@@ -27,7 +27,7 @@ _WORTH_SHARING = 0.02
 """The part of a step that a shared vocabulary has to save to be named."""
 
 _AT_START = "h100"
-"""The system by whose rates a job is estimated at its start, whatever it runs on."""
+"""The system by whose rates a job is estimated at its start, on whatever GPUs it runs."""
 
 _SHARED = "pipeline_vocabulary"
 

@@ -36,7 +36,7 @@ class Band:
     """Eight in ten of ``rows`` published steps took ``low`` to ``high`` times their estimate.
 
     The runs are those of ``kind``, and ``error`` is the mean of their absolute relative errors.
-    ``unmeasured`` is what a job has that none of them had, in words.  With one such thing the range is the
+    ``unmeasured`` are properties of a job that none of them had, in words.  With one of them the range is the
     widest of all kinds; with more there is none, and ``low`` and ``high`` are None.  It is also the widest
     where all runs are of one of ``publishers``, whose jobs are alike.
     """

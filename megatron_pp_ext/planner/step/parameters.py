@@ -11,7 +11,7 @@ from megatron_pp_ext.job.typed_job import Job
 class Parameters:
     """Numbers of weights of the whole model, each counted once.
 
-    ``active_parameters`` are those that a token is multiplied by or added to: of the experts the chosen ones,
+    ``active_parameters`` are the ones that a token is multiplied by or added to: of experts the chosen ones,
     and no embedding or learned positions, of which a token takes one row.  A tied weight is used as the
     output layer.
     """

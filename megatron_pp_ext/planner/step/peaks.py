@@ -9,7 +9,7 @@ each: the peak that is 9% above its estimate was 2% below it after two iteration
 
 HEADROOM, HEADROOM_OF_EXPERTS = 0.06, 0.10
 """The share of a device's memory that a search leaves free by default: as much as peaks may be above their
-estimates, and some for what no model counts: 3%, and 1% where there are experts."""
+estimates, and some for buffers that no model counts: 3%, and 1% where there are experts."""
 
 
 def above(job: Job) -> float:
