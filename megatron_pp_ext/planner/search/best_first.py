@@ -126,7 +126,6 @@ class Search:
 
     @property
     def _is_spent(self) -> bool:
-        """Whether the budget for replays is spent."""
         return self.budget.is_spent(self._compiles is not Compiles.NEVER, bool(self.result.best))
 
     def _in_order(

@@ -193,7 +193,6 @@ class Candidate:
 
 @cache
 def _candidate_arguments() -> tuple[str, ...]:
-    """Return the arguments that a candidate sets."""
     return tuple(Candidate(1, 1, 1, 1, 1, 1, 1, Recompute("none"))._values())
 
 

@@ -72,7 +72,7 @@ class _TensorPlace(NamedTuple):
 
 
 class _Storage(NamedTuple):
-    """A storage that is offloaded."""
+    """An offloaded storage and the places of its tensors."""
 
     device: torch.device
     size: int

@@ -259,7 +259,7 @@ class SharedOutput:
         return (local_largest - largest).exp() / total, of_label
 
     def _over_all(self, state: _MicrobatchLogits) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return M and L."""
+        """Return each token's largest logit and sum of exponentials over all ranks (M and L above)."""
         largest = state.of_all[:, 0].max(dim=0).values
         return largest, (state.of_all[:, 1] * (state.of_all[:, 0] - largest).exp()).sum(dim=0)
 
