@@ -24,7 +24,7 @@ PACKAGES = {
     "megatron.energon": "multimodal data",
     "ray": "actors on the machines of a cluster",
 }
-"""What stands in for which purpose."""
+"""The stand-ins by purpose."""
 
 
 class _Name(type):

@@ -1,4 +1,4 @@
-"""One layer of each kind of attention on a CPU rank, as Megatron builds it: what it has and what it keeps.
+"""One layer of each kind of attention on a CPU rank, as Megatron builds it: its weights and saved bytes.
 
 Megatron makes some kinds of Transformer Engine's modules and of CUDA kernels alone.  What stands in for them
 here has the same weights and saves for its backward what they save: a norm its input, a kernel its operands.
@@ -36,7 +36,7 @@ from tests.support.kept_bytes import kept_bytes, share_storage
 
 
 class Layer(NamedTuple):
-    """The number of a layer's weights, the bytes that its forward keeps, and those that wait for its W.
+    """The number of a layer's weights, the bytes that its forward keeps, and the bytes that wait for its W.
 
     These are, of each product with a weight, its input, once where products share it, and the gradient of its
     output.
@@ -214,7 +214,7 @@ class Core(DotProductAttention):
 
 
 class Backend(LocalSpecProvider):
-    """Megatron's local modules, and what stands in for those of Transformer Engine."""
+    """Megatron's local modules, and stand-ins for Transformer Engine's."""
 
     def linear(self) -> type:
         """The product whose weight is not divided."""
@@ -274,7 +274,7 @@ _l2norm = _L2Norm.apply
 
 
 def _convolution(x: torch.Tensor, weight: torch.Tensor, **unused: Any) -> tuple[torch.Tensor, None]:
-    """flash-linear-attention's, over tokens and by channels, with SiLU behind: it saves its input."""
+    """flash-linear-attention's, over tokens and by channels, followed by SiLU: it saves its input."""
 
     def compute(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         width = weight.shape[-1]
@@ -301,7 +301,7 @@ def _gated_delta_rule(
 
 
 def _gated_norm(layer: GatedDeltaNet, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Megatron's, compiled: what is behind the norm is one kernel."""
+    """Megatron's, compiled: the work after the norm is one kernel."""
     normed = layer.out_norm(x.reshape(-1, x.shape[-1]))
 
     def compute(normed: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,11 @@
-"""A clock for tests of what is timed: it stands still but for a tick a reading and for what work takes."""
+"""A clock for tests of timing: it stands still but for a tick a reading and for the time of work."""
 
 TICK = 2.0**-20
 """The seconds that pass between two readings."""
 
 
 class Clock:
-    """Stands in for ``time.perf_counter``, so that what a test measures is the same on any machine.
+    """Stands in for ``time.perf_counter``, so that a test's measurements are the same on any machine.
 
     The clocks of forked ranks go on from the same reading, each by itself.
     """

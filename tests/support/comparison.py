@@ -1,4 +1,4 @@
-"""Training runs under stock's schedules and under ours, and what has to be equal between them."""
+"""Training runs under stock's schedules and under ours, and the comparisons of their numbers."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -94,7 +94,7 @@ def _gather(group: Any) -> None:
 
 
 def run(world_size: int, flags: Sequence[str], **options: Any) -> Result:
-    """Train the tiny GPT and bring together what its ranks saw.
+    """Train the tiny GPT and bring together the results of its ranks.
 
     Two steps show all gradients and what an update makes of them.  There are more where ``flags`` say so, and
     three where an evaluation may stand between them.

@@ -19,7 +19,7 @@ class Layer(torch.nn.Module):
 
 
 def put(*operands):
-    """Hand ``operands`` over; returns how many bytes wait, and the operands that the product was given."""
+    """Hand ``operands`` over; returns how many bytes wait, and the operands of the product."""
     received = []
 
     def product(*arguments):

@@ -1,4 +1,4 @@
-"""The command blocks of the documents, and what keeps a machine for tests from running some of them.
+"""The command blocks of the documents, and the reasons why a machine for tests cannot run some of them.
 
 A block is fenced and called ``bash``.  One that is not run has its reason in a comment before it:
 
@@ -42,7 +42,7 @@ _REASON = re.compile(r"<!-- not run in tests: (.*) -->\n\s*\Z")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: where it begins, what it is called, and what it has."""
+    """A fenced block: its place, its language, and its text."""
 
     document: Path
     line: int
@@ -51,7 +51,7 @@ class Block:
     reason: str | None
     """The reason not to run it."""
     output: str
-    """What the block behind it, called ``text``, shows as its output; nothing without one."""
+    """The output that the ``text`` block after it shows; nothing without one."""
 
     def __str__(self) -> str:
         return f"{self.document.relative_to(ROOT)}:{self.line}"

@@ -18,7 +18,7 @@ from tests.support import engine_kernels
 
 
 class _Named(type):
-    """A class whose unknown attributes are numbers, as those of an enumeration."""
+    """A class whose unknown attributes are numbers, like an enumeration's."""
 
     def __getattr__(cls, name: str) -> int:
         if name.startswith("__"):

@@ -1,4 +1,4 @@
-"""What of Transformer Engine's and apex's compiled kernels the tests need, in plain torch.
+"""The compiled kernels of Transformer Engine and apex that the tests need, in plain torch.
 
 Signatures are those of ``transformer_engine_torch`` and ``fused_weight_gradient_mlp_cuda``; only what layers
 without FP8 ask for.

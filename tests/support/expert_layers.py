@@ -1,4 +1,4 @@
-"""Stand-ins for what experts take from Transformer Engine: grouped products, and those to a latent width.
+"""Stand-ins for Transformer Engine's modules of experts: grouped products, and products to a latent width.
 
 Importing this module puts the latter into ``megatron.core.transformer.moe.moe_layer``, which takes
 Transformer Engine for absent on a CPU.

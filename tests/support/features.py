@@ -1,4 +1,4 @@
-"""Megatron's features as a table: what a job can choose, and rows that bring every two choices together once.
+"""Megatron's features as a table: a job's choices, and rows that bring every two choices together once.
 
 A failure needs two features to meet far more often than three, so a covering array of pairs (Cohen et al.,
 "The AETG System", IEEE TSE 1997) finds most of what the full product, some 70,000 jobs, would find.
@@ -183,7 +183,7 @@ LARGE_ROWS: tuple[Row, ...] = (
 def covering_rows(
     factors: Mapping[str, tuple[str, ...]], excluded: Collection[Pair], known: Collection[Row] = ()
 ) -> list[Row]:
-    """Rows that bring, beside the ``known`` ones, every pair of levels but the excluded; nearly the fewest.
+    """Rows that bring, besides the ``known`` ones, every pair of levels but the excluded; nearly the fewest.
 
     Greedy: a row starts as a pair that no row has yet, and takes in each further factor the level that
     brings the most such pairs, of several the one used least.

@@ -36,7 +36,7 @@ def seconds_of(
     announced: Announced = Announced.NOTHING,
     hop: float = 0.0,
 ) -> float:
-    """Return what ``step_seconds`` does, for the ``plans`` of all ranks."""
+    """Return ``step_seconds`` for the ``plans`` of all ranks."""
     operations = [plan.operations for plan in plans]
     at, now = [0] * len(plans), [0.0] * len(plans)
     posted, sent_at = dict[Message, float](), dict[Message, float]()

@@ -17,7 +17,7 @@ TRIALS = 30
 
 @contextmanager
 def few_trials(folder: str) -> Iterator[None]:
-    """Compile so inside, and keep these schedules in ``folder``, apart from those of a whole search."""
+    """Compile so inside, and keep these schedules in ``folder``, apart from the ones of a whole search."""
     _loops_are_compiled()
     whole = proposals.search
     with pytest.MonkeyPatch.context() as patch:

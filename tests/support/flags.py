@@ -1,4 +1,4 @@
-"""What a line of flags means, read as a job reads it but without one."""
+"""The meaning of a line of flags, read as a job reads it but without one."""
 
 import shlex
 from argparse import ArgumentParser, Namespace
@@ -40,7 +40,7 @@ def arguments(flags: str) -> Namespace:
 
 
 def read_by_megatron(words: Sequence[str]) -> Namespace:
-    """Return what Megatron's own parser, with this package's flags, reads in ``words``."""
+    """Read ``words`` with Megatron's own parser and this package's flags."""
     parser = megatron_arguments.add_megatron_arguments(ArgumentParser(allow_abbrev=False, add_help=False))
     if not any(action.dest == "pipeline_schedule" for action in parser._actions):
         add_flags(parser)  # they are there already where this package's hooks are installed
@@ -50,7 +50,7 @@ def read_by_megatron(words: Sequence[str]) -> Namespace:
 
 
 def read_by_commands(words: Sequence[str]) -> RequestedJob:
-    """Return what a command reads in ``words``, without Megatron."""
+    """Read ``words`` as a command does, without Megatron."""
     return described.read(words, None).counted()
 
 
@@ -110,7 +110,7 @@ def _validate(
 
 
 def configured(lines: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-    """Return what stock Megatron configures a model with on a GPU, for each of the command lines.
+    """Return stock Megatron's config of a model on a GPU, for each of the command lines.
 
     It is the content of ``TransformerConfig`` as far as it is numbers, texts and lists.
     """

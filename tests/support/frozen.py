@@ -1,4 +1,4 @@
-"""Weights that a script freezes when it builds its model, by a flag that the tests have beside Megatron's."""
+"""Weights that a script freezes when it builds its model, by a flag of the tests."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ _RANK, _SCALE = 4, 8
 
 
 def without_flag(flags: Sequence[str]) -> tuple[list[str], str | None]:
-    """Megatron's flags, and what is frozen."""
+    """Megatron's flags, and the kind of frozen weights."""
     if FLAG not in flags:
         return list(flags), None
     at = list(flags).index(FLAG)
@@ -67,7 +67,7 @@ def _modules(model: GPTModel, kind: str) -> list[torch.nn.Module]:
 
 
 class Adapter(MegatronModule):
-    """What LoRA (arXiv 2106.09685) adds to a layer whose outputs are cut over tensor-parallel ranks."""
+    """The adapter of LoRA (arXiv 2106.09685) for a layer whose outputs are cut over tensor-parallel ranks."""
 
     def __init__(self, layer: ColumnParallelLinear) -> None:
         config = layer.config
@@ -79,7 +79,7 @@ class Adapter(MegatronModule):
         )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what the layer's output has more, for the same input."""
+        """Return the addition to the layer's output, for the same input."""
         added: torch.Tensor = self.up(self.down(hidden))[0]
         return _SCALE * added
 
@@ -97,7 +97,7 @@ def _adapt(model: GPTModel) -> None:
 
 
 def _adapt_attention(attention: Any) -> None:
-    """Give ``attention`` an adapter beside its product for queries, keys and values."""
+    """Give ``attention`` an adapter for its product of queries, keys and values."""
     layer = attention.linear_qkv
     attention.adapter = adapter = Adapter(layer)
     stock = layer.forward

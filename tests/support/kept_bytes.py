@@ -1,4 +1,4 @@
-"""The bytes that a forward keeps for its backward, by the activation meter and by what is alive."""
+"""The bytes that a forward keeps for its backward, by the activation meter and by the tensors alive."""
 
 import gc
 from collections.abc import Callable, Iterable
@@ -10,7 +10,7 @@ from megatron_pp_ext.runtime.storages import storages
 
 
 def kept_bytes(parameters: Iterable[torch.Tensor], forward: Callable[[], torch.Tensor]) -> int:
-    """Return the meter's bytes after ``forward``, which have to be those alive, and run its backward."""
+    """Return the meter's bytes after ``forward``, checked against the tensors alive, and run its backward."""
     weights = list(parameters)
     meter = ActivationMeter(weights)
     with meter.forward(Owner(0, 0)):

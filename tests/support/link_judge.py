@@ -125,7 +125,7 @@ class _Game:
         heapq.heappush(self.events, (time, self.asked, happen))
 
     def compute(self, number: int, replica: _Replica) -> None:
-        """Start what the replica can do next, unless it is busy."""
+        """Start the replica's next work, unless it is busy."""
         stage = self.stages[number]
         backward = replica.first + replica.backwards * stage.replicas
         forward = replica.first + replica.forwards * stage.replicas

@@ -13,7 +13,7 @@ from tests.support import own_loop, own_loop_experts
 
 
 class LooksAhead(DotProductAttention):
-    """Attention by causal scores whose values are those of the next token."""
+    """Attention by causal scores whose values are the next token's."""
 
     def forward(self, query: Any, key: Any, value: Any, *args: Any, **about: Any) -> Any:
         """See ``DotProductAttention``."""

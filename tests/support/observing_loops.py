@@ -235,7 +235,7 @@ LOOPS = {
 def trained(
     name: str, model: list[Any], counts: tuple[int, ...], lengths: tuple[int, ...], **about: Any
 ) -> own_loop.Record:
-    """Train by the loop ``name``; other arguments are those of ``own_loop.train``."""
+    """Train by the loop ``name``; other arguments are as for ``own_loop.train``."""
     loop, batches = LOOPS[name], own_loop.batches
     own_loop.batches = lambda *args: loop.data(batches(*args))
     step = loop.step(about.pop("forward_step_func", own_loop.forward_step))

@@ -40,7 +40,7 @@ RATE = 1e-2
 
 @dataclass
 class Record:
-    """What a run leaves: the losses of each step, and by global names gradients and weights.
+    """The results of a run: the losses of each step, and by global names gradients and weights.
 
     The gradients are those of each of the ``steps``, and those of the last one.
     """
@@ -164,7 +164,7 @@ def batches(lengths: tuple[int, ...] = (LENGTH,), seed: int = 7) -> Iterator[dic
 
 
 def forward_step(iterator: Iterator[Any], model: Any) -> tuple[torch.Tensor, Any]:
-    """Megatron's forward step: the losses of a batch, and what makes one loss of them."""
+    """Megatron's forward step: the losses of a batch, and the function that makes one loss of them."""
     batch = next(iterator)
     return model(**batch), partial(_mean)
 
@@ -177,7 +177,7 @@ def _mean(losses: torch.Tensor, non_loss_data: bool = False) -> Any:
 
 
 def run_step(model: list[Any], iterators: list[Any], count: int, **about: Any) -> list[Any]:
-    """Run ``count`` microbatches, and return what megatron.core returns on this rank."""
+    """Run ``count`` microbatches, and return megatron.core's result on this rank."""
     run = schedules.get_forward_backward_func()
     return run(
         data_iterator=iterators if len(model) > 1 else iterators[0],

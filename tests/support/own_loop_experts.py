@@ -1,4 +1,4 @@
-"""What ``tests/features/slices/megatron/test_shared_experts.py`` compares, written to the given file.
+"""The runs of ``tests/features/slices/megatron/test_shared_experts.py``, written to a file.
 
 All of it runs in a process of its own, in which Megatron is as it comes.
 """
@@ -45,7 +45,7 @@ def gpt_of_experts(config: Any, **arguments: Any) -> GPTModel:
 
 
 def trained(chunks: int) -> tuple[own_loop.Record, list[float]]:
-    """Return what a run left, and the losses of an evaluation after it."""
+    """Return the results of a run, and the losses of an evaluation after it."""
     model = own_loop.build(chunks, model_class=gpt_of_experts, variable_seq_lengths=True, **EXPERTS)
     replica = parallel_state.get_data_parallel_rank()
     lengths = LENGTHS[replica]
@@ -56,7 +56,7 @@ def trained(chunks: int) -> tuple[own_loop.Record, list[float]]:
 
 
 def on_rank(rank: int) -> dict[str, Any]:
-    """Return what this rank found."""
+    """Return this rank's results."""
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(1, 2, expert_model_parallel_size=2)
     model_parallel_cuda_manual_seed(1)

@@ -1,4 +1,4 @@
-"""What ``tests/integration/test_failed_steps.py`` compares, written to the file that it is given.
+"""The runs of ``tests/integration/test_failed_steps.py``, written to a file.
 
 Steps fail at one of a rank's operations, or within it.  The other rank of the pipeline then fails as one does
 whose peer is gone.  The connections of both are made anew, and a step follows that has to be as good as the
@@ -96,7 +96,7 @@ def on_rank(rank: int, name: str) -> dict[str, Any]:
 
 
 def stepped(model: list[Any], case: Case) -> own_loop.Record:
-    """Return what a step computes; no weights change."""
+    """Return the results of a step; no weights change."""
     record = own_loop.Record()
     for chunk in model:
         chunk.zero_grad_buffer()
@@ -126,7 +126,7 @@ def failed(model: list[Any], case: Case, place: str, key: str) -> str:
 
 @contextmanager
 def failing_with_peers(store: dist.Store, key: str) -> Iterator[None]:
-    """Let what waits for another rank fail once that has failed.
+    """Let waits for another rank fail once that has failed.
 
     A thread waits, for ever in the end: gloo's messages are complete only to whoever waits for them, and one
     that is waited for too long closes the connection.

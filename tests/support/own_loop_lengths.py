@@ -1,4 +1,4 @@
-"""What ``tests/features/slices/megatron/test_by_length.py`` compares, written to the file that it is given.
+"""The runs of ``tests/features/slices/megatron/test_by_length.py``, written to a file.
 
 All of it runs in a process of its own, in which Megatron is as it comes.
 """
@@ -90,7 +90,7 @@ def packed_step(iterator: Iterator[Any], model: Any) -> Any:
 
 
 def trained(chunks: int, **about: Any) -> own_loop.Record:
-    """Return what sequences of unlike length left."""
+    """Return the results of sequences of unlike length."""
     model = own_loop.build(chunks, variable_seq_lengths=True, moe_token_dispatcher_type="alltoall", **about)
     return own_loop.train(model, COUNTS, LENGTHS, seq_length=1)
 
@@ -107,7 +107,7 @@ def evaluated(chunks: int) -> tuple[list[float], int]:
 
 
 def packed(chunks: int) -> own_loop.Record:
-    """Return what packed documents left."""
+    """Return the results of packed documents."""
     own_loop.batches, own_loop.forward_step = packed_batches, packed_step
     try:
         model = own_loop.build(
@@ -122,7 +122,7 @@ def packed(chunks: int) -> own_loop.Record:
 
 
 def of_experts() -> tuple[own_loop.Record, dict[str, list[float]]]:
-    """Return what experts left whose microbatches have unlike numbers of slices, and their routers' log.
+    """Return the results of experts with unlike numbers of slices, and their routers' log.
 
     The router's loss is one whose mean over tokens is that of slices by their tokens.
     """
@@ -173,7 +173,7 @@ def rows() -> Iterator[dict[str, Any]]:
 
 
 def on_rank(rank: int) -> dict[Any, Any]:
-    """Return what this rank found."""
+    """Return this rank's results."""
     own_loop.start()
     results: dict[Any, Any] = {
         "stock": trained(1),

@@ -1,4 +1,4 @@
-"""What ``tests/features/slices/megatron/test_probe.py`` looks at, written to the file that it is given.
+"""The runs of ``tests/features/slices/megatron/test_probe.py``, written to a file.
 
 All of it runs in a process of its own, in which Megatron is as it comes.
 """
@@ -42,7 +42,7 @@ def on_rank(rank: int) -> dict[str, Any]:
 
 
 def stepped(model_class: Any, about: dict[str, Any], **step: Any) -> tuple[str, str]:
-    """Return the error of a training step, and what was printed."""
+    """Return the error of a training step, and the printed lines."""
     with redirect_stdout(StringIO()) as printed:
         model = own_loop.build(1, model_class=model_class, **about)
         try:
@@ -53,7 +53,7 @@ def stepped(model_class: Any, about: dict[str, Any], **step: Any) -> tuple[str, 
 
 
 def untouched() -> list[str]:
-    """Return what the check of a model with experts changes."""
+    """Return the changes that the check of a model with experts makes."""
     from megatron_pp_ext.features.slices.megatron import layers, probe
 
     _, model_class, about = mixing_models.MODELS["experts"]

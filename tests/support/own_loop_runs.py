@@ -1,4 +1,4 @@
-"""What ``tests/integration/test_install.py`` compares: runs under stock and under installed schedules.
+"""The runs of ``tests/integration/test_install.py``: under stock and under installed schedules.
 
 All of them run in one process a rank, in which megatron.training cannot be imported.  As a program it writes
 what the two ranks found to the file that it is given.
@@ -48,7 +48,7 @@ LENGTHS = (8, 5, 7, 3)
 
 
 def on_rank(rank: int, folder: str) -> dict[Any, Any]:
-    """Return what this rank found, by the names under which tests look for it."""
+    """Return this rank's results, by the names under which tests look for them."""
     own_loop.start()
     stock_names = _names()
     results: dict[Any, Any] = {}
@@ -114,7 +114,7 @@ def core_alone(rank: int) -> list[tuple[str, str]]:
 
 
 def _names() -> list[int]:
-    """Return what stands behind some of the names that are replaced, one of them imported here."""
+    """Return the objects of some of the replaced names, one of them imported here."""
     return [
         id(stock_schedules.get_forward_backward_func),
         id(parallel_state.is_pipeline_last_stage),
@@ -127,7 +127,7 @@ is_pipeline_last_stage = parallel_state.is_pipeline_last_stage
 
 
 def _predictions() -> dict[Any, tuple[own_loop.Record, list[torch.Tensor]]]:
-    """Runs of a model that predicts beside the loss under stock and before it under a V.
+    """Runs of a model that predicts with the loss under stock and before it under a V.
 
     With each come this rank's copies of the embedding as Megatron builds them.
     """
@@ -170,7 +170,7 @@ def _lengths(chunks: int) -> own_loop.Record:
 
 
 def _passes(model: list[Any]) -> list[Any]:
-    """Return losses of an evaluation, and what a log-probability pass collects, before any training."""
+    """Return losses of an evaluation, and the collection of a log-probability pass, before any training."""
     iterators = [own_loop.batches() for _ in model]
     losses = own_loop.run_step(model, iterators, 3, forward_only=True)
     collected = own_loop.run_step(model, iterators, 2, forward_only=True, collect_non_loss_data=True)

@@ -15,7 +15,7 @@ MULTIPLE = 4
 
 
 def padding_step(iterator: Any, model: Any, is_padded: Any = lambda: True) -> Any:
-    """A forward step that pads what it reads to a multiple of tokens."""
+    """A forward step that pads its batch to a multiple of tokens."""
     batch = next(iterator)
     missing = -batch["input_ids"].shape[1] % MULTIPLE if is_padded() else 0
     length = batch.pop("attention_mask").shape[-1] + missing
@@ -30,15 +30,15 @@ def announced(chunks: int = 1, **about: Any) -> list[int]:
 
 
 def trained(chunks: int, **about: Any) -> tuple[own_loop.Record, list[int]]:
-    """Train on unlike lengths; return what that left, and what ``announced`` does."""
-    shapes, keep, run = list[int](), Channels._keep, own_loop.run_step
+    """Train on unlike lengths; return the results, and the announcements of each step."""
+    announcements, keep, run = list[int](), Channels._keep, own_loop.run_step
 
     def watched(channels: Channels, *args: Any) -> None:
-        shapes[-1] += 1
+        announcements[-1] += 1
         keep(channels, *args)
 
     def step(*args: Any, **of_step: Any) -> Any:
-        shapes.append(0)
+        announcements.append(0)
         return run(*args, **of_step)
 
     Channels._keep, own_loop.run_step = watched, step
@@ -47,4 +47,4 @@ def trained(chunks: int, **about: Any) -> tuple[own_loop.Record, list[int]]:
         record = own_loop.train(model, COUNTS, LENGTHS, seq_length=1, **about)
     finally:
         Channels._keep, own_loop.run_step = keep, run
-    return record, shapes
+    return record, announcements

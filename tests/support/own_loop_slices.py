@@ -1,4 +1,4 @@
-"""What ``tests/features/slices/megatron/test_install.py`` compares, written to the file that it is given.
+"""The runs of ``tests/features/slices/megatron/test_install.py``, written to a file.
 
 All of it runs in a process of its own, in which Megatron is as it comes.
 """
@@ -23,7 +23,7 @@ from tests.support import own_loop
 
 
 def on_rank(rank: int) -> dict[str, Any]:
-    """Return what this rank found."""
+    """Return this rank's results."""
     own_loop.start()
     results: dict[str, Any] = {}
     model = own_loop.build(1)
@@ -62,7 +62,7 @@ RETURNS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 def _trained_by(kind: str, chunks: int) -> own_loop.Record:
-    """Return what a step left whose loss function writes to the model's output and returns this ``kind``."""
+    """Return a step's results whose loss function writes to the model's output and returns this ``kind``."""
 
     def step(iterator: Any, model: Any) -> Any:
         output, _ = own_loop.forward_step(iterator, model)
@@ -98,7 +98,7 @@ def _evaluated(model: list[Any]) -> list[float]:
 
 
 def _chosen() -> tuple[Any, str]:
-    """Return what a model found whose slices are chosen, here as 4 tokens, and what was printed."""
+    """Return the results of a model whose slices are chosen, here as 4 tokens, and the printed lines."""
     choice.chosen = lambda *about: 4
     with redirect_stdout(StringIO()) as printed:
         megatron_pp_ext.install("v-half", ranks=2, microbatches=8, slice_tokens="auto")

@@ -1,4 +1,4 @@
-"""Runs a program of ``tests.support`` in a process of its own, and reads what its ranks found."""
+"""Runs a program of ``tests.support`` in a process of its own, and reads the results of its ranks."""
 
 import os
 import pickle

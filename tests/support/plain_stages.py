@@ -62,7 +62,7 @@ def in_one_process(stages: int, microbatches: int) -> tuple[dict[int, list[torch
 
 
 def on_ranks(run: Callable[[int, Schedule], Any], schedules: Sequence[Schedule]) -> list[tuple[Any, ...]]:
-    """Return for each of ``schedules``, one after another, what ``run(rank, schedule)`` returns by rank."""
+    """Return the results of ``run(rank, schedule)`` by rank for each of ``schedules``, one after another."""
     by_rank = run_ranks(_run_each, schedules[0].ranks, run, schedules)
     return list(zip(*by_rank, strict=True))
 

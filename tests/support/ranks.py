@@ -49,7 +49,7 @@ class RankError(AssertionError):
 def run_ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = HANG_SECONDS
 ) -> list[Any]:
-    """Call ``fn(rank, *args)`` in ``world_size`` forked processes and return what each of them returned.
+    """Call ``fn(rank, *args)`` in ``world_size`` forked processes and return their results.
 
     The environment of torch.distributed is set; ``fn`` makes the process group. Results are pickled, so
     they may hold tensors but not modules with hooks. When a rank raises, or when ``timeout`` seconds are
@@ -66,7 +66,7 @@ def run_ranks(
 def started(
     fn: Callable[..., Any], world_size: int, *args: Any
 ) -> Iterator[tuple[dict[int, int], list[Path]]]:
-    """Fork processes that call ``fn(rank, *args)``; kill them, and what they started, at the context's end.
+    """Fork processes that call ``fn(rank, *args)``; kill them, and their children, at the context's end.
 
     Yield their ids by rank, where whoever reaps one makes it negative, and the names of each rank's files
     without the endings: .output, and .result or .traceback once it has ended.
@@ -120,7 +120,7 @@ def _be_rank(
 
 
 def _send_output_to(file: Path) -> None:
-    """Send what this process and its libraries print to ``file``."""
+    """Send the output of this process and its libraries to ``file``."""
     output = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -130,7 +130,7 @@ def _send_output_to(file: Path) -> None:
 
 
 def _wait(running: dict[int, int], timeout: float) -> tuple[list[int], str]:
-    """Wait for all ranks; return those to tell about, and in one line what went wrong.
+    """Wait for all ranks; return the ones to report, and in one line the problem.
 
     The rank that fails first is the one to read. Others follow when its connections close: they get a
     moment, as two ranks may fail by themselves.
@@ -156,7 +156,7 @@ def _wait(running: dict[int, int], timeout: float) -> tuple[list[int], str]:
 
 
 def _kill(pid: int) -> None:
-    """Kill a rank and what it started, and reap it unless ``pid`` is negative: then that is done."""
+    """Kill a rank and its children, and reap it unless ``pid`` is negative: then that is done."""
     try:
         os.killpg(abs(pid), signal.SIGKILL)
     except ProcessLookupError:
@@ -167,7 +167,7 @@ def _kill(pid: int) -> None:
 
 
 def story(rank: int, files: Path) -> str:
-    """What a rank said last, and where it raised."""
+    """A rank's last output, and where it raised."""
     parts = [f"--- rank {rank} ---"]
     for suffix, lines in ((".output", OUTPUT_LINES), (".traceback", None)):
         file = files.with_suffix(suffix)
@@ -178,7 +178,7 @@ def story(rank: int, files: Path) -> str:
 
 
 def _free_port() -> int:
-    """Find a free port below those that the kernel deals out: one of these could be taken before its use."""
+    """Find a free port below the kernel's own range: one of these could be taken before its use."""
     while True:
         port = random.SystemRandom().randrange(20000, 32768)
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -34,7 +34,7 @@ SCHEDULES = {"stock": 1, "v-half": 2, "v-zb": 2, "zb-h1": 1}
 
 
 def policy(model: list[Any]) -> list[float]:
-    """Return the losses of a step whose advantages are those of an earlier pass."""
+    """Return the losses of a step whose advantages come from an earlier pass."""
     rollout: dict[str, list[torch.Tensor]] = {}
 
     def collected(output: torch.Tensor, non_loss_data: bool = True) -> Any:
@@ -89,7 +89,7 @@ def masked(model: list[Any]) -> list[float]:
 
 
 def measured(model: list[Any]) -> list[float]:
-    """Return what an evaluation has measured by its end, of the outputs on the last rank."""
+    """Return the measurements of an evaluation, of the outputs on the last rank."""
     measure: list[torch.Tensor] = []
 
     def forward_step(iterator: Iterator[Any], chunk: Any) -> Any:
@@ -109,7 +109,7 @@ def measured(model: list[Any]) -> list[float]:
 
 
 def told_by_groups(model: list[Any]) -> list[float]:
-    """Return the rank that each chunk's pipeline group has for this process, and those that it gathers."""
+    """Return this process's rank in each chunk's pipeline group, and the ranks that the group gathers."""
     numbers: list[float] = []
     for chunk in model:
         group = get_attr_wrapped_model(chunk, "pg_collection").pp

@@ -64,7 +64,7 @@ class Cluster:
         self.variables = {"SLURM_CONF": str(folder / "slurm.conf")}
 
     def run(self, *words: str, cwd: Path | None = None, settings: Mapping[str, str] | None = None) -> str:
-        """Run a command, with ``settings`` in its environment; return what it prints, or raise its error."""
+        """Run a command, with ``settings`` in its environment; return its output, or raise its error."""
         environment = {**os.environ, **self.variables, **(settings or {})}
         run = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
         if run.returncode:
@@ -87,7 +87,7 @@ class Cluster:
         psutil.wait_procs(processes)
 
     def job(self, number: str) -> dict[str, str]:
-        """Return what SLURM says of a job, by its own words."""
+        """Return SLURM's words for a job's state."""
         words = self.run("scontrol", "--oneliner", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
@@ -137,7 +137,7 @@ def _environment(member: psutil.Process) -> dict[str, str]:
 
 @contextmanager
 def running(folder: Path) -> Iterator[Cluster]:
-    """Start a cluster whose files are in ``folder``, and leave nothing of it behind."""
+    """Start a cluster whose files are in ``folder``, and end it at the context's end."""
     with ExitStack() as free:
         sockets = [free.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in DAEMONS]
         ports = [server.getsockname()[1] for server in sockets]

@@ -1,4 +1,4 @@
-"""A linear layer on plain torch whose backward comes in two halves, as those of ``hooks.local_linear`` do."""
+"""A linear layer on plain torch whose backward comes in two halves, like ``hooks.local_linear``'s."""
 
 from typing import Any
 

@@ -22,7 +22,7 @@ TORCH = {
 
 
 def torch_schedule(name, placement, microbatches):
-    """What torch's class makes of the same sizes; its pairs (OVERLAP_F_B) run one after the other."""
+    """Return torch's own order for the same sizes; its pairs (OVERLAP_F_B) run one after the other."""
     # No more of an instance than its order looks at: a whole one needs a process group and a model.
     instance = object.__new__(getattr(schedules, name))
     ranks, chunks = placement.ranks, placement.chunks

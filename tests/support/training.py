@@ -82,7 +82,7 @@ ONE_OF_TWO = {"--step-batch-size-schedule": "--global-batch-size", "--train-samp
 
 @dataclass
 class Run:
-    """What one rank saw of a training run."""
+    """One rank's results of a training run."""
 
     losses: list[float] = field(default_factory=list)  # a step; on ranks without the loss: empty
     grad_norms: list[float | None] = field(default_factory=list)  # a step; None: skipped, fp16 overflowed
@@ -104,7 +104,7 @@ def train(
     disturb: Disturb | None = None,
     timeout: float = ranks.HANG_SECONDS,
 ) -> list[Run]:
-    """Pre-train the tiny GPT with ``flags`` behind its own flags, and return what each rank saw.
+    """Pre-train the tiny GPT with ``flags`` after its own flags, and return each rank's results.
 
     It trains on mock data unless ``flags`` has a --data-path, or one for each part.
 
@@ -137,7 +137,7 @@ def has_flag(flag: str) -> bool:
 
 
 def since(release: releases.Number, why: str) -> pytest.MarkDecorator:
-    """A mark for tests that older releases of Megatron cannot pass, ``why`` being what they lack."""
+    """A mark for tests that older releases of Megatron cannot pass, with the reason ``why``."""
     return pytest.mark.skipif(releases.megatron_release() < release, reason=why)
 
 

@@ -50,7 +50,7 @@ class _Work(torch.autograd.Function):
 
 
 class UnitLayer(torch.nn.Module):
-    """A stage's layer, whose actions take ``scale`` times what ``costs`` have for the ``unit`` that runs."""
+    """A stage's layer, whose actions take ``scale`` times the ``costs`` of the ``unit`` that runs."""
 
     def __init__(self, stage: int, costs: UnitCosts, scale: float) -> None:
         super().__init__()

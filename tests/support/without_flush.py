@@ -1,4 +1,4 @@
-"""Training without a flush on Megatron, beside the single process that follows the papers' formulas."""
+"""Training without a flush on Megatron, and the single process that follows the papers' formulas."""
 
 import functools
 from pathlib import Path
@@ -23,7 +23,7 @@ SGD, ADAM = ("--optimizer", "sgd", "--lr", "0.1"), ("--lr", "0.001")
 
 
 def pretrain(rank: int, argv: list[str], reference: tuple | None) -> dict:
-    """Pre-train; return this rank's parameters at the end, its losses and what weight versions took."""
+    """Pre-train; return this rank's parameters at the end, its losses and the bytes of weight versions."""
     chunks: list[torch.nn.Module] = []
 
     def initialize(model: list[torch.nn.Module]) -> None:
@@ -71,7 +71,7 @@ def reference(replicas: str, interval: int, rule: str, flags: tuple[str, ...]) -
 
 
 def assert_same_parameters(ranks: list[dict], *expected: dict) -> None:
-    """All of them to the last bit: those that ``expected`` has, one run or one for each rank."""
+    """All of them to the last bit: the ones of ``expected``, one run or one for each rank."""
     parameters = {name: value for run in expected for name, value in run["parameters"].items()}
     assert {name for rank in ranks for name in rank["parameters"]} == parameters.keys()
     for rank in ranks:
@@ -80,7 +80,7 @@ def assert_same_parameters(ranks: list[dict], *expected: dict) -> None:
 
 
 def loaded_by_stock(folder: Path, *flags: str) -> list[dict]:
-    """What two ranks of stock have after they have loaded the checkpoint of a pipeline of two."""
+    """The weights of two ranks of stock after they have loaded the checkpoint of a pipeline of two."""
     stock = ("--pipeline-model-parallel-size", "2", "--global-batch-size", "1", "--load", str(folder))
     argv = cpu.with_cpu_flags([*training.TINY, "--mock-data", *MODEL, *flags, *stock])
     return ranks.run_ranks(pretrain, 2, argv, None)

@@ -31,7 +31,7 @@ class Wrapped(torch.Tensor):
         self.transposed = self.numbers.t().contiguous()
 
     def values(self) -> torch.Tensor:
-        """Return what it stands for."""
+        """Return the numbers that it stands for."""
         return self.numbers.float() * self.scale
 
     @classmethod
@@ -68,7 +68,7 @@ def wrapped(kind: type[Wrapped], *shape: int) -> Wrapped:
 
 
 def bytes_of(tensor: Wrapped) -> int:
-    """The bytes that count for ``tensor``: those of its scale too where the protocol names it."""
+    """The bytes that count for ``tensor``, with its scale where the protocol names it."""
     names = tensor.parts if type(tensor) is Wrapped else tensor.parts[:2]
     return sum(part.nbytes for name in names if (part := getattr(tensor, name)) is not None)
 

@@ -18,7 +18,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One send or receive, launched behind everything that the compute stream has by then.
+    """One send or receive, launched after all work that the compute stream has by then.
 
     Transfers from one rank to another in one ``group`` are matched first in, first out.
     """

@@ -248,7 +248,7 @@ def _run_action(recording: _Recording, original: Callable) -> Callable:
 
 
 def _run_pair(recording: _Recording, original: Callable) -> Callable:
-    """Let the launches of both halves of a pair belong to it; its messages stand behind it."""
+    """Let the launches of both halves of a pair belong to it; its messages stand after it."""
 
     def run(pair: Pair, rank: Rank) -> None:
         recording.go_to(f"{pair.forward.action}+{pair.backward.action}")
