@@ -19,7 +19,7 @@ from megatron_pp_ext.planner.search.best_first import Search
 from megatron_pp_ext.planner.search.configurations import Space
 from megatron_pp_ext.planner.search.explanation import why
 from megatron_pp_ext.planner.search.replays import Evaluated
-from megatron_pp_ext.planner.search.result import Compiles, Result
+from megatron_pp_ext.planner.search.result import Compiles, SearchResult
 from megatron_pp_ext.planner.step.estimate import Estimate, estimate_request
 from megatron_pp_ext.planner.step.model_description import asked_of, describe
 from megatron_pp_ext.planner.step.peaks import HEADROOM
@@ -209,7 +209,9 @@ def _estimated(recipe: Recipe) -> tuple[Job, Estimate]:
     return plain, estimate_request(full, MACHINE, for_world(asked_of(full), recipe.gpus))
 
 
-def _search(job: Job, gpus: int, schedules: Sequence[str], is_uneven: bool, fixed: Sequence[str]) -> Result:
+def _search(
+    job: Job, gpus: int, schedules: Sequence[str], is_uneven: bool, fixed: Sequence[str]
+) -> SearchResult:
     names = permitted(asked_of(job), schedules if schedules == _STOCK else [*schedules, FLEX])
     families = [name for name in names if name != FLEX]
     space = Space(

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_pp_ext.features.offload.runtime.copy_streams import Timed, Transfer
-from megatron_pp_ext.features.offload.runtime.host_buffers import Done, HostBuffers
+from megatron_pp_ext.features.offload.runtime.host_buffers import Completion, HostBuffers
 from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import plan_rank
@@ -174,7 +174,9 @@ def test_a_rank_that_is_killed_in_the_middle_of_a_copy_ends_the_others() -> None
 
 def _killed_while_copying(rank: int, schedule: Schedule) -> None:
     class Killed(Threads):
-        def to_host(self, transfers: Sequence[Transfer], after: Iterable[Done], timed: Timed) -> OnThread:
+        def to_host(
+            self, transfers: Sequence[Transfer], after: Iterable[Completion], timed: Timed
+        ) -> OnThread:
             launched = super().to_host(transfers, after, timed)
             if rank == 1 and len(self.log) == 5:
                 os.kill(os.getpid(), signal.SIGKILL)
