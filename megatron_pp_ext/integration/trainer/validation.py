@@ -55,35 +55,35 @@ def translate_flags(stock: Callable[..., Any], args: Namespace, defaults: Any = 
         needed_flags.require_valid(args, defaults)
         show_compiling()
         read = read_flags(args)
-        pipeline = pipeline_of(*read) if read is not None else None
+        found = pipeline_of(*read) if read is not None else None
         if args.rank == 0 and not dataset_helpers.are_built():
             dataset_helpers.build()
-        if pipeline is not None:
-            require_loaded(pipeline)
+        if found is not None:
+            require_loaded(found)
             needed_flags.require_trainable(args)
-            if args.rank == 0 and pipeline.rehearsal is None:
-                pipeline = replace(pipeline, summary=_summary(pipeline, RequestedJob(args)))
+            if args.rank == 0 and found.rehearsal is None:
+                found = replace(found, summary=_summary(found, RequestedJob(args)))
     except ValueError as error:
         raise refused(error) from error
     try:
         checks = args.check_for_nan_in_loss_and_grad
-        with one_of_each(args, pipeline):
+        with one_of_each(args, found):
             result = stock(args, defaults)
-        if pipeline is not None and pipeline.rehearsal is not None:
+        if found is not None and found.rehearsal is not None:
             # Megatron drops it with its fake process group, but the planned job makes these checks.
             args.check_for_nan_in_loss_and_grad = checks
     except (AssertionError, ValueError) as error:
         raise refused(needed_flags.failed_check(error)) from error
     # Megatron saves its flags in every checkpoint; see `checkpoint_loading`.
-    args.pipeline_placement = describe(pipeline.placement) if pipeline and pipeline.source else None
-    if pipeline is not None:
-        require_possible(pipeline.request)
-        pipeline = replace(
-            pipeline,
-            predicting=layers.predicting_stage(Job.of(args), pipeline.placement.stages),
-            settings=settings(args, pipeline),
+    args.pipeline_placement = describe(found.placement) if found and found.source else None
+    if found is not None:
+        require_possible(found.request)
+        found = replace(
+            found,
+            predicting=layers.predicting_stage(Job.of(args), found.placement.stages),
+            settings=settings(args, found),
         )
-    requested.activate(pipeline)
+    requested.activate(found)
     return result
 
 
@@ -94,17 +94,17 @@ def translate_flags(stock: Callable[..., Any], args: Namespace, defaults: Any = 
 )
 def refuse_yaml(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Refuse a schedule with --yaml-cfg, under which Megatron ignores all other flags."""
-    our_words = [word for word in sys.argv if word.startswith(tuple(our_flags.flags()))]
-    if our_words:
+    ours = [word for word in sys.argv if word.startswith(tuple(our_flags.flags()))]
+    if ours:
         raise refused(
-            f"{our_words[0]} has no effect with --yaml-cfg, under which Megatron ignores other flags; give "
+            f"{ours[0]} has no effect with --yaml-cfg, under which Megatron ignores other flags; give "
             "all settings as flags"
         )
     return stock(*args, **kwargs)
 
 
 def _zstandard() -> str:
-    """Return the installed version of zstandard, which compresses files of logits; 0 without it."""
+    """Return the installed version of what Megatron's files of logits are compressed by; 0 without one."""
     try:
         return version("zstandard")
     except PackageNotFoundError:
@@ -112,7 +112,7 @@ def _zstandard() -> str:
 
 
 def read_flags(args: Namespace) -> tuple[RequestedJob, str] | None:
-    """Return the job that ``args`` describe, and words about its layout; ValueError if it is not valid.
+    """The job that ``args`` describe, and words about its layout; ValueError for what cannot be.
 
     None if ``args`` set no flag of ours.  They get the layout for which ``auto`` stood, and the name of
     Megatron's own schedule where that is rehearsed.  ``pipeline_of`` makes the schedule.
@@ -126,25 +126,25 @@ def read_flags(args: Namespace) -> tuple[RequestedJob, str] | None:
         )
         args.pipeline_model_parallel_layout = asked.pipeline.pipeline_model_parallel_layout
         args.num_virtual_stages_per_pipeline_rank = None
-    values = choices.chosen(
+    chosen = choices.chosen(
         asked,
-        lambda job: pipeline.read(job, _data_parallel_size(job)),
+        lambda one: pipeline.read(one, _data_parallel_size(one)),
         lambda: model_costs.vocabulary(asked),
     )
-    vars(args).update(values)
+    vars(args).update(chosen)
     measurements.require_files(args.profile_pipeline, args.pipeline_trace)
     if args.pipeline_schedule is None and args.rehearse_pipeline is not None:
         args.pipeline_schedule = pipeline.stock_schedule(asked.job)
     asked = replace(asked, args=args)  # which has all of it by now, and gets what follows from the schedule
-    our_values = args.pipeline_schedule, args.pipeline_trace, args.profile_pipeline
-    if all(flag is None for flag in our_values) and not layout:
+    ours = args.pipeline_schedule, args.pipeline_trace, args.profile_pipeline
+    if all(flag is None for flag in ours) and not layout:
         all_rules.refuse(replace(asked, chunks=chunks_requested(asked.job) or 1))
         return None
     return asked, layout
 
 
 def pipeline_of(asked: RequestedJob, layout: str) -> requested.Pipeline:
-    """Return the pipeline of ``asked``, with its first schedule; ValueError if it cannot be.
+    """The pipeline of what was ``asked``, with its first schedule; ValueError if it cannot be.
 
     Sets the arguments that follow: ``num_virtual_stages_per_pipeline_rank``, from which Megatron derives the
     rest, where the schedule needs chunks and the user left their number open.
@@ -182,9 +182,9 @@ def pipeline_of(asked: RequestedJob, layout: str) -> requested.Pipeline:
     )
 
 
-def _summary(pipeline: requested.Pipeline, asked: RequestedJob) -> str:
-    lines = comparison(asked, pipeline.request.data)
-    return "\n".join((summary(pipeline, functools.partial(_costs, asked)), *lines))
+def _summary(found: requested.Pipeline, asked: RequestedJob) -> str:
+    lines = comparison(asked, found.request.data)
+    return "\n".join((summary(found, functools.partial(_costs, asked)), *lines))
 
 
 def _data_parallel_size(asked: RequestedJob) -> int:
