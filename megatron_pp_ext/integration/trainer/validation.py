@@ -73,7 +73,7 @@ def translate_flags(stock: Callable[..., Any], args: Namespace, defaults: Any = 
             # Megatron drops it with its fake process group, but the planned job makes these checks.
             args.check_for_nan_in_loss_and_grad = checks
     except (AssertionError, ValueError) as error:
-        raise refused(needed_flags.failed_check(error)) from error
+        raise refused(f"Megatron refuses these flags: {needed_flags.failed_check(error)}") from error
     # Megatron saves its flags in every checkpoint; see `checkpoint_loading`.
     args.pipeline_placement = describe(found.placement) if found and found.source else None
     if found is not None:

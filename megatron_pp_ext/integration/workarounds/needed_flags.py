@@ -144,7 +144,7 @@ def failed_check(error: Exception) -> str:
         return said
     frame, line = trace.tb_frame, trace.tb_lineno
     check = said or linecache.getline(frame.f_code.co_filename, line).strip().rstrip(",\\ ")
-    return f"Megatron refuses these flags: {check} ({frame.f_globals.get('__name__')}, line {line})"
+    return f"{check} ({frame.f_globals.get('__name__')}, line {line})"
 
 
 WORKAROUND = Workaround(

@@ -175,6 +175,8 @@ class Space:
         """
         parallel, count = self.job.parallel, self.job.model.num_experts
         own = [size if size < tensor else None for size in _divisors(tensor)] if count else [None]
+        if self.job.model.add_bias_linear:  # Megatron refuses to cut experts that have biases
+            own = own[:1]
         if "expert_tensor_parallel_size" in self.fixed:
             own = [parallel.expert_tensor_parallel_size or None]
         if "expert_model_parallel_size" in self.fixed:
