@@ -15,7 +15,7 @@ from megatron_pp_ext.integration.trainer import validation
 from megatron_pp_ext.job import flag_table, our_flags
 from megatron_pp_ext.job.flags import Flags
 from megatron_pp_ext.job.requested_job import ENGINE, RequestedJob
-from megatron_pp_ext.job.rules import registry, start, table, unknown_costs
+from megatron_pp_ext.job.rules import planned, registry, table, unknown_costs
 from megatron_pp_ext.job.rules.all_rules import refuse, refuse_config
 from megatron_pp_ext.job.rules.rule import Refused, Rule, Rules
 from megatron_pp_ext.schedule import catalog
@@ -374,7 +374,7 @@ def test_rules_ask_for_what_there_is(from_file: bool, monkeypatch: pytest.Monkey
     ends = f"{PP4} --pipeline-schedule v-half --decoder-first-pipeline-num-layers 2"
     settled = {"placement": schedule.placement, "from_file": schedule} if from_file else {}
     job = RequestedJob(arguments(ends), {ENGINE: "2.2", "zstandard": "0"}, **settled)
-    for rules in (*table.rules(), *start.RULES, *unknown_costs.not_counted(), unknown_costs.not_compiled()):
+    for rules in (*table.rules(), *planned.RULES, *unknown_costs.not_counted(), unknown_costs.not_compiled()):
         rules.when(job)
         for rule in rules.rows:
             rule.holds(job)
