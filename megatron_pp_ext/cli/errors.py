@@ -58,7 +58,7 @@ class OneLineErrors(TyperGroup):
         option = getattr(error, "option_name", None)
         if option is None or not any((one.name, one.nargs) == ("flags", -1) for one in parameters):
             return ""
-        known = flag_table.parser()._option_string_actions
+        known = flag_table.known_flags()
         if option in known:
             return f"{option} is a flag of training: put it after --, as in mpp {command} ... -- {option} ..."
         guess = "" if getattr(error, "possibilities", None) else flag_table.hint(option, known, "")

@@ -11,10 +11,11 @@ import re
 import select
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -71,10 +72,7 @@ def question(
             gpus = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
         if parallel.overlap_moe_expert_parallel_comm:
             shown = dict(_shown_of_pairs(job, chunks))
-    kept = [
-        word for name, values in flag_words.by_name(words) if name not in ours for word in (name, *values)
-    ]
-    return Question((*kept, *flags), gpus, variables, shown)
+    return Question((*_without(words, ours), *flags), gpus, variables, shown)
 
 
 _CHUNKS = "--num-virtual-stages-per-pipeline-rank"
@@ -92,14 +90,13 @@ class Verdict:
     """What Megatron ``release`` does with a job.
 
     ``refusal`` is its error in one line, empty where it starts.  ``unasked`` is the reason why nobody knows,
-    empty where Megatron was asked.  ``unknown`` are words that are none of its flags, and ``differs`` has
-    arguments that it reads as another value than ``flag_table``, by their names.
+    empty where Megatron was asked.  ``differs`` has arguments that it reads as another value than
+    ``flag_table``, by their names.
     """
 
     release: str
     refusal: str = ""
     unasked: str = ""
-    unknown: Sequence[str] = ()
     differs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -144,9 +141,17 @@ class Megatron:
 
     def ask(self, question: Question) -> Verdict:
         """Return Megatron's verdict on a job; it is stored, unless nobody knows."""
+        answer = self.answer(question)
+        if isinstance(answer, str):
+            return Verdict(release(), unasked=answer)
+        unasked = answer["failure"] and f"this machine lacks what they need ({answer['failure']})"
+        return Verdict(release(), answer["refusal"], unasked, answer["differs"])
+
+    def answer(self, question: Question) -> dict[str, Any] | str:
+        """Return the answer of ``integration.trainer.acceptance``, or why there is none."""
         reason = _reason()
         if reason is not None:
-            return Verdict(release(), unasked=reason)
+            return reason
         answer = _stored(question)
         if answer is None:
             self.prepare()
@@ -154,11 +159,26 @@ class Megatron:
             try:
                 answer = _answer(self._process, question)
             except (OSError, ValueError) as error:
-                return Verdict(release(), unasked=f"its checks gave no answer ({error})")
+                return f"they gave no answer ({error})"
             if not answer["failure"]:
                 _store(question, answer)
-        unasked = answer["failure"] and f"this machine lacks what they need ({answer['failure']})"
-        return Verdict(release(), answer["refusal"], unasked, answer["unknown"], answer["differs"])
+        return answer
+
+
+def unknown_words(words: Sequence[str]) -> Sequence[str] | None:
+    """Return those of ``words``, a command line, that the installed Megatron does not know.
+
+    None where it cannot be asked.
+    """
+    with Megatron() as megatron:
+        answer = megatron.answer(Question(_without(words, our_flags.flags()), 1))
+    return None if isinstance(answer, str) else answer["unknown"]
+
+
+def _without(words: Sequence[str], flags: Collection[str]) -> tuple[str, ...]:
+    """Return ``words``, a command line, without ``flags`` and their values."""
+    kept = [(name, *values) for name, values in flag_words.by_name(words) if name not in flags]
+    return tuple(chain.from_iterable(kept))
 
 
 def _reason() -> str | None:

@@ -31,7 +31,7 @@ def arguments(*configs: Any, **known: Any) -> Namespace:
     the config of data parallelism.  ``known`` are arguments by name, and come first.
     """
     found: dict[str, Any] = {}
-    names = vars(flag_table.parse([], {}))
+    names = vars(flag_table.parse([], {})[0])
     for config in configs:
         for field in fields(config) if is_dataclass(config) else ():
             name = _RENAMED.get(field.name, field.name)
@@ -44,7 +44,7 @@ def arguments(*configs: Any, **known: Any) -> Namespace:
         found["group_query_attention"] = found["num_query_groups"] != found.get("num_attention_heads")
     for config in configs:
         found.update(_activation(config))
-    return flag_table.parse([], {**found, **known})
+    return flag_table.parse([], {**found, **known})[0]
 
 
 def setting_of(argument: str) -> str:

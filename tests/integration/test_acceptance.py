@@ -1,12 +1,14 @@
 """The installed Megatron's own verdict on the command line of a job, which commands ask for."""
 
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 
 from megatron_pp_ext.job import ask_megatron
 from megatron_pp_ext.job.ask_megatron import Megatron, Verdict, question
+from megatron_pp_ext.job.flag_table import UnknownFlag
 from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.planner import described
 from megatron_pp_ext.planner.search.launch_lines import environment
@@ -123,3 +125,56 @@ def test_a_megatron_that_cannot_be_imported_keeps_the_estimate(
     monkeypatch.syspath_prepend(tmp_path)
     found = verdict(DENSE).require_accepted()
     assert "could not be imported" in found.line and not [*tmp_path.glob("cache/**/*.json")]
+
+
+@pytest.fixture
+def fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Megatron whose trainer has two more flags; its core is the installed one."""
+    monkeypatch.undo()
+    monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path / "cache"))
+    trainer = ask_megatron._folder("training")
+    assert trainer is not None
+    shutil.copytree(trainer, tmp_path / "megatron" / "training", ignore=shutil.ignore_patterns("*.pyc"))
+    arguments = tmp_path / "megatron" / "training" / "arguments.py"
+    more = """
+
+stock_flags = add_megatron_arguments
+
+
+def add_megatron_arguments(parser):
+    parser = stock_flags(parser)
+    parser.add_argument("--fork-rate", type=float)
+    parser.add_argument("--fork-files", nargs="+")
+    parser.set_defaults(hidden_dropout=0.5)
+    return parser
+"""
+    arguments.write_text(arguments.read_text() + more)
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = ask_megatron._folder
+    where = {"training": arguments.parent}
+    monkeypatch.setattr(ask_megatron, "_folder", lambda name: where.get(name) or folder(name))
+
+
+@pytest.mark.usefixtures("fork")
+def test_flags_of_a_fork_are_permitted_and_reported() -> None:
+    with pytest.MonkeyPatch.context() as patch, Megatron() as megatron:
+        megatron.prepare()
+        patch.setattr(ask_megatron, "_start", lambda: megatron._process)
+        patch.setattr(ask_megatron, "_end", lambda process: None)
+        flags = f"{DENSE} --fork-files a b --fork-rate 0.5 --log-throughput"
+        found = described.read(shlex.split(flags), None)
+        (note,) = found.notes
+        assert "has --fork-files, --fork-rate, of which nothing is known here" in note
+        assert found.counted().model.num_layers == 8
+        accepted = megatron.ask(asked(flags)).require_accepted()
+        assert not accepted.unasked and accepted.differs["hidden_dropout"] == 0.5
+        for wrong in ("--fork-rates 0.5", "--fork-rate 0.5 --num-layer 9"):
+            with pytest.raises(UnknownFlag, match="is none of Megatron's: ") as error:
+                described.read(shlex.split(f"{DENSE} {wrong}"), None)
+            assert wrong.split()[-2] in str(error.value)
+
+
+def test_an_unknown_flag_is_refused_where_nobody_can_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ask_megatron, "_folder", lambda name: None)
+    with pytest.raises(UnknownFlag, match="--fork-rate is none of Megatron's"):
+        described.read(shlex.split(f"{DENSE} --fork-rate 0.5"), None)

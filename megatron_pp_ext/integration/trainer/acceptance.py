@@ -61,7 +61,7 @@ def answer(
     with _on_a_gpu(), _environment(world_size, variables), _quiet():
         try:
             args = _parsed(flags)
-            said["differs"] = _differing(args, flag_table.parse(flags, {}, has_others=True))
+            said["differs"] = _differing(args, flag_table.parse(flags, {})[0])
             # What this package adds to the validation, where its hooks are installed, is not asked.
             getattr(arguments.validate_args, "__wrapped__", arguments.validate_args)(args)
             vars(args).update(shown)

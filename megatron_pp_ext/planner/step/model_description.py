@@ -50,7 +50,7 @@ def require_known(values: Mapping[str, Any], where: str) -> None:
 def describe(values: Mapping[str, Any], where: str = "the model") -> Job:
     """Return the job of ``values``, by name; ValueError, naming ``where``, for unknown names and values."""
     require_known(values, where)
-    args = flag_table.parse([], values)
+    args, _ = flag_table.parse([], values)
     settle(args)
     require_complete(args, where)
     return Job.of(args)
@@ -59,7 +59,7 @@ def describe(values: Mapping[str, Any], where: str = "the model") -> Job:
 def asked_of(job: Job) -> RequestedJob:
     """Return what is asked where ``job`` is not described by flags: its fields, and no other argument."""
     values = {name: job.value(name) for name in PLACES}
-    return RequestedJob(flag_table.parse([], values))
+    return RequestedJob(flag_table.parse([], values)[0])
 
 
 def settle(args: Namespace) -> None:
