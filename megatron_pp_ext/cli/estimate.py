@@ -150,7 +150,7 @@ def estimate(
         console.print(chosen)
     show_launch("To train it:", launch, missing(words))
     if verdict is not None:
-        show_verdict(verdict)
+        show_verdict(verdict, asked)
     if json is not None:
         content = {
             "system": machine.name,
@@ -176,9 +176,10 @@ def verdicts(megatron: Megatron, questions: Sequence[Question]) -> list[Verdict]
         return [megatron.ask(question) for question in questions]
 
 
-def show_verdict(verdict: Verdict) -> None:
+def show_verdict(verdict: Verdict, asked: RequestedJob) -> None:
     """Report that Megatron accepts a job, or why nobody knows, and what it reads otherwise than the costs."""
-    for name in sorted(verdict.differs.keys() & flag_effects.counted()):
+    unread = set() if asked.is_set("--use-megatron-fsdp") else {"data_parallel_sharding_strategy"}
+    for name in sorted(verdict.differs.keys() & flag_effects.counted() - unread):
         console.print(
             f"Megatron {verdict.release} reads {flag_effects.flag(name)} as {verdict.differs[name]}, which "
             "is not what was counted: give the flag a value"

@@ -115,7 +115,7 @@ def search(
     )
     report.show()
     if verdict is not None:
-        show_verdict(verdict)
+        show_verdict(verdict, asked)
     for path in outputs.paths:
         report.draw(path)
     content = report.content() | entries(asked.job)
