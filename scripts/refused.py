@@ -6,7 +6,7 @@ python -m scripts.refused
 import re
 from pathlib import Path
 
-from megatron_pp_ext.job.rules import config, start, table, unknown_costs
+from megatron_pp_ext.job.rules import config, planned, table, unknown_costs
 from megatron_pp_ext.job.rules.rule import Rule, Rules
 
 _FIRST = "schedules", "stock", "vocabulary", "pairs", "offload", "without_flush"
@@ -17,7 +17,7 @@ def _in_order() -> list[Rules]:
     topics = {topic.name: topic.rules for topic in table.topics()}
     others = [name for name in topics if name not in _FIRST]
     written = [rules for name in (*_FIRST, *others) for rules in topics[name]]
-    return [*written, *unknown_costs.not_counted(), *start.RULES, *config.RULES]
+    return [*written, *unknown_costs.not_counted(), *planned.RULES, *config.RULES]
 
 
 FILE = Path(__file__).parents[1] / "docs" / "refused.md"

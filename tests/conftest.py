@@ -4,8 +4,9 @@ import gc
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,3 +49,29 @@ def short_searches(tmp_path: Path) -> Iterator[None]:
 
     with few_trials(str(tmp_path / "short")):
         yield
+
+
+@pytest.fixture(scope="session")
+def asking_process() -> Iterator[Callable[[], Any]]:
+    """Return a function that starts one process for all questions to Megatron, and returns it."""
+    from megatron_pp_ext.job import ask_megatron
+
+    start, end, processes = ask_megatron._start, ask_megatron._end, []
+
+    def process() -> Any:
+        if not processes:
+            processes.append(start())
+        return processes[0]
+
+    yield process
+    for each in processes:
+        end(each)
+
+
+@pytest.fixture
+def shared_megatron(asking_process: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let commands in this process ask Megatron without importing it for each question."""
+    from megatron_pp_ext.job import ask_megatron
+
+    monkeypatch.setattr(ask_megatron, "_start", asking_process)
+    monkeypatch.setattr(ask_megatron, "_end", lambda process: None)

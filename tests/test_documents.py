@@ -200,7 +200,7 @@ def training_flags() -> tuple[frozenset[str], frozenset[str]]:
         frozenset(flag for action in parser._actions for flag in action.option_strings)
         for parser in (flag_table.parser(), ours)
     )
-    return stock, own
+    return stock | {*flag_table.known_flags()}, own
 
 
 def named(text: str) -> set[str]:

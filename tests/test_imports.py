@@ -55,7 +55,10 @@ BELOW: dict[str, set[str]] = {
     "schedule": {"files", "json_input"},
     "features": set(),
     "compiler": {"files", "setting_error", "schedule", "features"},
-    "job": {"amounts", "files", "json_input", "setting_error", "schedule", "compiler", "features"},
+    "job": {
+        *("amounts", "files", "json_input", "setting_error", "startup_file", "version"),
+        *("schedule", "compiler", "features"),
+    },
     "features.orders": {"files", "json_input", "setting_error", "schedule", "compiler", "job"},
     "features.costs": {"setting_error", "schedule", "compiler", "features.orders", "job", "costs"},
     "features.runtime": {"setting_error", "schedule", "features.orders", "runtime"},

@@ -60,7 +60,7 @@ class OneLineErrors(TyperGroup):
             (parameter.name, parameter.nargs) == ("flags", -1) for parameter in parameters
         ):
             return ""
-        options_of_training = flag_table.parser()._option_string_actions
+        options_of_training = flag_table.known_flags()
         if option in options_of_training:
             return f"{option} is a flag of training: put it after --, as in mpp {command} ... -- {option} ..."
         guess = (

@@ -27,7 +27,8 @@ from megatron_pp_ext.costs import system as systems
 from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.features.lengths.drawing import read_distribution
 from megatron_pp_ext.files import require_folder, write_json
-from megatron_pp_ext.job import options
+from megatron_pp_ext.job import ask_megatron, flag_effects, options
+from megatron_pp_ext.job.ask_megatron import Megatron, Question, Verdict
 from megatron_pp_ext.job.flag_effects import not_counted
 from megatron_pp_ext.job.flag_words import by_name
 from megatron_pp_ext.job.pipeline import for_world
@@ -35,6 +36,7 @@ from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.sizes import data_parallel_size, fewest_ranks, smallest_world
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.jobs.command import missing
+from megatron_pp_ext.planner.search import launch_lines
 from megatron_pp_ext.planner.search.launch_lines import Launch
 
 if TYPE_CHECKING:
@@ -47,6 +49,10 @@ SystemName = Annotated[
         "--system",
         help="a100-80g, h100, h200, b200, b300, gb200, gb300, mi300x, or what mpp calibrate wrote.",
     ),
+]
+AsksMegatron = Annotated[
+    bool,
+    typer.Option("--ask/--no-ask", help="Ask the installed Megatron whether it starts what is recommended."),
 ]
 Margin = Annotated[
     float, typer.Option(help="For what allocators leave unused: a fraction of what comes and goes.")
@@ -75,6 +81,7 @@ def estimate(
     ] = None,
     draws: Annotated[int, typer.Option(help="Steps drawn from --lengths.")] = 8,
     seed: Annotated[int, typer.Option(help="Which steps are drawn.")] = 0,
+    asks: AsksMegatron = True,
     json: ask.Json = None,
 ) -> None:
     """Estimate a training step of a Megatron model: its time, and the memory of every rank.
@@ -99,39 +106,50 @@ def estimate(
     from megatron_pp_ext.planner.step.parameters import entries
 
     gpus = world_size or smallest_world(asked)
-    with waiting("estimating"):
-        words, asked, chosen = with_layout(words, asked, gpus)
-        words, asked = with_choices(words, asked, gpus)
-        request = for_world(asked, gpus)
-        require_size(request)
-        estimated = estimate_request(asked, machine, request, margin)
-        beside = compared(asked, machine, request.data, estimated, margin)
-    estimated.require_possible(machine)
-    launch = Launch([*words, *missing(words)], gpus, machine.gpus_per_node)
-    if gpus > fewest_ranks(asked) and world_size is None:
-        ways = asked.parallel.expert_ranks
-        console.print(f"on {gpus} GPUs, the fewest that share experts {ways} ways: --world-size sets others")
-    counted = entries(asked)
-    if counted:
-        whole, active = (counted[name] / 1e9 for name in ("parameters", "active_parameters"))
-        console.print(
-            f"{whole:.4g}B parameters in {asked.precision.words}, of which a token uses {active:.4g}B"
-        )
-    show(estimated, request, machine, gpus, asked)
-    for line in beside.lines if beside else ():
-        console.print(line)
-    expected = None
-    if drawn_from is not None:
-        from megatron_pp_ext.planner.step.by_length import steps_by_length
+    with ask_megatron.Megatron() as megatron:
+        with waiting("estimating"):
+            words, asked, chosen = with_layout(words, asked, gpus)
+            words, asked = with_choices(words, asked, gpus)
+            request = for_world(asked, gpus)
+            require_size(request)
+            launch = Launch([*words, *missing(words)], gpus, machine.gpus_per_node)
+            question = ask_megatron.question(
+                launch.flags, asked, request, gpus, launch_lines.environment(launch.flags)
+            )
+            if asks:
+                megatron.prepare([question])
+            estimated = estimate_request(asked, machine, request, margin)
+            beside = compared(asked, machine, request.data, estimated, margin)
+        estimated.require_possible(machine)
+        if gpus > fewest_ranks(asked) and world_size is None:
+            ways = asked.parallel.expert_ranks
+            console.print(
+                f"on {gpus} GPUs, the fewest that share experts {ways} ways: --world-size sets others"
+            )
+        counted = entries(asked)
+        if counted:
+            whole, active = (counted[name] / 1e9 for name in ("parameters", "active_parameters"))
+            console.print(
+                f"{whole:.4g}B parameters in {asked.precision.words}, of which a token uses {active:.4g}B"
+            )
+        show(estimated, request, machine, gpus, asked)
+        for line in beside.lines if beside else ():
+            console.print(line)
+        expected = None
+        if drawn_from is not None:
+            from megatron_pp_ext.planner.step.by_length import steps_by_length
 
-        with waiting("planning steps of drawn lengths"):
-            expected = steps_by_length(asked, machine, request, drawn_from, draws, seed)
-        show_by_length(expected, estimated)
-    without = not_counted(asked)
-    show_not_counted(without)
+            with waiting("planning steps of drawn lengths"):
+                expected = steps_by_length(asked, machine, request, drawn_from, draws, seed)
+            show_by_length(expected, estimated)
+        without = not_counted(asked)
+        show_not_counted(without)
+        verdict = verdicts(megatron, [question])[0].require_accepted() if asks else None
     if chosen:
         console.print(chosen)
     show_launch("To train it:", launch, missing(words))
+    if verdict is not None:
+        show_verdict(verdict, asked)
     if json is not None:
         content = {
             "system": machine.name,
@@ -145,9 +163,27 @@ def estimate(
             "by_length": expected and {**asdict(expected), "grounds": _grounds_by_length(estimated)},
             "compared": beside and beside.record(),
             "not_counted": without,
+            "megatron": verdict and verdict.record(),
             **launch.record(),
         }
         write_json(json, content)
+
+
+def verdicts(megatron: Megatron, questions: Sequence[Question]) -> list[Verdict]:
+    """Return Megatron's verdicts on ``questions``, which take seconds where they are not stored."""
+    with waiting("asking Megatron"):
+        return [megatron.ask(question) for question in questions]
+
+
+def show_verdict(verdict: Verdict, asked: RequestedJob) -> None:
+    """Report that Megatron accepts a job, or why nobody knows, and what it reads otherwise than the costs."""
+    unread = set() if asked.is_set("--use-megatron-fsdp") else {"data_parallel_sharding_strategy"}
+    for name in sorted(verdict.differs.keys() & flag_effects.counted() - unread):
+        console.print(
+            f"Megatron {verdict.release} reads {flag_effects.flag(name)} as {verdict.differs[name]}, which "
+            "is not what was counted: give the flag a value"
+        )
+    console.print(verdict.line)
 
 
 def with_layout(words: Sequence[str], asked: RequestedJob, gpus: int) -> tuple[list[str], RequestedJob, str]:

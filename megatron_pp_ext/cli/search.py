@@ -1,5 +1,6 @@
 """``mpp search``: which configuration of a model is fastest on so many GPUs, and fits."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime
 from math import inf
@@ -9,6 +10,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megatron_pp_ext.cli.commands import app
+from megatron_pp_ext.cli.estimate import show_verdict, verdicts
 from megatron_pp_ext.cli.model import print_flags, to_be_started
 from megatron_pp_ext.cli.options import takes_groups
 from megatron_pp_ext.cli.progress import heard, waiting
@@ -16,12 +18,18 @@ from megatron_pp_ext.cli.report import console
 from megatron_pp_ext.cli.search_options import MOST_SEQUENCES, JobOptions, Machines, Measuring, Outputs, Tried
 from megatron_pp_ext.costs import system as systems
 from megatron_pp_ext.files import require_folder, write_json, write_whole
+from megatron_pp_ext.job import ask_megatron
+from megatron_pp_ext.job.ask_megatron import Megatron, Question, Verdict
 from megatron_pp_ext.job.flag_effects import not_counted
+from megatron_pp_ext.job.pipeline import for_world
+from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.jobs.command import missing
+from megatron_pp_ext.planner.search.launch_lines import environment
 
 if TYPE_CHECKING:
     from megatron_pp_ext.cli.search_report import Report
     from megatron_pp_ext.planner.search.best_first import Search
+    from megatron_pp_ext.planner.search.candidate import Candidate
     from megatron_pp_ext.planner.search.replays import Evaluated
     from megatron_pp_ext.planner.search.result import SearchResult
 
@@ -74,17 +82,23 @@ def search(
     limit = machines.bytes_of_memory or (1 - headroom(asked)) * system.memory_bytes
     budget = SearchBudget(machines.cpu_seconds or inf)
     one = Search(space, system, limit, machines.margin, machines.top, compiles, budget)
-    try:
-        best = run_with_bar(one)
-    except KeyboardInterrupt:
-        if not one.result.best:
-            typer.echo("mpp: interrupted before any configuration was found that fits", err=True)
-        raise
+    filled_in = tuple(strip(missing(words)))
+    all_words, without = [*words, *filled_in], tuple(not_counted(asked))
+    verdict = None
+    with ask_megatron.Megatron() as megatron:
+        if tried.asks:
+            megatron.prepare()  # it is imported while the search goes on
+        try:
+            best = run_with_bar(one)
+        except KeyboardInterrupt:
+            if not one.result.best:
+                typer.echo("mpp: interrupted before any configuration was found that fits", err=True)
+            raise
+        if tried.asks:
+            best, verdict = accepted(best, megatron, asked, all_words, machines.gpus)
     first = best.best[0]
     first.estimate.require_possible(system)
     of_first = first.candidate.applied_to(asked), system, first.candidate.data
-    filled_in = tuple(strip(missing(words)))
-    all_words, without = [*words, *filled_in], tuple(not_counted(asked))
     about = job.about(asked) | {"command": context.obj, "date": f"{datetime.now():%Y-%m-%d %H:%M}"}
     report = Report(
         best,
@@ -100,6 +114,8 @@ def search(
         compared(*of_first, first.estimate, machines.margin),
     )
     report.show()
+    if verdict is not None:
+        show_verdict(verdict, asked)
     for path in outputs.paths:
         report.draw(path)
     content = report.content() | entries(asked)
@@ -111,6 +127,40 @@ def search(
         write_whole(outputs.html, report.page())
     if outputs.sbatch is not None:
         report.write_batch_files(outputs.sbatch)
+
+
+def accepted(
+    result: "SearchResult", megatron: Megatron, asked: RequestedJob, words: Sequence[str], gpus: int
+) -> "tuple[SearchResult, Verdict]":
+    """Return ``result`` without the candidates that Megatron refuses, and its verdict on the best.
+
+    All those are asked about whose commands are shown or written.  ValueError where none is left.
+    """
+    verdicts_on: dict[Candidate, Verdict] = {}
+    while True:
+        shown = [one.candidate for one in (*result.best, *result.frontier)]
+        questions = {
+            candidate: _question(candidate, asked, words, gpus)
+            for candidate in shown
+            if candidate not in verdicts_on
+        }
+        verdicts_on |= zip(questions, verdicts(megatron, list(questions.values())), strict=True)
+        refused = [candidate for candidate in shown if verdicts_on[candidate].refusal]
+        if not refused:
+            return result, verdicts_on[result.best[0].candidate]
+        for candidate in dict.fromkeys(refused):
+            console.print(
+                f"left out: {candidate.name}, which Megatron refuses: {verdicts_on[candidate].refusal}"
+            )
+        result = result.without(refused)
+        if not result.best:
+            verdicts_on[refused[0]].require_accepted()
+
+
+def _question(candidate: "Candidate", asked: RequestedJob, words: Sequence[str], gpus: int) -> Question:
+    """Return the question about the command that starts ``candidate``."""
+    flags, job = candidate.flags(words), candidate.applied_to(asked)
+    return ask_megatron.question(flags, job, for_world(job, gpus), gpus, environment(flags))
 
 
 def _measured(report: "Report", measuring: Measuring) -> list[dict[str, object]]:

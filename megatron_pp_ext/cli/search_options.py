@@ -9,7 +9,7 @@ import typer
 
 from megatron_pp_ext import amounts
 from megatron_pp_ext.cli import options as ask
-from megatron_pp_ext.cli.estimate import Margin, SystemName
+from megatron_pp_ext.cli.estimate import AsksMegatron, Margin, SystemName
 from megatron_pp_ext.cli.model import Flags, GlobalBatchSize, Model, PrintFlags, SeqLength, described
 from megatron_pp_ext.job import options
 from megatron_pp_ext.job.layers import stages_flag
@@ -118,6 +118,7 @@ class Tried:
         str,
         typer.Option(help="How layers are spread over stages: auto, as makes the step shortest, or even."),
     ] = "auto"
+    asks: AsksMegatron = True
 
     def check(self) -> None:
         """Raise ValueError for a schedule that is unknown."""

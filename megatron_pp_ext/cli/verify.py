@@ -77,7 +77,7 @@ def verify(
     words = words_of(flags)
     name = reference_runs.schedule_of(flags)
     path = _path(script)
-    fewest = smallest_world(Job.of(flag_table.parse(flags, {}, has_others=True)))
+    fewest = smallest_world(Job.of(flag_table.parse(flags, {})[0]))
     if ranks is not None and (ranks < 1 or ranks % fewest):
         raise ValueError(f"--ranks {ranks} is not a multiple of {fewest}, which one copy of the model needs")
     world = ranks or fewest

@@ -1,32 +1,27 @@
 """The effect of each of Megatron's arguments on the time and the memory of a training step.
 
-``flag_effects.toml`` has them all: those that the costs of a step count, those that change a step somewhat
-and are reported with an estimate (``bounds``), those with which it would be of something else and is refused,
-and those without effect.  An argument that has its default value is not asked.
+``flag_effects.toml`` has those of all releases: those that the costs of a step count, those that change a
+step somewhat and are reported with an estimate (``bounds``), those with which it would be of something else
+and is refused, and those without effect.  An argument that has its default value is not asked.
 """
 
-import tomllib
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from megatron_pp_ext.job import flag_table
 from megatron_pp_ext.job.requested_job import RequestedJob
 
-FILE = Path(__file__).with_name("flag_effects.toml")
-
 _NOT_COSTS = "what a model is apart from its costs", "how tokens are routed: each expert gets as many"
 """The arguments without effect that a description of a model may have."""
 
 
-@cache
 def table() -> Mapping[str, Any]:
-    """Return the sections of ``FILE``; a section has names, with spaces between, by their effect.
+    """Return the sections of ``flag_effects.toml``: names, with spaces between, by effect.
 
     But ``values`` has, by argument, the values that the costs of "stages" or of a "step" know, where not all.
     """
-    return tomllib.loads(FILE.read_text(encoding="utf-8"))
+    return flag_table.effects()
 
 
 def counted() -> set[str]:
@@ -47,7 +42,7 @@ def refused(estimate: str) -> dict[str, str]:
 
 
 def is_asked(asked: RequestedJob, name: str) -> bool:
-    """Whether ``asked`` has another value of the argument ``name`` than the installed Megatron gives it."""
+    """Whether ``asked`` has another value of the argument ``name`` than Megatron gives it."""
     default = _defaults().get(name)
     value = getattr(asked.args, name, default)
     return bool(value != default)
@@ -74,14 +69,13 @@ def flag(name: str) -> str:
 
 @cache
 def setting() -> dict[str, flag_table.Row]:
-    """Return by argument the row that sets another value than the default, of the newest release with one."""
-    rows = [row for rows in flag_table.by_release().values() for row in rows]
-    return {row["dest"]: row for row in rows if row.get("sets", ...) != row["default"]}
+    """Return by argument the row that sets another value than the default."""
+    return {row["dest"]: row for row in flag_table.rows() if row.get("sets", ...) != row["default"]}
 
 
 @cache
 def _defaults() -> dict[str, Any]:
-    return {row["dest"]: row["default"] for row in flag_table.installed()}
+    return {row["dest"]: row["default"] for row in flag_table.rows()}
 
 
 def _by_name(groups: Mapping[str, str]) -> dict[str, str]:

@@ -1,20 +1,20 @@
-"""Megatron's flags by release, as a table: by it a command reads flags without importing Megatron.
+"""Megatron's flags as far as this package has a use for them: by them a command reads flags without Megatron.
 
-``megatron_flags.json`` is written by ``scripts/flag_table.py`` from Megatron's own parser.  Each of its
-``rows`` has the ``flags`` that set one argument, and of the argument its name ``dest`` where that is not the
-first flag's, its ``default`` where it has one, and either the value that a flag ``sets`` by itself, or the
-``type``, number (``nargs``, in argparse's words) and ``choices`` of the values after it.  ``releases`` are
-those whose parser has the row, where not all do.
+Each row of ``megatron_flags.json`` has the ``flags`` that set one argument, and of the argument its name
+``dest`` where that is not the first flag's, its ``default`` where it has one, and either the value that a
+flag ``sets`` by itself, or the ``type``, number (``nargs``, in argparse's words) and ``choices`` of the
+values after it.  They are those of the newest release: what another lacks or reads otherwise, the installed
+Megatron itself says (``ask_megatron``).  Flags without effect on a step are names in ``flag_effects.toml``.
 """
 
 import ast
 import json
 import re
+import tomllib
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,6 +22,7 @@ from megatron_pp_ext.job import our_flags
 from megatron_pp_ext.json_input import did_you_mean
 
 FILE = Path(__file__).with_name("megatron_flags.json")
+EFFECTS = Path(__file__).with_name("flag_effects.toml")
 
 Row = dict[str, Any]
 
@@ -57,15 +58,13 @@ class _Parser(ArgumentParser):
         raise ValueError(f"in the model's flags: {message}: correct it")
 
 
-def parse(words: Sequence[str], start: Mapping[str, Any], has_others: bool = False) -> Namespace:
-    """Return ``start`` with what ``words``, a command line, set, and the defaults of all other arguments.
+def parse(words: Sequence[str], start: Mapping[str, Any]) -> tuple[Namespace, list[str]]:
+    """Return ``start`` with what ``words``, a command line, set, and the words that are left.
 
-    ValueError for flags that the installed Megatron lacks, unless ``has_others`` for those of a training
-    script, and for values that it does not accept.
+    All other arguments get their defaults.  What is left are flags without effect on a step, and what is
+    unknown here, with the words after them.  ValueError for values that Megatron does not accept.
     """
-    args, others = parser().parse_known_args(list(words), Namespace(**start))
-    if others and not has_others:
-        raise UnknownFlag(others[0])
+    args, rest = parser().parse_known_args(list(words), Namespace(**start))
     for name in _COUNTED_ONE_BY_ONE:
         value = getattr(args, name)
         if isinstance(value, int | str) and (value if isinstance(value, int) else len(value)) > MOST_LAYERS:
@@ -74,16 +73,26 @@ def parse(words: Sequence[str], start: Mapping[str, Any], has_others: bool = Fal
                 f"in the model's flags: {flag} has more than {MOST_LAYERS:,}, the most layers of a model: "
                 "correct it"
             )
-    return args
+    return args, rest
+
+
+def unknown(words: Sequence[str]) -> list[str]:
+    """Return the flags among ``words`` that have no row, and of which nobody says that they have no effect.
+
+    ``words`` are those that ``parse`` has left; ``UnknownFlag`` for one that follows no flag.
+    """
+    if words and not words[0].startswith("--"):
+        raise UnknownFlag(words[0])
+    flags = (word.partition("=")[0] for word in words if word.startswith("--"))
+    return [flag for flag in flags if flag not in known_flags()]
 
 
 def _about_unknown(word: str) -> str:
     if not word.startswith("--"):
         return f"{word} follows no flag that takes it: leave it out"
     flag = word.partition("=")[0]
-    known = [known for known in parser()._option_string_actions if known.startswith("--")]
     otherwise = "leave it out if it is a training script's own, or see Megatron's --help"
-    return f"{flag} is none of Megatron's: {hint(flag, known, otherwise)}"
+    return f"{flag} is none of Megatron's: {hint(flag, known_flags(), otherwise)}"
 
 
 def hint(flag: str, known: Iterable[str], otherwise: str) -> str:
@@ -108,7 +117,7 @@ def _has_same_words(flag: str, other: str) -> bool:
 def parser() -> ArgumentParser:
     """Return a parser of the installed Megatron's flags and this package's."""
     found = _Parser(allow_abbrev=False, add_help=False)
-    for row in installed():
+    for row in rows():
         about = {key: value for key, value in row.items() if key not in ("flags", "sets", "type")}
         if "sets" in row:
             found.add_argument(*row["flags"], action="store_const", const=row["sets"], **about)
@@ -188,48 +197,27 @@ _TYPES: dict[str | None, Callable[[str], Any]] = {
 }
 
 
-def installed() -> list[Row]:
-    """Return the rows of the installed Megatron; of the newest where there is none, or one unknown here."""
-    releases = by_release()
-    return releases.get(_release(), [*releases.values()][-1])
-
-
-def unknown() -> list[str]:
-    """Return a sentence where the table does not have the flags of the installed Megatron."""
-    here, known = _release(), [*by_release()]
-    if not here or here in known:
-        return []
-    return [f"Megatron {here} has flags that are not known here; they are read as those of {known[-1]}"]
-
-
 @cache
-def _release() -> str:
-    """Return the first two numbers of the Megatron that Python would import; empty if there is none.
-
-    It may be that of a checkout, which has no metadata.  The disk is searched once.
-    """
-    try:
-        core = find_spec("megatron.core")
-        folders = core.submodule_search_locations if core else None
-        about = [Path(folder, "package_info.py").read_text(encoding="utf-8") for folder in folders or ()]
-    except (ModuleNotFoundError, OSError):
-        return ""
-    return ".".join(re.findall(r"^(?:MAJOR|MINOR) = (\d+)", "".join(about[:1]), re.MULTILINE))
-
-
-@cache
-def by_release() -> dict[str, list[Row]]:
-    """Return the rows of every release, oldest first, with all keys that argparse needs."""
+def rows() -> list[Row]:
+    """Return the rows of the table with all keys that argparse needs."""
     table = json.loads(FILE.read_text(encoding="utf-8"))
-    rows = [{"dest": name_of(row["flags"][0]), "default": None} | row for row in table["rows"]]
-    return {
-        release: [
-            {key: value for key, value in row.items() if key != "releases"}
-            for row in rows
-            if release in row.get("releases", (release,))
-        ]
-        for release in table["releases"]
-    }
+    return [{"dest": name_of(row["flags"][0]), "default": None} | row for row in table]
+
+
+@cache
+def effects() -> Mapping[str, Any]:
+    """Return the sections of ``flag_effects.toml`` (``flag_effects.table``)."""
+    return tomllib.loads(EFFECTS.read_text(encoding="utf-8"))
+
+
+@cache
+def known_flags() -> dict[str, None]:
+    """Return all flags that are known here, those without effect on a step included."""
+    names = (name for names in effects()["without_effect"].values() for name in names.split())
+    with_rows = (flag for flag in parser()._option_string_actions if flag.startswith("--"))
+    return dict.fromkeys(
+        [*with_rows, *(name if name[0] == "-" else f"--{name.replace('_', '-')}" for name in names)]
+    )
 
 
 def name_of(flag: str) -> str:

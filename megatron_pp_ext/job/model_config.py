@@ -31,7 +31,7 @@ def arguments(*configs: Any, **explicit: Any) -> Namespace:
     the config of data parallelism.  ``explicit`` are arguments by name, and come first.
     """
     values: dict[str, Any] = {}
-    names = vars(flag_table.parse([], {}))
+    names = vars(flag_table.parse([], {})[0])
     for config in configs:
         for field in fields(config) if is_dataclass(config) else ():
             name = _RENAMED.get(field.name, field.name)
@@ -44,7 +44,7 @@ def arguments(*configs: Any, **explicit: Any) -> Namespace:
         values["group_query_attention"] = values["num_query_groups"] != values.get("num_attention_heads")
     for config in configs:
         values.update(_activation(config))
-    return flag_table.parse([], {**values, **explicit})
+    return flag_table.parse([], {**values, **explicit})[0]
 
 
 def setting_of(argument: str) -> str:

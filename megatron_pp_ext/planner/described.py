@@ -6,7 +6,7 @@ All of it becomes one line of Megatron's flags.  Later words win: flags after ``
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_pp_ext.job import flag_table, flag_words
+from megatron_pp_ext.job import ask_megatron, flag_table, flag_words
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.sizes import require_vocabulary
@@ -51,8 +51,8 @@ def read(
     """Read ``flags`` and the value of --model together.
 
     ``sizes`` are given by options, under the names of arguments.  ValueError where there is no model, for
-    what contradicts itself, and for flags that Megatron cannot have, unless ``has_other_flags`` for those of
-    a training script.
+    what contradicts itself, and for flags that the installed Megatron does not have, unless
+    ``has_other_flags`` for those of a training script.
     """
     shipped = model_names.read(model) if model is not None else None
     if shipped is None and not flags:
@@ -64,16 +64,31 @@ def read(
     if shipped is not None:
         kept |= _longer_positions(shipped, kept, mine)
     start = {name: value for name, value in kept.items() if value is not None}
-    args = flag_table.parse(mine, start, has_other_flags)
+    args, rest = flag_table.parse(mine, start)
+    unknown = [] if has_other_flags else flag_table.unknown(rest)
+    uncounted = [_of_megatron_alone(unknown, mine)] if unknown else []
     derive_arguments(args)
     if shipped is None:
-        return Described(mine, RequestedJob.of_args(args), flag_table.unknown())
+        return Described(mine, RequestedJob.of_args(args), uncounted)
     require_complete(args, shipped.name)
     if not args.vocab_size and not args.padded_vocab_size:
         raise ValueError(f"{shipped.name} has no vocab_size: give it")
     about = [f"{shipped.name}: {'; '.join(shipped.notes)}"] if shipped.notes else []
-    notes = [*flag_table.unknown(), *_replaced(shipped, kept, mine), *about]
+    notes = [*uncounted, *_replaced(shipped, kept, mine), *about]
     return Described([*flag_words.spelled(kept), *mine], RequestedJob.of_args(args), notes)
+
+
+def _of_megatron_alone(flags: Sequence[str], words: Sequence[str]) -> str:
+    """Return words about ``flags`` of a command line that only the installed Megatron knows.
+
+    ``UnknownFlag`` for what it does not know either, and where it cannot be asked.
+    """
+    for word in flags if (unknown := ask_megatron.unknown_words(words)) is None else unknown:
+        raise flag_table.UnknownFlag(word)
+    return (
+        f"Megatron {ask_megatron.release()} has {', '.join(flags)}, of which nothing is known here: "
+        "estimates are made without"
+    )
 
 
 def _replaced(model: GivenModel, values: Mapping[str, object], words: Sequence[str]) -> list[str]:

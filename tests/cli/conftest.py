@@ -23,6 +23,11 @@ def patient(monkeypatch):
     monkeypatch.setattr(progress, "_PATIENCE_SECONDS", 3600.0)
 
 
+@pytest.fixture(autouse=True)
+def megatron(shared_megatron):
+    """Commands ask Megatron, which only the first of them waits for."""
+
+
 @pytest.fixture
 def mpp():
     def run(*arguments):

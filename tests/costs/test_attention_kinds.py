@@ -97,7 +97,7 @@ def built(kind: str) -> attention_layers.Layer:
 
 
 def attentions(kind: str) -> Attentions:
-    return Attentions(LayerCosts(Job.of(flag_table.parse(words(kind), {}))))
+    return Attentions(LayerCosts(Job.of(flag_table.parse(words(kind), {})[0])))
 
 
 def attention(kind: str) -> Part:
@@ -213,7 +213,7 @@ def test_what_context_parallel_ranks_send(kind: str, ring: int, exchanged: int) 
     sizes = f"{kind} --context-parallel-size 4"
     numbers = 4 * TOKENS / 4
     for sent, width, again in (("ring", ring, 2), ("exchange", exchanged, 1)):
-        found = Attentions(LayerCosts(Job.of(flag_table.parse(words(sizes), {})), Only(sent))).layer(1)
+        found = Attentions(LayerCosts(Job.of(flag_table.parse(words(sizes), {})[0]), Only(sent))).layer(1)
         assert (found.forward_seconds, found.input_gradient_seconds) == (
             numbers * width,
             again * numbers * width,
@@ -263,7 +263,7 @@ def test_kernels_keep_nothing_of_pairs(kind: str) -> None:
 def test_equal_layers_are_one_object(kind: str, letters: str, same: list[int]) -> None:
     made = attentions(kind)
     layers = [made.layer(number) for number in range(1, 5)]
-    own = Job.of(flag_table.parse(words(kind), {})).attention
+    own = Job.of(flag_table.parse(words(kind), {})[0]).attention
     assert "".join(map(own.letter, range(1, 5))) == letters
     numbers = {id(layer): number for number, layer in zip(same, layers, strict=True)}
     assert [numbers[id(layer)] for layer in layers] == same

@@ -15,7 +15,7 @@ from megatron.training.global_vars import destroy_global_vars
 
 from megatron_pp_ext import cpu, pretrain_gpt
 from megatron_pp_ext.integration import releases
-from megatron_pp_ext.integration.trainer.validation import _failed_check
+from megatron_pp_ext.integration.trainer.agreement import failed_check
 
 DATA = ("--mock-data",)
 
@@ -69,8 +69,8 @@ def test_a_check_without_words_is_quoted() -> None:
         assert not DATA
     except AssertionError as error:
         error.args = ()
-        line = _failed_check(error)
-    assert line.startswith("Megatron refuses these flags: assert not DATA (")
+        line = failed_check(error)
+    assert line.startswith("assert not DATA (")
 
 
 @since(releases.CORE_0_19, "before 0.19 Megatron asks for --spec itself")

@@ -1,19 +1,18 @@
 """Models by name, and flags that are read without Megatron: both mean what Megatron reads in them."""
 
-from argparse import Namespace
+from argparse import Action, ArgumentParser, BooleanOptionalAction, Namespace
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from megatron_pp_ext.integration.releases import RELEASES, megatron_release
-from megatron_pp_ext.job.flag_table import FILE, by_release
+from megatron_pp_ext.integration.releases import NEWEST, megatron_release
+from megatron_pp_ext.job import flag_table, our_flags
 from megatron_pp_ext.jobs.command import missing
 from megatron_pp_ext.planner import described, model_names
 from megatron_pp_ext.planner.search.launch_lines import Launch
 from megatron_pp_ext.planner.step import model_description
-from scripts.flag_table import rows_of_megatron, written
-from tests.support.flags import pasted, read_by_commands, read_by_megatron, validated
+from tests.support.flags import megatron_arguments, pasted, read_by_commands, read_by_megatron, validated
 from tests.support.training import TINY
 
 GPUS = 8
@@ -75,9 +74,28 @@ def test_flags_mean_the_same_without_megatron(line: str) -> None:
     assert as_megatron_reads(words, ours) == counted(ours)
 
 
-def test_the_table_has_what_megatrons_parser_has() -> None:
-    """After a new release of Megatron, scripts/flag_table.py writes the table again."""
-    number = ".".join(map(str, megatron_release()))
-    table = by_release()
-    assert written({**table, number: rows_of_megatron()}) == FILE.read_text(encoding="utf-8")
-    assert [*table] == [".".join(map(str, one.number)) for one in RELEASES if one.wheel]
+def actions() -> list[Action]:
+    """Return what Megatron's parser reads, by flags that are its own."""
+    parser = megatron_arguments.add_megatron_arguments(ArgumentParser(allow_abbrev=False, add_help=False))
+    return [action for action in parser._actions if action.dest not in our_flags.names()]
+
+
+def test_every_flag_of_megatron_is_known() -> None:
+    """Those of a new release become a row, or a name in flag_effects.toml, by what their code does."""
+    flags = [flag for action in actions() for flag in action.option_strings if flag.startswith("--")]
+    assert not [flag for flag in flags if flag not in flag_table.known_flags()]
+
+
+@pytest.mark.skipif(megatron_release() != NEWEST, reason="the rows are those of the newest release")
+def test_the_rows_are_what_megatrons_parser_has() -> None:
+    theirs = {flag: action for action in actions() for flag in action.option_strings}
+    defaults = {name: getattr(value, "name", value) for name, value in vars(read_by_megatron([])).items()}
+    for row in flag_table.rows():
+        for action in (theirs[flag] for flag in row["flags"]):
+            assert (action.dest, defaults[action.dest]) == (row["dest"], row["default"]), row
+            if "sets" not in row:
+                choices = action.choices and [getattr(choice, "name", choice) for choice in action.choices]
+                assert (action.nargs, choices) == (row.get("nargs"), row.get("choices")), row
+                assert row.get("type") in (None, "pattern", getattr(action.type, "__name__", None)), row
+            elif not isinstance(action, BooleanOptionalAction):
+                assert (action.nargs, action.const) == (0, row["sets"]), row

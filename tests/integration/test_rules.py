@@ -15,7 +15,7 @@ from megatron_pp_ext.integration.trainer import validation
 from megatron_pp_ext.job import flag_table, our_flags
 from megatron_pp_ext.job.flags import Flags
 from megatron_pp_ext.job.requested_job import ENGINE, RequestedJob
-from megatron_pp_ext.job.rules import start, table, unknown_costs
+from megatron_pp_ext.job.rules import planned, table, unknown_costs
 from megatron_pp_ext.job.rules.all_rules import refuse, refuse_config
 from megatron_pp_ext.job.rules.rule import Refused, Rule, Rules
 from megatron_pp_ext.schedule import catalog
@@ -352,7 +352,7 @@ def test_refused_in_one_line(title: str, excerpt: str, monkeypatch: pytest.Monke
 
 
 def known_names() -> set[str]:
-    flags = {row["dest"] for rows in flag_table.by_release().values() for row in rows}
+    flags = {row["dest"] for row in flag_table.rows()}
     return flags | set(our_flags.names())
 
 
@@ -374,7 +374,7 @@ def test_rules_ask_for_what_there_is(from_file: bool, monkeypatch: pytest.Monkey
     ends = f"{PP4} --pipeline-schedule v-half --decoder-first-pipeline-num-layers 2"
     settled = {"placement": schedule.placement, "from_file": schedule} if from_file else {}
     job = RequestedJob.of_args(arguments(ends), {ENGINE: "2.2", "zstandard": "0"}, **settled)
-    for rules in (*table.rules(), *start.RULES, *unknown_costs.not_counted(), unknown_costs.not_compiled()):
+    for rules in (*table.rules(), *planned.RULES, *unknown_costs.not_counted(), unknown_costs.not_compiled()):
         rules.when(job)
         for rule in rules.rows:
             rule.holds(job)

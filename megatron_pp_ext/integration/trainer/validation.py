@@ -4,7 +4,6 @@ Everything that can be known to be wrong is refused here, before any process gro
 the rule and the fix in one line.
 """
 
-import linecache
 import sys
 from argparse import Namespace
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.settings import Settings
 from megatron_pp_ext.integration.start_up import comparison, show_compiling, summary
 from megatron_pp_ext.integration.trainer import model_costs
-from megatron_pp_ext.integration.trainer.agreement import refused
+from megatron_pp_ext.integration.trainer.agreement import failed_check, refused
 from megatron_pp_ext.integration.trainer.checkpoint_loading import describe
 from megatron_pp_ext.integration.trainer.replica_samples import one_of_each
 from megatron_pp_ext.integration.trainer.run_settings import settings
@@ -62,7 +61,7 @@ def translate_flags(stock: Callable[..., Any], args: Namespace, defaults: Any = 
             # Megatron drops it with its fake process group, but the planned job makes these checks.
             args.check_for_nan_in_loss_and_grad = checks
     except (AssertionError, ValueError) as error:
-        raise refused(_failed_check(error)) from error
+        raise refused(f"Megatron refuses these flags: {failed_check(error)}") from error
     # Megatron saves its flags in every checkpoint; see `checkpoint_loading`.
     args.pipeline_placement = describe(found.placement) if found and found.source else None
     if found is not None:
@@ -75,19 +74,6 @@ def translate_flags(stock: Callable[..., Any], args: Namespace, defaults: Any = 
         )
     requested.activate(found)
     return result
-
-
-def _failed_check(error: Exception) -> str:
-    """Return in one line which check of Megatron's raised ``error``, since many of them have no message."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    message = " ".join(str(error).split())
-    if trace is None:
-        return message
-    frame, line = trace.tb_frame, trace.tb_lineno
-    check = message or linecache.getline(frame.f_code.co_filename, line).strip().rstrip(",\\ ")
-    return f"Megatron refuses these flags: {check} ({frame.f_globals.get('__name__')}, line {line})"
 
 
 @hook(

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import config as of_config
-from megatron_pp_ext.job.rules import schedules, start, stock, table, unknown_costs
+from megatron_pp_ext.job.rules import planned, schedules, stock, table, unknown_costs
 from megatron_pp_ext.job.rules.rule import refuse as refuse_by
 
 
@@ -16,8 +16,8 @@ def refuse(job: RequestedJob) -> None:
 
 
 def refuse_to_plan(job: RequestedJob) -> None:
-    """Raise ValueError for what the costs do not know, and for what Megatron cannot run anyhow."""
-    refuse_by(job, (*unknown_costs.not_counted(), *start.RULES, *stock.RULES))
+    """Raise ValueError for what the costs do not know, and for what Megatron starts and cannot train."""
+    refuse_by(job, (*unknown_costs.not_counted(), *planned.RULES, *stock.RULES))
 
 
 def refuse_to_predict(job: RequestedJob) -> None:

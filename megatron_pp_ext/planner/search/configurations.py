@@ -175,6 +175,8 @@ class Space:
         """
         parallel, count = self.job.parallel, self.job.model.num_experts
         expert_tensors = [size if size < tensor else None for size in _divisors(tensor)] if count else [None]
+        if self.job.model.add_bias_linear:  # Megatron refuses to cut experts that have biases
+            expert_tensors = expert_tensors[:1]
         if "expert_tensor_parallel_size" in self.fixed:
             expert_tensors = [parallel.expert_tensor_parallel_size or None]
         if "expert_model_parallel_size" in self.fixed:

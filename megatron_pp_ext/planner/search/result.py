@@ -1,7 +1,9 @@
 """The results of a search, and its counts."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Self
 
 from megatron_pp_ext.planner.search.budget import Stopped
 from megatron_pp_ext.planner.search.candidate import Candidate
@@ -51,6 +53,20 @@ class SearchResult:
     unfit: int = 0
     replayed: int = 0
     stopped: Stopped | None = None
+
+    def without(self, refused: Collection[Candidate]) -> Self:
+        """Return the result without the candidates that are ``refused``.
+
+        In the place of one of the best comes the first of those that are nearly as fast.
+        """
+        best, alike = [], {}
+        for first in self.best:
+            left = [one for one in (first, *self.alike[first.candidate]) if one.candidate not in refused]
+            if left:
+                best.append(left[0])
+                alike[left[0].candidate] = left[1:]
+        frontier = [one for one in self.frontier if one.candidate not in refused]
+        return replace(self, best=best, alike=alike, frontier=frontier)
 
     @property
     def named(self) -> list[Evaluated]:

@@ -50,7 +50,7 @@ def require_known(values: Mapping[str, Any], source: str) -> None:
 def describe(values: Mapping[str, Any], source: str = "the model") -> Job:
     """Return the job of ``values``, by name; ValueError, naming ``source``, for unknown names and values."""
     require_known(values, source)
-    args = flag_table.parse([], values)
+    args, _ = flag_table.parse([], values)
     derive_arguments(args)
     require_complete(args, source)
     return Job.of(args)
@@ -59,7 +59,7 @@ def describe(values: Mapping[str, Any], source: str = "the model") -> Job:
 def asked_of(job: Job) -> RequestedJob:
     """Return the request of a ``job`` that no flags describe: its fields, and no other argument."""
     values = {name: job.value(name) for name in PLACES}
-    return RequestedJob.of_args(flag_table.parse([], values))
+    return RequestedJob.of_args(flag_table.parse([], values)[0])
 
 
 def derive_arguments(args: Namespace) -> None:
