@@ -18,7 +18,7 @@ from benchmarks.report import RESULTS, Out, Row, publish, table
 from benchmarks.runtime.lengths import MESSAGE, UnlikeStage, planned
 from benchmarks.runtime.machine import cores_awake, settle, spans_in_turns, step_seconds
 from benchmarks.runtime.systems import RunStep, World
-from megatron_pp_ext.features.lengths.orders import How
+from megatron_pp_ext.features.units.orders import How
 from megatron_pp_ext.runtime.channels import Channels
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import plan_rank

@@ -22,10 +22,10 @@ from benchmarks.report import RESULTS, Out, Row, publish, table
 from benchmarks.runtime.machine import cores_awake, settle, spans_in_turns, step_seconds
 from benchmarks.runtime.stages import Times
 from benchmarks.runtime.systems import RunStep, World
-from megatron_pp_ext.features.lengths.length_costs import LengthCosts
-from megatron_pp_ext.features.lengths.microbatches import Microbatches
-from megatron_pp_ext.features.lengths.orders import How
-from megatron_pp_ext.features.lengths.plan import Plan, Planner
+from megatron_pp_ext.features.units.microbatches import Microbatches
+from megatron_pp_ext.features.units.orders import How
+from megatron_pp_ext.features.units.planner import Plan, Planner
+from megatron_pp_ext.features.units.rates import LengthCosts
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.runtime.rank import Rank

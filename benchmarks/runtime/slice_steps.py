@@ -18,10 +18,9 @@ from benchmarks.runtime.machine import cores_awake, settle
 from benchmarks.schedules.lengths import steps
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
-from megatron_pp_ext.features.lengths.length_costs import LengthCosts
-from megatron_pp_ext.features.lengths.microbatches import Microbatches
-from megatron_pp_ext.features.slices.plan import Planner
-from megatron_pp_ext.features.slices.search import Plan
+from megatron_pp_ext.features.units.microbatches import Microbatches
+from megatron_pp_ext.features.units.planner import Plan, Planner
+from megatron_pp_ext.features.units.rates import LengthCosts
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement, v

@@ -22,12 +22,11 @@ import typer
 from benchmarks.report import RESULTS, Out, Row, publish, table
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
-from megatron_pp_ext.features.lengths.balance import balance
-from megatron_pp_ext.features.lengths.compared import NAMES, over_work, peak_tokens, side_by_side, timeline
-from megatron_pp_ext.features.lengths.length_costs import EQUAL_AT, LengthCosts
-from megatron_pp_ext.features.lengths.microbatches import Microbatches
-from megatron_pp_ext.features.lengths.partition import partition
-from megatron_pp_ext.features.lengths.plan import Planner
+from megatron_pp_ext.features.units.comparison import NAMES, over_work, peak_tokens, side_by_side, timeline
+from megatron_pp_ext.features.units.microbatches import Microbatches
+from megatron_pp_ext.features.units.packing import balance, partition
+from megatron_pp_ext.features.units.planner import Planner
+from megatron_pp_ext.features.units.rates import EQUAL_AT, LengthCosts
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.schedule.unit_costs import UnitCosts

@@ -17,9 +17,9 @@ from benchmarks.report import RESULTS, Out, Row, publish, table
 from benchmarks.schedules.lengths import SCHEDULES, costs_by_length, in_order
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
-from megatron_pp_ext.features.lengths.compared import RULE, SEARCH, side_by_side
-from megatron_pp_ext.features.lengths.microbatches import Microbatches
-from megatron_pp_ext.features.lengths.plan import Planner
+from megatron_pp_ext.features.units.comparison import RULE, SEARCH, side_by_side
+from megatron_pp_ext.features.units.microbatches import Microbatches
+from megatron_pp_ext.features.units.planner import Planner
 
 RANKS, MICROBATCHES = (4, 8, 16), (8, 16, 32, 64)
 _GIANT = 131_072

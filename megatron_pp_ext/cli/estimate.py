@@ -26,7 +26,7 @@ from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.costs import system as systems
 from megatron_pp_ext.costs.choices import registry as choices
 from megatron_pp_ext.costs.system import System
-from megatron_pp_ext.features.lengths.drawing import read_distribution
+from megatron_pp_ext.features.units.microbatches import read_distribution
 from megatron_pp_ext.files import require_folder, write_json
 from megatron_pp_ext.job.flag_effects import not_counted
 from megatron_pp_ext.job.flag_words import by_name

@@ -1,8 +1,6 @@
 """Where features enter Megatron: their hooks, and what they bring to steps, in the order of its set-up."""
 
 from megatron_pp_ext.features.guided.megatron.profile_guided import guide
-from megatron_pp_ext.features.lengths.megatron.announced_shapes import announcing
-from megatron_pp_ext.features.lengths.megatron.steps import ordered
 from megatron_pp_ext.features.offload.megatron.host_activations import offloading
 from megatron_pp_ext.features.offload.megatron.host_limit import require_free
 from megatron_pp_ext.features.pairs.megatron import (
@@ -11,7 +9,8 @@ from megatron_pp_ext.features.pairs.megatron import (
     recomputed_segments,
     token_exchanges,
 )
-from megatron_pp_ext.features.slices.megatron.steps import sliced
+from megatron_pp_ext.features.units.megatron.shapes import announcing
+from megatron_pp_ext.features.units.megatron.steps import in_units
 from megatron_pp_ext.features.vocabulary.megatron.dealing import deal_out, frozen_output
 from megatron_pp_ext.features.vocabulary.megatron.model_vocabulary import shared
 from megatron_pp_ext.integration import start_up
@@ -19,7 +18,7 @@ from megatron_pp_ext.integration.core import built_chunks, chunk_pipelines
 from megatron_pp_ext.integration.runners import model_options, sources
 from megatron_pp_ext.integration.runners.step_parts import register
 
-for make in (announcing, ordered, shared, planned_stage.planned, offloading, sliced):
+for make in (announcing, in_units, shared, planned_stage.planned, offloading):
     register(make)
 built_chunks.register(deal_out)
 model_options.register(frozen_output)

@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from megatron_pp_ext.features.lengths.ordering import LengthsOf
+from megatron_pp_ext.features.units.options import LengthsOf
 from megatron_pp_ext.integration import patching, requested
 from megatron_pp_ext.integration.call_request import Call, GivenCosts, InForce, asked
 from megatron_pp_ext.job.call_words import in_words_of_call, use_variables

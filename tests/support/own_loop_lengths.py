@@ -19,7 +19,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
 import megatron_pp_ext
-from megatron_pp_ext.features.slices.megatron import router_losses
+from megatron_pp_ext.features.units.megatron import router_losses
 from tests.support import own_loop, own_loop_experts
 
 COUNTS = (6, 4)

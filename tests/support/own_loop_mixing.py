@@ -54,7 +54,7 @@ def stepped(model_class: Any, about: dict[str, Any], **step: Any) -> tuple[str, 
 
 def untouched() -> list[str]:
     """Return what the check of a model with experts changes."""
-    from megatron_pp_ext.features.slices.megatron import layers, probe
+    from megatron_pp_ext.features.units.megatron import layers, probe
 
     _, model_class, about = mixing_models.MODELS["experts"]
     (chunk,) = own_loop.build(1, model_class=model_class, **about)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron_pp_ext.features.lengths.length_costs import LengthCosts
-from megatron_pp_ext.features.lengths.microbatches import Microbatches
-from megatron_pp_ext.features.lengths.plan import Plan, Planner
+from megatron_pp_ext.features.units.microbatches import Microbatches
+from megatron_pp_ext.features.units.planner import Plan, Planner
+from megatron_pp_ext.features.units.rates import LengthCosts
 from megatron_pp_ext.runtime.plan import plan_orders, plan_rank
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule

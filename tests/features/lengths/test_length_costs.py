@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron_pp_ext.features.lengths.length_costs import LengthCosts
-from megatron_pp_ext.features.lengths.microbatches import Microbatches
+from megatron_pp_ext.features.units.microbatches import Microbatches
+from megatron_pp_ext.features.units.rates import LengthCosts
 from megatron_pp_ext.schedule.actions import Action, Kind
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 

@@ -4,8 +4,7 @@ from random import Random
 
 import pytest
 
-from megatron_pp_ext.features.lengths.drawing import drawn_step, read_distribution
-from megatron_pp_ext.features.lengths.microbatches import Microbatches, read
+from megatron_pp_ext.features.units.microbatches import Microbatches, drawn_step, read, read_distribution
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_pp_ext.features.lengths.orders import (
+from megatron_pp_ext.features.units.orders import (
     ELSEWHERE,
     by_rule,
     groups_of_like_cost,

@@ -4,9 +4,8 @@ from random import Random
 
 import pytest
 
-from megatron_pp_ext.features.lengths.length_costs import OVERHEAD
-from megatron_pp_ext.features.lengths.packed_steps import PackedSteps
-from megatron_pp_ext.features.lengths.packing import Packing
+from megatron_pp_ext.features.units.packing import PackedSteps, Packing
+from megatron_pp_ext.features.units.rates import OVERHEAD
 
 AT = 4000
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import megatron_pp_ext
-from megatron_pp_ext.features.lengths.partition import partition
+from megatron_pp_ext.features.units.packing import partition
 
 
 def sums(numbers, parts):

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
-from megatron_pp_ext.features.lengths.compared import peak_tokens, side_by_side, timeline
-from megatron_pp_ext.features.lengths.length_costs import LengthCosts
-from megatron_pp_ext.features.lengths.microbatches import Microbatches
-from megatron_pp_ext.features.lengths.plan import Planner, plan
 from megatron_pp_ext.features.pairs.options import paired
+from megatron_pp_ext.features.units.comparison import peak_tokens, side_by_side, timeline
+from megatron_pp_ext.features.units.microbatches import Microbatches
+from megatron_pp_ext.features.units.planner import Planner, Template, in_order, plan
+from megatron_pp_ext.features.units.rates import LengthCosts
+from megatron_pp_ext.features.units.units import whole
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.check import check, require_one_forward_order
@@ -36,6 +37,14 @@ def step(microbatches: int, seed: int = 0) -> Microbatches:
     return Microbatches.of([next(lengths) for _ in range(random.randint(1, 3))] for _ in range(microbatches))
 
 
+def planned(schedule, rates, microbatches, how="search", moves_weights=True, **about):
+    """Return the plan of the step under ``schedule``, and the costs of its microbatches."""
+    planner = Planner(schedule.placement, rates)
+    units = planner.whole(microbatches.documents)
+    template = Template(schedule, moves_weights)
+    return planner.plan(units, how, template=template, **about), planner.costs(units)
+
+
 def without_weights(orders):
     return [[action for action in order if action.kind is not Kind.W] for order in orders]
 
@@ -50,9 +59,10 @@ def without_weights(orders):
 )
 def test_plans_are_valid_and_never_longer_than_what_they_start_from(name, ranks, microbatches, seed, hop):
     schedule = catalog.build(name, ranks, microbatches)
-    planner = Planner(schedule)
-    costs = costs_of(schedule.placement, hop=hop).of(step(microbatches, seed))
-    plans = side_by_side(planner, costs, SHORT)
+    planner, template = Planner(schedule.placement, costs_of(schedule.placement, hop=hop)), Template(schedule)
+    units = planner.whole(step(microbatches, seed).documents)
+    costs = planner.costs(units)
+    plans = side_by_side(planner, template, units, SHORT)
     for found in plans.values():
         assert sorted(found.order) == list(range(microbatches))
         check(found.schedule)
@@ -66,13 +76,13 @@ def test_plans_are_valid_and_never_longer_than_what_they_start_from(name, ranks,
         assert plans["searched"].seconds <= found.seconds * (1 + 1e-9)
     assert plans["given"].order == tuple(range(microbatches))
     assert plans["given"].schedule is schedule
-    assert planner.plan(costs, "search", budget=SHORT) == plans["searched"], "all ranks find the same"
+    again = planner.plan(units, template=Template(schedule), budget=SHORT)
+    assert again == plans["searched"], "all ranks find the same"
 
 
 def test_pairs_are_planned_with_what_they_take():
     schedule = make(paired(named("dualpipe-v", 4, 9))).schedule
-    costs = replace(costs_of(schedule.placement).of(step(9)), pair=0.7)
-    found = Planner(schedule).plan(costs, budget=SHORT)
+    found, costs = planned(schedule, replace(costs_of(schedule.placement), pair=0.7), step(9), budget=SHORT)
     check(found.schedule)
     assert found.schedule.paired == schedule.paired
     assert timeline(found, costs).makespan == pytest.approx(found.seconds)
@@ -82,16 +92,14 @@ def test_a_shared_vocabulary_is_planned_with_its_parts():
     whole = Costs.per_rank(4).with_split_head(0.5, 4)
     request = replace(named("zb-h1", 4, 8), splits_head=True)
     schedule = make(request, lambda stages, splits_head: whole).schedule
-    costs = LengthCosts.with_attention(whole, 1).of(step(8))
-    found = Planner(schedule).plan(costs, budget=SHORT)
+    found, costs = planned(schedule, LengthCosts.with_attention(whole, 1), step(8), budget=SHORT)
     check(found.schedule)
     assert timeline(found, costs).makespan == pytest.approx(found.seconds)
 
 
 def test_equal_microbatches_stay_in_their_order():
     schedule = catalog.build("1f1b", 4, 8)
-    costs = costs_of(schedule.placement).of(Microbatches.of([[1000, 500]] * 8))
-    found = Planner(schedule).plan(costs)
+    found, _ = planned(schedule, costs_of(schedule.placement), Microbatches.of([[1000, 500]] * 8))
     assert found.order == tuple(range(8))
     assert found.schedule is schedule
 
@@ -102,10 +110,10 @@ def test_equal_microbatches_stay_in_their_order():
 def test_a_memory_limit_is_kept_in_tokens(name, how, part):
     """Also where no order of the microbatches keeps it under the schedule's order of actions."""
     schedule = catalog.build(name, 4, 12)
-    costs = costs_of(schedule.placement).of(step(12, seed=3))
-    free = timeline(Planner(schedule).plan(costs, how, budget=SHORT), costs)
-    limit = max(part * max(free.peak_activations), max(costs.tokens))
-    plan = Planner(schedule).plan(costs, how, limits=[limit] * 4, budget=SHORT)
+    rates, microbatches = costs_of(schedule.placement), step(12, seed=3)
+    free = timeline(*planned(schedule, rates, microbatches, how, budget=SHORT))
+    limit = max(part * max(free.peak_activations), max(microbatches.tokens))
+    plan, costs = planned(schedule, rates, microbatches, how, limits=[limit] * 4, budget=SHORT)
     check(plan.schedule)
     require_one_forward_order(plan.schedule)
     found = timeline(plan, costs)
@@ -115,7 +123,7 @@ def test_a_memory_limit_is_kept_in_tokens(name, how, part):
     with pytest.raises(
         InfeasibleLimit, match="no order of these microbatches is found that keeps the memory"
     ):
-        Planner(schedule).plan(costs, how, limits=[0.9 * max(costs.tokens)] * 4, budget=SHORT)
+        planned(schedule, rates, microbatches, how, limits=[0.9 * max(costs.tokens)] * 4, budget=SHORT)
 
 
 @pytest.mark.wide
@@ -143,9 +151,12 @@ def test_peaks_in_tokens_count_parts_of_a_rank():
 def test_lengths_that_do_not_fit_the_schedule_are_refused():
     schedule = catalog.build("1f1b", 4, 8)
     with pytest.raises(ValueError, match="costs of 7 microbatches, but the schedule has 8"):
-        Planner(schedule).plan(costs_of(schedule.placement).of(step(7)))
+        planned(schedule, costs_of(schedule.placement), step(7))
+    finer = catalog.build("v-half", 4, 8).placement
     with pytest.raises(ValueError, match="costs of 8 stages, but the schedule has 4"):
-        Planner(schedule).plan(costs_of(catalog.build("v-half", 4, 8).placement).of(step(8)))
+        Planner(finer, costs_of(finer)).plan(whole(step(8).documents), template=Template(schedule))
+    with pytest.raises(ValueError, match="costs of 8 stages, but the placement has 4"):
+        Planner(schedule.placement, costs_of(finer))
 
 
 @pytest.mark.parametrize(
@@ -154,11 +165,14 @@ def test_lengths_that_do_not_fit_the_schedule_are_refused():
 def test_orders_are_worth_what_the_page_says(name, most):
     """Searched over given on steps like those of docs/lengths.md, which has the means of many."""
     schedule = catalog.build(name, 8, 16)
-    planner, by_length = Planner(schedule), costs_of(schedule.placement)
     gains = []
     for seed in range(4):
-        costs = by_length.of(step(16, seed))
-        gains.append(planner.plan(costs).seconds / planner.plan(costs, "given").seconds)
+        both = (
+            planned(schedule, costs_of(schedule.placement), step(16, seed), how)
+            for how in ("search", "given")
+        )
+        (searched, _), (as_given, _) = both
+        gains.append(searched.seconds / as_given.seconds)
     assert math.prod(gains) ** (1 / 4) < most
 
 
@@ -168,7 +182,7 @@ def test_a_rule_is_never_worse_than_light_heavy_light_nor_a_search_than_any_know
     """Also for lengths that nobody had in mind: two kinds, a long tail, and a giant among equal ones."""
     random = Random(5)
     schedule = catalog.build(name, 4, microbatches)
-    planner, by_length = Planner(schedule), costs_of(schedule.placement)
+    planner, template = Planner(schedule.placement, costs_of(schedule.placement)), Template(schedule)
     draws = (
         lambda: random.choice([500] * 9 + [60_000]),
         lambda: min(400 * int(random.paretovariate(1.1)), 131_072),
@@ -176,7 +190,7 @@ def test_a_rule_is_never_worse_than_light_heavy_light_nor_a_search_than_any_know
     )
     for draw in draws:
         documents = [[draw() for _ in range(4)] for _ in range(microbatches)]
-        plans = side_by_side(planner, by_length.of(Microbatches.of(documents)), SHORT)
+        plans = side_by_side(planner, template, planner.whole(documents), SHORT)
         assert plans["by rule"].seconds <= plans["light-heavy-light"].seconds * (1 + 1e-9)
         shortest = min(plan.seconds for plan in plans.values())
         assert plans["searched"].seconds == pytest.approx(shortest)
@@ -185,11 +199,10 @@ def test_a_rule_is_never_worse_than_light_heavy_light_nor_a_search_than_any_know
 def test_ranks_that_time_a_step_by_other_costs_have_another_digest():
     """Where receives are posted follows from the times: such ranks would launch in two orders."""
     schedule = catalog.build("zb-h1", 3, 5)
-    planner = Planner(schedule, moves_weights=False)
-    costs = costs_of(schedule.placement).of(step(5))
-    heavier = costs_of(schedule.placement).of(step(5, seed=1))
-    order = planner.in_order(costs, range(5))
-    one, other = (planner.timed(order, each).schedule for each in (costs, heavier))
+    planner = Planner(schedule.placement, costs_of(schedule.placement))
+    some = [whole(step(5, seed=seed).documents) for seed in (0, 1, 0)]
+    plans = [in_order(Template(schedule), units, planner.table(units), range(5)) for units in some]
+    one, other, again = (planner.timed(plan).schedule for plan in plans)
     assert one.orders == other.orders and not one.units
     assert one.digest != other.digest
-    assert one.digest == planner.timed(order, costs).schedule.digest
+    assert one.digest == again.digest

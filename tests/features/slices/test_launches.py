@@ -8,8 +8,8 @@ import pytest
 
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
-from megatron_pp_ext.features.lengths.length_costs import LengthCosts, StageRates
-from megatron_pp_ext.features.slices.plan import Planner
+from megatron_pp_ext.features.units.planner import Planner
+from megatron_pp_ext.features.units.rates import LengthCosts, StageRates
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.placement import Placement, linear, v

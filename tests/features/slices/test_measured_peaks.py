@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron_pp_ext.features.lengths.length_costs import LengthCosts, StageRates
-from megatron_pp_ext.features.slices.plan import Planner
+from megatron_pp_ext.features.units.planner import Planner
+from megatron_pp_ext.features.units.rates import LengthCosts, StageRates
 from megatron_pp_ext.schedule.placement import Placement, linear, v
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support.ranks import run_ranks

@@ -3,8 +3,7 @@
 import pytest
 
 from megatron_pp_ext.compiler.request import named
-from megatron_pp_ext.features.lengths.ordering import Ordering, with_order
-from megatron_pp_ext.features.slices.options import Slices, are_by_length, slices
+from megatron_pp_ext.features.units.options import Ordering, Slices, are_by_length, slices, with_order
 from megatron_pp_ext.job import call, pipeline
 from tests.features.slices.test_estimates import asked
 

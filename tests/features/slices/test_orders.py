@@ -10,16 +10,14 @@ from hypothesis import strategies as some
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
-from megatron_pp_ext.features.lengths.length_costs import LengthCosts
-from megatron_pp_ext.features.lengths.microbatches import Microbatches
 from megatron_pp_ext.features.offload.options import Offload
 from megatron_pp_ext.features.pairs.options import paired
-from megatron_pp_ext.features.slices.cuts import cut, ordered
-from megatron_pp_ext.features.slices.options import Slices
-from megatron_pp_ext.features.slices.plan import Planner
-from megatron_pp_ext.features.slices.shift import more, require_chain_order, shifted
-from megatron_pp_ext.features.slices.slice_costs import of_equal_slices
-from megatron_pp_ext.features.slices.units import equal_slices
+from megatron_pp_ext.features.units.microbatches import Microbatches
+from megatron_pp_ext.features.units.options import Slices
+from megatron_pp_ext.features.units.planner import Planner
+from megatron_pp_ext.features.units.rates import LengthCosts
+from megatron_pp_ext.features.units.sliced_orders import more, of_equal_slices, require_chain_order, shifted
+from megatron_pp_ext.features.units.units import cut, equal_slices, ordered
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.check import check

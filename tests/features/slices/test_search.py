@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from megatron_pp_ext.features.slices.options import Slices
+from megatron_pp_ext.features.units.options import Slices
 from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.planner import described
 from megatron_pp_ext.planner.search.best_first import Search

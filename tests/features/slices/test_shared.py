@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_pp_ext.features.lengths.length_costs import LengthCosts
-from megatron_pp_ext.features.slices.plan import Planner
-from megatron_pp_ext.features.slices.shared import cut_alike, in_order_of
-from megatron_pp_ext.features.slices.shift import require_chain_order
+from megatron_pp_ext.features.units.planner import Planner
+from megatron_pp_ext.features.units.rates import LengthCosts
+from megatron_pp_ext.features.units.sliced_orders import require_chain_order
+from megatron_pp_ext.features.units.units import cut_alike, in_order_of
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import v
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from megatron_pp_ext.features.slices.cuts import By, bounds, cut, ordered
-from megatron_pp_ext.features.slices.units import Piece, Unit, Units, equal_slices
+from megatron_pp_ext.features.units.units import By, Piece, Unit, Units, bounds, cut, equal_slices, ordered
 
 DOCUMENTS = some.lists(some.lists(some.integers(1, 5000), min_size=1, max_size=6), min_size=1, max_size=6)
 

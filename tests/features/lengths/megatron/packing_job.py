@@ -19,7 +19,7 @@ from megatron.core.datasets import data_schedule
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 import megatron_pp_ext
-from megatron_pp_ext.features.lengths.megatron.packing import pack_by_cost
+from megatron_pp_ext.features.units.megatron.packer import pack_by_cost
 from tests.support import own_loop
 
 LENGTHS = 8, 5, 3, 16, 2, 9, 1, 4

@@ -11,8 +11,8 @@ from tests.support.ranks import run_ranks
 # isort: split
 import torch.distributed as dist
 
-from megatron_pp_ext.features.lengths.length_costs import LengthCosts
-from megatron_pp_ext.features.lengths.megatron.agreement import Agreed, UnknownLengths, agree, of_all
+from megatron_pp_ext.features.units.megatron.agreement import Agreed, UnknownLengths, agree, of_all
+from megatron_pp_ext.features.units.rates import LengthCosts
 from megatron_pp_ext.schedule.costs import Costs
 
 WORK = LengthCosts.with_attention(Costs.per_rank(2), 1).work

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_pp_ext.features.lengths.megatron.announced_shapes import AnnouncedShapes
+from megatron_pp_ext.features.units.megatron.shapes import AnnouncedShapes
 from megatron_pp_ext.integration.runners.model_stage import StepInputs
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.announcements import Announced

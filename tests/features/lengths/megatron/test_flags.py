@@ -9,13 +9,14 @@ import pytest
 from tests.support.flags import PP4, read
 
 # isort: split
+from megatron_pp_ext.features.lengths.megatron import run_costs
+
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.features.guided.options import ProfileSteps
-from megatron_pp_ext.features.lengths.length_costs import EQUAL_AT, LengthCosts
-from megatron_pp_ext.features.lengths.megatron import run_costs
-from megatron_pp_ext.features.lengths.megatron.run_costs import RunCosts
-from megatron_pp_ext.features.lengths.microbatches import Microbatches
-from megatron_pp_ext.features.lengths.ordering import Ordering
+from megatron_pp_ext.features.units.megatron.run_costs import RunCosts
+from megatron_pp_ext.features.units.microbatches import Microbatches
+from megatron_pp_ext.features.units.options import Ordering
+from megatron_pp_ext.features.units.rates import EQUAL_AT, LengthCosts
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.settings import Settings
 from megatron_pp_ext.schedule.costs import Costs

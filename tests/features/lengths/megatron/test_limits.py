@@ -5,11 +5,10 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_pp_ext.compiler.request import named
-from megatron_pp_ext.features.lengths.length_costs import LengthCosts
-from megatron_pp_ext.features.lengths.megatron.ordered_data import Ordered
-from megatron_pp_ext.features.lengths.megatron.within_limit import limits_of
-from megatron_pp_ext.features.lengths.microbatches import Microbatches
-from megatron_pp_ext.features.lengths.ordering import Ordering
+from megatron_pp_ext.features.units.megatron.steps import Ordered, limits_of
+from megatron_pp_ext.features.units.microbatches import Microbatches
+from megatron_pp_ext.features.units.options import Ordering
+from megatron_pp_ext.features.units.rates import LengthCosts
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs

@@ -9,10 +9,10 @@ import torch
 from megatron_pp_ext.compiler.limits import kept_by_1f1b
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
-from megatron_pp_ext.features.lengths.length_costs import LengthCosts
-from megatron_pp_ext.features.lengths.microbatches import Microbatches
-from megatron_pp_ext.features.lengths.ordering import lengths_of_batch
-from megatron_pp_ext.features.lengths.plan import Plan, Planner
+from megatron_pp_ext.features.units.microbatches import Microbatches
+from megatron_pp_ext.features.units.options import lengths_of_batch
+from megatron_pp_ext.features.units.planner import Plan, Planner
+from megatron_pp_ext.features.units.rates import LengthCosts
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.simulate import simulate
@@ -24,7 +24,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 import megatron_pp_ext
-from megatron_pp_ext.features.lengths.megatron.run_costs import RunCosts
+from megatron_pp_ext.features.units.megatron.run_costs import RunCosts
 from tests.support import own_loop
 
 COUNTS = (8, 5)

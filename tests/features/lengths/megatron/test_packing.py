@@ -15,7 +15,7 @@ from tests.support.ranks import run_ranks  # noqa: F401  (stand-ins for torch.cu
 # isort: split
 from megatron.core.datasets import data_schedule
 
-from megatron_pp_ext.features.lengths.megatron.packing import pack_by_cost
+from megatron_pp_ext.features.units.megatron.packer import pack_by_cost
 
 CHECKOUT = Path(os.environ.get("MEGATRON_LM", ""), "megatron", "core", "datasets", "data_schedule.py")
 ROOT = Path(__file__).parents[4]

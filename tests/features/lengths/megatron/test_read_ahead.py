@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_pp_ext.features.lengths.megatron.agreement import UnknownLengths
-from megatron_pp_ext.features.lengths.megatron.ordered_data import _require_no_replay
-from megatron_pp_ext.features.lengths.megatron.read_ahead import (
+from megatron_pp_ext.features.units.megatron.agreement import UnknownLengths
+from megatron_pp_ext.features.units.megatron.read_ahead import (
     one_item_each,
     planned,
     read_documents,
     require_read,
 )
-from megatron_pp_ext.features.lengths.ordering import Ordering, lengths_of_batch, with_lengths, with_order
+from megatron_pp_ext.features.units.megatron.steps import _require_no_replay
+from megatron_pp_ext.features.units.options import Ordering, lengths_of_batch, with_lengths, with_order
 
 from megatron_pp_ext.compiler.request import named  # isort: skip
 

@@ -11,7 +11,6 @@ from tests.support.told_documents import END, told
 
 # isort: split
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-
 from megatron_pp_ext.features.lengths.megatron import ordered_data, run_costs
 
 MICROBATCHES = 8

@@ -12,9 +12,8 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
-from megatron_pp_ext.features.slices.megatron.batches import cut, require_hidden
-from megatron_pp_ext.features.slices.megatron.layers import Call, Calls
-from megatron_pp_ext.features.slices.runtime.prefixes import Sequence, Slice, at_work_on
+from megatron_pp_ext.features.units.megatron.layers import Call, Calls, cut, require_hidden
+from megatron_pp_ext.features.units.runtime.prefixes import Sequence, Slice, at_work_on
 from megatron_pp_ext.runtime.activation_meter import Owner
 
 LENGTH = 8

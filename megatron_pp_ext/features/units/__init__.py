@@ -1,0 +1,1 @@
+"""Steps whose units differ: in which order microbatches run, and how sequences are cut into slices."""
