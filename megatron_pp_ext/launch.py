@@ -1,20 +1,28 @@
 """All of this package in one training script that reads flags: training, the planner and PipeDream.
 
-Training imports neither of the other two.  Here it learns what they add, which is imported in the first step
-or flag that needs it.
+Training imports neither of the other two.  What they add is imported in the first step or flag that needs it.
 """
 
+from __future__ import annotations
+
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_pp_ext import integration
+from megatron_pp_ext.integration.products import Products, use
 
 if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
     from megatron_pp_ext.integration.requested import Pipeline
     from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner
     from megatron_pp_ext.integration.runners.transport import ProcessGroups
     from megatron_pp_ext.integration.settings import Saving
     from megatron_pp_ext.job.requested_job import RequestedJob
+    from megatron_pp_ext.job.typed_job import Job
+    from megatron_pp_ext.schedule.actions import Schedule
+    from megatron_pp_ext.schedule.costs import Costs
 
 
 def install(cpu: bool = False) -> None:
@@ -24,43 +32,41 @@ def install(cpu: bool = False) -> None:
     unknown.
     """
     integration.install(cpu)
-    from megatron_pp_ext.integration import start_up
-    from megatron_pp_ext.integration.step_runners import MEASURES, RUNNERS
-    from megatron_pp_ext.integration.trainer import layout_finder
-
-    RUNNERS.register("flush-free", when=lambda pipeline: pipeline.updates is not None, make=_flush_free)
-    MEASURES.register("profile", when=lambda pipeline: pipeline.profile is not None, make=_profiling)
-    layout_finder.register(_layout, _better_layout)
-    start_up.register_comparison(beside_stock)
+    use(AllProducts())
 
 
-def _flush_free(pipeline: "Pipeline", transport: "ProcessGroups") -> "PipelineRunner":
-    from megatron_pp_ext.pipedream import flush_free
+class AllProducts(Products):
+    """The planner and PipeDream."""
 
-    return flush_free.runner(pipeline, transport)
+    def require(self, pipeline: Pipeline) -> None:
+        """See ``Products``: all is there."""
 
+    def flush_free(self, pipeline: Pipeline, transport: ProcessGroups) -> PipelineRunner:
+        from megatron_pp_ext.pipedream import flush_free
 
-def _profiling(*step: Any) -> AbstractContextManager[None]:
-    from megatron_pp_ext.pipedream.layer_profiler import profiling
+        return flush_free.runner(pipeline, transport)
 
-    return profiling(*step)
+    def profiling(
+        self, group: dist.ProcessGroup, chunks: list[torch.nn.Module], forward_only: bool
+    ) -> AbstractContextManager[None]:
+        from megatron_pp_ext.pipedream.layer_profiler import profiling
 
+        return profiling(group, chunks, forward_only)
 
-def _layout(asked: "RequestedJob", data: int, vocabulary: int) -> tuple["RequestedJob", str]:
-    from megatron_pp_ext.planner.layout import requested_layout
+    def layout(self, asked: RequestedJob, data: int, rows: int) -> tuple[RequestedJob, str]:
+        from megatron_pp_ext.planner.layout import requested_layout
 
-    return requested_layout.settle(asked, data, vocabulary)
+        return requested_layout.settle(asked, data, rows)
 
+    def better_layout(
+        self, job: Job, data: int, costs: Costs, schedule: Schedule, name: str, free: float
+    ) -> tuple[str, Saving] | None:
+        from megatron_pp_ext.planner.layout.advice import advised
 
-def beside_stock(asked: "RequestedJob", data: int) -> list[str]:
-    """Return what the planner predicts for a job at its start; see ``comparison.at_start``."""
-    from megatron_pp_ext.integration.trainer import model_costs
-    from megatron_pp_ext.planner.step import comparison
+        return advised(job, data, costs, schedule, name, free)
 
-    return comparison.at_start(asked, data, lambda: model_costs.vocabulary(asked))
+    def comparison(self, asked: RequestedJob, data: int) -> list[str]:
+        from megatron_pp_ext.integration.trainer import model_costs
+        from megatron_pp_ext.planner.step import comparison
 
-
-def _better_layout(*about: Any) -> tuple[str, "Saving"] | None:
-    from megatron_pp_ext.planner.layout.advice import advised
-
-    return advised(*about)
+        return comparison.at_start(asked, data, lambda: model_costs.vocabulary(asked))

@@ -1,7 +1,8 @@
 """Rooms know only what is below them, and no modules form a circle.
 
-The sources are parsed, not imported.  An import within a function counts like any other; one for types alone
-(``if TYPE_CHECKING``) does not.
+The sources are parsed, not imported.  An import within a function counts like any other, but for the methods
+of a ``features/NAME/feature.py``: these import the levels that the feature adds to, and are the one way up.
+One for types alone (``if TYPE_CHECKING``) does not count.
 """
 
 import ast
@@ -14,7 +15,6 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "megatron_pp_ext"
 
 PURE = {
-    "registered",
     "amounts",
     "around",
     "files",
@@ -23,6 +23,7 @@ PURE = {
     "schedule",
     "compiler",
     "features",
+    "features.orders",
     "features.costs",
     "features.planner",
     "costs",
@@ -36,7 +37,7 @@ PURE = {
 MEGATRON = {"integration", "features.megatron", "pipedream", "cpu", "pretrain_gpt", "text_data", "data_split"}
 """Rooms that import Megatron.  text_data is an entry point that writes its data with Megatron's writer."""
 
-_STEPS = {"amounts", "files", "json_input", "registered", "schedule", "compiler", "features", "job"}
+_STEPS = {"amounts", "files", "json_input", "schedule", "compiler", "features.orders", "job"}
 
 BELOW: dict[str, set[str]] = {
     "version": set(),
@@ -45,36 +46,37 @@ BELOW: dict[str, set[str]] = {
     "files": set(),
     "json_input": {"files"},
     "log_lines": set(),
-    "registered": set(),
     "processor": set(),
     "schedule": {"files", "json_input"},
-    "compiler": {"files", "registered", "schedule"},
-    "features": {"files", "json_input", "schedule", "compiler", "job"},
-    "features.costs": {"schedule", "compiler", "features", "job", "costs"},
-    "features.runtime": {"schedule", "features", "runtime"},
+    "features": set(),
+    "compiler": {"files", "schedule", "features"},
+    "job": {"amounts", "files", "json_input", "schedule", "compiler", "features"},
+    "features.orders": {"files", "json_input", "schedule", "compiler", "job"},
+    "features.costs": {"schedule", "compiler", "features.orders", "job", "costs"},
+    "features.runtime": {"schedule", "features.orders", "runtime"},
     "features.megatron": {
         "schedule",
         "compiler",
-        "features",
+        "features.orders",
         "features.runtime",
         "runtime",
         "integration",
         "around",
     },
-    "features.planner": {"schedule", "compiler", "features", "features.costs", "job", "planner"},
-    "job": {"amounts", "files", "json_input", "registered", "schedule", "compiler"},
+    "features.planner": {"schedule", "compiler", "features.orders", "features.costs", "job", "planner"},
     "pipedream": {*_STEPS, "integration", "runtime"},
     "pipedream.partition": _STEPS,
     "costs": _STEPS,
-    "planner": {*_STEPS, "features.costs", "costs", "processor"},
-    "runtime": {"files", "registered", "schedule"},
+    "planner": {*_STEPS, "features", "features.costs", "costs", "processor"},
+    "runtime": {"files", "schedule", "features"},
     "view": {"files", "json_input", "schedule"},
     "jobs": {"files"},
-    "verification": {*_STEPS, "jobs", "runtime"},
+    "verification": {*_STEPS, "features", "jobs", "runtime"},
     "calibration": {*_STEPS, "costs", "processor"},
     "cpu": {"around"},
     "integration": {
         *_STEPS,
+        "features",
         "startup_file",
         "around",
         "version",
@@ -91,7 +93,7 @@ BELOW: dict[str, set[str]] = {
     "text_data": {"data_split", "files"},
 }
 BELOW |= {
-    "__init__": {"schedule", "compiler", "features", "integration", "version", "view"},
+    "__init__": {"schedule", "compiler", "features.orders", "integration", "version", "view"},
     "cli": {*BELOW},
     "launch": {"integration", "pipedream", "planner"},
     "__main__": {"activation", "cpu", "launch", "launch_errors"},
@@ -101,9 +103,9 @@ BELOW |= {
 
 TRAINING = {
     *("schedule", "compiler", "features", "job", "costs", "runtime", "cpu", "integration", "activation"),
-    *("features.runtime", "features.megatron"),
+    *("features.orders", "features.costs", "features.runtime", "features.megatron"),
 }
-"""The product that trains.  Others stand on it, and ``launch`` registers what they add to it."""
+"""The product that trains.  Others stand on it, and ``launch`` hands it what they add."""
 
 OTHER_PRODUCTS = {
     *("planner", "calibration", "pipedream", "pipedream.partition"),
@@ -112,40 +114,25 @@ OTHER_PRODUCTS = {
 
 _HOOKS = {"releases", "places", "patching"}
 
-REGISTERS = {
-    (f"{PACKAGE}.compiler.__init__", "features"),
-    (f"{PACKAGE}.job.__init__", "features"),
-    (f"{PACKAGE}.job.rules.table", "features"),
-    (f"{PACKAGE}.runtime.__init__", "features.runtime"),
-    (f"{PACKAGE}.integration.core_hooks", "features.megatron"),
-    (f"{PACKAGE}.costs.choices.__init__", "features.costs"),
-    (f"{PACKAGE}.planner.step.__init__", "features.planner"),
-    (f"{PACKAGE}.planner.search.__init__", "features.planner"),
-}
-"""The arrows upwards: who imports the compiler gets the passes of features, which register by it, and who
-imports the runtime, the hooks, estimates or searches gets theirs."""
-
 BELOW_IN_INTEGRATION = {
     "releases": set(),
     "places": {"releases"},
     "tried": set(),
     "patching": {"releases", "places", "tried"},
     "settings": set(),
-    "registry": {"requested"},
-    "step_runners": {"registry", "requested"},
     "requested": {"settings"},
-    "start_up": {"requested"},
+    "products": {"requested"},
+    "start_up": {"products", "requested"},
     "workarounds": _HOOKS,
     "core": {*_HOOKS, "requested"},
     "settled": {"settings", "requested", "core"},
-    "runners": {*_HOOKS, "settings", "requested", "step_runners", "settled", "core"},
+    "runners": {*_HOOKS, "settings", "requested", "products", "settled", "core"},
     "frameworks": {"releases", "patching", "requested", "core"},
     "trainer": {
         *_HOOKS,
         "settings",
         "requested",
-        "registry",
-        "step_runners",
+        "products",
         "start_up",
         "core",
         "workarounds",
@@ -179,15 +166,38 @@ def imports(module: str) -> frozenset[str]:
 
     A module within a package goes by itself, although Python runs the package's ``__init__`` first.
     """
-    return frozenset(_named(ast.parse(modules()[module].read_text())))
+    is_feature = room(module) == "features"
+    return frozenset(_named(ast.parse(modules()[module].read_text()), in_functions=not is_feature))
+
+
+@cache
+def runs(module: str) -> frozenset[str]:
+    """The modules of the package that Python runs, or has begun to run, where it runs ``module``.
+
+    These are those that it imports outside of functions, and the ``__init__`` of every package on the path
+    to them.  The packages that ``module`` itself is in have begun before it; only what is imported from one
+    of them by name has to be there.
+    """
+    parts = module.split(".")
+    around = {".".join([*parts[:end], "__init__"]) for end in range(len(parts))}
+    named = set(filter(is_ours, _named(ast.parse(modules()[module].read_text()), in_functions=False)))
+    packages = {
+        package
+        for name in named
+        for end in range(1, name.count(".") + 1)
+        if (package := ".".join([*name.split(".")[:end], "__init__"])) in modules()
+    }
+    return frozenset(named | (packages - around)) - {module}
 
 
 LAZY = "_HOMES"
 """The table of the public names, each with the module and the name there that it is imported from."""
 
 
-def _named(tree: ast.AST) -> Iterator[str]:
+def _named(tree: ast.AST, in_functions: bool = True) -> Iterator[str]:
     for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef) and not in_functions:
+            continue
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == LAZY:
             homes = ast.literal_eval(node.value).values()
             yield from (_module(f"{PACKAGE}.{module}.{name}") for module, name in homes)
@@ -198,7 +208,7 @@ def _named(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, "imports are absolute"
             yield from (_module(f"{node.module}.{alias.name}") for alias in node.names)
-        yield from _named(node)
+        yield from _named(node, in_functions)
 
 
 def _module(name: str) -> str:
@@ -214,28 +224,23 @@ def _module(name: str) -> str:
 def room(module: str, depth: int = 1) -> str:
     """Return the room of ``module``, or at ``depth`` 2 the room within ``integration``.
 
-    Features have a room on each level that they add to, and PipeDream's partitioner is one of its own.
-    Their options of commands are in that of commands.
+    The table of features is a room at the bottom.  What features do has a room on each level that they add
+    to, their options of commands are in that of commands, and PipeDream's partitioner is a room of its own.
     """
     parts = module.split(".")
     if depth == 1 and parts[1:3] == ["pipedream", "partition"]:
         return "pipedream.partition"
     if depth == 1 and parts[1] == "features" and "cli" in parts[2:]:
         return "cli"
+    if depth == 1 and parts[1] == "features" and len(parts) < 5 and parts[-1] in ("__init__", "feature"):
+        return "features"
     if depth == 1 and parts[1] == "features":
-        return next(
-            (f"features.{level}" for level, names in _LEVELS.items() if names & {*parts[2:]}), "features"
-        )
+        return f"features.{parts[3]}" if parts[3] in _LEVELS else "features.orders"
     return parts[depth]
 
 
-_LEVELS = {
-    "megatron": {"megatron"},
-    "costs": {"costs", "choices"},
-    "runtime": {"runtime", "operations"},
-    "planner": {"planner", "estimates", "searches"},
-}
-"""The levels above that of schedules on which features work, by the names of their folders and files."""
+_LEVELS = {"costs", "runtime", "megatron", "planner"}
+"""The folders of features for the levels above that of schedules."""
 
 
 def is_ours(module: str) -> bool:
@@ -262,7 +267,7 @@ def test_no_arrow_points_upwards() -> None:
         f"{module}: {above} knows {below}"
         for module in sorted(modules())
         for above, below, plan in arrows(module)
-        if below not in plan[above] and (module, below) not in REGISTERS
+        if below not in plan[above]
     ]
     assert not upwards, "\n".join(upwards)
 
@@ -333,6 +338,28 @@ def test_no_circle() -> None:
     assert not circle, " -> ".join(circle)
 
 
+def test_no_circle_as_python_runs_modules() -> None:
+    """Packages included; so no module depends on which other one was imported first."""
+    circle = find_circle({module: sorted(runs(module)) for module in modules()})
+    assert not circle, " -> ".join(circle)
+
+
+def test_a_package_runs_before_what_is_in_it() -> None:
+    request = f"{PACKAGE}.compiler.request"
+    assert {f"{PACKAGE}.schedule.__init__", f"{PACKAGE}.schedule.costs"} < runs(request)
+    assert f"{PACKAGE}.compiler.__init__" not in runs(request)
+    assert f"{PACKAGE}.features.__init__" in runs(f"{PACKAGE}.compiler.make")
+
+
+def test_features_are_below_all_others() -> None:
+    """Whoever asks for features imports none of what they do."""
+    todo, reached = [f"{PACKAGE}.features.__init__"], set[str]()
+    while todo:
+        reached.add(module := todo.pop())
+        todo += runs(module) - reached
+    assert {room(module) for module in reached} == {"features"}
+
+
 def find_circle(imported: dict[str, list[str]]) -> list[str]:
     """Return the modules of one circle, the first of them again at the end; nothing if there is none."""
     done: set[str] = set()
@@ -378,7 +405,6 @@ MADE_IN = {
     "compiler.compile",
     "compiler.search.proposals",
     "schedule.catalog",
-    "features.__init__",
     "features.units.planner",
     "features.offload.order",
     "features.offload.compiled",
@@ -386,7 +412,7 @@ MADE_IN = {
     "features.pairs.order",
     "features.vocabulary.order",
 }
-"""The maker, the catalogue and the compiler that it asks, passes of features, and plans of each step."""
+"""The maker, the catalogue and the compiler that it asks, what features' passes call, and plans of steps."""
 
 MAKES = {
     "compiler.compile": {"compile_schedule"},
@@ -417,7 +443,7 @@ MAKES = {
 def test_nobody_but_the_maker_puts_a_schedule_together() -> None:
     """Training, commands, estimates and searches call ``compiler.make``; theirs is a request."""
     for module, path in modules().items():
-        if module.removeprefix(f"{PACKAGE}.") in MADE_IN:
+        if module.removeprefix(f"{PACKAGE}.") in MADE_IN or room(module) == "features":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module is not None:

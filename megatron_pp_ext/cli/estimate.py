@@ -24,10 +24,10 @@ from megatron_pp_ext.cli.progress import waiting
 from megatron_pp_ext.cli.report import console, require_size, show_by_rank
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.costs import system as systems
-from megatron_pp_ext.costs.choices import registry as choices
 from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.features.units.microbatches import read_distribution
 from megatron_pp_ext.files import require_folder, write_json
+from megatron_pp_ext.job import options
 from megatron_pp_ext.job.flag_effects import not_counted
 from megatron_pp_ext.job.flag_words import by_name
 from megatron_pp_ext.job.pipeline import for_world
@@ -168,7 +168,7 @@ def with_layout(words: Sequence[str], asked: RequestedJob, gpus: int) -> tuple[l
 
 def with_choices(words: Sequence[str], asked: RequestedJob, gpus: int) -> tuple[list[str], RequestedJob]:
     """Return flags with what features choose where these leave it open, and what they ask then."""
-    found = choices.chosen(asked, lambda one: for_world(one, gpus), lambda: asked.job.padded_vocabulary)
+    found = options.chosen(asked, lambda one: for_world(one, gpus), lambda: asked.job.padded_vocabulary)
     flags = {"--" + name.replace("_", "-"): str(value) for name, value in found.items()}
     kept = [word for name, values in by_name(words) if name not in flags for word in (name, *values)]
     return [*kept, *chain.from_iterable(flags.items())], asked.changed(**found)

@@ -135,7 +135,7 @@ class Tried:
         from megatron_pp_ext.planner.search.configurations import Space
         from megatron_pp_ext.planner.search.result import Compiles
 
-        for one in variants.registered():
+        for one in variants.offered():
             one.refuse(asked)
         if asked.pipeline.pipeline_loss_rank is not None:
             raise ValueError(

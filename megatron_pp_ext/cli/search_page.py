@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from megatron_pp_ext.planner.search.variants import registered
+from megatron_pp_ext.planner.search.variants import offered
 
 _STYLE = (
     "body{font-family:sans-serif;margin:1em auto;padding:0 1em;max-width:80em;color:#10222e}"
@@ -59,7 +59,7 @@ def page(
 def _labels() -> dict[str, str]:
     """Return what the words of a configuration stand for, those of features before the numbers of a table."""
     at = list(_LABELS).index("MFU")
-    own, of_features = list(_LABELS.items()), [one.label for one in registered()]
+    own, of_features = list(_LABELS.items()), [one.label for one in offered()]
     return dict([*own[:at], *of_features, *own[at:]])
 
 

@@ -8,7 +8,7 @@ when simulated.  It is returned with a lower bound; the two bracket the optimum.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from megatron_pp_ext.compiler.bounds import lower_bound
 from megatron_pp_ext.compiler.limits import at_most, least_limits, without_messages
 from megatron_pp_ext.compiler.search import cache
 from megatron_pp_ext.compiler.search.problem import TOLERANCE, Problem, problem_of
-from megatron_pp_ext.registered import Registered
+from megatron_pp_ext.features import FEATURES
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.costs import Costs
@@ -31,18 +31,6 @@ TRIALS = 1000
 
 type _Feasible = tuple[Placement, Costs, tuple[float, ...]]
 """A placement with the costs of its stages, and what messages leave of each rank's limit for activations."""
-
-
-Variants = Callable[[Timeline, str, Sequence[tuple[Placement, Costs]], int], Iterable[tuple[Timeline, str]]]
-"""A feature's orders in addition to what the search found.
-
-Called with that and its origin, the placements with the costs of their stages, and the microbatches; returns
-simulated schedules that are named "flex", and their origins.
-"""
-
-_variants = Registered[Variants]()
-register = _variants.add
-"""Adds ``Variants``: everything that is compiled from now on competes with what they return for it."""
 
 
 class InfeasibleLimit(ValueError):
@@ -120,7 +108,7 @@ def compile_schedule(
 
     def made() -> tuple[Timeline, str]:
         found = _shortest(feasible, problems, bounds, limits, trials)
-        found = _with_variants(found, feasible, microbatches, limits)
+        found = _with_features(found, feasible, microbatches, limits)
         check(found[0].schedule)
         cache.store(name, found[0].schedule, found[1])
         return found
@@ -277,16 +265,16 @@ def _shortest(
     return best
 
 
-def _with_variants(
+def _with_features(
     found: tuple[Timeline, str],
     cuts: Sequence[tuple[Placement, Costs]],
     microbatches: int,
     limits: Sequence[float],
 ) -> tuple[Timeline, str]:
-    """Return the shortest of what was ``found`` and the variants of features that keep the limits."""
+    """Return the shortest of what was ``found`` and the orders of features that keep the limits."""
     best, origin = found
-    for variants in _variants:
-        for timeline, by in variants(*found, cuts, microbatches):
+    for feature in FEATURES:
+        for timeline, by in feature.compiled(*found, cuts, microbatches):
             fits = all(map(at_most, timeline.peak_memory, limits))
             if fits and timeline.makespan < best.makespan * (1 - TOLERANCE):
                 best, origin = timeline, by

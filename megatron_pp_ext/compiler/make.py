@@ -1,9 +1,9 @@
 """Makes every schedule: the only place where an order and what features add to it are put together.
 
 The order is a family of the catalogue, a file, or what the compiler finds.  Each feature that changes orders
-registers a pass (``features``).  A pass gets the request, the costs and all that comes before it as one
+has a pass (``Feature.order``).  A pass gets the request, the costs and all that comes before it as one
 function, ``before``, so that it can ask for the same schedule with another number of microbatches or within
-other limits.  Passes run in the order in which they are registered, each around those before it.
+other limits.  Passes run in the order of ``FEATURES``, each around those before it.
 
 All of this is about placements with both ends of a V on the first rank.  Where they are on the last one,
 the same schedule has its ranks counted from the other end, in one place (``_facing_last``).
@@ -17,7 +17,8 @@ from megatron_pp_ext.compiler.compile import InfeasibleLimit, compile_schedule
 from megatron_pp_ext.compiler.limits import Budget
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.compiler.turns import in_turn
-from megatron_pp_ext.registered import Registered
+from megatron_pp_ext.features import FEATURES
+from megatron_pp_ext.features.feature import Feature
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.check import check
@@ -51,21 +52,6 @@ class Made:
 
 Make = Callable[[Request], Made]
 """Makes the schedule of a request by the passes before the one that calls it."""
-
-Pass = Callable[[Request, CostsOf, Make], Made]
-"""Changes what ``Make`` returns, or returns it as it is where the request does not ask for the feature."""
-
-_passes = Registered[Pass]()
-register = _passes.add
-"""Adds a ``Pass``, which runs around all that are registered by now."""
-
-
-Counted = Callable[[Request, Costs], Costs]
-"""Returns the costs by which the compiler orders a request: without those of features that it has not."""
-
-_counted = Registered[Counted]()
-register_costs = _counted.add
-"""Adds a ``Counted``: what is compiled from now on is ordered by what it makes of the costs."""
 
 
 def make(request: Request, costs: CostsOf | None = None, *, is_proved: bool = False) -> Made:
@@ -138,9 +124,11 @@ def _made(request: Request, costs: CostsOf, is_proved: bool) -> Made:
         return made
 
     before: Make = ordered
-    for one in _passes:
-        before = _around(one, costs, before)
+    for feature in FEATURES:
+        before = _around(feature, costs, before)
     made = before(request)
+    for feature in FEATURES:
+        made = feature.completed(request, made)
     if not is_proved and not any(made.schedule is one for one in checked):
         check(made.schedule)
     return made
@@ -150,8 +138,8 @@ def _none(stages: int, splits_head: bool) -> Costs:
     raise TypeError("this schedule depends on costs: give make() those of its stages")
 
 
-def _around(one: Pass, costs: CostsOf, before: Make) -> Make:
-    return lambda request: one(request, costs, before)
+def _around(feature: Feature, costs: CostsOf, before: Make) -> Make:
+    return lambda request: feature.order(request, costs, before)
 
 
 def _ordered(request: Request, costs: CostsOf, is_proved: bool) -> Made:
@@ -171,8 +159,8 @@ def _ordered(request: Request, costs: CostsOf, is_proved: bool) -> Made:
 
 def _compiled(request: Request, costs: CostsOf) -> Made:
     known = costs(request.finest.stages, bool(request.splits_head))
-    for counted in _counted:
-        known = counted(request, known)
+    for feature in FEATURES:
+        known = feature.counted(request, known)
     budget = request.budget(known)
     found = compile_schedule(
         request.ranks,

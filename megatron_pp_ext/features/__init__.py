@@ -1,24 +1,21 @@
-"""Features that change schedules, a folder each.  They register here, in the order in which passes run."""
+"""All features, in the order that matters: each changes what those before it have made.
 
-from megatron_pp_ext.compiler import compile, make
-from megatron_pp_ext.features.guided import options as guided_options
-from megatron_pp_ext.features.offload import options as offload_options
-from megatron_pp_ext.features.offload.order import offloaded
-from megatron_pp_ext.features.pairs import options as pairs_options
-from megatron_pp_ext.features.pairs.order import compiled, counted, paired
-from megatron_pp_ext.features.units import options as units_options
-from megatron_pp_ext.features.units.sliced_orders import sliced
-from megatron_pp_ext.features.vocabulary import options as vocabulary_options
-from megatron_pp_ext.features.vocabulary.order import shared, without_frozen_weight
-from megatron_pp_ext.job import options, our_flags
+That is the order of passes: copies to the host are planned for the actions that there are, those of a split
+head included, and slices are cut from the whole order.  Two methods stand for another order than this one:
+``Feature.completed`` comes after all passes, and ``Feature.data_parts`` before all ``Feature.step_parts``.
+"""
 
-for one in (paired, shared, offloaded, without_frozen_weight, sliced):
-    make.register(one)
-make.register_costs(counted)
-compile.register(compiled)
-vocabulary_options.register()
-units_options.register()
-offload_options.register()
-for read in (pairs_options.read, guided_options.read):
-    options.register(read)
-our_flags.register(guided_options.__file__)
+from megatron_pp_ext.features.feature import Feature
+from megatron_pp_ext.features.guided.feature import Guided
+from megatron_pp_ext.features.offload.feature import Offloading
+from megatron_pp_ext.features.pairs.feature import Pairing
+from megatron_pp_ext.features.units.feature import Units
+from megatron_pp_ext.features.vocabulary.feature import SharedVocabulary
+
+FEATURES: list[Feature] = [Pairing(), SharedVocabulary(), Offloading(), Units(), Guided()]
+"""The features of this package, and those that were added from elsewhere."""
+
+
+def add(feature: Feature) -> None:
+    """Add a ``feature`` of another package, before Megatron reads its flags; it comes after all others."""
+    FEATURES.append(feature)

@@ -3,8 +3,8 @@
 Each hook states the place, the parameters that it has since which release, and what the hook is for.
 """
 
-from megatron_pp_ext.features.megatron import HOOKED
-from megatron_pp_ext.integration import frameworks
+from megatron_pp_ext.features import FEATURES
+from megatron_pp_ext.integration import frameworks, patching
 from megatron_pp_ext.integration.core import (
     action_recording,
     checkpoint_copies,
@@ -38,7 +38,7 @@ CORE = (
         chunk_pipelines,
         offload_order,
         cuda_graphs,
-        *HOOKED,
+        *(module for feature in FEATURES for module in feature.hooked()),
     ),
     # Updates of each stage by itself, and checkpoints of a rank that has both ends of a model.
     *seams_of(stage_optimizer, checkpoint_copies, placed_optimizer_state),
@@ -49,6 +49,4 @@ CORE = (
 INSTALLED = (*CORE, *of_core.SEAMS)
 """What ``megatron_pp_ext.install`` replaces."""
 
-# Whatever builds a model is imported by then.
-chunk_pipelines.after_config(frameworks.put_in_place)
-placed_models.after_last_chunk(frameworks.put_in_place)
+patching.apply_when_imported(frameworks.SEAMS, frameworks.ENGINE)

@@ -175,6 +175,33 @@ def apply(seams: Iterable[Seam]) -> None:
         raise
 
 
+_awaited: tuple[Seam, ...] = ()
+_optional: tuple[Seam, ...] = ()
+"""The seams in packages that this process may import later, and those that need not fit."""
+
+
+def apply_when_imported(seams: Iterable[Seam], optional: Iterable[Seam]) -> None:
+    """Let ``apply_imported`` replace ``seams``, and those of the ``optional`` that fit."""
+    global _awaited, _optional
+    _awaited, _optional = tuple(seams), tuple(optional)
+
+
+def apply_imported() -> None:
+    """Replace the awaited seams whose packages are imported by now; SeamError where one does not fit."""
+    apply([*filter(_is_imported, _awaited), *filter(_fits, filter(_is_imported, _optional))])
+
+
+def _is_imported(seam: Seam) -> bool:
+    return seam.places[0].module in sys.modules
+
+
+def _fits(seam: Seam) -> bool:
+    try:
+        return seam.here() is not None
+    except SeamError:
+        return False
+
+
 def advice(seams: Iterable[Seam]) -> str:
     """Return what to do where one of ``seams`` does not fit, and the tried commit that comes nearest."""
     paths = [place.path for seam in seams for place in seam.places]

@@ -14,7 +14,6 @@ import torch
 from megatron.core.utils import get_model_config, get_te_version
 
 from megatron_pp_ext.compiler.source import Source
-from megatron_pp_ext.costs.choices import registry as choices
 from megatron_pp_ext.costs.costs_of_stages import stage_costs
 from megatron_pp_ext.integration.core.chunk_pipelines import part_of
 from megatron_pp_ext.integration.requested import Pipeline
@@ -62,7 +61,7 @@ def settle(pipeline: Pipeline, model: Sequence[torch.nn.Module], sequence: int, 
         chunks=pipeline.placement.chunks,
         from_file=request.from_file,
     )
-    asked = asked.changed(**choices.chosen(asked, lambda _: request, lambda: asked.job.padded_vocabulary))
+    asked = asked.changed(**options.chosen(asked, lambda _: request, lambda: asked.job.padded_vocabulary))
     request = options.read(asked, request)
     asked = replace(asked, splits=request.may_split_backward)
     all_rules.refuse_model(asked)

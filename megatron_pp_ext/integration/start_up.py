@@ -1,38 +1,16 @@
-"""What a run logs at its start, the schedule with its estimate, and what the machine must then have."""
+"""What a run logs at its start: the schedule with its estimate."""
 
 import functools
-from collections.abc import Callable, Sequence
 
 from megatron_pp_ext import log_lines
 from megatron_pp_ext.compiler.make import CostsOf, make
-from megatron_pp_ext.compiler.request import Request
+from megatron_pp_ext.integration import products
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.job.requested_job import RequestedJob
-from megatron_pp_ext.registered import Registered
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.simulate import simulate
-
-Compare = Callable[[RequestedJob, int], Sequence[str]]
-"""(what is asked, data-parallel size) -> lines about its step beside that of Megatron's own schedules."""
-
-_comparisons = Registered[Compare]()
-register_comparison = _comparisons.add
-"""Adds a ``Compare``, which is the planner's: training does not import it."""
-
-Check = Callable[[Request], None]
-"""Holds a request against this machine before any process group exists; ValueError for what it lacks."""
-
-_checks = Registered[Check]()
-register = _checks.add
-"""Adds a ``Check``, which sees every request of flags from now on."""
-
-
-def require_possible(request: Request) -> None:
-    """Raise ValueError where ``request`` asks this machine for what it has not, as features know."""
-    for check in _checks:
-        check(request)
 
 
 @functools.cache
@@ -79,7 +57,7 @@ def comparison(asked: RequestedJob, data: int) -> list[str]:
     if asked.argument("distributed_backend") == "gloo":
         return []
     try:
-        return [line for compare in _comparisons for line in compare(asked, data)]
+        return list(products.loaded().comparison(asked, data))
     except Exception:  # a job trains whatever is wrong with an estimate that it does not need
         return []
 

@@ -11,18 +11,9 @@ from typing import Any
 
 from megatron_pp_ext import amounts
 from megatron_pp_ext.compiler.limits import LARGEST_FRACTION
+from megatron_pp_ext.features import FEATURES
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.names import AUTO, OTHERS
-
-FILES = [Path(__file__).with_name("our_flags.toml")]
-"""The tables of flags."""
-
-
-def register(module: str) -> None:
-    """Add the flags of a feature, which stand in ``flags.toml`` next to the file of its ``module``."""
-    flags = Path(module).with_name("flags.toml")
-    if flags not in FILES:
-        FILES.append(flags)
 
 
 def _bytes(given: str) -> float:
@@ -58,7 +49,8 @@ _TYPES = {
 
 @cache
 def _table() -> dict[str, dict[str, Any]]:
-    tables = (tomllib.loads(file.read_text(encoding="utf-8")) for file in FILES)
+    files = (Path(__file__).with_name("our_flags.toml"), *(feature.flags for feature in FEATURES))
+    tables = (tomllib.loads(file.read_text(encoding="utf-8")) for file in files if file is not None)
     return {flag: row for table in tables for flag, row in table.items()}
 
 

@@ -1,14 +1,12 @@
-"""What a feature adds to the plan of a rank, and the registry that ``plan`` reads.
+"""What a feature adds to the plan of a rank.
 
 A plan without extensions has the work of stages and the messages between them.  A feature subclasses
-``Extension``, overrides what it needs, and registers a function that returns one for the orders that use the
-feature (``features.operations``).
+``Extension``, overrides what it needs, and returns one for the orders that use it (``Feature.extension``).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron_pp_ext.registered import Registered
 from megatron_pp_ext.runtime.operations.compute import Compute
 from megatron_pp_ext.runtime.operations.operation import Operation
 from megatron_pp_ext.schedule.actions import Action
@@ -69,16 +67,3 @@ class Extension:
     def at_end(self) -> Iterable[Operation]:
         """Return the operations that end a step."""
         return ()
-
-
-Extend = Callable[[RankOrder], Extension | None]
-"""Returns a feature's extension for a rank, or None where its order does not use the feature."""
-
-_registered = Registered[Extend]()
-register = _registered.add
-"""Adds an ``Extend``, which is asked for every plan that is made from now on."""
-
-
-def extensions(order: RankOrder) -> tuple[Extension, ...]:
-    """Return the extensions of the plan for ``order``, in the order in which they were registered."""
-    return tuple(found for extend in _registered if (found := extend(order)) is not None)

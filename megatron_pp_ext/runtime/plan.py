@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from megatron_pp_ext.runtime.extension import Extension, RankOrder, extensions
+from megatron_pp_ext.features import FEATURES
+from megatron_pp_ext.runtime.extension import Extension, RankOrder
 from megatron_pp_ext.runtime.operations import transfers
 from megatron_pp_ext.runtime.operations.compute import Compute
 from megatron_pp_ext.runtime.operations.operation import Operation
@@ -112,7 +113,8 @@ def plan_orders(
     actions = tuple(orders[rank])
     order = RankOrder(rank, stages, actions, tuple(together(actions, paired)), copies)
     announcements = Announcements(announced, rank_of)
-    planner = _Planner(rank, stages, rank_of, extensions(order), announcements, lenders)
+    extensions = tuple(filter(None, (feature.extension(order) for feature in FEATURES)))
+    planner = _Planner(rank, stages, rank_of, extensions, announcements, lenders)
     by_step: list[StepOperations] = []
     place = 0
     for step in order.steps:
@@ -192,5 +194,5 @@ def _first(what: object, found: Iterable[Operation | None]) -> Operation:
     """Return the first operation that an extension has for ``what``; ValueError without any."""
     operation = next(filter(None, found), None)
     if operation is None:
-        raise ValueError(f"nothing plans {what}: register the feature that does (runtime.extension)")
+        raise ValueError(f"nothing plans {what}: add the feature that does (features.add)")
     return operation

@@ -7,7 +7,8 @@ so most numbers have to agree to the last bit.  Each exception below is a sum th
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_pp_ext.job.other_sums import OtherSums, other_sums
+from megatron_pp_ext.features import FEATURES
+from megatron_pp_ext.features.feature import OtherSums
 from megatron_pp_ext.jobs.command import last, whole_number
 from megatron_pp_ext.schedule.formats.run_record import RunRecord
 
@@ -89,7 +90,7 @@ class Arithmetic:
             "--num-experts" in words,
             _apart(words),
             max(1, ranks // parallel),
-            other_sums(frozenset(words)),
+            next((sums for feature in FEATURES for sums in feature.sums if sums.flag in words), None),
         )
 
     def losses(self, stock: RunRecord, step: int) -> Tolerance:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import transformer_engine.pytorch as engine
 
-from megatron_pp_ext.integration import frameworks
+from megatron_pp_ext.integration import frameworks, patching
 from megatron_pp_ext.integration.core.engine_linear import split_backwards
 from megatron_pp_ext.integration.core.engine_operands import _LAYOUTS, _layout, own_operand
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
@@ -83,7 +83,8 @@ def _launch(events, word, stock, *args, **kwargs):
 
 def prepared(ranks, is_sequence_parallel):
     dist.init_process_group("gloo")
-    frameworks.put_in_place()
+    patching.apply_when_imported((), frameworks.ENGINE)
+    patching.apply_imported()
     torch.manual_seed(dist.get_rank())
     layer = Layer(dist.group.WORLD, is_sequence_parallel)
     tokens = TOKENS // ranks if is_sequence_parallel else TOKENS

@@ -15,7 +15,7 @@ from megatron_pp_ext.integration.trainer import validation
 from megatron_pp_ext.job import flag_table, our_flags
 from megatron_pp_ext.job.flags import Flags
 from megatron_pp_ext.job.requested_job import ENGINE, RequestedJob
-from megatron_pp_ext.job.rules import registry, start, table, unknown_costs
+from megatron_pp_ext.job.rules import start, table, unknown_costs
 from megatron_pp_ext.job.rules.all_rules import refuse, refuse_config
 from megatron_pp_ext.job.rules.rule import Refused, Rule, Rules
 from megatron_pp_ext.schedule import catalog
@@ -385,14 +385,6 @@ def test_rules_ask_for_what_there_is(from_file: bool, monkeypatch: pytest.Monkey
             assert {function.__name__ for function in rule.words} <= names
             if from_file:
                 rules.sentence(rule, job)
-
-
-@pytest.mark.parametrize(("name", "after"), [("stock", "schedules"), ("another", "misspelled")])
-def test_topics_have_names_of_their_own_and_follow_one_that_there_is(name: str, after: str) -> None:
-    before = table.topics()
-    with pytest.raises(ValueError, match=f"rules about '{name}' after '{after}'"):
-        registry.register(registry.Topic(name, ()), after)
-    assert table.topics() == before
 
 
 def test_every_rule_has_a_case() -> None:

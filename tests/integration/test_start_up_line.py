@@ -6,7 +6,7 @@ import pytest
 
 from megatron_pp_ext import launch
 from megatron_pp_ext.costs import system
-from megatron_pp_ext.integration import start_up
+from megatron_pp_ext.integration import products, start_up
 from megatron_pp_ext.integration.call_request import asked as called
 from megatron_pp_ext.integration.runners import choose
 from megatron_pp_ext.integration.trainer import validation
@@ -15,7 +15,6 @@ from megatron_pp_ext.integration.trainer.model_costs import estimate
 from megatron_pp_ext.job import pipeline
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.planner.step.estimate import estimate_request
-from megatron_pp_ext.registered import Registered
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import v
 from tests.support.flags import PP4, arguments, requested_by
@@ -82,11 +81,10 @@ LARGE = (
 def test_megatrons_own_schedules_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """By what the planner estimates for a job on GPUs; a fault of it leaves the line out."""
     monkeypatch.setenv("WORLD_SIZE", "4")
-    comparisons = Registered[start_up.Compare]()
-    monkeypatch.setattr(start_up, "_comparisons", comparisons)
+    monkeypatch.setattr(products, "_loaded", products.Products())
     asked = RequestedJob(arguments(f"{PP4} {LARGE}")).changed(distributed_backend="nccl")
     assert start_up.comparison(asked, 1) == []
-    comparisons.add(launch.beside_stock)
+    products.use(launch.AllProducts())
     (line,) = start_up.comparison(asked, 1)
     machine = system.read("h100")
     for given, name in (

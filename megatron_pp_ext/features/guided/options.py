@@ -3,8 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from megatron_pp_ext.compiler.request import Option, Request
-from megatron_pp_ext.job.requested_job import RequestedJob
+from megatron_pp_ext.compiler.request import Option
 
 _STEPS = "--pipeline-profile-steps"
 
@@ -57,9 +56,3 @@ def profile_steps(given: str, train_iters: int | None) -> ProfileSteps:
             "from them; let it end earlier"
         )
     return steps
-
-
-def read(asked: RequestedJob, request: Request) -> Request:
-    """Return ``request`` with the steps to measure, if --pipeline-profile-steps names any."""
-    given = asked.flags.pipeline_profile_steps
-    return request if given is None else request.with_option(profile_steps(given, asked.flags.train_iters))

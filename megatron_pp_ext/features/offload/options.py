@@ -3,8 +3,7 @@
 from dataclasses import dataclass, replace
 
 from megatron_pp_ext.compiler.request import Option, Request
-from megatron_pp_ext.job import memory_limit, options, our_flags
-from megatron_pp_ext.job.requested_job import RequestedJob
+from megatron_pp_ext.job import memory_limit
 from megatron_pp_ext.schedule.names import AUTO
 
 
@@ -48,21 +47,6 @@ def requested(
     return request.with_option(Offload(share, host_bytes))
 
 
-def read(asked: RequestedJob, request: Request) -> Request:
-    """Return ``request`` with what the flags request; see ``job.options.Read``."""
-    given = asked.job.pipeline
-    if given.pipeline_offload is None:
-        return request
-    limit, host_bytes = given.pipeline_memory_limit, given.pipeline_offload_host_bytes
-    return requested(request, given.pipeline_offload, limit, host_bytes=host_bytes)
-
-
-def _read_argument(request: Request, given: float | str, limit: float | str | None) -> Request:
-    return requested(request, given, limit, "offload", memory_limit.BY_CALL)
-
-
-def register() -> None:
-    """Add the flags, and what reads them and the argument of ``install``."""
-    our_flags.register(__file__)
-    options.register(read)
-    options.register_argument(options.Argument("offload", _read_argument, lambda given: given == AUTO))
+def of_call(request: Request, value: float | str, limit: float | str | None) -> Request:
+    """Return ``request`` with what the argument ``offload`` of ``install`` asks for."""
+    return requested(request, value, limit, "offload", memory_limit.BY_CALL)

@@ -32,14 +32,11 @@ _WORTH_SAYING = 5e-4
 """The part of a step from which on it is reported that copies make it longer."""
 
 
-def offloaded(request: Request, costs: CostsOf, before: Make) -> Made:
-    """Let activations wait on the host, as the request's ``Offload`` asks.
+def offloaded(request: Request, option: Offload, costs: CostsOf, before: Make) -> Made:
+    """Let activations wait on the host, as the ``option`` of the request asks.
 
     ValueError, in one line, where no copies keep the memory limit.
     """
-    option = request.option(Offload)
-    if option is None:
-        return before(request)
     if option.share == AUTO and request.is_compiled:
         return _compiled(request, costs, before)
     made = before(request)

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from megatron_pp_ext.compiler.request import Option, Request
-from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.schedule.costs import Costs
 
 _UNPROVED = (
@@ -29,12 +28,3 @@ class Pairs(Option):
 def paired(request: Request, is_paired: bool = True) -> Request:
     """Return ``request`` with pairs, or as it is unless ``is_paired``."""
     return request.with_option(Pairs()) if is_paired else request
-
-
-def read(asked: RequestedJob, request: Request) -> Request:
-    """Return ``request`` with pairs if --overlap-moe-expert-parallel-comm asks for them.
-
-    Megatron's own 1F1B has none.
-    """
-    has_place = request.ranks == 1 or not request.is_stock or request.placement.chunks > 1
-    return paired(request, asked.job.parallel.overlap_moe_expert_parallel_comm and has_place)

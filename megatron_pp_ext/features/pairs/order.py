@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from megatron_pp_ext.compiler.make import CostsOf, Made, Make
+from megatron_pp_ext.compiler.make import Made, Make
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.features.pairs.options import Pairs
 from megatron_pp_ext.schedule import catalog
@@ -32,7 +32,7 @@ _ACTIONS = 200_000
 def compiled(
     found: Timeline, origin: str, cuts: Sequence[tuple[Placement, Costs]], microbatches: int
 ) -> Iterator[tuple[Timeline, str]]:
-    """Yield what was ``found`` in pairs, and the families that have pairs; see ``compile.Variants``.
+    """Yield what was ``found`` in pairs, and the families that have pairs; see ``Feature.compiled``.
 
     Nothing where a pair takes as long as its two actions.
     """
@@ -50,13 +50,12 @@ def compiled(
             yield timeline, f"{name} in pairs, {placement.shape} placement"
 
 
-def paired(request: Request, costs: CostsOf, before: Make) -> Made:
-    """Return a family's order with pairs where the request has them; a pass of ``compiler.make``.
+def paired(request: Request, before: Make) -> Made:
+    """Return a family's order with pairs; a pass of ``compiler.make``.
 
     ValueError for a family that has none.  What is compiled has its pairs already, a file its own.
     """
-    is_family = not request.is_compiled and request.from_file is None and request.schedule != FORWARD_ONLY
-    if request.option(Pairs) is None or not is_family:
+    if request.is_compiled or request.from_file is not None or request.schedule == FORWARD_ONLY:
         return before(request)
     if request.schedule == NO_PIPELINE:
         # Megatron pairs a forward with the backward of the microbatch before also without a pipeline

@@ -4,15 +4,14 @@ A slice costs what a microbatch of its length would, whose smaller products have
 to the slices before it on top.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import LARGEST, Request
 from megatron_pp_ext.costs import system
 from megatron_pp_ext.costs.costs_of_stages import stage_costs, stage_seconds
-from megatron_pp_ext.features.units.options import SLICE_FLAG, SMALLEST, Slices, are_by_length
+from megatron_pp_ext.features.units.options import SLICE_FLAG, SMALLEST, Slices
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.typed_job import Job
@@ -88,19 +87,6 @@ _TRIALS = 200
 
 _LOSSES = 3
 """After how many candidates in a row that are longer than the best one no shorter slices are tried."""
-
-
-def choose(
-    asked: RequestedJob, read: Callable[[RequestedJob], Request], rows: Callable[[], int]
-) -> Mapping[str, Any]:
-    """Return the tokens in the place of ``auto``, unless each step is planned by itself.
-
-    See ``costs.choices.registry.Choose``.
-    """
-    if asked.pipeline.pipeline_slice_tokens != AUTO:
-        return {}
-    request = read(asked)
-    return {} if are_by_length(request) else {"pipeline_slice_tokens": chosen(asked, request, rows())}
 
 
 def chosen(asked: RequestedJob, request: Request, rows: int) -> int:

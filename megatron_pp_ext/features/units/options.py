@@ -8,8 +8,6 @@ from typing import Any, ClassVar
 from megatron_pp_ext.compiler.request import Option, Request
 from megatron_pp_ext.features.units.orders import How
 from megatron_pp_ext.features.units.units import Units, equal_slices
-from megatron_pp_ext.job import options, other_sums, our_flags
-from megatron_pp_ext.job.other_sums import OtherSums
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule.names import AUTO
@@ -18,13 +16,6 @@ ORDER_FLAG, SLICE_FLAG, OFF = "--pipeline-order", "--pipeline-slice-tokens", "of
 
 SMALLEST = 512
 """The fewest tokens of a slice that is tried where the number is open."""
-
-# In lower precision every slice rounds its part of a weight's gradient.
-SUMS = (
-    OtherSums(ORDER_FLAG, "gradients are summed in another order of microbatches", fp32=1e-5, lower=1e-1),
-    OtherSums(SLICE_FLAG, "gradients are summed over slices of sequences", fp32=1e-5, lower=1e-1),
-)
-"""The sums of a job with each flag."""
 
 LengthsOf = Callable[[Any], Sequence[int]]
 """What a data iterator yields for a microbatch -> the lengths of its documents in tokens."""
@@ -169,10 +160,7 @@ def slices(tokens: int | str, sequence: int, name: str = SLICE_FLAG) -> Slices:
 
 
 def read_order(asked: RequestedJob, request: Request) -> Request:
-    """Return ``request`` with the order that the flags ask for; a call's is there already.
-
-    See ``job.options.Read``.
-    """
+    """Return ``request`` with the order that the flags ask for; a call's is there already."""
     how = asked.flags.pipeline_order
     if how is None or request.is_stock or request.option(Ordering) is not None:
         return request
@@ -181,7 +169,7 @@ def read_order(asked: RequestedJob, request: Request) -> Request:
 
 
 def read_slices(asked: RequestedJob, request: Request) -> Request:
-    """Return ``request`` with the slices that the flags ask for; see ``job.options.Read``."""
+    """Return ``request`` with the slices that the flags ask for."""
     tokens = asked.pipeline.pipeline_slice_tokens
     if tokens is None:
         return request
@@ -209,28 +197,11 @@ def choices(job: Job) -> tuple[Slices | None, ...]:
     return (None, *(Slices(length // count, count) for count in counts if length % count == 0))
 
 
-def _flags(request: Request) -> Mapping[str, Any]:
+def as_flags(request: Request) -> Mapping[str, Any]:
+    """Return the flags that would request the same, by the names of their arguments."""
     ordering, option = request.option(Ordering), request.option(Slices)
     return {
         "pipeline_order": None if ordering is None else ordering.how,
         "pipeline_slice_tokens": None if option is None else option.tokens or AUTO,
         "pipeline_slice_check": None if request.option(Unchecked) is None else OFF,
     }
-
-
-def register() -> None:
-    """Add the flags, what reads them, and the arguments of ``install``."""
-    our_flags.register(__file__)
-    options.register(read_order)
-    options.register(read_slices)
-    options.register_permitted("pipeline_slice_tokens", lambda asked: asked.pipeline.pipeline_slice_tokens)
-    options.register_flags(_flags)
-    for name, add in (
-        ("order", with_order),
-        ("lengths", with_lengths),
-        ("slice_tokens", with_slices),
-        ("slice_check", with_check),
-    ):
-        options.register_argument(options.Argument(name, add))
-    for sums in SUMS:
-        other_sums.register(sums)

@@ -17,7 +17,7 @@ def _is_planned_within_a_limit(job: RequestedJob) -> bool:
     return is_ordered(job) and is_compiled and job.pipeline.pipeline_slice_tokens is None
 
 
-ORDER_RULES = (
+_ORDER_RULES = (
     Rules(
         title="What `--pipeline-order` needs",
         when=lambda job: job.flags.pipeline_order is not None,
@@ -76,7 +76,7 @@ def has_states(job: RequestedJob) -> bool:
     return any(letter in "MG" for letter in job.model.hybrid_layer_pattern or "")
 
 
-SLICE_RULES = (
+_SLICE_RULES = (
     Rules(
         title="What `--pipeline-slice-tokens` needs",
         when=lambda job: job.pipeline.pipeline_slice_tokens is not None,
@@ -158,3 +158,5 @@ SLICE_RULES = (
         ),
     ),
 )
+
+RULES = (*_ORDER_RULES, *_SLICE_RULES)

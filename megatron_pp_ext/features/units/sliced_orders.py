@@ -26,15 +26,12 @@ _TRIES = 4
 """How often less is left for activations, where messages need more than the least."""
 
 
-def sliced(request: Request, costs: CostsOf, before: Make) -> Made:
-    """Let the units of the order be slices, where any are requested.
+def sliced(request: Request, option: Slices, costs: CostsOf, before: Make) -> Made:
+    """Let the units of the order be slices, as the ``option`` of the request asks.
 
     The ``costs`` are those of whole microbatches.  ValueError for what slices do not go with, for a schedule
     from a file that takes slices in another order, and where no limit can be kept.
     """
-    option = request.option(Slices)
-    if option is None or option.count == 1:
-        return before(request)
     units = option.units(request.microbatches)
     if request.schedule == FORWARD_ONLY:
         made = before(replace(request, microbatches=len(units)))

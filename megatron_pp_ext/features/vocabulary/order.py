@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.compiler.limits import Budget, least_limits
 from megatron_pp_ext.compiler.make import CostsOf, Made, Make
-from megatron_pp_ext.compiler.request import Option, Request
+from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.features.vocabulary.share import share, share_evaluation, without_weight_gradients
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
@@ -23,25 +23,15 @@ _ATTEMPTS = 8
 """The budgets tried for what the stages keep, so that the parts of the vocabulary fit in the limit too."""
 
 
-@dataclass(frozen=True, slots=True)
-class FrozenOutput(Option):
-    """An option of a request: the weight of the output layer is frozen, and has no gradient."""
-
-
 def shared(request: Request, costs: CostsOf, before: Make) -> Made:
     """Share the vocabulary where it is requested, or under ``auto`` where that makes the step shorter."""
     if request.splits_head:
         return Made(_shared(request, costs, before), about="vocabulary shared by all ranks")
-    if request.splits_head is None:
-        return _shorter_of_both(request, costs, before)
-    return before(request)
+    return _shorter_of_both(request, costs, before)
 
 
-def without_frozen_weight(request: Request, costs: CostsOf, before: Make) -> Made:
+def without_frozen_weight(made: Made) -> Made:
     """Leave out the weight gradients of an output layer that is frozen."""
-    made = before(request)
-    if request.option(FrozenOutput) is None:
-        return made
     return replace(made, schedule=without_weight_gradients(made.schedule))
 
 

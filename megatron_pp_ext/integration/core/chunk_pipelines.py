@@ -14,10 +14,11 @@ from weakref import WeakKeyDictionary
 import torch
 from megatron.core.utils import unwrap_model
 
-from megatron_pp_ext.integration import requested
+from megatron_pp_ext.features import FEATURES
+from megatron_pp_ext.features.feature import Checks
+from megatron_pp_ext.integration import patching, requested
 from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.requested import Pipeline
-from megatron_pp_ext.registered import Registered
 
 _chunks: WeakKeyDictionary[torch.nn.Module, Pipeline | None] = WeakKeyDictionary()
 """The pipeline of every chunk that was built since hooks are in place; None of one for stock's schedule."""
@@ -66,19 +67,6 @@ def arrive_by(function: Callable[[str], Mark]) -> None:
     _arrived = function
 
 
-Checks = Callable[[Any], None]
-"""The checks that a config makes of itself: its ``__post_init__``."""
-
-_around_checks = Registered[Callable[[Checks], Checks]]()
-register = _around_checks.add
-"""Adds a function: configs that are made from now on are checked by what it makes of Megatron's checks."""
-
-
-_after_config = Registered[Callable[[], None]]()
-after_config = _after_config.add
-"""Adds a function, which is called after a config is made, before any model is built from it."""
-
-
 @hook(
     "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
     "self",
@@ -86,14 +74,13 @@ after_config = _after_config.add
 )
 def mark_config(stock: Checks, config: Any) -> None:
     """Mark a config that is made while a pipeline of its own is in force, once it has passed its checks."""
-    for wrap in _around_checks:
-        stock = wrap(stock)
+    for feature in FEATURES:
+        stock = feature.config_checks(stock)
     stock(config)
     pipeline = requested.pipeline()
     if pipeline is not None and pipeline.is_per_model:
         setattr(config, _MARK, Mark(pipeline, pipeline.name))
-        for act in _after_config:
-            act()
+        patching.apply_imported()  # whatever builds a model is imported by now
 
 
 def claim(config: Any, pipeline: Pipeline | None) -> None:

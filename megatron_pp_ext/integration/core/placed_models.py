@@ -13,14 +13,13 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_pp_ext.around import bound
-from megatron_pp_ext.integration import requested
+from megatron_pp_ext.integration import patching, requested
 from megatron_pp_ext.integration.core import built_chunks, chunk_pipelines
 from megatron_pp_ext.integration.core.embedding_copies import tie_embeddings
 from megatron_pp_ext.integration.core.mirrored_chunks import build_chunk_placed
 from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.job.call_words import in_words_of_call
-from megatron_pp_ext.registered import Registered
 
 _unfinished: list[torch.nn.Module] = []
 """The chunks of the model that is being built."""
@@ -100,12 +99,6 @@ def build_placed(stock: Callable[..., None], model: Any, *args: Any, **kwargs: A
     _collect(model, chunk or 0, pipeline)
 
 
-_after_last_chunk = Registered[Callable[[], None]]()
-after_last_chunk = _after_last_chunk.add
-"""Adds a function, which is called after the last chunk of every rank is built, before any weights are
-imported into it."""
-
-
 @in_words_of_call()
 def _collect(model: torch.nn.Module, chunk: int, pipeline: Pipeline) -> None:
     """Do after the last chunk of a rank what needs all of them; they are built in order."""
@@ -118,8 +111,7 @@ def _collect(model: torch.nn.Module, chunk: int, pipeline: Pipeline) -> None:
     _unfinished.clear()
     built_chunks.finish(chunks)
     tie_embeddings(chunks)
-    for act in _after_last_chunk:
-        act()
+    patching.apply_imported()  # before any weights are imported into the chunks
 
 
 def require_sizes(pipeline: Pipeline, ranks: int, config: Any, chunk: int | None) -> None:

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from megatron.core import parallel_state
 
-from megatron_pp_ext.integration import patching, requested
+from megatron_pp_ext.integration import patching, products, requested
 from megatron_pp_ext.integration.core import chunk_pipelines
 from megatron_pp_ext.integration.core.built_layers import require_as_placed
 from megatron_pp_ext.integration.patching import hook
@@ -21,7 +21,6 @@ from megatron_pp_ext.integration.runners.stock_steps import measured
 from megatron_pp_ext.integration.runners.tracing import Tracing
 from megatron_pp_ext.integration.runners.transport import ProcessGroups
 from megatron_pp_ext.integration.settled import settle
-from megatron_pp_ext.integration.step_runners import RUNNERS
 from megatron_pp_ext.job.call_words import in_words_of_call
 from megatron_pp_ext.runtime.first_rank import print_rank_0
 
@@ -156,9 +155,10 @@ def runner(pipeline: requested.Pipeline) -> PipelineRunner:
 
 def put_together(pipeline: requested.Pipeline, transport: ProcessGroups) -> PipelineRunner:
     """Return a runner of the steps of a model under ``pipeline``, put together from its parts."""
-    make = RUNNERS.find(pipeline)
-    if make is not None:
-        return make(pipeline, transport)
+    if pipeline.rehearsal is not None:
+        return _rehearsed(pipeline)
+    if pipeline.updates is not None:
+        return products.loaded().flush_free(pipeline, transport)
     losses = LossesOnLastRank(pipeline.placement, transport)
     guide = guide_of(pipeline)
     if guide is not None:
@@ -166,11 +166,8 @@ def put_together(pipeline: requested.Pipeline, transport: ProcessGroups) -> Pipe
     return PipelineRunner(FlushedSteps(pipeline, Requested(pipeline), transport), Tracing(), losses)
 
 
-def _rehearsed(pipeline: requested.Pipeline, _: ProcessGroups) -> PipelineRunner:
+def _rehearsed(pipeline: requested.Pipeline) -> PipelineRunner:
     """Return a runner of the steps of one rank without the others."""
     source, others = Requested(pipeline), DummyTransport()
     steps = FlushedSteps(pipeline, source, others)
     return PipelineRunner(steps, Rehearsal(pipeline, source, others), DummyLosses())
-
-
-RUNNERS.register("rehearsal", when=lambda pipeline: pipeline.rehearsal is not None, make=_rehearsed)

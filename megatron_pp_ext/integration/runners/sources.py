@@ -1,14 +1,13 @@
 """Sources of schedules: which one the next step runs."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Protocol
 
+from megatron_pp_ext.features import FEATURES
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.runners.free_memory import free_bytes_by_rank
-from megatron_pp_ext.integration.runners.model_options import model_options
 from megatron_pp_ext.integration.runners.model_stage import StepInputs
 from megatron_pp_ext.integration.runners.pipeline_runner import Recording
-from megatron_pp_ext.registered import Registered
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
@@ -78,7 +77,8 @@ class Requested:
 
     def _schedule(self, microbatches: int, inputs: StepInputs) -> Schedule:
         free = self._measured_once() if self._measures_memory and inputs.training_steps else None
-        return self._source.schedule(microbatches, free, model_options(inputs.model))
+        of_model = filter(None, (feature.model_option(inputs.model) for feature in FEATURES))
+        return self._source.schedule(microbatches, free, tuple(of_model))
 
     def _measured_once(self) -> Sequence[float]:
         """Return the free bytes of each pipeline rank, measured in the second training step.
@@ -94,14 +94,6 @@ class Guide(Source, Recording, Protocol):
     """A source whose schedules follow from what it records of the steps before."""
 
 
-MakeGuide = Callable[[requested.Pipeline], Guide | None]
-"""Returns a feature's guide for a pipeline, or None where it has nothing to change."""
-
-_guides = Registered[MakeGuide]()
-register = _guides.add
-"""Adds a ``MakeGuide``, which is asked for every pipeline whose runner is made from now on."""
-
-
 def guide_of(pipeline: requested.Pipeline) -> Guide | None:
     """Return the guide of the first feature that has one for ``pipeline``, or None."""
-    return next((guide for make in _guides if (guide := make(pipeline)) is not None), None)
+    return next(filter(None, (feature.guide(pipeline) for feature in FEATURES)), None)

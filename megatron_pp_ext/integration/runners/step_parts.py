@@ -1,13 +1,13 @@
-"""What features bring to the steps of a model under a schedule that flushes, and how they register."""
+"""What features bring to the steps of a model under a schedule that flushes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
+from megatron_pp_ext.features import FEATURES
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs
 from megatron_pp_ext.integration.runners.transport import Transport
-from megatron_pp_ext.registered import Registered
 from megatron_pp_ext.runtime.plan import RankPlan
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
@@ -41,14 +41,10 @@ class Step:
 StepPart = Callable[[Step], AbstractContextManager[None]]
 """Returns the context of a step: it changes the ``Step`` on entry, and closes what it has opened on exit."""
 
-Make = Callable[[Pipeline], StepPart]
-"""Returns what a feature brings to all steps of one runner; all ranks of the job call it at the same time."""
-
-_registered = Registered[Make]()
-register = _registered.add
-"""Adds a ``Make``, which is called for every runner that is made from now on."""
-
 
 def step_parts(pipeline: Pipeline) -> list[StepPart]:
-    """Return what all features bring to the steps of ``pipeline``, in the order of their registration."""
-    return [make(pipeline) for make in _registered]
+    """Return what all features bring to the steps of ``pipeline``, in the order in which they are entered."""
+    return [
+        *(part for feature in FEATURES for part in feature.data_parts(pipeline)),
+        *(part for feature in FEATURES for part in feature.step_parts(pipeline)),
+    ]

@@ -2,14 +2,13 @@
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from megatron.core import parallel_state
 
-from megatron_pp_ext.integration import requested
+from megatron_pp_ext.integration import products, requested
 from megatron_pp_ext.integration.runners.tracing import recording
-from megatron_pp_ext.integration.step_runners import MEASURES
 
 
 def measured(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -19,8 +18,9 @@ def measured(stock: Callable[..., Any]) -> Callable[..., Any]:
     def step(*, model: Any, forward_only: bool = False, **kwargs: Any) -> Any:
         group = parallel_state.get_pipeline_model_parallel_group()
         chunks = model if isinstance(model, list) else [model]
-        measure = MEASURES.find(requested.require())
-        measuring = measure(group, chunks, forward_only) if measure else nullcontext()
+        measuring: AbstractContextManager[None] = nullcontext()
+        if requested.require().profile is not None:
+            measuring = products.loaded().profiling(group, chunks, forward_only)
         with recording(group, chunks, forward_only), measuring:
             return stock(model=model, forward_only=forward_only, **kwargs)
 

@@ -6,10 +6,10 @@ from functools import partial
 from pathlib import Path
 
 from megatron_pp_ext.costs.costs_of_stages import message_bytes
+from megatron_pp_ext.integration import products
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.settings import PIPELINE, Settings
 from megatron_pp_ext.integration.trainer.caveat import caveat
-from megatron_pp_ext.integration.trainer.layout_finder import advised
 from megatron_pp_ext.job.typed_job import Job
 
 
@@ -27,7 +27,9 @@ def settings(args: Namespace, pipeline: Pipeline) -> Settings:
         train_steps=lambda: int(args.train_iters),
         steps_done=lambda counted: int(getattr(args, "curr_iteration", 0)),
         message_bytes=lambda: message_bytes(Job.of(args)),
-        advice=lambda *measured: advised(Job.of(args), args.data_parallel_size, *measured),
+        advice=lambda *measured: products.loaded().better_layout(
+            Job.of(args), args.data_parallel_size, *measured
+        ),
         costs_at=pipeline.settings.costs_at,
         caveat=partial(caveat, pipeline, args),
     )

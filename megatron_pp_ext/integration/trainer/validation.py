@@ -17,19 +17,27 @@ from megatron.core.utils import get_te_version
 
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.compiler.source import Source
-from megatron_pp_ext.costs.choices import registry as choices
-from megatron_pp_ext.integration import requested
+from megatron_pp_ext.features import FEATURES
+from megatron_pp_ext.integration import products, requested
 from megatron_pp_ext.integration.patching import hook
 from megatron_pp_ext.integration.settings import Settings, costs_at
-from megatron_pp_ext.integration.start_up import comparison, require_possible, show_compiling, summary
-from megatron_pp_ext.integration.step_runners import require_loaded
-from megatron_pp_ext.integration.trainer import layout_finder, model_costs
+from megatron_pp_ext.integration.start_up import comparison, show_compiling, summary
+from megatron_pp_ext.integration.trainer import model_costs
 from megatron_pp_ext.integration.trainer.agreement import refused
 from megatron_pp_ext.integration.trainer.checkpoint_loading import describe
 from megatron_pp_ext.integration.trainer.replica_samples import one_of_each
 from megatron_pp_ext.integration.trainer.run_settings import settings
 from megatron_pp_ext.integration.workarounds import dataset_helpers, needed_flags
-from megatron_pp_ext.job import layers, measurements, our_flags, pipeline, replicas, sizes, stage_costs
+from megatron_pp_ext.job import (
+    layers,
+    measurements,
+    options,
+    our_flags,
+    pipeline,
+    replicas,
+    sizes,
+    stage_costs,
+)
 from megatron_pp_ext.job.layers import chunks_requested
 from megatron_pp_ext.job.requested_job import ENGINE, RequestedJob
 from megatron_pp_ext.job.rules import all_rules
@@ -59,7 +67,7 @@ def translate_flags(stock: Callable[..., Any], args: Namespace, defaults: Any = 
         if args.rank == 0 and not dataset_helpers.are_built():
             dataset_helpers.build()
         if found is not None:
-            require_loaded(found)
+            products.loaded().require(found)
             needed_flags.require_trainable(args)
             if args.rank == 0 and found.rehearsal is None:
                 found = replace(found, summary=_summary(found, RequestedJob(args)))
@@ -77,7 +85,8 @@ def translate_flags(stock: Callable[..., Any], args: Namespace, defaults: Any = 
     # Megatron saves its flags in every checkpoint; see `checkpoint_loading`.
     args.pipeline_placement = describe(found.placement) if found and found.source else None
     if found is not None:
-        require_possible(found.request)
+        for feature in FEATURES:
+            feature.require_possible(found.request)
         found = replace(
             found,
             predicting=layers.predicting_stage(Job.of(args), found.placement.stages),
@@ -121,10 +130,11 @@ def read_flags(args: Namespace) -> tuple[RequestedJob, str] | None:
     all_rules.refuse(asked)
     layout = ""
     if asked.pipeline.finds_layout:
-        asked, layout = layout_finder.settle(asked, _data_parallel_size(asked), model_costs.vocabulary(asked))
+        data, rows = _data_parallel_size(asked), model_costs.vocabulary(asked)
+        asked, layout = products.loaded().layout(asked, data, rows)
         args.pipeline_model_parallel_layout = asked.pipeline.pipeline_model_parallel_layout
         args.num_virtual_stages_per_pipeline_rank = None
-    chosen = choices.chosen(
+    chosen = options.chosen(
         asked,
         lambda one: pipeline.read(one, _data_parallel_size(one)),
         lambda: model_costs.vocabulary(asked),

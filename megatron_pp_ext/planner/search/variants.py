@@ -1,15 +1,15 @@
 """What features offer to a search: other ways to run a candidate that memory keeps out.
 
-A feature registers ``Variants`` (``features.searches``).  A candidate that it has changed has its ``Choice``.
+A feature has ``Variants`` (``Feature.variants``).  A candidate that they have changed has their ``Choice``.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megatron_pp_ext.features import FEATURES
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.typed_job import Job
-from megatron_pp_ext.registered import Registered
 
 if TYPE_CHECKING:
     from megatron_pp_ext.planner.search.candidate import Candidate
@@ -54,31 +54,23 @@ class Variants:
         return None
 
 
-_registered = Registered[Variants]()
-
-
-def register(variants: Variants) -> None:
-    """Let ``variants`` be tried by every search from now on."""
-    _registered.add(variants)
-
-
-def registered() -> Iterable[Variants]:
-    """Return what is registered."""
-    return _registered
+def offered() -> list[Variants]:
+    """Return what all features offer."""
+    return list(filter(None, (feature.variants() for feature in FEATURES)))
 
 
 def tried(job: Job) -> tuple[Variants, ...]:
     """Return those that a search for ``job`` tries."""
-    return tuple(one for one in _registered if one.are_tried(job))
+    return tuple(variants for variants in offered() if variants.are_tried(job))
 
 
 def arguments() -> Iterator[str]:
     """Yield the arguments of Megatron that choices set."""
-    for one in _registered:
-        yield from one.arguments
+    for variants in offered():
+        yield from variants.arguments
 
 
 def entries() -> Iterator[str]:
     """Yield the entries of choices in a JSON file."""
-    for one in _registered:
-        yield from one.entries
+    for variants in offered():
+        yield from variants.entries

@@ -1,9 +1,9 @@
-"""What features add to the estimates of steps, and the registry that ``workload`` and ``estimate`` read."""
+"""What features add to the estimates of steps."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megatron_pp_ext.registered import Registered
+from megatron_pp_ext.features import FEATURES
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
 
@@ -42,14 +42,6 @@ class Addition:
         yield from ()
 
 
-_registered = Registered[Addition]()
-
-
-def register(addition: Addition) -> None:
-    """Let ``addition`` be part of every estimate from now on."""
-    _registered.add(addition)
-
-
-def additions() -> Iterable[Addition]:
-    """Return what is registered."""
-    return _registered
+def additions() -> list[Addition]:
+    """Return the parts of all features that have one."""
+    return list(filter(None, (feature.addition() for feature in FEATURES)))

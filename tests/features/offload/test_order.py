@@ -10,6 +10,7 @@ from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.compiler.source import Source
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.features.offload import options, order
+from megatron_pp_ext.features.offload.feature import Offloading
 from megatron_pp_ext.features.offload.free_plans import share_offloaded
 from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
@@ -81,7 +82,7 @@ def test_an_order_without_copies_is_compiled_where_its_bound_is_no_longer_than_t
     def makespan(schedule):
         return simulate(schedule, costs_of(2 * RANKS).merged(schedule.placement.stages)).makespan
 
-    found = order.offloaded(request, costs_of, alone).schedule
+    found = Offloading().order(request, costs_of, alone).schedule
     assert bool(made) == is_compiled != bool(found.copies)
     assert is_compiled or makespan(found) < makespan(alone(request).schedule)
 

@@ -2,15 +2,14 @@
 
 import pytest
 
-from megatron_pp_ext.costs.choices import registry
-from megatron_pp_ext.job import pipeline
+from megatron_pp_ext.job import options, pipeline
 from megatron_pp_ext.job.requested_job import RequestedJob
 from tests.features.slices.test_estimates import asked, estimated
 
 
 def chosen(given: RequestedJob) -> int:
     """Return the tokens that are chosen for a job on as few ranks as it takes."""
-    found = registry.chosen(given, lambda one: pipeline.read(one, 1), lambda: 32000)
+    found = options.chosen(given, lambda one: pipeline.read(one, 1), lambda: 32000)
     assert found.keys() == {"pipeline_slice_tokens"}
     return int(found["pipeline_slice_tokens"])
 
@@ -46,7 +45,7 @@ def test_slices_are_shared_out_over_tensor_parallel_ranks() -> None:
 
 def test_a_number_stays() -> None:
     given = asked("--pipeline-schedule v-half --pipeline-slice-tokens 4096")
-    assert not registry.chosen(given, lambda one: pipeline.read(one, 1), lambda: 32000)
+    assert not options.chosen(given, lambda one: pipeline.read(one, 1), lambda: 32000)
 
 
 def test_what_is_refused_beside_slices_is_refused_beside_auto() -> None:

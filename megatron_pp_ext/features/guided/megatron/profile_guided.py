@@ -175,12 +175,6 @@ class ProfileGuide(Requested):
         return found
 
 
-def guide(pipeline: requested.Pipeline) -> ProfileGuide | None:
-    """Return the guide of ``pipeline``; None where it names no steps to measure."""
-    steps = pipeline.request.option(ProfileSteps)
-    return None if steps is None else ProfileGuide(pipeline, steps)
-
-
 class _StepDurations:
     """Compares steps before and after the change, in seconds from the first action of rank 0 to its last."""
 

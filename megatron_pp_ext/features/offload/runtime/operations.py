@@ -62,11 +62,6 @@ class Saving:
         return rank.part(OffloadedActivations).saving(self.owner)
 
 
-def copies_of(order: RankOrder) -> "CopiesOfRank | None":
-    """Return the copies of a rank; None where the schedule has none."""
-    return CopiesOfRank(order) if order.copies else None
-
-
 class CopiesOfRank(Extension):
     """The copies of one rank.
 

@@ -25,9 +25,8 @@ from megatron.core.pipeline_parallel.utils import set_streams
 
 from megatron_pp_ext.features.pairs.runtime.operations import Pair, PairRunner
 from megatron_pp_ext.integration.patching import hook
-from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.runners.model_stage import ModelStage
-from megatron_pp_ext.integration.runners.step_parts import Step, StepPart
+from megatron_pp_ext.integration.runners.step_parts import Step
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule.actions import Action
 
@@ -111,13 +110,8 @@ def skip_what_takes_no_gradient(stock: Callable[..., Any], self: Any, outputs: A
     return output_grad
 
 
-def planned(pipeline: Pipeline) -> StepPart:
-    """Return what pairs bring to the steps of ``pipeline``."""
-    return _planned
-
-
 @contextmanager
-def _planned(step: Step) -> Iterator[None]:
+def planned(step: Step) -> Iterator[None]:
     """Let the stages of a step with pairs run by Megatron's plans, whose streams are made from here on."""
     if step.plan.has(Pair):
         # Older releases have streams of one priority alone.

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron_pp_ext.runtime.extension import Extension, RankOrder
+from megatron_pp_ext.runtime.extension import Extension
 from megatron_pp_ext.runtime.operations.compute import Compute
 from megatron_pp_ext.runtime.operations.operation import Operation, in_profile
 from megatron_pp_ext.runtime.rank import Rank
@@ -58,11 +58,6 @@ class Pair(Operation):
             )
         rank.leave(self.forward.target, output)
         rank.leave(self.backward.target, gradient)
-
-
-def pairs_of(order: RankOrder) -> "PairsOfRank | None":
-    """Return the pairs of a rank; None where its order has none."""
-    return PairsOfRank() if any(len(step) > 1 for step in order.steps) else None
 
 
 class PairsOfRank(Extension):

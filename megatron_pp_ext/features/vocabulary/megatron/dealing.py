@@ -17,17 +17,15 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 
 from megatron_pp_ext.features.vocabulary.megatron.parts import EmbeddingPart, OutputPart, tensor_ranks
-from megatron_pp_ext.features.vocabulary.order import FrozenOutput
+from megatron_pp_ext.features.vocabulary.options import FrozenOutput
 from megatron_pp_ext.integration.core.global_names import EMBEDDING, OUTPUT
 from megatron_pp_ext.integration.core.parameter_marks import Marks, half_frozen, marks_of
 from megatron_pp_ext.integration.requested import Pipeline
 
 
 def deal_out(chunks: Sequence[Any], pipeline: Pipeline) -> None:
-    """Replace embedding and output layer of this rank's ``chunks`` by its parts, where ranks share them."""
+    """Replace embedding and output layer of this rank's ``chunks`` by its parts."""
     placement = pipeline.placement
-    if not placement.splits_head:
-        return
     stages = placement.stages_of(parallel_state.get_pipeline_model_parallel_group().rank())
     last = placement.stages - 1
     is_tied = chunks[0].share_embeddings_and_output_weights

@@ -27,10 +27,9 @@ from megatron_pp_ext.features.vocabulary.runtime.output import ALONE, SharedOutp
 from megatron_pp_ext.features.vocabulary.runtime.part import SharedVocabulary
 from megatron_pp_ext.features.vocabulary.runtime.rows import Rows
 from megatron_pp_ext.integration.core.data_parallel import DataParallel, add_gradient
-from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.runners.message_groups import device
 from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs
-from megatron_pp_ext.integration.runners.step_parts import Step, StepPart
+from megatron_pp_ext.integration.runners.step_parts import Step
 from megatron_pp_ext.integration.runners.transport import Transport
 from megatron_pp_ext.runtime.plan import RankPlan
 from megatron_pp_ext.schedule.actions import Kind
@@ -95,13 +94,9 @@ class ModelVocabulary(SharedVocabulary):
         return self._makes.get(stage, ModelStage)(inputs, stage, *about, **more)
 
 
-def shared(pipeline: Pipeline) -> StepPart:
-    """Return what a shared vocabulary brings to the steps of ``pipeline``."""
-    return _shared
-
-
 @contextmanager
-def _shared(step: Step) -> Iterator[None]:
+def shared(step: Step) -> Iterator[None]:
+    """Surround a step; where ranks share a vocabulary, its end stages work with it."""
     if step.plan.has(Logits):
         exchanges = _exchanges(step.inputs, step.transport)
         vocabulary = ModelVocabulary(step.inputs, step.placement, step.plan, exchanges)

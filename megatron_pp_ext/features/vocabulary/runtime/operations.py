@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron_pp_ext.features.vocabulary.runtime.part import SharedVocabulary
-from megatron_pp_ext.runtime.extension import Extension, RankOrder
+from megatron_pp_ext.runtime.extension import Extension
 from megatron_pp_ext.runtime.operations.compute import Compute
 from megatron_pp_ext.runtime.operations.operation import Operation, Recorded
 from megatron_pp_ext.runtime.rank import Rank
@@ -94,11 +94,6 @@ class Close(Operation):
         vocabulary = rank.part(SharedVocabulary)
         vocabulary.embedding.close()
         vocabulary.output.close()
-
-
-def part_of(order: RankOrder) -> "PartOfRank | None":
-    """Return a rank's part of the vocabulary; None where ranks do not share one."""
-    return PartOfRank(order.stages) if any(action.kind is Kind.S for action in order.order) else None
 
 
 class PartOfRank(Extension):

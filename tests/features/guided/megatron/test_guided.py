@@ -14,6 +14,7 @@ from megatron.core.utils import unwrap_model
 from megatron_pp_ext.compiler.limits import Budget
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.compiler.source import Source
+from megatron_pp_ext.features.guided.feature import Guided
 from megatron_pp_ext.features.guided.megatron import profile_guided
 from megatron_pp_ext.features.guided.options import ProfileSteps
 from megatron_pp_ext.features.guided.order import may_keep
@@ -220,7 +221,7 @@ def test_bytes_are_counted_in_the_first_measured_step_alone(monkeypatch: pytest.
     monkeypatch.setattr(tracing, "recording", recording)
     request = named("1f1b", 2, 8)
     chosen = requested.Pipeline(request.with_option(ProfileSteps(2, 4)), Source(request, Costs.unit))
-    guide = profile_guided.guide(chosen)
+    guide = Guided().guide(chosen)
     assert guide is not None
     for done in range(8):
         if done == 6:

@@ -1,0 +1,85 @@
+"""Offloaded activations: some of them wait for their backward on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_pp_ext.features.feature import Argument, Feature
+
+if TYPE_CHECKING:
+    from megatron_pp_ext.compiler.make import CostsOf, Made, Make
+    from megatron_pp_ext.compiler.request import Request
+    from megatron_pp_ext.features.offload.planner.estimates import Offloaded
+    from megatron_pp_ext.features.offload.planner.variants import OnHost
+    from megatron_pp_ext.features.offload.runtime.operations import CopiesOfRank
+    from megatron_pp_ext.integration.requested import Pipeline
+    from megatron_pp_ext.integration.runners.step_parts import StepPart
+    from megatron_pp_ext.job.requested_job import RequestedJob
+    from megatron_pp_ext.job.rules.rule import Rules
+    from megatron_pp_ext.runtime.extension import RankOrder
+
+
+class Offloading(Feature):
+    """``--pipeline-offload``: a share of the activations, or as few as keep the memory limit."""
+
+    name = "offload"
+    flags = Path(__file__).with_name("flags.toml")
+
+    def read(self, job: RequestedJob, request: Request) -> Request:
+        flags = job.pipeline
+        if flags.pipeline_offload is None:
+            return request
+        from megatron_pp_ext.features.offload.options import requested
+
+        limit, host_bytes = flags.pipeline_memory_limit, flags.pipeline_offload_host_bytes
+        return requested(request, flags.pipeline_offload, limit, host_bytes=host_bytes)
+
+    def arguments(self) -> tuple[Argument, ...]:
+        from megatron_pp_ext.features.offload.options import of_call
+        from megatron_pp_ext.schedule.names import AUTO
+
+        return (Argument("offload", of_call, lambda value: value == AUTO),)
+
+    def rules(self) -> tuple[Rules, ...]:
+        from megatron_pp_ext.features.offload.rules import RULES
+
+        return RULES
+
+    def order(self, request: Request, costs: CostsOf, before: Make) -> Made:
+        from megatron_pp_ext.features.offload.options import Offload
+
+        option = request.option(Offload)
+        if option is None:
+            return before(request)
+        from megatron_pp_ext.features.offload.order import offloaded
+
+        return offloaded(request, option, costs, before)
+
+    def extension(self, order: RankOrder) -> CopiesOfRank | None:
+        if not order.copies:
+            return None
+        from megatron_pp_ext.features.offload.runtime.operations import CopiesOfRank
+
+        return CopiesOfRank(order)
+
+    def require_possible(self, request: Request) -> None:
+        from megatron_pp_ext.features.offload.megatron.host_limit import require_free
+
+        require_free(request)
+
+    def step_parts(self, pipeline: Pipeline) -> Iterable[StepPart]:
+        from megatron_pp_ext.features.offload.megatron.host_activations import offloading
+
+        yield offloading(pipeline)
+
+    def addition(self) -> Offloaded:
+        from megatron_pp_ext.features.offload.planner.estimates import Offloaded
+
+        return Offloaded()
+
+    def variants(self) -> OnHost:
+        from megatron_pp_ext.features.offload.planner.variants import OnHost
+
+        return OnHost()

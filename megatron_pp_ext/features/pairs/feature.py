@@ -1,0 +1,89 @@
+"""Pairs: a forward and a backward that run together, each computing while the other communicates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from megatron_pp_ext.features.feature import Checks, Feature
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from megatron_pp_ext.compiler.make import CostsOf, Made, Make
+    from megatron_pp_ext.compiler.request import Request
+    from megatron_pp_ext.features.pairs.runtime.operations import PairsOfRank
+    from megatron_pp_ext.integration.requested import Pipeline
+    from megatron_pp_ext.integration.runners.step_parts import StepPart
+    from megatron_pp_ext.job.requested_job import RequestedJob
+    from megatron_pp_ext.job.rules.rule import Rules
+    from megatron_pp_ext.runtime.extension import RankOrder
+    from megatron_pp_ext.schedule.costs import Costs
+    from megatron_pp_ext.schedule.placement import Placement
+    from megatron_pp_ext.schedule.simulate import Timeline
+
+
+class Pairing(Feature):
+    """``--overlap-moe-expert-parallel-comm``, which is Megatron's own flag."""
+
+    name = "pairs"
+    refuses_models = True
+
+    def read(self, job: RequestedJob, request: Request) -> Request:
+        """See ``Feature``: Megatron's own 1F1B has no place for pairs."""
+        from megatron_pp_ext.features.pairs.options import paired
+
+        has_place = request.ranks == 1 or not request.is_stock or request.placement.chunks > 1
+        return paired(request, job.parallel.overlap_moe_expert_parallel_comm and has_place)
+
+    def rules(self) -> tuple[Rules, ...]:
+        from megatron_pp_ext.features.pairs.rules import RULES
+
+        return RULES
+
+    def order(self, request: Request, costs: CostsOf, before: Make) -> Made:
+        from megatron_pp_ext.features.pairs.options import Pairs
+
+        if request.option(Pairs) is None:
+            return before(request)
+        from megatron_pp_ext.features.pairs.order import paired
+
+        return paired(request, before)
+
+    def counted(self, request: Request, costs: Costs) -> Costs:
+        from megatron_pp_ext.features.pairs.order import counted
+
+        return counted(request, costs)
+
+    def compiled(
+        self, timeline: Timeline, origin: str, cuts: Sequence[tuple[Placement, Costs]], microbatches: int
+    ) -> Iterable[tuple[Timeline, str]]:
+        from megatron_pp_ext.features.pairs.order import compiled
+
+        return compiled(timeline, origin, cuts, microbatches)
+
+    def extension(self, order: RankOrder) -> PairsOfRank | None:
+        if all(len(step) == 1 for step in order.steps):
+            return None
+        from megatron_pp_ext.features.pairs.runtime.operations import PairsOfRank
+
+        return PairsOfRank()
+
+    def hooked(self) -> tuple[ModuleType, ...]:
+        from megatron_pp_ext.features.pairs.megatron import (
+            planned_stage,
+            recomputed_segments,
+            token_exchanges,
+        )
+
+        return planned_stage, recomputed_segments, token_exchanges
+
+    def config_checks(self, checks: Checks) -> Checks:
+        from megatron_pp_ext.features.pairs.megatron.config_checks import check_as_planned
+
+        return check_as_planned(checks)
+
+    def step_parts(self, pipeline: Pipeline) -> Iterable[StepPart]:
+        from megatron_pp_ext.features.pairs.megatron.planned_stage import planned
+
+        yield planned
