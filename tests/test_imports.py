@@ -405,7 +405,7 @@ MADE_IN = {
     "compiler.compile",
     "compiler.search.proposals",
     "schedule.catalog",
-    "features.units.planner",
+    "features.units.plan",
     "features.offload.order",
     "features.offload.compiled",
     "features.offload.longer_plans",

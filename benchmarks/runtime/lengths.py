@@ -24,7 +24,7 @@ from benchmarks.runtime.stages import Times
 from benchmarks.runtime.systems import RunStep, World
 from megatron_pp_ext.features.units.microbatches import Microbatches
 from megatron_pp_ext.features.units.orders import How
-from megatron_pp_ext.features.units.planner import Plan, Planner
+from megatron_pp_ext.features.units.plan import Plan, Planner
 from megatron_pp_ext.features.units.rates import LengthCosts
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import plan_rank

@@ -19,7 +19,7 @@ from benchmarks.schedules.lengths import steps
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.features.units.microbatches import Microbatches
-from megatron_pp_ext.features.units.planner import Plan, Planner
+from megatron_pp_ext.features.units.plan import Plan, Planner
 from megatron_pp_ext.features.units.rates import LengthCosts
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs

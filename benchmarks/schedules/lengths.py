@@ -25,7 +25,7 @@ from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.features.units.comparison import NAMES, over_work, peak_tokens, side_by_side, timeline
 from megatron_pp_ext.features.units.microbatches import Microbatches
 from megatron_pp_ext.features.units.packing import balance, partition
-from megatron_pp_ext.features.units.planner import Planner
+from megatron_pp_ext.features.units.plan import Planner
 from megatron_pp_ext.features.units.rates import EQUAL_AT, LengthCosts
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.simulate import simulate

@@ -16,8 +16,8 @@ from benchmarks.report import RESULTS, Out, Row, publish, table
 from benchmarks.schedules.lengths import WINDOWS, costs_by_length, steps
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
-from megatron_pp_ext.features.units.planner import Planner
-from megatron_pp_ext.features.units.planner import Planner as UnitPlanner
+from megatron_pp_ext.features.units.plan import Planner
+from megatron_pp_ext.features.units.plan import Planner as UnitPlanner
 from megatron_pp_ext.schedule.costs import Costs
 
 PARTS = 0.4, 0.6, 0.8, 1.0

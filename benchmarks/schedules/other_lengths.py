@@ -19,7 +19,7 @@ from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.features.units.comparison import RULE, SEARCH, side_by_side
 from megatron_pp_ext.features.units.microbatches import Microbatches
-from megatron_pp_ext.features.units.planner import Planner
+from megatron_pp_ext.features.units.plan import Planner
 
 RANKS, MICROBATCHES = (4, 8, 16), (8, 16, 32, 64)
 _GIANT = 131_072

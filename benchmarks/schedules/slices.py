@@ -20,7 +20,7 @@ from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.features.units.microbatches import Microbatches
 from megatron_pp_ext.features.units.options import Slices
-from megatron_pp_ext.features.units.planner import Planner
+from megatron_pp_ext.features.units.plan import Planner
 from megatron_pp_ext.features.units.sliced_orders import of_equal_slices
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import v

@@ -17,7 +17,7 @@ from megatron_pp_ext.schedule.recorded import Units
 from megatron_pp_ext.schedule.simulate import Timeline
 
 if TYPE_CHECKING:
-    from megatron_pp_ext.features.units.planner import Plan
+    from megatron_pp_ext.features.units.plan import Plan
 
 MakeIt = Callable[[Request, CostsOf], Made]
 
@@ -127,7 +127,7 @@ def orders_of(
 ) -> tuple[dict[str, "Plan"], dict[str, Timeline]]:
     """Return the plan and the step with each order; a schedule is compiled for a mean microbatch."""
     from megatron_pp_ext.features.units.comparison import side_by_side, timeline
-    from megatron_pp_ext.features.units.planner import Planner, Template
+    from megatron_pp_ext.features.units.plan import Planner, Template
 
     assert lengths.microbatches is not None
     costs = rates.of(lengths.microbatches)

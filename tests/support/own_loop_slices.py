@@ -17,7 +17,7 @@ from tests.support.ranks import run_ranks  # isort: skip  (the stand-ins come be
 import torch
 
 import megatron_pp_ext
-from megatron_pp_ext.features.units import choices
+from megatron_pp_ext.features.units.costs import choice
 from megatron_pp_ext.features.units.runtime import prefixes
 from tests.support import own_loop
 
@@ -99,7 +99,7 @@ def _evaluated(model: list[Any]) -> list[float]:
 
 def _chosen() -> tuple[Any, str]:
     """Return what a model found whose slices are chosen, here as 4 tokens, and what was printed."""
-    choices.chosen = lambda *about: 4
+    choice.chosen = lambda *about: 4
     with redirect_stdout(StringIO()) as printed:
         megatron_pp_ext.install("v-half", ranks=2, microbatches=8, slice_tokens="auto")
         return own_loop.train(own_loop.build(2), own_loop.COUNTS), printed.getvalue()

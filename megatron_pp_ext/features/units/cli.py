@@ -30,7 +30,7 @@ from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from megatron_pp_ext.schedule.unit_costs import UnitCosts
 
 if TYPE_CHECKING:
-    from megatron_pp_ext.features.units.planner import Plan
+    from megatron_pp_ext.features.units.plan import Plan
 
 
 LEGEND = "/{}: every sequence goes through the pipeline in {} equal slices"
@@ -230,7 +230,7 @@ def _planned(
     request: Request, costs: Costs, times: ask.Times, lengths: Lengths, slicing: Slicing
 ) -> _Planned:
     """Return the step of ``request`` in units; see ``show_schedule``."""
-    from megatron_pp_ext.features.units.planner import Plan, Planner
+    from megatron_pp_ext.features.units.plan import Plan, Planner
 
     microbatches = lengths.microbatches
     assert microbatches is not None

@@ -7,7 +7,7 @@ from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.features.units import orders
 from megatron_pp_ext.features.units.orders import How
-from megatron_pp_ext.features.units.planner import BUDGET, Plan, Planner, Template, in_order
+from megatron_pp_ext.features.units.plan import BUDGET, Plan, Planner, Template, in_order
 from megatron_pp_ext.features.units.rates import LengthCosts
 from megatron_pp_ext.features.units.units import Units
 from megatron_pp_ext.schedule.costs import Costs

@@ -11,7 +11,7 @@ from megatron_pp_ext.features.feature import Argument, Feature, OtherSums, ReadR
 if TYPE_CHECKING:
     from megatron_pp_ext.compiler.make import CostsOf, Made, Make
     from megatron_pp_ext.compiler.request import Request
-    from megatron_pp_ext.features.units.estimates import Sliced
+    from megatron_pp_ext.features.units.planner.estimates import Sliced
     from megatron_pp_ext.integration.requested import Pipeline
     from megatron_pp_ext.integration.runners.step_parts import StepPart
     from megatron_pp_ext.job.requested_job import RequestedJob
@@ -71,7 +71,7 @@ class Units(Feature):
         request = read(job)
         if are_by_length(request):
             return {}
-        from megatron_pp_ext.features.units.choices import chosen
+        from megatron_pp_ext.features.units.costs.choice import chosen
 
         return {"pipeline_slice_tokens": chosen(job, request, rows())}
 
@@ -98,6 +98,6 @@ class Units(Feature):
         yield in_units(pipeline)
 
     def addition(self) -> Sliced:
-        from megatron_pp_ext.features.units.estimates import Sliced
+        from megatron_pp_ext.features.units.planner.estimates import Sliced
 
         return Sliced()

@@ -88,7 +88,7 @@ def _listed(
 ) -> tuple[Timeline, float]:
     """Return the step by list scheduling, and the lower bound."""
     # Imported here because it takes numpy, which nobody needs who has no such schedule.
-    from megatron_pp_ext.features.units.planner import listed
+    from megatron_pp_ext.features.units.plan import listed
     from megatron_pp_ext.features.units.table import table_of
 
     charged = replace(costs, stages=tuple(stage.charged_to_forward for stage in costs.stages))

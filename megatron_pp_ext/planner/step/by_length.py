@@ -10,7 +10,7 @@ from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.features.units.microbatches import Microbatches, drawn_step
 from megatron_pp_ext.features.units.orders import How
 from megatron_pp_ext.features.units.packing import balance
-from megatron_pp_ext.features.units.planner import Planner, Template
+from megatron_pp_ext.features.units.plan import Planner, Template
 from megatron_pp_ext.features.units.rates import LengthCosts
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.workload import Workload

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from megatron_pp_ext.features.units.microbatches import Microbatches
-from megatron_pp_ext.features.units.planner import Plan, Planner
+from megatron_pp_ext.features.units.plan import Plan, Planner, Template
 from megatron_pp_ext.features.units.rates import LengthCosts
+from megatron_pp_ext.features.units.units import Units, whole
 from megatron_pp_ext.runtime.plan import plan_orders, plan_rank
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
@@ -18,7 +19,7 @@ from megatron_pp_ext.schedule.announcements import Announced
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.families import pipedream
 from megatron_pp_ext.schedule.families.round_robin import Replicas
-from megatron_pp_ext.schedule.placement import linear
+from megatron_pp_ext.schedule.placement import Placement, linear
 from megatron_pp_ext.schedule.unit_costs import UnitCosts
 from tests.launches.test_cannot_hang import assert_finishes_strictly
 from tests.support.few_sends import seconds_of, step_seconds
@@ -27,7 +28,7 @@ FAMILIES = "1f1b", "interleaved", "zb-h1", "v-half", "gpipe"
 RANKS, MICROBATCHES = 4, 32
 
 
-def costs_of(seed: int, chunks: int) -> UnitCosts:
+def planner_of(seed: int, placement: Placement) -> tuple[Planner, Units]:
     """Microbatches of very unlike length, as in training on long contexts."""
     random = Random(seed)
     documents = [
@@ -36,16 +37,17 @@ def costs_of(seed: int, chunks: int) -> UnitCosts:
     ]
     step = Microbatches.of(documents)
     mean = sum(step.tokens) / MICROBATCHES
-    return LengthCosts.with_attention(Costs.per_rank(RANKS, chunks), mean).of(step)
+    rates = LengthCosts.with_attention(Costs.per_rank(RANKS, placement.chunks), mean)
+    return Planner(placement, rates), whole(step.documents)
 
 
 @cache
 def planned(family: str, seed: int) -> tuple[Plan, UnitCosts]:
     """A plan by search with the times of its microbatches, and their costs in its order."""
-    planner = Planner(catalog.build(family, RANKS, MICROBATCHES))
-    costs = costs_of(seed, planner.schedule.placement.chunks)
-    plan = planner.timed(planner.plan(costs, "search"), costs)
-    return plan, costs.ordered(plan.order)
+    schedule = catalog.build(family, RANKS, MICROBATCHES)
+    planner, units = planner_of(seed, schedule.placement)
+    plan = planner.timed(planner.plan(units, "search", template=Template(schedule)))
+    return plan, planner.costs(units).ordered(plan.order)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -102,10 +104,10 @@ def test_the_plans_cannot_hang(family: str) -> None:
 
 
 def test_equal_microbatches_have_the_plan_of_the_schedule() -> None:
-    planner = Planner(catalog.build("zb-h1", 2, 4))
-    costs = LengthCosts.with_attention(Costs.per_rank(2), 1).of(Microbatches.of([[5]] * 4))
-    plan = planner.plan(costs, "rule")
-    assert planner.timed(plan, costs).schedule is planner.schedule
+    schedule = catalog.build("zb-h1", 2, 4)
+    planner = Planner(schedule.placement, LengthCosts.with_attention(Costs.per_rank(2), 1))
+    plan = planner.plan(whole([[5]] * 4), "rule", template=Template(schedule))
+    assert planner.timed(plan).schedule is schedule
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "v-zb", "dualpipe-v", "zb-h2"])
@@ -113,7 +115,8 @@ def test_receives_of_lengths_that_nobody_knows(family: str) -> None:
     """Ranks launch as if all microbatches were equal, and a receive holds up what comes after it."""
     schedule = catalog.build(family, RANKS, MICROBATCHES)
     for seed in range(2):
-        costs = costs_of(seed, schedule.placement.chunks)
+        planner, units = planner_of(seed, schedule.placement)
+        costs = planner.costs(units)
         known = step_seconds(schedule, costs)
         assert step_seconds(schedule, costs, Announced.FIRST) < 1.01 * known
         as_known = step_seconds(schedule, costs, Announced.EVERY, is_late=False)

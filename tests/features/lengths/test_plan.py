@@ -14,7 +14,7 @@ from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.features.pairs.options import paired
 from megatron_pp_ext.features.units.comparison import peak_tokens, side_by_side, timeline
 from megatron_pp_ext.features.units.microbatches import Microbatches
-from megatron_pp_ext.features.units.planner import Planner, Template, in_order, plan
+from megatron_pp_ext.features.units.plan import Planner, Template, in_order, plan
 from megatron_pp_ext.features.units.rates import LengthCosts
 from megatron_pp_ext.features.units.units import whole
 from megatron_pp_ext.schedule import catalog

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
-from megatron_pp_ext.features.units.planner import Planner
+from megatron_pp_ext.features.units.plan import Planner
 from megatron_pp_ext.features.units.rates import LengthCosts, StageRates
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.schedule.actions import Schedule
@@ -45,7 +45,7 @@ def listed(seed: int) -> tuple[Schedule, UnitCosts]:
     """A plan of list scheduling, and what its units cost."""
     one, given = planner(v(RANKS)), documents(seed)
     limit = 0.6 * 2 * sum(sorted(map(sum, given), reverse=True)[:RANKS])
-    found = one.plan(given, 1024, [max(limit, 2.0 * 131_072)] * RANKS, budget=0.0)
+    found = one.timed(one.plan(one.cut(given, 1024), "rule", limits=[max(limit, 2.0 * 131_072)] * RANKS))
     return found.schedule, one.costs(found.units)
 
 
@@ -65,7 +65,8 @@ def test_equal_times_would_let_senders_wait() -> None:
 @pytest.mark.parametrize("name", ["1f1b", "v-half"])
 def test_families(name: str) -> None:
     one, given = planner(named(name, RANKS, 4).placement), documents(1)
-    found = one.in_family(lambda count: make(named(name, RANKS, count)).schedule, given, 1024)
+    family = one.in_family(lambda count: make(named(name, RANKS, count)).schedule, one.cut(given, 1024))
+    found = one.simulated(one.timed(family))
     assert step_seconds(found.schedule, one.costs(found.units)) == pytest.approx(found.seconds, rel=0.02)
 
 
@@ -73,7 +74,7 @@ def test_the_plans_cannot_hang() -> None:
     one = planner(linear(3))
     plans = [
         listed(0)[0],
-        one.plan(documents(2), 4096, [3.0 * 131_072] * 3, budget=0.0).schedule,
+        one.timed(one.plan(one.cut(documents(2), 4096), "rule", limits=[3.0 * 131_072] * 3)).schedule,
     ]
     for schedule in plans:
         ranks = [[plan_rank(schedule, rank)] for rank in range(schedule.ranks)]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_pp_ext.features.units.planner import Planner
+from megatron_pp_ext.features.units.plan import Planner
 from megatron_pp_ext.features.units.rates import LengthCosts, StageRates
 from megatron_pp_ext.schedule.placement import Placement, linear, v
 from megatron_pp_ext.schedule.simulate import simulate
@@ -24,7 +24,7 @@ def test_peaks_are_those_of_the_plan(shape: type[Placement]) -> None:
     placement = shape(RANKS)
     one, cases = planner(placement), []
     for most in (52_000, 90_000):
-        plan = one.plan(DOCUMENTS, 4096, [3.0 * placement.chunks * most] * RANKS)
+        plan = one.plan(one.cut(DOCUMENTS, 4096), limits=[3.0 * placement.chunks * most] * RANKS)
         cases.append((plan.schedule, one.costs(plan.units), 0.0))
     found = run_ranks(steps_of, RANKS, cases, 0)
     for number, (schedule, costs, _) in enumerate(cases):

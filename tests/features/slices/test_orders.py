@@ -14,9 +14,10 @@ from megatron_pp_ext.features.offload.options import Offload
 from megatron_pp_ext.features.pairs.options import paired
 from megatron_pp_ext.features.units.microbatches import Microbatches
 from megatron_pp_ext.features.units.options import Slices
-from megatron_pp_ext.features.units.planner import Planner
+from megatron_pp_ext.features.units.plan import Planner
 from megatron_pp_ext.features.units.rates import LengthCosts
-from megatron_pp_ext.features.units.sliced_orders import more, of_equal_slices, require_chain_order, shifted
+from megatron_pp_ext.features.units.shift import more, require_chain_order, shifted
+from megatron_pp_ext.features.units.sliced_orders import of_equal_slices
 from megatron_pp_ext.features.units.units import cut, equal_slices, ordered
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
@@ -96,7 +97,7 @@ def test_no_plan_gets_stuck_or_breaks_its_limit(documents, most, placement, fact
     # As tight as can be: a rank keeps the longest document, or the fullest pack, and a little more.
     largest = max(sum(units.tokens[number] for number in chain) for chain in units.chains)
     limits = [largest * factor] * placement.ranks
-    plan = planner.plan(documents, most, limits, budget=0.001)
+    plan = planner.plan(planner.cut(documents, most), limits=limits, budget=0.001)
     check(plan.schedule)
     require_chain_order(plan.schedule, plan.units)
     timeline = simulate(plan.schedule, planner.costs(plan.units))
@@ -108,13 +109,13 @@ def test_no_plan_gets_stuck_or_breaks_its_limit(documents, most, placement, fact
 def test_a_document_that_no_rank_can_keep_is_refused() -> None:
     planner = Planner(v(4), LengthCosts.with_attention(Costs.per_rank(4, 2), 1))
     with pytest.raises(InfeasibleLimit, match="raise it to at least 1000"):
-        planner.plan([[1000], [10]], 100, [999.0] * 4)
+        planner.plan(planner.cut([[1000], [10]], 100), limits=[999.0] * 4)
 
 
 def test_plans_are_equal_on_all_ranks() -> None:
     planner = Planner(v(4), LengthCosts.with_attention(Costs.per_rank(4, 2), 1))
     documents = [[5000, 700], [12_000], [300, 4000, 800]] * 3
-    one, other = (planner.plan(documents, 2000, [20_000.0] * 4) for _ in range(2))
+    one, other = (planner.plan(planner.cut(documents, 2000), limits=[20_000.0] * 4) for _ in range(2))
     assert one.schedule.digest == other.schedule.digest and one.units == other.units
 
 
@@ -131,7 +132,7 @@ def test_ranks_seldom_wait_where_memory_is_tight(limit, most) -> None:
     """Steps over work for 16 equal sequences of 32K tokens, of which ranks keep 2 at the tightest limit."""
     planner = Planner(v(8), LengthCosts.with_attention(Costs.per_rank(8, 2), 1))
     documents = [[32_768]] * 16
-    plan = planner.plan(documents, 8192, [limit * 8 * 32_768] * 8)
+    plan = planner.plan(planner.cut(documents, 8192), limits=[limit * 8 * 32_768] * 8)
     work = sum(planner.rates.work(Microbatches.of(documents))) / 8
     assert plan.lower_bound <= plan.seconds < most * work
 
@@ -140,7 +141,8 @@ def test_a_longer_search_finds_no_longer_step() -> None:
     planner = Planner(v(4), LengthCosts.with_attention(Costs.per_rank(4, 2), 1))
     documents = [[5000, 700], [12_000], [300, 4000, 800]] * 3
     limits = [14_000.0] * 4
-    found = [planner.plan(documents, 2000, limits, budget=seconds).seconds for seconds in (0, 0.01, 0.05)]
+    units = planner.cut(documents, 2000)
+    found = [planner.plan(units, limits=limits, budget=seconds).seconds for seconds in (0, 0.01, 0.05)]
     assert found == sorted(found, reverse=True) and found[-1] < found[0]
 
 
@@ -151,7 +153,7 @@ def test_longest_documents_leave_no_holes() -> None:
     documents[3] = [60_000]
     planner = Planner(v(4), LengthCosts.with_attention(Costs.per_rank(4, 2), 1))
     largest = sorted((sum(lengths) for lengths in documents), reverse=True)
-    plan = planner.plan(documents, 2048, [0.5 * sum(largest[:4])] * 4)
+    plan = planner.plan(planner.cut(documents, 2048), limits=[0.5 * sum(largest[:4])] * 4)
     assert plan.seconds < 1.04 * plan.lower_bound
 
 

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_pp_ext.features.units.planner import Planner
+from megatron_pp_ext.features.units.plan import Planner
 from megatron_pp_ext.features.units.rates import LengthCosts
-from megatron_pp_ext.features.units.sliced_orders import require_chain_order
+from megatron_pp_ext.features.units.shift import require_chain_order
 from megatron_pp_ext.features.units.units import cut_alike, in_order_of
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import v
@@ -22,7 +22,7 @@ PIPELINES = st.integers(1, 4).flatmap(
 def test_one_order_fits_all(pipelines: tuple[list[list[int]], ...], tokens: int) -> None:
     heaviest, own = cut_alike(pipelines, tokens)
     planner = Planner(v(2), LengthCosts.with_attention(Costs.per_rank(2, 2), 1))
-    plan = planner.plan_units(heaviest, planner.least_limits(heaviest), 0.0)
+    plan = planner.plan(heaviest, "rule", limits=planner.least_limits(heaviest))
     for documents, units in zip(pipelines, own, strict=True):
         assert units.documents == tuple(map(tuple, documents))
         mine = in_order_of(plan.units, units)

@@ -41,7 +41,7 @@ from megatron_pp_ext.features.units.options import (
     are_by_length,
 )
 from megatron_pp_ext.features.units.orders import by_rule
-from megatron_pp_ext.features.units.planner import BUDGET, Planner, Template
+from megatron_pp_ext.features.units.plan import BUDGET, Planner, Template
 from megatron_pp_ext.features.units.rates import OVERHEAD
 from megatron_pp_ext.features.units.units import Units, cut_alike, in_order_of
 from megatron_pp_ext.integration.requested import Pipeline

@@ -11,8 +11,9 @@ from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.features.units.microbatches import Microbatches
 from megatron_pp_ext.features.units.options import lengths_of_batch
-from megatron_pp_ext.features.units.planner import Plan, Planner
+from megatron_pp_ext.features.units.plan import Plan, Planner, Template
 from megatron_pp_ext.features.units.rates import LengthCosts
+from megatron_pp_ext.features.units.units import Units, whole
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.simulate import simulate
@@ -57,22 +58,24 @@ def planned_orders(name: str) -> list[tuple[int, ...]]:
     data, found = own_loop.batches(LENGTHS), []
     for count in COUNTS:
         schedule = make(named(name, 2, count)).schedule
-        costs = LengthCosts.with_attention(Costs.per_rank(2, schedule.placement.chunks), 1)
-        step = Microbatches.of(lengths_of_batch(next(data)) for _ in range(count))
-        found.append(Planner(schedule, moves_weights=False).plan(costs.of(step), "rule").order)
+        rates = LengthCosts.with_attention(Costs.per_rank(2, schedule.placement.chunks), 1)
+        units = whole(lengths_of_batch(next(data)) for _ in range(count))
+        template = Template(schedule, moves_weights=False)
+        found.append(Planner(schedule.placement, rates).plan(units, "rule", template=template).order)
     return found
 
 
 def count_moved() -> list[bool]:
     """Return what will say of each plan with W moved whether they have other places."""
     moved: list[bool] = []
-    timed = Planner.timed
+    plan = Planner.plan
 
-    def watched(planner: Planner, plan: Plan, costs: UnitCosts) -> Plan:
-        moved.append(plan.schedule.orders != planner.schedule.orders)
-        return timed(planner, plan, costs)
+    def watched(self: Planner, units: Units, *more: Any, template: Template, **about: Any) -> Plan:
+        found = plan(self, units, *more, template=template, **about)
+        moved.append(found.schedule.orders != template.schedule.orders)
+        return found
 
-    Planner.timed = watched
+    Planner.plan = watched
     return moved
 
 
@@ -98,12 +101,12 @@ def plans_within_limits() -> list[tuple[Plan, UnitCosts, tuple[float, ...], bool
     plans: list[Any] = []
     plan = Planner.plan
 
-    def watched(self: Planner, costs: UnitCosts, *given: Any, **about: Any) -> Plan:
-        found = plan(self, costs, *given, **about)
+    def watched(self: Planner, units: Units, *more: Any, template: Template, **about: Any) -> Plan:
+        found = plan(self, units, *more, template=template, **about)
         if about.get("limits") is not None:
-            schedules = found.schedule, self.schedule
+            schedules = found.schedule, template.schedule
             one, other = ([_without_weights(order) for order in each.orders] for each in schedules)
-            plans.append((found, costs, about["limits"], one != other))
+            plans.append((found, self.costs(units), about["limits"], one != other))
         return found
 
     Planner.plan = watched

@@ -31,7 +31,7 @@ from megatron_pp_ext.features.units.microbatches import Microbatches
 from megatron_pp_ext.features.units.options import SMALLEST
 from megatron_pp_ext.features.units.orders import How, Order
 from megatron_pp_ext.features.units.rates import LengthCosts
-from megatron_pp_ext.features.units.sliced_orders import more, shifted
+from megatron_pp_ext.features.units.shift import more, shifted
 from megatron_pp_ext.features.units.table import Floats, Table, table_by_length
 from megatron_pp_ext.features.units.units import By, Units, cut, ordered, whole
 from megatron_pp_ext.schedule.actions import Schedule

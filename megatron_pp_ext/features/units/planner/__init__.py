@@ -1,0 +1,1 @@
+"""What slices change in the estimates of steps."""
