@@ -24,7 +24,7 @@ from benchmarks.runtime.stages import Times
 from benchmarks.runtime.systems import RunStep, World
 from megatron_pp_ext.features.units.microbatches import Microbatches
 from megatron_pp_ext.features.units.orders import How
-from megatron_pp_ext.features.units.plan import Plan, Planner
+from megatron_pp_ext.features.units.plan import Plan, Planner, Template
 from megatron_pp_ext.features.units.rates import LengthCosts
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import plan_rank
@@ -83,10 +83,10 @@ def planned(family: str, how: How, ranks: int, microbatches: int, forward: float
     mean = sum(step.tokens) / microbatches
     kinds = "forward", "input_gradient", "weight_gradient"
     unit = Costs.per_rank(ranks, schedule.placement.chunks, **dict.fromkeys(kinds, forward))
-    costs = LengthCosts.with_attention(unit, mean).of(step)
-    planner = Planner(schedule)
-    plan = planner.timed(planner.plan(costs, how), costs)
-    return plan, costs.ordered(plan.order)
+    planner = Planner(schedule.placement, LengthCosts.with_attention(unit, mean))
+    units = planner.whole(step.documents)
+    plan = planner.timed(planner.plan(units, how, template=Template(schedule)))
+    return plan, planner.costs(units).ordered(plan.order)
 
 
 def build(world: World, family: str, how: How, ranks: int, microbatches: int, forward: float) -> RunStep:

@@ -25,8 +25,10 @@ from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.features.units.comparison import NAMES, over_work, peak_tokens, side_by_side, timeline
 from megatron_pp_ext.features.units.microbatches import Microbatches
 from megatron_pp_ext.features.units.packing import balance, partition
-from megatron_pp_ext.features.units.plan import Planner
+from megatron_pp_ext.features.units.plan import Planner, Template, in_template
 from megatron_pp_ext.features.units.rates import EQUAL_AT, LengthCosts
+from megatron_pp_ext.features.units.table import table_of
+from megatron_pp_ext.features.units.units import whole
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.schedule.unit_costs import UnitCosts
@@ -97,11 +99,13 @@ def compared(ranks: int, microbatches: int, drawn: Mapping[str, Sequence[Microba
         length_rows, peak_rows = list[Row](), list[Row]()
         for schedule in SCHEDULES:
             made = make(named(schedule, ranks, microbatches)).schedule
-            planner, by_length = Planner(made), costs_by_length(ranks, made.placement.chunks)
+            template, by_length = Template(made), costs_by_length(ranks, made.placement.chunks)
+            planner = Planner(made.placement, by_length)
             over, peaks = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
             for step in some:
-                costs = by_length.of(step)
-                for order, plan in side_by_side(planner, costs).items():
+                units = planner.whole(step.documents)
+                costs = planner.costs(units)
+                for order, plan in side_by_side(planner, template, units).items():
                     shown = timeline(plan, costs)
                     over[order].append(over_work(shown))
                     peaks[order].append(peak_tokens(shown) / 1e3)
@@ -134,7 +138,8 @@ def over_replicas(ranks: int, microbatches: int, replicas: int, files: Path | No
     for name in WINDOWS:
         for schedule in ("1f1b", "interleaved", "v-zb"):
             made = make(named(schedule, ranks, microbatches)).schedule
-            planner, by_length = Planner(made), costs_by_length(ranks, made.placement.chunks)
+            template, by_length = Template(made), costs_by_length(ranks, made.placement.chunks)
+            planner = Planner(made.placement, by_length)
             found = defaultdict[str, list[float]](list)
             drawn = list(steps(name, files, microbatches, replicas * trials))
             for first in range(0, len(drawn), replicas):
@@ -146,9 +151,11 @@ def over_replicas(ranks: int, microbatches: int, replicas: int, files: Path | No
                     for share in balance(lengths, replicas, microbatches)
                 ]
                 for packing, some in (("in order", shares), ("balanced", balanced)):
+                    units = [planner.whole(share.documents) for share in some]
                     for how in ("given", "search"):
-                        every = [planner.plan(by_length.of(share), how, budget=0.01) for share in some]
-                        slowest = max(plan.seconds for plan in every)
+                        slowest = max(
+                            planner.plan(one, how, template=template, budget=0.01).seconds for one in units
+                        )
                         found[f"{packing}, {how}"].append(slowest / work)
             rows.append((name, schedule, *(f"{sum(each) / len(each):.3f}" for each in found.values())))
     return table(("lengths", "schedule", *found), rows)
@@ -161,14 +168,15 @@ def planning(ranks: int, files: Path | None) -> str:
         some = list(steps("wlbllm 128K", files, microbatches, 5))
         for schedule in SCHEDULES:
             made = make(named(schedule, ranks, microbatches)).schedule
-            planner, by_length = Planner(made), costs_by_length(ranks, made.placement.chunks)
+            template = Template(made)
+            planner = Planner(made.placement, costs_by_length(ranks, made.placement.chunks))
             row = []
             for how in ("rule", "search"):
                 took = []
                 for step in some:
-                    costs = by_length.of(step)
+                    units = planner.whole(step.documents)
                     begin = time.process_time()
-                    planner.plan(costs, how)  # type: ignore[arg-type]
+                    planner.plan(units, how, template=template)  # type: ignore[arg-type]
                     took.append(1e3 * (time.process_time() - begin))
                 row.append(f"{sorted(took)[len(took) // 2]:.1f}")
             rows.append((microbatches, schedule, *row))
@@ -187,12 +195,12 @@ def replay(trace: Path) -> str:
         for kind in ("forward-compute", "backward-compute")
     ]
     ranks, count = (len(level) for level in kinds[0].columns.levels)
-    planner = Planner(make(named("1f1b", ranks, count)).schedule)
+    template, whole_step = Template(make(named("1f1b", ranks, count)).schedule), whole([[1]] * count)
 
     def seconds(some: Sequence[Any], how: Any) -> float:
         units = [Costs(tuple(StageCosts(float(f), *[float(b) / 2] * 2) for f, b in each)) for each in some]
         costs = UnitCosts(units[0].stages, units=tuple(units), tokens=(1,) * count)
-        return planner.plan(costs, how, budget=0.005).seconds
+        return in_template(template, whole_step, table_of(costs), how, budget=0.005).seconds
 
     found = defaultdict[str, list[float]](list)
     for number, forwards in kinds[0].groupby("step"):

@@ -17,7 +17,8 @@ import typer
 
 from benchmarks.report import RESULTS, Out, Row, publish, table
 from benchmarks.schedules.lengths import WINDOWS, distribution
-from megatron_pp_ext.features.units.packing import Groups, PackedSteps, Packing
+from megatron_pp_ext.features.units.comparison import PackedSteps
+from megatron_pp_ext.features.units.packing import Groups, Packing
 from megatron_pp_ext.features.units.rates import EQUAL_AT, OVERHEAD
 
 SCHEDULES = "1f1b", "interleaved", "v-zb"

@@ -69,7 +69,7 @@ def _planned(
     limits = [most] * ranks
     tokens = size or planner.chosen_tokens(step.documents, limits)
     begin = time.process_time()
-    plan = planner.plan(step.documents, tokens, limits)
+    plan = planner.timed(planner.plan(planner.cut(step.documents, tokens), limits=limits))
     took = time.process_time() - begin
     work = sum(planner.rates.work(step)) / ranks
     return plan.seconds / work, plan.lower_bound / work, took, tokens

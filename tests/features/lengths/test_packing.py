@@ -4,7 +4,8 @@ from random import Random
 
 import pytest
 
-from megatron_pp_ext.features.units.packing import PackedSteps, Packing
+from megatron_pp_ext.features.units.comparison import PackedSteps
+from megatron_pp_ext.features.units.packing import Packing
 from megatron_pp_ext.features.units.rates import OVERHEAD
 
 AT = 4000
