@@ -1,4 +1,4 @@
-"""What ``tests/features/slices/megatron/test_probe.py`` looks at, written to the file that it is given.
+"""What ``tests/features/units/megatron/test_probe.py`` looks at, written to the file that it is given.
 
 All of it runs in a process of its own, in which Megatron is as it comes.
 """

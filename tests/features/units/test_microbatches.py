@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from megatron_pp_ext.features.units.microbatches import Microbatches, drawn_step, read, read_distribution
+from megatron_pp_ext.features.units.microbatches import Microbatches, drawn_step, read_step, read_distribution
 
 
 @pytest.mark.parametrize(
@@ -13,7 +13,7 @@ from megatron_pp_ext.features.units.microbatches import Microbatches, drawn_step
 )
 def test_a_step_is_read_from_json_and_from_text(text, tmp_path):
     (tmp_path / "lengths").write_text(text)
-    found = read(tmp_path / "lengths")
+    found = read_step(tmp_path / "lengths")
     assert found == Microbatches.of([[4096, 1200], [8000]])
     assert found.tokens == (5296, 8000)
     assert found.squares == (4096**2 + 1200**2, 8000**2)
@@ -40,7 +40,7 @@ def test_a_step_is_read_from_json_and_from_text(text, tmp_path):
 def test_what_is_no_step_is_refused_with_the_file(text, words, tmp_path):
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(ValueError, match=f"a.json: .*{words}"):
-        read(tmp_path / "a.json")
+        read_step(tmp_path / "a.json")
 
 
 @pytest.mark.parametrize("text", ["[]", "[[1]]", "{}", "[0]", "[1.5]", "x"])

@@ -66,7 +66,7 @@ def test_the_packer_of_megatrons_name_is_replaced_and_asked(monkeypatch, key):
 def test_packed_microbatches_train_by_cost_and_in_order():
     """m is the packer's, and losses come back in the order in which it hands microbatches over."""
     paths = os.pathsep.join((str(CHECKOUT.parents[3]), str(ROOT)))
-    job = [sys.executable, "-m", "tests.features.lengths.megatron.packing_job"]
+    job = [sys.executable, "-m", "tests.features.units.megatron.packing_job"]
     ran = subprocess.run(
         job,
         cwd=ROOT,

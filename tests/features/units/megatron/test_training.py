@@ -11,7 +11,8 @@ from tests.support.told_documents import END, told
 
 # isort: split
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-from megatron_pp_ext.features.lengths.megatron import ordered_data, run_costs
+
+from megatron_pp_ext.features.units.megatron import run_costs, steps
 
 MICROBATCHES = 8
 APART = ("--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss", "--clip-grad", "0")
@@ -44,16 +45,16 @@ def trained(flags: tuple[str, ...], order: Any = int, replicas: int = 1) -> Resu
 
 def watched_orders(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
     """Let rank 0 write the order of each step to ``file``."""
-    plan = ordered_data.Ordered.plan
+    plan = steps.Ordered.planned
 
-    def watched(self: Any, step: Any, lengths: Any) -> Any:
-        found = plan(self, step, lengths)
+    def watched(self: Any, step: Any, agreed: Any) -> Any:
+        found = plan(self, step, agreed)
         if step.plan.rank == 0:
             with file.open("a") as lines:
-                lines.write(" ".join(map(str, found.order)) + "\n")
+                lines.write(" ".join(map(str, found.reads)) + "\n")
         return found
 
-    monkeypatch.setattr(ordered_data.Ordered, "plan", watched)
+    monkeypatch.setattr(steps.Ordered, "planned", watched)
 
 
 def assert_equal_to_stock_in_order(

@@ -19,9 +19,9 @@ from tests.support.ranks import RankError, run_ranks  # isort: skip  (the stand-
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron_pp_ext.features.lengths.megatron import steps
 
 import megatron_pp_ext
+from megatron_pp_ext.features.units.megatron import steps
 from megatron_pp_ext.integration.requested import Pipeline
 from tests.support import own_loop
 from tests.support.observing_loops import LOOPS, trained

@@ -4,7 +4,7 @@ import pytest
 
 from megatron_pp_ext.job import options, pipeline
 from megatron_pp_ext.job.requested_job import RequestedJob
-from tests.features.slices.test_estimates import asked, estimated
+from tests.features.units.test_estimates import asked, estimated
 
 
 def chosen(given: RequestedJob) -> int:

@@ -5,7 +5,7 @@ import pytest
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.features.units.options import Ordering, Slices, are_by_length, slices, with_order
 from megatron_pp_ext.job import call, pipeline
-from tests.features.slices.test_estimates import asked
+from tests.features.units.test_estimates import asked
 
 
 def test_slices_keep_the_limit_of_a_compiled_order() -> None:

@@ -9,10 +9,9 @@ import pytest
 from tests.support.flags import PP4, read
 
 # isort: split
-from megatron_pp_ext.features.lengths.megatron import run_costs
-
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.features.guided.options import ProfileSteps
+from megatron_pp_ext.features.units.megatron import run_costs
 from megatron_pp_ext.features.units.megatron.run_costs import RunCosts
 from megatron_pp_ext.features.units.microbatches import Microbatches
 from megatron_pp_ext.features.units.options import Ordering
@@ -20,8 +19,14 @@ from megatron_pp_ext.features.units.rates import EQUAL_AT, LengthCosts
 from megatron_pp_ext.integration.requested import Pipeline
 from megatron_pp_ext.integration.settings import Settings
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.unit_costs import UnitCosts
 
 STEP = Microbatches.of([[40, 3], [100], [7, 7, 7]])
+
+
+def in_step(costs: run_costs.RunCosts, step: Microbatches = STEP) -> UnitCosts:
+    """Return the costs of a step."""
+    return costs.by_length(step).of(step)
 
 
 def ordering(monkeypatch: pytest.MonkeyPatch, flags: str) -> Ordering | None:
@@ -86,7 +91,7 @@ def costs_of(pipeline: Pipeline) -> RunCosts:
 
 def test_costs_are_those_of_the_models_layers(monkeypatch):
     pipeline = read(monkeypatch, f"{PP4} --pipeline-schedule 1f1b --pipeline-order rule")
-    found = costs_of(pipeline).of(STEP)
+    found = in_step(costs_of(pipeline))
     assert found.tokens == STEP.tokens
     middle = [unit.stages[1] for unit in found.units]
     # Scores take 4 h operations for each pair of tokens, and all else 24 h^2 for each token.
@@ -104,7 +109,7 @@ def test_a_file_states_what_one_length_costs(monkeypatch, tmp_path):
     flags = f"--pipeline-schedule 1f1b --pipeline-order rule --pipeline-costs {file}"
     pipeline = read(monkeypatch, f"{PP4} {flags}")
     assert f"costs from --pipeline-costs {file}" in pipeline.request.option(Ordering).about
-    found = costs_of(pipeline).of(Microbatches.of([[32], [16, 16]]))
+    found = in_step(costs_of(pipeline), Microbatches.of([[32], [16, 16]]))
     assert found.units[0].stages[0].forward == pytest.approx(2)
     assert found.units[1].stages[0].forward < 2, "attention has a part of it"
 
@@ -119,7 +124,7 @@ def test_models_that_nobody_knows_are_ordered_as_one_of_7_billion(monkeypatch):
     request = named("1f1b", 4, 3).with_option(Ordering("rule"))
     found = costs_of(Pipeline(request, settings=Settings(costs_at=unknown)))
     again = LengthCosts.with_attention(Costs.per_rank(4), 1)
-    assert found.of(STEP) == found.of(STEP) == again.of(STEP)
+    assert in_step(found) == in_step(found) == in_step(again)
     assert len(said) == 1 and f"attention to {EQUAL_AT:,} tokens" in said[0]
 
 
@@ -135,7 +140,7 @@ def test_measured_steps_take_the_place_of_what_was_estimated(monkeypatch):
         found.note(number, microbatches)
     measured = {number: true.of(microbatches).units for number, microbatches in steps.items()}
     found.learn(SimpleNamespace(measured=measured))  # type: ignore[arg-type]
-    for unit, other in zip(found.of(STEP).units, true.of(STEP).units, strict=True):
+    for unit, other in zip(in_step(found).units, true.of(STEP).units, strict=True):
         for stage, expected in zip(unit.stages, other.stages, strict=True):
             assert stage.forward == pytest.approx(expected.forward)
             assert stage.input_gradient == pytest.approx(expected.input_gradient)
