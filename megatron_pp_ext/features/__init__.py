@@ -17,5 +17,10 @@ FEATURES: list[Feature] = [Pairing(), SharedVocabulary(), Offloading(), Units(),
 
 
 def add(feature: Feature) -> None:
-    """Add a ``feature`` of another package, before Megatron reads its flags; it comes after all others."""
+    """Add a ``feature`` of another package, before Megatron reads its flags; it comes after all others.
+
+    ValueError where its name is taken.
+    """
+    if any(feature.name == other.name for other in FEATURES):
+        raise ValueError(f"there is a feature {feature.name!r} already: give this one another name")
     FEATURES.append(feature)

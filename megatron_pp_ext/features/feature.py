@@ -69,11 +69,11 @@ class OtherSums:
 class Feature:
     """A feature that adds nothing.
 
-    ``flags`` is the table of its flags, as ``job/our_flags.toml`` has them.  ``left_open`` are the arguments
-    of its flags of which a search chooses an ``auto``.  ``sums`` are what flags change in the order of
-    sums.  ``refuses_models`` says whether a model that is built, and trains without flags, is held against
-    the rules of the feature too, and ``refuses_calls`` whether arguments of ``install`` are, before there is
-    a model.
+    ``name`` is also that of the topic of its rules.  ``flags`` is the table of its flags, as
+    ``job/our_flags.toml`` has them, and ``left_open`` are the arguments of those of which a search chooses an
+    ``auto``.  ``sums`` are what its flags change in the order of sums.  ``refuses_models`` says whether a
+    model that is built, and trains without flags, is held against the rules of the feature too, and
+    ``refuses_calls`` whether arguments of ``install`` are, before there is a model.
     """
 
     name: ClassVar[str] = ""

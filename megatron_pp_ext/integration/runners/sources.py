@@ -1,8 +1,9 @@
 """Sources of schedules: which one the next step runs."""
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
+from megatron_pp_ext.compiler.request import Option
 from megatron_pp_ext.features import FEATURES
 from megatron_pp_ext.integration import requested
 from megatron_pp_ext.integration.runners.free_memory import free_bytes_by_rank
@@ -77,8 +78,7 @@ class Requested:
 
     def _schedule(self, microbatches: int, inputs: StepInputs) -> Schedule:
         free = self._measured_once() if self._measures_memory and inputs.training_steps else None
-        of_model = filter(None, (feature.model_option(inputs.model) for feature in FEATURES))
-        return self._source.schedule(microbatches, free, tuple(of_model))
+        return self._source.schedule(microbatches, free, model_options(inputs.model))
 
     def _measured_once(self) -> Sequence[float]:
         """Return the free bytes of each pipeline rank, measured in the second training step.
@@ -88,6 +88,11 @@ class Requested:
         """
         self._free_bytes = self._free_bytes or free_bytes_by_rank()
         return self._free_bytes
+
+
+def model_options(model: Sequence[Any]) -> tuple[Option, ...]:
+    """Return the options that features read off the chunks of ``model``."""
+    return tuple(filter(None, (feature.model_option(model) for feature in FEATURES)))
 
 
 class Guide(Source, Recording, Protocol):

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from megatron_pp_ext.features.units.microbatches import Microbatches, drawn_step, read_step, read_distribution
+from megatron_pp_ext.features.units.microbatches import Microbatches, drawn_step, read_distribution, read_step
 
 
 @pytest.mark.parametrize(

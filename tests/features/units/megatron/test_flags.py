@@ -124,7 +124,7 @@ def test_models_that_nobody_knows_are_ordered_as_one_of_7_billion(monkeypatch):
     request = named("1f1b", 4, 3).with_option(Ordering("rule"))
     found = costs_of(Pipeline(request, settings=Settings(costs_at=unknown)))
     again = LengthCosts.with_attention(Costs.per_rank(4), 1)
-    assert in_step(found) == in_step(found) == in_step(again)
+    assert in_step(found) == in_step(found) == again.of(STEP)
     assert len(said) == 1 and f"attention to {EQUAL_AT:,} tokens" in said[0]
 
 
