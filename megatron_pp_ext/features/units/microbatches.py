@@ -4,7 +4,8 @@ A file has the lengths of all documents of a step in tokens, one list for each m
 
     [[4096, 1200, 2800], [8000], ...]
 
-or text with a line for each microbatch, whose lengths are apart by spaces or commas.
+or text with a line for each microbatch, whose lengths are apart by spaces or commas.  A file of a
+distribution is a JSON list of lengths in tokens, from which documents are drawn, all with the same chance.
 """
 
 from collections.abc import Iterable, Sequence

@@ -16,7 +16,13 @@ _DIFFERENCED = 6
 
 
 def partition(numbers: Sequence[float], parts: int, *, equal_sizes: bool = False) -> list[list[int]]:
-    """Return the places of ``numbers`` in so many parts, none of which is empty.
+    """Return the places of ``numbers`` in so many parts with nearly equal sums, none of which is empty.
+
+    This is Karmarkar and Karp's largest differencing: the two sets of parts whose sums differ most are put
+    together, the largest part of one with the smallest of the other, until one set is left ("The differencing
+    method of set partitioning", 1982; for more than two parts Korf, Artificial Intelligence 106, 1998).
+    Where there are many numbers, the smallest then fill up what the others have left uneven: each goes to the
+    smallest part.
 
     Numbers are 0 or more.  With ``equal_sizes`` all parts have as many numbers.  Raises ValueError for fewer
     numbers than parts and, with ``equal_sizes``, for a number of them that ``parts`` does not divide.

@@ -336,7 +336,12 @@ class Heaviest(Units):
 def cut_alike(
     pipelines: Sequence[Documents], most_tokens: int, multiple: int = 1, rows: int = 1
 ) -> tuple[Heaviest, tuple[Units, ...]]:
-    """Return the units to plan for, and those of each of the ``pipelines``.
+    """Return the units to plan for, and those of each of the ``pipelines``, which share experts.
+
+    Such pipelines exchange tokens in every action, so that all of them run one order, and their sequences
+    differ.  The microbatches in one place are therefore cut into as many units everywhere, as many as any of
+    them needs, in one chain: that is what slices of one sequence need, and packs of short ones may do it.
+    The order is planned for the heaviest unit in each place.
 
     These have the documents of as many microbatches each.  A unit has at most ``most_tokens`` tokens, but for
     packs of documents that are short in other pipelines and long in one.  The other arguments are those of

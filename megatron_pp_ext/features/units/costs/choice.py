@@ -1,7 +1,9 @@
-"""The costs of equal slices of a model's sequences.
+"""The costs of equal slices, and the choice of their length: ``--pipeline-slice-tokens auto``.
 
 A slice costs what a microbatch of its length would, whose smaller products have a lower rate, and attention
-to the slices before it on top.
+to the slices before it on top.  Short slices fill the pipeline sooner, but have that rate, and there are more
+messages.  The rates are those of one machine, whatever the run has, so that an estimate chooses what training
+chooses.
 """
 
 from collections.abc import Callable, Iterator, Sequence

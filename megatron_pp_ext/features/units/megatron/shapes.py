@@ -1,4 +1,13 @@
-"""Shapes of messages where lengths vary: those that follow from the batches, and those that are announced."""
+"""Shapes of messages where lengths vary: those that follow from the batches, and those that are announced.
+
+A loop may pad what it reads, or put something between.  So a step whose messages announce their shapes shows
+first whether all of them follow from the tensors that were read; then those of later steps are taken to do so
+too, on all ranks of the pipeline.
+
+The host of a rank that posts the receive of an announced message stops until its sender is there.  So such
+receives are posted late (``schedule.late_receives``).  And where a rank has several stages, a microbatch
+announces its shape to it only once, as soon as a step has shown that all stages hand on one shape.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
