@@ -6,10 +6,10 @@ from contextlib import nullcontext
 import pytest
 
 from megatron_pp_ext.compiler.request import named
+from megatron_pp_ext.features.offload.feature import Offloading
 from megatron_pp_ext.features.offload.megatron import host_activations, host_limit
 from megatron_pp_ext.features.offload.megatron.host_activations import HostActivations
 from megatron_pp_ext.features.offload.options import Offload
-from megatron_pp_ext.integration import start_up
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.schedule import catalog
 from tests.support.offloaded import half, with_offloaded
@@ -75,6 +75,6 @@ def test_a_limit_is_held_against_the_machine_once_its_ranks_are_counted(is_count
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     request = named("1f1b", 2, 4)
     for plain in (request, request.with_option(Offload(0.5)), request.with_option(Offload(0.5, 1000.0))):
-        start_up.require_possible(plain)
+        Offloading().require_possible(plain)
     with pytest.raises(ValueError, match="lower it") if is_counted else nullcontext():
-        start_up.require_possible(request.with_option(Offload(0.5, 1001.0)))
+        Offloading().require_possible(request.with_option(Offload(0.5, 1001.0)))
