@@ -30,7 +30,7 @@ from megatron_pp_ext.version import VERSION
 
 if TYPE_CHECKING:
     from megatron_pp_ext.compiler.compile import compile_schedule
-    from megatron_pp_ext.features.lengths.balance import balance
+    from megatron_pp_ext.features.units.packing import balance
     from megatron_pp_ext.integration.by_call import install, installed, uninstall
     from megatron_pp_ext.integration.call_request import InForce
     from megatron_pp_ext.schedule.actions import Schedule
@@ -67,7 +67,7 @@ _HOMES = {
     "Schedule": ("schedule.actions", "Schedule"),
     "StageCosts": ("schedule.costs", "StageCosts"),
     "Timeline": ("schedule.simulate", "Timeline"),
-    "balance": ("features.lengths.balance", "balance"),
+    "balance": ("features.units.packing", "balance"),
     "build": ("schedule.catalog", "build"),
     "compile_schedule": ("compiler.compile", "compile_schedule"),
     "draw": ("view.picture", "draw"),

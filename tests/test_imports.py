@@ -412,7 +412,7 @@ MADE_IN = {
     "compiler.compile",
     "compiler.search.proposals",
     "schedule.catalog",
-    "features.lengths.plan",
+    "features.units.plan",
     "features.offload.order",
     "features.offload.compiled",
     "features.offload.longer_plans",
@@ -423,7 +423,7 @@ MADE_IN = {
 
 MAKES = {
     "compiler.compile": {"compile_schedule"},
-    "features.lengths.within": {"Within"},
+    "features.units.list_scheduling": {"Within"},
     "features.pairs.order": {"compiled", "in_pairs", "paired"},
     "features.offload.compiled": {"planned", "published_orders", "shortest_within"},
     "features.offload.free_plans": {"with_share", "within"},

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.measuring import in_turns
-from megatron_pp_ext.features.slices.runtime.prefixes import Sequence
+from megatron_pp_ext.features.units.runtime.prefixes import Sequence
 from megatron_pp_ext.runtime.activation_meter import Owner
 
 LENGTH, HEADS, WIDTH = 32_768, 32, 128
@@ -35,7 +35,7 @@ def masked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch
 
 
 def of_engine(heads: int, width: int) -> Attention:
-    """Transformer Engine's attention with the mask of ``features.slices.megatron.layers``."""
+    """Transformer Engine's attention with the mask of ``features.units.megatron.layers``."""
     import transformer_engine.pytorch as engine
 
     module = engine.DotProductAttention(

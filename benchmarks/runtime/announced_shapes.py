@@ -16,7 +16,7 @@ import typer
 from benchmarks.report import RESULTS, Out, Row, publish, table
 from benchmarks.runtime.lengths import MESSAGE, RealTime, measured, planned, stages
 from benchmarks.runtime.systems import RunStep, World
-from megatron_pp_ext.features.lengths.orders import How
+from megatron_pp_ext.features.units.orders import How
 from megatron_pp_ext.runtime.channels import Channels
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import plan_rank

@@ -23,10 +23,10 @@ from benchmarks.report import RESULTS, Out, Row, publish, table
 from benchmarks.runtime.machine import cores_awake, pin_to_core, spans_in_turns, step_seconds
 from benchmarks.runtime.stages import Times
 from benchmarks.runtime.systems import RunStep, World
-from megatron_pp_ext.features.lengths.length_costs import LengthCosts
-from megatron_pp_ext.features.lengths.microbatches import Microbatches
-from megatron_pp_ext.features.lengths.orders import How
-from megatron_pp_ext.features.lengths.plan import Plan, Planner
+from megatron_pp_ext.features.units.microbatches import Microbatches
+from megatron_pp_ext.features.units.orders import How
+from megatron_pp_ext.features.units.plan import Plan, Planner, Template
+from megatron_pp_ext.features.units.rates import LengthCosts
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.runtime.rank import Rank
@@ -84,10 +84,10 @@ def planned(family: str, how: How, ranks: int, microbatches: int, forward: float
     mean = sum(step.tokens) / microbatches
     kinds = "forward", "input_gradient", "weight_gradient"
     unit = Costs.per_rank(ranks, schedule.placement.chunks, **dict.fromkeys(kinds, forward))
-    costs = LengthCosts.with_attention(unit, mean).of(step)
-    planner = Planner(schedule)
-    plan = planner.timed(planner.plan(costs, how), costs)
-    return plan, costs.ordered(plan.order)
+    planner = Planner(schedule.placement, LengthCosts.with_attention(unit, mean))
+    units = planner.whole(step.documents)
+    plan = planner.timed(planner.plan(units, how, template=Template(schedule)))
+    return plan, planner.costs(units).ordered(plan.order)
 
 
 def stages(plan: Plan, costs: UnitCosts) -> dict[int, UnlikeStage]:

@@ -18,10 +18,9 @@ from benchmarks.runtime.machine import cores_awake, pin_to_core
 from benchmarks.schedules.lengths import steps
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
-from megatron_pp_ext.features.lengths.length_costs import LengthCosts
-from megatron_pp_ext.features.lengths.microbatches import Microbatches
-from megatron_pp_ext.features.slices.plan import Planner
-from megatron_pp_ext.features.slices.search import Plan
+from megatron_pp_ext.features.units.microbatches import Microbatches
+from megatron_pp_ext.features.units.plan import Plan, Planner
+from megatron_pp_ext.features.units.rates import LengthCosts
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement, v
@@ -64,11 +63,11 @@ def planned(name: str, order: str, limit: float | None) -> Timeline:
             return make(named(order, RANKS, count)).schedule
 
         planner = planner_of(placement)
-        return _timeline(planner, planner.in_family(of_family, step.documents, UNIT))
+        return _timeline(planner, planner.in_family(of_family, planner.cut(step.documents, UNIT)))
     assert limit is not None
     planner = planner_of(v(RANKS))
     most = limit * BYTES * sum(sorted(step.tokens, reverse=True)[:RANKS])
-    return _timeline(planner, planner.plan(step.documents, UNIT, [most] * RANKS))
+    return _timeline(planner, planner.plan(planner.cut(step.documents, UNIT), limits=[most] * RANKS))
 
 
 def planner_of(placement: Placement) -> Planner:
@@ -79,7 +78,7 @@ def planner_of(placement: Placement) -> Planner:
 
 
 def _timeline(planner: Planner, plan: Plan) -> Timeline:
-    return simulate(plan.schedule, planner.costs(plan.units))
+    return simulate(planner.timed(plan).schedule, planner.costs(plan.units))
 
 
 def measure(rank: int, cases: list[Case], repeats: int) -> list[tuple[list[float], int]]:

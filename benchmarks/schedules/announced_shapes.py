@@ -15,7 +15,7 @@ import typer
 
 from benchmarks.report import RESULTS, Out, Row, publish, table
 from benchmarks.schedules.lengths import WINDOWS, costs_by_length, steps
-from megatron_pp_ext.features.lengths.plan import Planner
+from megatron_pp_ext.features.units.plan import Planner, Template
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
@@ -41,11 +41,12 @@ def cases(schedule: Schedule, lengths: str, trials: int, is_timed: bool) -> Iter
     if lengths == EQUAL:
         yield schedule, Costs.per_rank(schedule.ranks, schedule.placement.chunks)
         return
-    planner, rates = Planner(schedule), costs_by_length(schedule.ranks, schedule.placement.chunks)
+    template, rates = Template(schedule), costs_by_length(schedule.ranks, schedule.placement.chunks)
+    planner = Planner(schedule.placement, rates)
     for step in steps(lengths, None, schedule.microbatches, trials):
-        costs = rates.of(step)
-        plan = planner.plan(costs, "given")
-        yield (planner.timed(plan, costs) if is_timed else plan).schedule, costs
+        units = planner.whole(step.documents)
+        plan = planner.plan(units, "given", template=template)
+        yield (planner.timed(plan) if is_timed else plan).schedule, planner.costs(units)
 
 
 def rows(

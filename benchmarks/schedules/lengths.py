@@ -22,12 +22,13 @@ import typer
 from benchmarks.report import RESULTS, Out, Row, publish, table
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
-from megatron_pp_ext.features.lengths.balance import balance
-from megatron_pp_ext.features.lengths.compared import NAMES, over_work, peak_tokens, side_by_side, timeline
-from megatron_pp_ext.features.lengths.length_costs import EQUAL_AT, LengthCosts
-from megatron_pp_ext.features.lengths.microbatches import Microbatches
-from megatron_pp_ext.features.lengths.partition import partition
-from megatron_pp_ext.features.lengths.plan import Planner
+from megatron_pp_ext.features.units.comparison import NAMES, over_work, peak_tokens, side_by_side, timeline
+from megatron_pp_ext.features.units.microbatches import Microbatches
+from megatron_pp_ext.features.units.packing import balance, partition
+from megatron_pp_ext.features.units.plan import Planner, Template, in_template
+from megatron_pp_ext.features.units.rates import EQUAL_AT, LengthCosts
+from megatron_pp_ext.features.units.table import table_of
+from megatron_pp_ext.features.units.units import whole
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.schedule.unit_costs import UnitCosts
@@ -97,20 +98,19 @@ def compared(ranks: int, microbatches: int, drawn: Mapping[str, Sequence[Microba
     for name, cases in drawn.items():
         length_rows, peak_rows = list[Row](), list[Row]()
         for schedule in SCHEDULES:
-            built = make(named(schedule, ranks, microbatches)).schedule
-            planner, by_length = (
-                Planner(built),
-                costs_by_length(ranks, built.placement.chunks),
-            )
+            made = make(named(schedule, ranks, microbatches)).schedule
+            template, by_length = Template(made), costs_by_length(ranks, made.placement.chunks)
+            planner = Planner(made.placement, by_length)
             over, peaks = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
             for step in cases:
-                costs = by_length.of(step)
-                for order, plan in side_by_side(planner, costs).items():
-                    step_timeline = timeline(plan, costs)
-                    over[order].append(over_work(step_timeline))
-                    peaks[order].append(peak_tokens(step_timeline) / 1e3)
+                units = planner.whole(step.documents)
+                costs = planner.costs(units)
+                for order, plan in side_by_side(planner, template, units).items():
+                    shown = timeline(plan, costs)
+                    over[order].append(over_work(shown))
+                    peaks[order].append(peak_tokens(shown) / 1e3)
                 alike = Costs(costs.stages)
-                over["equal"].append(simulate(built, alike).makespan * ranks / sum(by_length.work(step)))
+                over["equal"].append(simulate(made, alike).makespan * ranks / sum(by_length.work(step)))
             means = {order: sum(values) / len(values) for order, values in over.items()}
             best = means[NAMES[-1]]
             gains = [f"{means[other] / best - 1:+.1%}" for other in ("given", "light-heavy-light")]
@@ -137,30 +137,28 @@ def over_replicas(ranks: int, microbatches: int, replicas: int, files: Path | No
     rows = list[Row]()
     for name in WINDOWS:
         for schedule in ("1f1b", "interleaved", "v-zb"):
-            built = make(named(schedule, ranks, microbatches)).schedule
-            planner, by_length = (
-                Planner(built),
-                costs_by_length(ranks, built.placement.chunks),
-            )
-            ratios = defaultdict[str, list[float]](list)
-            all_steps = list(steps(name, files, microbatches, replicas * trials))
-            for first in range(0, len(all_steps), replicas):
-                shares = all_steps[first : first + replicas]
+            made = make(named(schedule, ranks, microbatches)).schedule
+            template, by_length = Template(made), costs_by_length(ranks, made.placement.chunks)
+            planner = Planner(made.placement, by_length)
+            found = defaultdict[str, list[float]](list)
+            drawn = list(steps(name, files, microbatches, replicas * trials))
+            for first in range(0, len(drawn), replicas):
+                shares = drawn[first : first + replicas]
                 lengths = [length for share in shares for part in share.documents for length in part]
                 work = sum(sum(by_length.work(share)) for share in shares) / replicas / ranks
                 balanced = [
                     Microbatches.of([lengths[at] for at in part] for part in share)
                     for share in balance(lengths, replicas, microbatches)
                 ]
-                for packing, share_of_steps in (("in order", shares), ("balanced", balanced)):
+                for packing, some in (("in order", shares), ("balanced", balanced)):
+                    units = [planner.whole(share.documents) for share in some]
                     for how in ("given", "search"):
-                        every = [
-                            planner.plan(by_length.of(share), how, budget=0.01) for share in share_of_steps
-                        ]
-                        slowest = max(plan.seconds for plan in every)
-                        ratios[f"{packing}, {how}"].append(slowest / work)
-            rows.append((name, schedule, *(f"{sum(values) / len(values):.3f}" for values in ratios.values())))
-    return table(("lengths", "schedule", *ratios), rows)
+                        slowest = max(
+                            planner.plan(one, how, template=template, budget=0.01).seconds for one in units
+                        )
+                        found[f"{packing}, {how}"].append(slowest / work)
+            rows.append((name, schedule, *(f"{sum(each) / len(each):.3f}" for each in found.values())))
+    return table(("lengths", "schedule", *found), rows)
 
 
 def planning(ranks: int, files: Path | None) -> str:
@@ -169,18 +167,16 @@ def planning(ranks: int, files: Path | None) -> str:
     for microbatches in (16, 32, 64):
         cases = list(steps("wlbllm 128K", files, microbatches, 5))
         for schedule in SCHEDULES:
-            built = make(named(schedule, ranks, microbatches)).schedule
-            planner, by_length = (
-                Planner(built),
-                costs_by_length(ranks, built.placement.chunks),
-            )
+            made = make(named(schedule, ranks, microbatches)).schedule
+            template = Template(made)
+            planner = Planner(made.placement, costs_by_length(ranks, made.placement.chunks))
             row = []
             for how in ("rule", "search"):
                 took = []
                 for step in cases:
-                    costs = by_length.of(step)
+                    units = planner.whole(step.documents)
                     begin = time.process_time()
-                    planner.plan(costs, how)  # type: ignore[arg-type]
+                    planner.plan(units, how, template=template)  # type: ignore[arg-type]
                     took.append(1e3 * (time.process_time() - begin))
                 row.append(f"{sorted(took)[len(took) // 2]:.1f}")
             rows.append((microbatches, schedule, *row))
@@ -199,7 +195,7 @@ def replay(trace: Path) -> str:
         for kind in ("forward-compute", "backward-compute")
     ]
     ranks, count = (len(level) for level in kinds[0].columns.levels)
-    planner = Planner(make(named("1f1b", ranks, count)).schedule)
+    template, whole_step = Template(make(named("1f1b", ranks, count)).schedule), whole([[1]] * count)
 
     def seconds(microbatches: Sequence[Any], how: Any) -> float:
         units = [
@@ -207,7 +203,7 @@ def replay(trace: Path) -> str:
             for stages in microbatches
         ]
         costs = UnitCosts(units[0].stages, units=tuple(units), tokens=(1,) * count)
-        return planner.plan(costs, how, budget=0.005).seconds
+        return in_template(template, whole_step, table_of(costs), how, budget=0.005).seconds
 
     seconds_by_way = defaultdict[str, list[float]](list)
     for number, forwards in kinds[0].groupby("step"):

@@ -17,9 +17,9 @@ import typer
 
 from benchmarks.report import RESULTS, Out, Row, publish, table
 from benchmarks.schedules.lengths import WINDOWS, distribution
-from megatron_pp_ext.features.lengths.length_costs import EQUAL_AT, OVERHEAD
-from megatron_pp_ext.features.lengths.packed_steps import PackedSteps
-from megatron_pp_ext.features.lengths.packing import Groups, Packing
+from megatron_pp_ext.features.units.comparison import PackedSteps
+from megatron_pp_ext.features.units.packing import Groups, Packing
+from megatron_pp_ext.features.units.rates import EQUAL_AT, OVERHEAD
 
 SCHEDULES = "1f1b", "interleaved", "v-zb"
 MICROBATCHES = 16

@@ -2,8 +2,8 @@
 
     python -m benchmarks.schedules.lengths_within
 
-``flex`` is compiled for equal microbatches, and each step is planned within its limit in tokens, by two
-planners.  One process, no GPU; a minute or two on one core.
+``flex`` is compiled for equal microbatches, and each step is planned within its limit in tokens, in
+the order of its actions and by list scheduling alone.  One process, no GPU; a minute or two on one core.
 """
 
 from collections import defaultdict
@@ -16,8 +16,7 @@ from benchmarks.report import RESULTS, Out, Row, publish, table
 from benchmarks.schedules.lengths import WINDOWS, costs_by_length, steps
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
-from megatron_pp_ext.features.lengths.plan import Planner
-from megatron_pp_ext.features.slices.plan import Planner as UnitPlanner
+from megatron_pp_ext.features.units.plan import Planner, Template
 from megatron_pp_ext.schedule.costs import CostModel, Costs
 
 PARTS = 0.4, 0.6, 0.8, 1.0
@@ -41,20 +40,20 @@ def main(
             schedule = make(
                 request, CostModel(lambda placement: Costs.per_rank(ranks, placement.chunks))
             ).schedule
-            planner, rates = Planner(schedule), costs_by_length(ranks, schedule.placement.chunks)
-            units = UnitPlanner(schedule.placement, rates)
+            template, rates = Template(schedule), costs_by_length(ranks, schedule.placement.chunks)
+            planner = Planner(schedule.placement, rates)
             ratios = defaultdict[str, list[float]](list)
             for step in steps(name, files, microbatches, trials):
                 costs, work = rates.of(step), sum(rates.work(step)) / ranks
-                most = max(step.tokens)
-                least = units.least_limits(step.documents, most)
+                units = planner.whole(step.documents)
+                least = planner.least_limits(units)
                 limits = tuple(map(max, request.budget(costs).ranks, least))
                 for how in ("rule", "search"):
-                    plan = planner.plan(costs, how, limits=limits)
+                    plan = planner.plan(units, how, template=template, limits=limits)
                     ratios[f"order, {how}"].append(plan.seconds / work)
-                listed = units.plan(step.documents, most, limits)
+                listed = planner.plan(units, limits=limits)
                 ratios["list scheduling of whole microbatches"].append(listed.seconds / work)
-            rows.append((name, part, *(f"{sum(values) / len(values):.3f}" for values in ratios.values())))
+            rows.append((name, part, *(f"{sum(each) / len(each):.3f}" for each in ratios.values())))
     about = (
         f"Means of {trials} steps of {microbatches} microbatches on {ranks} ranks, over the work of a rank. "
         "A limit is a part of what 1F1B keeps of the step, and no less than the largest microbatch."

@@ -17,9 +17,9 @@ from benchmarks.report import RESULTS, Out, Row, publish, table
 from benchmarks.schedules.lengths import SCHEDULES, costs_by_length, in_order
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
-from megatron_pp_ext.features.lengths.compared import RULE, SEARCH, side_by_side
-from megatron_pp_ext.features.lengths.microbatches import Microbatches
-from megatron_pp_ext.features.lengths.plan import Planner
+from megatron_pp_ext.features.units.comparison import RULE, SEARCH, side_by_side
+from megatron_pp_ext.features.units.microbatches import Microbatches
+from megatron_pp_ext.features.units.plan import Planner, Template
 
 RANKS, MICROBATCHES = (4, 8, 16), (8, 16, 32, 64)
 _GIANT = 131_072
@@ -65,14 +65,16 @@ def main(out: Out = RESULTS / "other_lengths.md", trials: int = 3) -> None:
             ratios = defaultdict[str, list[float]](list)
             for ranks in RANKS:
                 for microbatches in MICROBATCHES:
-                    planner = Planner(make(named(schedule, ranks, microbatches)).schedule)
-                    by_length = costs_by_length(ranks, planner.schedule.placement.chunks)
+                    template = Template(make(named(schedule, ranks, microbatches)).schedule)
+                    placement = template.schedule.placement
+                    by_length = costs_by_length(ranks, placement.chunks)
+                    planner = Planner(placement, by_length)
                     for _ in range(trials):
                         step = drawn(name, microbatches, random)
-                        costs, work = by_length.of(step), sum(by_length.work(step)) / ranks
-                        plans = side_by_side(planner, costs)
+                        units, work = planner.whole(step.documents), sum(by_length.work(step)) / ranks
+                        plans = side_by_side(planner, template, units)
                         begin = time.process_time()
-                        planner.plan(costs, "search")
+                        planner.plan(units, "search", template=template)
                         times.append(1e3 * (time.process_time() - begin))
                         for order, plan in plans.items():
                             ratios[order].append(plan.seconds / work)

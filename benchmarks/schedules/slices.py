@@ -18,10 +18,10 @@ from benchmarks.report import RESULTS, Out, Row, publish, table
 from benchmarks.schedules.lengths import WINDOWS, costs_by_length, steps
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
-from megatron_pp_ext.features.lengths.microbatches import Microbatches
-from megatron_pp_ext.features.slices.options import Slices
-from megatron_pp_ext.features.slices.plan import Planner
-from megatron_pp_ext.features.slices.slice_costs import of_equal_slices
+from megatron_pp_ext.features.units.microbatches import Microbatches
+from megatron_pp_ext.features.units.options import Slices
+from megatron_pp_ext.features.units.plan import Planner
+from megatron_pp_ext.features.units.sliced_orders import of_equal_slices
 from megatron_pp_ext.schedule.costs import CostModel, Costs
 from megatron_pp_ext.schedule.placement import v
 from megatron_pp_ext.schedule.simulate import simulate
@@ -69,7 +69,7 @@ def _planned(
     limits = [most] * ranks
     tokens = size or planner.chosen_tokens(step.documents, limits)
     begin = time.process_time()
-    plan = planner.plan(step.documents, tokens, limits)
+    plan = planner.timed(planner.plan(planner.cut(step.documents, tokens), limits=limits))
     took = time.process_time() - begin
     work = sum(planner.rates.work(step)) / ranks
     return plan.seconds / work, plan.lower_bound / work, took, tokens

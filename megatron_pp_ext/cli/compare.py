@@ -11,9 +11,9 @@ from megatron_pp_ext.cli.report import console, print_units
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.features.offload.cli.options import LEGEND, Offloading, some_limits
 from megatron_pp_ext.features.pairs.options import Pairs, paired
-from megatron_pp_ext.features.slices.cli import by_length as in_units
-from megatron_pp_ext.features.slices.cli.options import LEGEND as SLICES_LEGEND
-from megatron_pp_ext.features.slices.cli.options import Slicing
+from megatron_pp_ext.features.units import cli as in_units
+from megatron_pp_ext.features.units.cli import LEGEND as SLICES_LEGEND
+from megatron_pp_ext.features.units.cli import Slicing
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import CostModel

@@ -25,7 +25,7 @@ from megatron_pp_ext.cli.report import console, require_size, show_by_rank
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.costs import system as systems
 from megatron_pp_ext.costs.system import System
-from megatron_pp_ext.features.lengths.drawing import read_distribution
+from megatron_pp_ext.features.units.microbatches import read_distribution
 from megatron_pp_ext.files import require_folder, write_json
 from megatron_pp_ext.job import ask_megatron, flag_effects, options
 from megatron_pp_ext.job.ask_megatron import Megatron, Question, Verdict

@@ -10,15 +10,15 @@ from megatron_pp_ext.cli.report import bound_of, console, report, require_size
 from megatron_pp_ext.compiler.make import Made, make
 from megatron_pp_ext.compiler.request import Request, named
 from megatron_pp_ext.features.pairs.options import paired
+from megatron_pp_ext.features.units.rates import LengthCosts
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import CostModel, Costs
 from megatron_pp_ext.schedule.placement import loop
 from megatron_pp_ext.schedule.recorded import UnitNames
 from megatron_pp_ext.schedule.simulate import Timeline
-from megatron_pp_ext.schedule.unit_costs import UnitCosts
 
 if TYPE_CHECKING:
-    from megatron_pp_ext.features.lengths.plan import Plan
+    from megatron_pp_ext.features.units.plan import Plan
 
 MakeIt = Callable[[Request, CostModel], Made]
 
@@ -40,16 +40,16 @@ def show_schedule(
     order: str | None,
 ) -> None:
     """Print a schedule in the requested order, and a table of all orders; write the files."""
-    from megatron_pp_ext.features.lengths.compared import GIVEN, RULE, SEARCH, over_work, peak_tokens
+    from megatron_pp_ext.features.units.comparison import GIVEN, RULE, SEARCH, over_work, peak_tokens
     from megatron_pp_ext.view import terminal
 
     orders = {None: SEARCH, "given": GIVEN, "rule": RULE, "search": SEARCH}
     if order not in orders:
         raise ValueError(f"--order is {order}: give one of given, rule and search")
     shown = orders[order]
-    in_step = in_step_of(costs, times, lengths)
+    rates = lengths.costs(times, costs)
     with waiting("planning the order of microbatches"):
-        plans, steps = orders_of(request, in_step, lengths, make_it)
+        plans, steps = orders_of(request, rates, lengths, make_it)
         report(steps[shown], bound_of(steps[shown]), units(times), files)
     table = terminal.Numbers("order", ["step", "over\nwork", "bubble", "peak,\ntokens"])
     for name, step in steps.items():
@@ -62,18 +62,18 @@ def show_schedule(
 
 def show_comparison(ranks: int, times: ask.Times, lengths: Lengths, pictures: ask.Pictures) -> None:
     """Print the step of all schedules of one or two chunks a rank with each order, and draw them."""
-    from megatron_pp_ext.features.lengths.compared import NAMES, over_work, peak_tokens
+    from megatron_pp_ext.features.units.comparison import NAMES, over_work, peak_tokens
     from megatron_pp_ext.view import terminal
 
     count = lengths.count(None)
-    in_step = in_step_of(times.costs(loop(ranks, 2)), times, lengths)
+    rates = lengths.costs(times, times.costs(loop(ranks, 2)))
     requests = with_pairs(compared(ranks, count), times)
     steps = {}
     for name, request in requests.items():
         with waiting(f"planning orders under {name}"):
-            cut = in_step.merged(request.finest.stages)
-            _, steps[name] = orders_of(request, cut, lengths, make)
-    console.print(f"{ranks} ranks, {count} microbatches of {sum(in_step.tokens):,} tokens")
+            _, steps[name] = orders_of(request, rates.merged(request.finest.stages), lengths, make)
+    assert lengths.microbatches is not None
+    console.print(f"{ranks} ranks, {count} microbatches of {sum(lengths.microbatches.tokens):,} tokens")
     short = [name.replace("-", "-\n").replace(" ", "\n") for name in NAMES]
     for title, form in (
         ("step over the work of the busiest rank", lambda step: f"{over_work(step):.3f}"),
@@ -113,12 +113,6 @@ def with_pairs(requests: dict[str, Request], times: ask.Times) -> dict[str, Requ
     return requests | {f"{name} +P": paired(request) for name, request in has_pairs.items()}
 
 
-def in_step_of(costs: Costs, times: ask.Times, lengths: Lengths) -> UnitCosts:
-    """Return ``costs``, those that ``times`` asks for, by the microbatches of ``lengths``."""
-    assert lengths.microbatches is not None
-    return lengths.costs(times, costs).of(lengths.microbatches)
-
-
 def units(times: ask.Times) -> UnitNames:
     """Return what 1 stands for, where microbatches differ."""
     if times.costs_file is not None:
@@ -130,15 +124,19 @@ def units(times: ask.Times) -> UnitNames:
 
 
 def orders_of(
-    request: Request, costs: UnitCosts, lengths: Lengths, make_it: MakeIt
+    request: Request, rates: LengthCosts, lengths: Lengths, make_it: MakeIt
 ) -> tuple[dict[str, "Plan"], dict[str, Timeline]]:
     """Return the plan and the step with each order; a schedule is compiled for a mean microbatch."""
-    from megatron_pp_ext.features.lengths.compared import side_by_side, timeline
-    from megatron_pp_ext.features.lengths.plan import Planner
+    from megatron_pp_ext.features.units.comparison import side_by_side, timeline
+    from megatron_pp_ext.features.units.plan import Planner, Template
 
+    assert lengths.microbatches is not None
+    costs = rates.of(lengths.microbatches)
     alike = Costs(costs.stages, costs.hop, costs.message, costs.head, costs.pair)
     schedule = make_it(request, CostModel.fixed(alike)).schedule
-    cut = costs.merged(schedule.placement.stages)
     limits = None if request.limit is None else request.budget(costs).ranks
-    plans = side_by_side(Planner(schedule), cut, lengths.budget, limits)
-    return plans, {name: timeline(plan, cut) for name, plan in plans.items()}
+    planner = Planner(schedule.placement, rates.merged(schedule.placement.stages))
+    units = planner.whole(lengths.microbatches.documents)
+    plans = side_by_side(planner, Template(schedule), units, lengths.budget, limits)
+    in_step = planner.costs(units)
+    return plans, {name: timeline(plan, in_step) for name, plan in plans.items()}

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from megatron_pp_ext.cli import options as ask
-from megatron_pp_ext.features.lengths.length_costs import EQUAL_AT, LengthCosts
-from megatron_pp_ext.features.lengths.microbatches import Microbatches, read
+from megatron_pp_ext.features.units.microbatches import Microbatches, read_step
+from megatron_pp_ext.features.units.rates import EQUAL_AT, LengthCosts
 from megatron_pp_ext.schedule.costs import Costs
 
 MICROBATCHES = 8
@@ -60,7 +60,7 @@ class Lengths:
     @cached_property
     def microbatches(self) -> Microbatches | None:
         """The microbatches of the file, or None without one."""
-        return None if self.lengths is None else read(self.lengths)
+        return None if self.lengths is None else read_step(self.lengths)
 
     def count(self, requested: int | None) -> int:
         """Return the microbatches of a step; ValueError where -m contradicts the file."""

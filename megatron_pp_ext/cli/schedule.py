@@ -17,8 +17,8 @@ from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.features.offload.cli.options import Offloading
 from megatron_pp_ext.features.pairs.options import paired
-from megatron_pp_ext.features.slices.cli import by_length as in_units
-from megatron_pp_ext.features.slices.cli.options import Slicing
+from megatron_pp_ext.features.units import cli as in_units
+from megatron_pp_ext.features.units.cli import Slicing
 from megatron_pp_ext.job.call import with_loss_on
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import CostModel

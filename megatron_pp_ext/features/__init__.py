@@ -7,13 +7,12 @@ head included, and slices are cut from the whole order.  Two methods stand for a
 
 from megatron_pp_ext.features.feature import Feature
 from megatron_pp_ext.features.guided.feature import Guided
-from megatron_pp_ext.features.lengths.feature import Lengths
 from megatron_pp_ext.features.offload.feature import Offloading
 from megatron_pp_ext.features.pairs.feature import Pairing
-from megatron_pp_ext.features.slices.feature import Slicing
+from megatron_pp_ext.features.units.feature import Units
 from megatron_pp_ext.features.vocabulary.feature import SharedVocabulary
 
-FEATURES: list[Feature] = [Pairing(), SharedVocabulary(), Lengths(), Offloading(), Slicing(), Guided()]
+FEATURES: list[Feature] = [Pairing(), SharedVocabulary(), Offloading(), Units(), Guided()]
 """The features of this package, and those that were added from elsewhere."""
 
 

@@ -71,7 +71,7 @@ class Feature:
 
     ``name`` is also that of the topic of its rules.  ``flags`` is the table of its flags, as
     ``job/our_flags.toml`` has them, and ``left_open`` are the arguments of those of which a search chooses an
-    ``auto``.  ``sums`` is what the feature changes in the order of sums.  ``refuses_models`` says whether a
+    ``auto``.  ``sums`` are what its flags change in the order of sums.  ``refuses_models`` says whether a
     model that is built, and trains without flags, is held against the rules of the feature too, and
     ``refuses_calls`` whether arguments of ``install`` are, before there is a model.
     """
@@ -79,7 +79,7 @@ class Feature:
     name: ClassVar[str] = ""
     flags: ClassVar[Path | None] = None
     left_open: ClassVar[tuple[str, ...]] = ()
-    sums: ClassVar[OtherSums | None] = None
+    sums: ClassVar[tuple[OtherSums, ...]] = ()
     refuses_models: ClassVar[bool] = False
     refuses_calls: ClassVar[bool] = False
 

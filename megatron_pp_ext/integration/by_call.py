@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from megatron_pp_ext.features.lengths.ordering import LengthsOf
+from megatron_pp_ext.features.units.options import LengthsOf
 from megatron_pp_ext.integration import patching, requested
 from megatron_pp_ext.integration.call_request import GivenCosts, InForce, InstallCall, asked
 from megatron_pp_ext.job.call_words import use_variables

@@ -92,7 +92,7 @@ class Arithmetic:
             "--num-experts" in words,
             _apart(words),
             max(1, ranks // parallel),
-            next((sums for feature in FEATURES if (sums := feature.sums) and sums.flag in words), None),
+            next((sums for feature in FEATURES for sums in feature.sums if sums.flag in words), None),
         )
 
     def losses(self, stock: RunRecord, step: int) -> Tolerance:

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from megatron_pp_ext.features.lengths.compared import NAMES
+from megatron_pp_ext.features.units.comparison import NAMES
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.formats import csv_file
 

@@ -1,4 +1,4 @@
-"""The runs of ``tests/features/slices/megatron/test_shared_experts.py``, written to a file.
+"""What ``tests/features/units/megatron/test_shared_experts.py`` compares, written to the given file.
 
 All of it runs in a process of its own, in which Megatron is as it comes.
 """

@@ -1,4 +1,4 @@
-"""The runs of ``tests/features/slices/megatron/test_by_length.py``, written to a file.
+"""What ``tests/features/units/megatron/test_by_length.py`` compares, written to the file that it is given.
 
 All of it runs in a process of its own, in which Megatron is as it comes.
 """
@@ -19,7 +19,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
 import megatron_pp_ext
-from megatron_pp_ext.features.slices.megatron import router_losses
+from megatron_pp_ext.features.units.megatron import router_losses
 from tests.support import own_loop, own_loop_experts
 
 COUNTS = (6, 4)

@@ -1,4 +1,4 @@
-"""The runs of ``tests/features/slices/megatron/test_probe.py``, written to a file.
+"""What ``tests/features/units/megatron/test_probe.py`` looks at, written to the file that it is given.
 
 All of it runs in a process of its own, in which Megatron is as it comes.
 """
@@ -53,8 +53,8 @@ def stepped(model_class: Any, about: dict[str, Any], **step: Any) -> tuple[str, 
 
 
 def untouched() -> list[str]:
-    """Return the changes that the check of a model with experts makes."""
-    from megatron_pp_ext.features.slices.megatron import layers, probe
+    """Return what the check of a model with experts changes."""
+    from megatron_pp_ext.features.units.megatron import layers, probe
 
     _, model_class, about = mixing_models.MODELS["experts"]
     (chunk,) = own_loop.build(1, model_class=model_class, **about)

@@ -1,4 +1,4 @@
-"""The runs of ``tests/features/slices/megatron/test_install.py``, written to a file.
+"""What ``tests/features/units/megatron/test_install.py`` compares, written to the file that it is given.
 
 All of it runs in a process of its own, in which Megatron is as it comes.
 """
@@ -17,8 +17,8 @@ from tests.support.ranks import run_ranks  # isort: skip  (the stand-ins come be
 import torch
 
 import megatron_pp_ext
-from megatron_pp_ext.features.slices.costs import choice
-from megatron_pp_ext.features.slices.runtime import prefixes
+from megatron_pp_ext.features.units.costs import choice
+from megatron_pp_ext.features.units.runtime import prefixes
 from tests.support import own_loop
 
 

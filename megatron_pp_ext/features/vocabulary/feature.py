@@ -27,8 +27,13 @@ class SharedVocabulary(Feature):
     flags = Path(__file__).with_name("flags.toml")
     left_open = ("pipeline_vocabulary",)
     # The parts of the hidden state's gradient are rounded before they are summed.
-    sums = OtherSums(
-        "--pipeline-vocabulary", "each rank sums over its part of a shared vocabulary", fp32=1e-5, lower=1e-1
+    sums = (
+        OtherSums(
+            "--pipeline-vocabulary",
+            "each rank sums over its part of a shared vocabulary",
+            fp32=1e-5,
+            lower=1e-1,
+        ),
     )
     refuses_models = True
 

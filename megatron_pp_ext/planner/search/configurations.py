@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from megatron_pp_ext.features.pairs.options import Pairs
-from megatron_pp_ext.features.slices import options as slices_options
+from megatron_pp_ext.features.units import options as units_options
 from megatron_pp_ext.features.vocabulary.options import choices
 from megatron_pp_ext.job import options
 from megatron_pp_ext.job.layers import joined, spread
@@ -70,8 +70,8 @@ class Space:
                             yield from self._sliced(cut)
 
     def _sliced(self, cut: Candidate) -> Iterator[Candidate]:
-        """Yield ``cut`` with whole sequences and with its possible slice lengths, of the requested ones."""
-        for slices in slices_options.choices(self.job):
+        """Yield ``cut`` with whole sequences and with the slices that it can have, of those asked for."""
+        for slices in units_options.choices(self.job):
             if slices is None:
                 yield cut
             elif cut.pipeline > 1 and cut.context == 1 and (slices.tokens or 0) % cut.tensor == 0:
@@ -192,10 +192,10 @@ class Space:
 
 
 def record(candidate: Candidate) -> dict[str, Any]:
-    """Return the settings of ``candidate``, as files of a search have them."""
-    entries = {**candidate.record(), "is_paired": Pairs() in candidate.options}
-    slices = candidate.option(slices_options.Slices)
-    return entries if slices is None else {**entries, "slice_tokens": slices.tokens}
+    """Return what ``candidate`` sets, as files of a search have it."""
+    found = {**candidate.record(), "is_paired": Pairs() in candidate.options}
+    slices = candidate.option(units_options.Slices)
+    return found if slices is None else {**found, "slice_tokens": slices.tokens}
 
 
 def _is_legal(job: Job, stage_ranks: int) -> bool:

@@ -7,12 +7,11 @@ from random import Random
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.costs.system import System
-from megatron_pp_ext.features.lengths.balance import balance
-from megatron_pp_ext.features.lengths.drawing import drawn_step
-from megatron_pp_ext.features.lengths.length_costs import LengthCosts
-from megatron_pp_ext.features.lengths.microbatches import Microbatches
-from megatron_pp_ext.features.lengths.orders import How
-from megatron_pp_ext.features.lengths.plan import Planner
+from megatron_pp_ext.features.units.microbatches import Microbatches, drawn_step
+from megatron_pp_ext.features.units.orders import How
+from megatron_pp_ext.features.units.packing import balance
+from megatron_pp_ext.features.units.plan import Planner, Template
+from megatron_pp_ext.features.units.rates import LengthCosts
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule.costs import CostModel, Costs
@@ -83,8 +82,8 @@ def steps_by_length(
     by_length = length_costs(job, system, request)
     alike = by_length.of(Microbatches.of([[job.model.seq_length]])).units[0]
     mean = replace(alike, hop=by_length.hop, message=by_length.message, pair=by_length.pair)
-    planner = Planner(make(request, CostModel.fixed(mean)).schedule)
-    steps = _Steps(planner, by_length, request)
+    template = Template(make(request, CostModel.fixed(mean)).schedule)
+    steps = _Steps(template, by_length, request)
     random, seconds, heaviest = Random(seed), list[list[float]](), list[float]()
     for _ in range(draws):
         shares = [
@@ -107,14 +106,16 @@ def steps_by_length(
 class _Steps:
     """Times the steps of replicas under one schedule."""
 
-    def __init__(self, planner: Planner, costs: LengthCosts, request: Request) -> None:
-        self._planner, self._costs, self._request = planner, costs, request
+    def __init__(self, template: Template, costs: LengthCosts, request: Request) -> None:
+        self._template, self._costs, self._request = template, costs, request
+        placement = template.schedule.placement
+        self._planner = Planner(placement, costs.merged(placement.stages))
 
     def _planned(self, share: Microbatches, how: How) -> float:
-        costs, limit = self._costs.of(share), self._request.limit
-        cut = costs.merged(self._planner.schedule.placement.stages)
-        limits = None if limit is None else self._request.budget(costs).ranks
-        return self._planner.plan(cut, how, limits=limits).seconds
+        units, limits = self._planner.whole(share.documents), None
+        if self._request.limit is not None:
+            limits = self._request.budget(self._costs.of(share)).ranks
+        return self._planner.plan(units, how, template=self._template, limits=limits).seconds
 
     def slowest(self, shares: Sequence[Microbatches], how: How) -> float:
         """Return the seconds of the replica that takes longest."""
@@ -133,8 +134,8 @@ class _Steps:
 
     def heaviest(self, share: Microbatches) -> float:
         """Return the work of the heaviest microbatch by that of the mean one."""
-        work = self._planner.work(self._costs.of(share).merged(self._planner.schedule.placement.stages))
-        return max(work) * len(work) / sum(work)
+        work = self._planner.table(self._planner.whole(share.documents)).work
+        return float(max(work) * len(work) / sum(work))
 
 
 def _balanced(shares: Sequence[Microbatches], request: Request, most_tokens: int) -> list[Microbatches]:

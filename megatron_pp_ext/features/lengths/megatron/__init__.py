@@ -1,1 +1,0 @@
-"""Lengths in Megatron: data that is read ahead and ordered."""

@@ -1,1 +1,0 @@
-"""Slices of sequences in the steps of Megatron's models."""

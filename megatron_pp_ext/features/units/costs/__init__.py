@@ -1,0 +1,1 @@
+"""The costs of slices of a model's sequences, and the choice of their length."""

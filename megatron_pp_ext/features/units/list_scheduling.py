@@ -1,0 +1,456 @@
+"""List scheduling of units of unlike cost within what each rank may keep.
+
+Whenever a rank is free it does the action that can start first, and of several the one with the first
+*priority*.  Either an input gradient comes before a forward, and a weight gradient where the rank would wait
+otherwise; or actions have the places of a schedule whose order they follow as far as memory lets them.  Every
+stage takes the units forward in their order, and back chain by chain, each in reverse.
+
+A *reservation* keeps ranks from waiting for each other.  Chains end in the order in which they begin, so a
+rank takes a forward only if each chain that it has not done all forwards of would still fit once those
+before it are done.  Then the oldest chain can always go on, on all ranks, and no order gets stuck as long as
+each chain alone fits.
+
+*Gaps* keep ranks from filling their memory too soon.  Chains that enter the pipeline right after each other
+go through it as one wave, and ranks wait until it comes back.  So the first stage may let time pass between
+units, and between chains.
+
+Forwards are charged with what their input gradients take (``StageCosts.charged_to_forward``).
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise, repeat
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_pp_ext.features.units.table import Floats, Integers, Table
+from megatron_pp_ext.features.units.units import Units
+from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind, Schedule
+from megatron_pp_ext.schedule.loops import part_of_loop
+from megatron_pp_ext.schedule.placement import Placement
+from megatron_pp_ext.schedule.program import OWN, P2P, B, F, I, W
+
+ROUNDING = 1e-9
+"""The part of a limit by which sums may be above it."""
+
+
+class Where(NamedTuple):
+    """``rank_of[stage]``, the stages of each rank, the first in column 0, and the wire to each next stage."""
+
+    rank_of: Integers
+    stages_of: Integers
+    wire: Integers
+
+
+class Chains(NamedTuple):
+    """The first unit of each chain, the number of its units, and ``seconds`` of work of a mean rank.
+
+    ``kept[rank, chain]`` are all of its activations.
+    """
+
+    first: Integers
+    size: Integers
+    seconds: Floats
+    kept: Floats
+
+
+class Ranks(NamedTuple):
+    """What each rank may keep, the most that it has to keep of any one chain, and its work in seconds."""
+
+    limits: Floats
+    largest: Floats
+    seconds: Floats
+
+
+class Rules(NamedTuple):
+    """``priority[kind, stage, place * each]`` of F, I and W, where a whole backward has that of an I.
+
+    ``is_whole[stage, place * each]`` is whether the unit's backward is.  ``each`` is 0 where all places have
+    the same, else 1.  ``reserves`` is whether chains are reserved.
+    """
+
+    priority: Integers
+    is_whole: NDArray[np.bool_]
+    each: int
+    reserves: bool
+
+
+class Entry(NamedTuple):
+    """When units enter the pipeline: ``order`` are the chains in their order.
+
+    The first stage starts a unit no sooner after the one before than ``pace`` of the work of a mean rank for
+    a mean unit of the same chain.  After the last unit of a chain, ``gaps[chain]`` of the work of the whole
+    chain come on top.
+    """
+
+    order: Integers
+    gaps: Floats
+    pace: float
+
+
+class State(NamedTuple):
+    """The arrays of one pass, which the next one uses again.
+
+    A *place* is the number of a unit in the forward order of the pass.  The ends of F are by stage and
+    place, those of I by stage and number in the order of I.
+
+    Each rank is ``free`` from some time on, was ``idle`` for so long, and is to ``start`` an action of a
+    ``kind`` and a ``stage``.  Its ``oldest`` chain is the first one of which it has not done all forwards.
+    It keeps ``live``, of which ``ended`` are of the chains before that one.  W that wait are in ``queue``
+    from ``head`` to ``tail``, by their priority.  ``held`` and ``to_come`` are what it keeps, and has yet to
+    keep, of each chain.
+    """
+
+    unit_at: Integers
+    chain_at: Integers
+    back_at: Integers
+    forward_ends: Floats
+    input_ends: Floats
+    forwards: Integers
+    inputs: Integers
+    free: Floats
+    idle: Floats
+    live: Floats
+    ended: Floats
+    start: Floats
+    oldest: Integers
+    head: Integers
+    tail: Integers
+    kind: Integers
+    stage: Integers
+    queue: Integers
+    held: Floats
+    to_come: Floats
+
+
+class Listing(NamedTuple):
+    """What is listed: units in chains, the ranks that do them, and by which rules."""
+
+    where: Where
+    chains: Chains
+    ranks: Ranks
+    rules: Rules
+    state: State
+
+
+def listing_of(
+    units: Units, table: Table, placement: Placement, limits: Sequence[float] | Floats, rules: Rules
+) -> Listing:
+    """Return what is listed for ``units`` with the costs of ``table``, within the ``limits`` of ranks."""
+    where = Where(
+        np.array([placement.rank_of(stage) for stage in range(placement.stages)]),
+        np.array([placement.stages_of(rank) for rank in range(placement.ranks)]),
+        np.array(
+            [OWN if placement.is_local(stage) else P2P for stage in range(placement.stages - 1)], np.int64
+        ),
+    )
+    first = np.array([chain.start for chain in units.chains])
+    kept = np.add.reduceat(table.kept[F], first, axis=1)[where.stages_of].sum(axis=1)
+    each = table.seconds[F] + np.where(rules.is_whole, table.seconds[B], table.seconds[I] + table.seconds[W])
+    seconds = np.add.reduceat(each.sum(axis=0), first) / placement.ranks
+    sizes = np.array([len(chain) for chain in units.chains])
+    bounded = np.array(limits, float) * (1 + ROUNDING)
+    ranks = Ranks(bounded, kept.max(axis=1), each.sum(axis=1)[where.stages_of].sum(axis=1))
+    return Listing(where, Chains(first, sizes, seconds, kept), ranks, rules, _state(placement, units))
+
+
+def free_rules(placement: Placement, splits_backward: bool) -> Rules:
+    """Return the rules of no schedule: I before F, later stages first, and W where a rank would wait."""
+    priority = np.empty((3, placement.stages, 1), np.int64)
+    for rank in range(placement.ranks):
+        for number, stage in enumerate(reversed(placement.stages_of(rank))):
+            priority[:, stage] = number
+    priority[F] += placement.chunks
+    priority[W] = 2 * placement.chunks
+    return Rules(priority, np.full((placement.stages, 1), not splits_backward), 0, True)
+
+
+def rules_of(schedule: Schedule, reserves: bool) -> Rules:
+    """Return the rules that follow the order of ``schedule``, which has no pairs and copies."""
+    shape = schedule.placement.stages, schedule.microbatches
+    priority, is_whole = np.zeros((3, *shape), np.int64), np.zeros(shape, np.bool_)
+    codes = {Kind.F: F, Kind.I: I, Kind.W: W, Kind.B: I}
+    for order in schedule.orders:
+        for place, action in enumerate(order):
+            priority[codes[action.kind], action.stage, action.microbatch] = place
+            is_whole[action.stage, action.microbatch] |= action.kind is Kind.B
+    return Rules(priority, is_whole, 1, reserves)
+
+
+def orders_of(actions: Integers, rules: Rules, units: int) -> tuple[tuple[Action, ...], ...]:
+    """Return the orders of all ranks, by the numbers that ``listed`` has filled in."""
+    stages = len(rules.is_whole)
+    kind_stage, place = np.divmod(actions, units)
+    kind, stage = np.divmod(kind_stage, stages)
+    kind = np.where((kind == I) & rules.is_whole[stage, place * rules.each], B, kind)
+    columns = zip(stage.tolist(), kind.tolist(), place.tolist(), strict=True)
+    counts = (actions >= 0).sum(axis=1).tolist()
+    return tuple(
+        tuple(
+            map(
+                tuple.__new__,
+                repeat(Action),
+                zip(of_stage[:count], map(OF_STAGES.__getitem__, codes[:count]), places[:count], strict=True),
+            )
+        )
+        for count, (of_stage, codes, places) in zip(counts, columns, strict=True)
+    )
+
+
+def lower_bound(listing: Listing, table: Table) -> float:
+    """Return a makespan that no schedule of these units is below, where all backwards are whole, or none is.
+
+    It is the larger of two.  A rank cannot begin before the quickest unit has come to it, and has all its
+    work to do then; where backwards are whole, the last input gradient has yet to go to the first stage.
+    And each chain takes the time of its own way through all stages and back: its units follow each other
+    through every stage, of which the slowest holds them up.
+    """
+    where, chains, ranks, rules, _ = listing
+    is_whole, delays = bool(rules.is_whole.all()), table.delays[where.wire]
+    forward, back = table.seconds[F], table.seconds[B if is_whole else I]
+    heads = _arrivals(forward, delays).min(axis=1)
+    tails = _arrivals(back, delays).min(axis=1)
+    least = 0.0
+    for rank, stages in enumerate(where.stages_of):
+        tail = float(tails[stages[0]]) if is_whole else 0.0
+        least = max(least, float(heads[stages[0]] + ranks.seconds[rank]) + tail)
+    bounds = [*chains.first.tolist(), forward.shape[1]]
+    of_units = (forward + back).sum(axis=0)
+    for begin, end in sorted(pairwise(bounds), key=lambda ends: -float(of_units[slice(*ends)].sum())):
+        if float(of_units[begin:end].sum()) + 2 * float(delays.sum()) <= least:
+            break  # the work of a chain is no less than its time, and others have less
+        way_back = _flow(back[::-1, begin:end][:, ::-1], delays[::-1])
+        least = max(least, _flow(forward[:, begin:end], delays) + way_back)
+    return least
+
+
+def _arrivals(seconds: Floats, delays: Floats) -> Floats:
+    """Return for each stage and unit how long the stages before take, with the messages between."""
+    before = np.cumsum(seconds[:-1] + delays[:, None], axis=0)
+    return np.concatenate([np.zeros((1, seconds.shape[1])), before])
+
+
+def _flow(seconds: Floats, delays: Floats) -> float:
+    """Return how long units take through all stages, one after the other in each."""
+    head = _arrivals(seconds, delays)[:, 0]
+    tail = _arrivals(seconds[::-1], delays[::-1])[::-1][:, -1]
+    return float((head + seconds.sum(axis=1) + tail).max())
+
+
+def _state(placement: Placement, units: Units) -> State:
+    count, stages, ranks = len(units), placement.stages, placement.ranks
+
+    def integers(*shape: int) -> Integers:
+        return np.zeros(shape, np.int64)
+
+    def floats(*shape: int) -> Floats:
+        return np.zeros(shape)
+
+    by_chain = ranks, len(units.chains)
+    return State(
+        unit_at=integers(count),
+        chain_at=integers(count),
+        back_at=integers(count),
+        forward_ends=floats(stages, count),
+        input_ends=floats(stages, count),
+        forwards=integers(stages),
+        inputs=integers(stages),
+        free=floats(ranks),
+        idle=floats(ranks),
+        live=floats(ranks),
+        ended=floats(ranks),
+        start=floats(ranks),
+        oldest=integers(ranks),
+        head=integers(ranks),
+        tail=integers(ranks),
+        kind=integers(ranks),
+        stage=integers(ranks),
+        queue=integers(ranks, placement.chunks * count),
+        held=floats(*by_chain),
+        to_come=floats(*by_chain),
+    )
+
+
+@part_of_loop
+def listed(listing: Listing, table: Table, entry: Entry, until: float, actions: Integers) -> float:
+    """Return when the last action ends; infinite where that is known to be after ``until``, or never.
+
+    Fills ``actions[rank]`` with ``(kind * stages + stage) * units + place`` of each.
+    """
+    where, chains, ranks, rules, state = listing
+    priority, is_whole, each, reserves = rules
+    stages, units = len(state.forwards), len(state.unit_at)
+    count, chunks = where.stages_of.shape
+    _begin(chains, entry, state)
+    filled = np.zeros(count, np.int64)
+    changed, changes = np.arange(count), count
+    release = entered = last = 0.0
+    splits = is_whole.size - is_whole.sum()
+    for _ in range(2 * stages * units + splits * units * stages // is_whole.size):
+        for at in range(changes):
+            rank = changed[at]
+            free = state.free[rank]
+            start, first, kind, stage = np.inf, 0, -1, -1
+            for chunk in range(chunks - 1, -1, -1):
+                here = where.stages_of[rank, chunk]
+                done, place = state.inputs[here], state.forwards[here]
+                ready = np.inf
+                if here == stages - 1:
+                    if done < units and state.back_at[done] < place:
+                        ready = max(free, state.forward_ends[here, state.back_at[done]])
+                elif done < state.inputs[here + 1]:
+                    ready = max(free, state.input_ends[here + 1, done] + table.delays[where.wire[here]])
+                if ready <= start and ready < np.inf:
+                    number = priority[I, here, each * state.back_at[done]]
+                    if ready < start or number < first:
+                        start, first, kind, stage = ready, number, I, here
+                if place == (state.forwards[here - 1] if here else units):
+                    continue
+                ready = max(free, release)
+                if here:
+                    ready = state.forward_ends[here - 1, place] + table.delays[where.wire[here - 1]]
+                    ready = max(free, ready)
+                if ready <= start:
+                    number = priority[F, here, each * place]
+                    if ready < start or number < first:
+                        amount = table.kept[F * stages + here, state.unit_at[place]]
+                        if _fits(ranks, state, rank, amount, state.chain_at[place], reserves):
+                            start, first, kind, stage = ready, number, F, here
+            if state.head[rank] < state.tail[rank] and free <= start:
+                number = state.queue[rank, state.head[rank]]
+                waiting = number // units
+                if free < start or priority[W, waiting, each * (number - waiting * units)] < first:
+                    start, kind = free, W
+            state.start[rank], state.kind[rank], state.stage[rank] = start, kind, stage
+        rank = 0
+        for other in range(1, count):
+            if state.start[other] < state.start[rank]:
+                rank = other
+        start, kind, stage = state.start[rank], state.kind[rank], state.stage[rank]
+        if start == np.inf:
+            return np.inf
+        if kind == F and stage == 0:
+            entered, start = start, state.free[rank]  # in the step nothing waits for a gap
+        state.idle[rank] += start - state.free[rank]
+        if state.idle[rank] + ranks.seconds[rank] > until:
+            return np.inf
+        changed[0], changes = rank, 1
+        if kind == F:
+            place = state.forwards[stage]
+            unit, chain = state.unit_at[place], state.chain_at[place]
+            end = start + table.seconds[F * stages + stage, unit]
+            state.forward_ends[stage, place] = end
+            state.forwards[stage] += 1
+            _keep(where, state, rank, chain, table.kept[F * stages + stage, unit])
+            if stage < stages - 1:
+                changed[1], changes = where.rank_of[stage + 1], 2
+            if stage == 0:
+                number = entry.order[chain]
+                gap = entry.pace / chains.size[number]
+                if place + 1 < units and state.chain_at[place + 1] != chain:
+                    gap += entry.gaps[number]
+                release = entered + gap * chains.seconds[number]
+        elif kind == I:
+            done = state.inputs[stage]
+            place = state.back_at[done]
+            unit = state.unit_at[place]
+            whole = is_whole[stage, each * place]
+            row = (B if whole else I) * stages + stage
+            end = start + table.seconds[row, unit]
+            state.input_ends[stage, done] = end
+            state.inputs[stage] += 1
+            _release(state, rank, state.chain_at[place], -table.kept[row, unit])
+            if not whole:
+                state.queue[rank, state.tail[rank]] = stage * units + place
+                state.tail[rank] += 1
+                if each:
+                    _sort_in(state.queue[rank, state.head[rank] : state.tail[rank]], priority, units)
+            if stage:
+                changed[1], changes = where.rank_of[stage - 1], 2
+        else:
+            number = state.queue[rank, state.head[rank]]
+            stage = number // units
+            place = number - stage * units
+            unit = state.unit_at[place]
+            state.head[rank] += 1
+            end = start + table.seconds[W * stages + stage, unit]
+            _release(state, rank, state.chain_at[place], -table.kept[W * stages + stage, unit])
+        state.free[rank] = end
+        last = max(last, end)
+        actions[rank, filled[rank]] = (kind * stages + stage) * units + place
+        filled[rank] += 1
+    return last
+
+
+@part_of_loop
+def _begin(chains: Chains, entry: Entry, state: State) -> None:
+    """Let nothing be done yet, with the chains in their order."""
+    place, ranks = 0, len(state.free)
+    for at in range(len(entry.order)):
+        chain = entry.order[at]
+        size = chains.size[chain]
+        for number in range(size):
+            state.unit_at[place + number] = chains.first[chain] + number
+            state.chain_at[place + number] = at
+            state.back_at[place + number] = place + size - 1 - number
+        place += size
+        for rank in range(ranks):
+            state.held[rank, at], state.to_come[rank, at] = 0.0, chains.kept[rank, chain]
+    for stage in range(len(state.forwards)):
+        state.forwards[stage] = state.inputs[stage] = 0
+    for rank in range(ranks):
+        state.free[rank] = state.idle[rank] = state.live[rank] = state.ended[rank] = 0.0
+        state.oldest[rank] = state.head[rank] = state.tail[rank] = 0
+
+
+@part_of_loop
+def _fits(ranks: Ranks, state: State, rank: int, amount: float, chain: int, reserves: bool) -> bool:
+    """Whether a forward of ``chain`` that keeps ``amount`` leaves what the reservation is for."""
+    limit = ranks.limits[rank]
+    behind = state.live[rank] + amount
+    if behind > limit or not reserves:
+        return behind <= limit
+    behind -= state.ended[rank]
+    for other in range(state.oldest[rank], chain):
+        if behind + ranks.largest[rank] <= limit:
+            return True
+        if behind + state.to_come[rank, other] > limit:
+            return False
+        behind -= state.held[rank, other]
+    return behind + state.to_come[rank, chain] - amount <= limit
+
+
+@part_of_loop
+def _keep(where: Where, state: State, rank: int, chain: int, amount: float) -> None:
+    """Count what a forward keeps, and the chains whose forwards the rank has all done with it."""
+    state.live[rank] += amount
+    state.held[rank, chain] += amount
+    state.to_come[rank, chain] -= amount
+    least = len(state.unit_at)
+    for stage in where.stages_of[rank]:
+        least = min(least, state.forwards[stage])
+    first = state.chain_at[least] if least < len(state.unit_at) else state.held.shape[1]
+    while state.oldest[rank] < first:
+        state.ended[rank] += state.held[rank, state.oldest[rank]]
+        state.oldest[rank] += 1
+
+
+@part_of_loop
+def _release(state: State, rank: int, chain: int, amount: float) -> None:
+    """Count what a backward, or a half of it, gives back."""
+    state.live[rank] -= amount
+    state.held[rank, chain] -= amount
+    if chain < state.oldest[rank]:
+        state.ended[rank] -= amount
+
+
+@part_of_loop
+def _sort_in(queue: Integers, priority: Integers, units: int) -> None:
+    """Move the last W of a ``queue``, which is sorted, to its place by its priority."""
+    at, number = len(queue) - 1, queue[-1]
+    first = priority[W, number // units, number % units]
+    while at and priority[W, queue[at - 1] // units, queue[at - 1] % units] > first:
+        queue[at] = queue[at - 1]
+        at -= 1
+    queue[at] = number

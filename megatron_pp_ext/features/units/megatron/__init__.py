@@ -1,0 +1,1 @@
+"""Units in the steps of Megatron's models."""

@@ -1,0 +1,336 @@
+"""What slices change within a model: its arguments, its attention and its rotary positions.
+
+Hooks of torch's modules do it, so that every class of attention which is called with a query, a key and a
+value has slices, those of users included.  They do nothing unless a slice runs (``runtime.prefixes``).
+"""
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
+from enum import Enum
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.utils import unwrap_model
+
+from megatron_pp_ext.features.units.runtime.prefixes import Slice, running
+from megatron_pp_ext.setting_error import SettingError
+
+
+class Calls:
+    """The calls of a ``chunk``'s model, whose layers work on slices from now on.
+
+    Hooks belong to a module: one that has them already, because another runner or another model has it too,
+    or because it is a copy, gets no more.  The model may go while this is held.
+    """
+
+    def __init__(self, chunk: torch.nn.Module) -> None:
+        model = unwrap_model(chunk)
+        self._model = weakref.ref(model)
+        self.reads_masks = False
+        """Whether attention looks at the mask that the batch has; the engine's goes by the kind alone."""
+        self.refused = ""
+        """Why attention cannot work on slices, by its kind; empty where it can."""
+        _hook(model, _with_part_of_batch)
+        for module in model.modules():
+            if isinstance(attention := getattr(module, "core_attention", None), torch.nn.Module):
+                self._add(module, attention)
+            if isinstance(module, RotaryEmbedding):
+                _hook(module, _from_start)
+            if isinstance(module, YarnRotaryEmbedding):
+                stock = module.get_cached_cos_sin
+                if getattr(stock, "func", None) is not _part_of_cached:
+                    module.get_cached_cos_sin = partial(_part_of_cached, stock)
+
+    def _add(self, module: torch.nn.Module, attention: torch.nn.Module) -> None:
+        """Let the ``attention`` of ``module`` see earlier slices."""
+        for part in (module, attention):
+            self.refused = self.refused or _refused_kind(getattr(part, "attn_mask_type", None))
+        self.reads_masks = self.reads_masks or not _is_of_engine(attention)
+        _hook(attention, with_prefix)
+        if isinstance(attention, DotProductAttention):
+            # Its kernel knows as many keys as queries.
+            attention.scale_mask_softmax.scaled_masked_softmax_fusion = False
+
+    def are_of(self, module: torch.nn.Module) -> bool:
+        """Whether ``module`` is the model itself, without what wraps it."""
+        return self._model() is module
+
+
+def _hook(module: torch.nn.Module, function: Callable[..., Any]) -> None:
+    if function not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(function, with_kwargs=True)
+
+
+class Call:
+    """The call of a stage's model that a forward step made for a whole microbatch.
+
+    ``arguments`` are those of the innermost module, by name, None before the call.
+    """
+
+    def __init__(self, calls: Calls) -> None:
+        self.of = calls
+        self.arguments: dict[str, Any] | None = None
+        self._writes: dict[str, int] = {}
+
+    def note(self, arguments: dict[str, Any]) -> None:
+        """Keep the ``arguments`` of the call, which is that of the microbatch's first unit."""
+        self.arguments, self._writes = arguments, _writes(arguments)
+
+    def again(self) -> dict[str, Any]:
+        """Return the arguments for another unit; ValueError where the forward step has written to one."""
+        assert self.arguments is not None
+        for name, count in _writes(self.arguments).items():
+            if count != self._writes[name]:
+                raise SettingError(
+                    f"the forward step writes to {name} after its model was called with it, and slices of "
+                    "sequences call the model with it again; write to a copy, or leave out "
+                    "--pipeline-slice-tokens"
+                )
+        return self.arguments
+
+
+def _writes(arguments: dict[str, Any]) -> dict[str, int]:
+    """Return how often each tensor was written to; torch does not count those of inference mode."""
+    return {
+        name: value._version
+        for name, value in arguments.items()
+        if isinstance(value, torch.Tensor) and not value.is_inference()
+    }
+
+
+_call: Call | None = None
+
+
+@contextmanager
+def calling(call: Call) -> Iterator[None]:
+    """Let ``call`` be the one whose arguments a unit of its microbatch gets its part of."""
+    global _call
+    before, _call = _call, call
+    try:
+        yield
+    finally:
+        _call = before
+
+
+def _with_part_of_batch(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    """Let the model of the call have the unit's part of its arguments."""
+    here = running()
+    if here is None or _call is None or not _call.of.are_of(module):
+        return None
+    arguments = named(module, args, kwargs)
+    if _call.arguments is None:
+        _call.note(arguments)
+    if _call.of.reads_masks:
+        require_hidden(arguments, here)
+    return (), cut(arguments, here)
+
+
+def named(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return all arguments of a call by name.
+
+    Where the module's own ``forward`` takes any, as ``*args``, those of its class's base have the names.
+    """
+    forwards = (vars(kind).get("forward") for kind in type(module).__mro__)
+    for forward in (module.forward, *(one.__get__(module) for one in forwards if one is not None)):
+        names = [
+            name
+            for name, parameter in inspect.signature(forward).parameters.items()
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        ]
+        if len(names) >= len(args):
+            return {**dict(zip(names, args, strict=False)), **kwargs}
+    raise TypeError(f"{type(module).__name__}.forward does not name what it is called with: give it names")
+
+
+def with_prefix(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    """Let attention see the keys and values of the whole sequence up to the slice's end."""
+    here = running()
+    if here is None or here.sequence is None:
+        return None
+    arguments = named(module, args, kwargs)
+    if why := _refused_kind(arguments.get("attn_mask_type")):
+        raise SettingError(why)
+    for what in ("key", "value"):
+        arguments[what] = here.sequence.grown((module, what), arguments[what], here.start)
+    if here.start:
+        _mask(module, arguments, here)
+    return (), arguments
+
+
+def _mask(module: torch.nn.Module, arguments: dict[str, Any], here: Slice) -> None:
+    """Let the slice's first token see all tokens before it: the diagonal ends at the last row and column."""
+    if arguments.get("attn_mask_type") == AttnMaskType.causal and _is_of_engine(module):
+        arguments["attn_mask_type"] = AttnMaskType.causal_bottom_right  # whatever mask is given besides
+    if arguments.get("attention_mask") is not None or _is_of_engine(module):
+        return
+    device = arguments["query"].device
+    rows = torch.arange(here.start, here.end, device=device)[:, None]
+    arguments["attention_mask"] = (torch.arange(here.end, device=device) > rows)[None, None]
+
+
+def _refused_kind(kind: Any) -> str:
+    """Return why no slice can have a ``kind`` of mask, an ``AttnMaskType`` or its name; empty if it can."""
+    name = getattr(kind, "name", kind)
+    if name in (None, AttnMaskType.causal.name):
+        return ""
+    return (
+        f"slices of sequences need attention whose mask is causal, and a layer of this model is "
+        f"of kind {name}, in which tokens may see later ones; leave out --pipeline-slice-tokens"
+    )
+
+
+def _is_of_engine(module: torch.nn.Module) -> bool:
+    return any("transformer_engine" in kind.__module__ for kind in type(module).__mro__)
+
+
+def _from_start(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    """Let rotary positions begin at the slice's first token."""
+    here = running()
+    if here is None:
+        return None
+    arguments = named(module, args, kwargs)
+    return (), {**arguments, "offset": arguments.get("offset", 0) + here.start}
+
+
+def _part_of_cached(stock: Callable[..., Any], length: int, *more: Any, **named: Any) -> Any:
+    """Return the cosines and sines of the slice's positions, which fused kernels read."""
+    here = running()
+    if here is None:
+        return stock(length, *more, **named)
+    return tuple(one[here.start : here.end] for one in stock(here.end, *more, **named))
+
+
+_ALONG_LAST = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
+"""The arguments of Megatron's models that have a number for each token, with the tokens last."""
+
+_OTHERS = ("cu_seqlens_q_padded", "cu_seqlens_kv_padded", "tokens_per_sample")
+"""What some releases know of documents beside their lengths, which a pack has not."""
+
+
+def cut(arguments: dict[str, Any], here: Slice) -> dict[str, Any]:
+    """Return the ``arguments`` of a model's forward for the tokens of ``here``.
+
+    A mask of attention keeps the columns of all tokens before.  Lengths of documents (``packed_seq_params``)
+    become those of a pack, and are left out for a single document.  ValueError for a tensor of which it is
+    not known how to cut it, and for documents other than the step was planned for.
+    """
+    tells = arguments.get("packed_seq_params")
+    if len(here.sizes) == 1 and tells is None:
+        tells = arguments.get("attention_mask")
+    if tells is None and _is_of_several(here):
+        raise ValueError(
+            "a microbatch has several documents by its lengths, but its forward step gives the model no "
+            "packed_seq_params: give lengths of whole sequences"
+        )
+    return {name: _cut(name, value, here) for name, value in arguments.items()}
+
+
+def _is_of_several(here: Slice) -> bool:
+    """Whether the microbatch of a slice is known to have several documents."""
+    length = sum(here.sizes) if here.sequence is None else here.sequence.length
+    return len(here.sizes) > 1 or (len(here.sizes) == 1 and length < here.total)
+
+
+def require_hidden(arguments: dict[str, Any], here: Slice) -> None:
+    """Raise ValueError where a mask lets a token of ``here`` see others than those up to it in its sequence.
+
+    ``arguments`` are those of a whole microbatch, in whose mask True hides a key.
+    """
+    mask = arguments.get("attention_mask")
+    if not isinstance(mask, torch.Tensor) or mask.dtype is not torch.bool or len(here.ranges) > 1:
+        return
+    _require_square(mask, here)
+    ((begin, end),) = here.ranges
+    rows = mask[..., begin:end, :]
+    if not (rows[..., end:].all() and rows[..., : begin - here.start].all()):
+        raise SettingError(
+            f"the attention mask lets tokens {begin} to {end} of a microbatch see tokens after them, or of "
+            "another document, which a slice has no keys of; give a causal mask of each document, or leave "
+            "out --pipeline-slice-tokens"
+        )
+
+
+def _require_square(mask: torch.Tensor, here: Slice) -> None:
+    for size in mask.shape[-2:]:
+        _require_tokens("attention_mask", size, here)
+
+
+def _cut(name: str, value: Any, here: Slice) -> Any:
+    if name in _ALONG_LAST and isinstance(value, torch.Tensor):
+        _require_tokens(name, value.shape[-1], here)
+        return _joined([value[..., begin:end] for begin, end in here.ranges], -1)
+    if name == "decoder_input" and isinstance(value, torch.Tensor):
+        _require_tokens(name, len(value), here)
+        return _joined([value[begin:end] for begin, end in here.ranges], 0)
+    if name == "attention_mask" and isinstance(value, torch.Tensor) and len(here.ranges) == 1:
+        _require_square(value, here)
+        ((begin, end),) = here.ranges
+        # A copy: what autograd saves of a view would keep the mask of the whole sequence.
+        return value[..., begin:end, begin - here.start : end].clone()
+    if name == "packed_seq_params" and value is not None and here.sizes:
+        return _pack(value, here)
+    if _has_tensor(value) or (name == "packed_seq_params" and value is not None):
+        raise SettingError(
+            f"slices of sequences do not know how to cut {name}, which the forward step gives to the model; "
+            "leave it out, or leave out --pipeline-slice-tokens"
+        )
+    return value
+
+
+def _has_tensor(value: Any, levels: int = 4) -> bool:
+    """Whether ``value`` is a tensor or an array, or holds one, down to so many ``levels``."""
+    if isinstance(value, torch.Tensor) or (hasattr(value, "__array__") and value.ndim):
+        return True
+    if not levels or isinstance(value, str | bytes | Enum) or callable(value):
+        return False
+    if isinstance(value, Mapping):
+        parts: Iterable[Any] = value.values()
+    elif isinstance(value, list | tuple | set | frozenset):
+        parts = value
+    elif is_dataclass(value):
+        parts = [getattr(value, field.name, None) for field in fields(value)]
+    else:
+        parts = getattr(value, "__dict__", {}).values()
+    return any(_has_tensor(part, levels - 1) for part in parts)
+
+
+def _joined(parts: list[torch.Tensor], dimension: int) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dimension)
+
+
+def _require_tokens(name: str, tokens: int, here: Slice) -> None:
+    if tokens != here.total:
+        raise ValueError(
+            f"the step was planned for {here.total} tokens of a microbatch, and its {name} has {tokens}; let "
+            "lengths count all tokens of a row, padding included, and give as many rows as micro_batch_size"
+        )
+
+
+def _pack(given: PackedSeqParams, here: Slice) -> PackedSeqParams | None:
+    """Return the lengths of the documents of a pack; None for one document, whose attention needs none."""
+    if len(here.sizes) == 1:
+        return None
+    assert given.cu_seqlens_q is not None
+    ends = torch.tensor(
+        [0, *accumulate(here.sizes)], dtype=given.cu_seqlens_q.dtype, device=given.cu_seqlens_q.device
+    )
+    longest, known = max(here.sizes), {one.name for one in fields(given)}
+    return replace(
+        given,
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        **dict.fromkeys(known.intersection(_OTHERS)),
+        **({"total_tokens": sum(here.sizes)} if getattr(given, "total_tokens", None) else {}),
+    )

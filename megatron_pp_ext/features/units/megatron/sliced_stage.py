@@ -1,0 +1,235 @@
+"""A stage that works on slices of sequences; ``ModelStage`` works on whole ones."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules as stock_schedules
+
+from megatron_pp_ext.features.units.megatron import router_losses
+from megatron_pp_ext.features.units.megatron.layers import Call, Calls, calling
+from megatron_pp_ext.features.units.options import SLICE_FLAG
+from megatron_pp_ext.features.units.runtime.prefixes import Sequence, Slice, at_work_on
+from megatron_pp_ext.features.units.units import Units
+from megatron_pp_ext.integration.runners.model_stage import ModelStage, step_of_one_call
+from megatron_pp_ext.runtime.activation_meter import Owner
+
+
+@dataclass(slots=True)
+class _Loss:
+    """The loss of the outputs so far, ``whole``, and their gradient once it is computed."""
+
+    whole: torch.Tensor
+    loss: torch.Tensor
+    has_all: bool
+    gradient: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class _Microbatch:
+    """What a stage knows of a microbatch whose slices are under way.
+
+    ``remaining`` is the number of units that have yet to end.  On the last stage ``outputs`` are those of
+    units, and ``latest`` is the loss of all that are known.  ``losses`` are those of the chains whose
+    backward has begun, by their first units, and ``sums`` describe the gradient that such a chain got before
+    all outputs were known.
+    """
+
+    remaining: int
+    call: Call
+    loss_function: Any = None
+    outputs: dict[int, torch.Tensor] = field(default_factory=dict)
+    latest: _Loss | None = None
+    losses: dict[int, _Loss] = field(default_factory=dict)
+    sums: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class _Writable(torch.autograd.Function):
+    """Hands on a leaf as a tensor that may be written to, as the output of a model may."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.data
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        (gradient,) = gradients
+        return gradient
+
+
+class SlicedStage(ModelStage):
+    """One chunk of the model, whose units are slices of a microbatch's sequences, or packs of short ones.
+
+    The script's forward step runs once for each microbatch, with the first unit: it reads the whole batch,
+    of which the model gets the unit's part.  The model is called with the same arguments for the others.  On
+    the last stage the script's loss function gets the outputs of all units as one, so that losses, their
+    normalization and what is reported are those of whole microbatches.
+
+    Where a microbatch has several sequences, the backward of one may come before the forward of another.  The
+    loss function then runs once for each, with zeros for outputs that are not known yet, and only the last
+    call, which has all, is reported.  ``changes`` gets whether that call gives a sequence another gradient
+    than the sequence had before: then the loss is no sum over sequences.
+    """
+
+    def __init__(
+        self,
+        *about: Any,
+        units: Units,
+        calls: list[Calls],
+        knows_documents: bool = False,
+        changes: list[torch.Tensor] | None = None,
+        **named: Any,
+    ) -> None:
+        super().__init__(*about, **named)
+        self._units, self._calls = units, calls[self._chunk]
+        self._knows_documents = knows_documents
+        self._microbatches: dict[int, _Microbatch] = {}
+        self._sequences: dict[int, Sequence] = {}
+        self._changes = changes
+
+    def _slice(self, unit: int) -> tuple[_Microbatch, Slice]:
+        one, chain = self._units.units[unit], self._units.chain_of[unit]
+        if one.microbatch not in self._microbatches:
+            count = len(self._units.of_microbatch[one.microbatch])
+            self._microbatches[one.microbatch] = _Microbatch(count, Call(self._calls))
+        if len(chain) > 1 and chain[0] not in self._sequences:
+            length = self._units.documents[one.microbatch][one.pieces[0].document]
+            self._sequences[chain[0]] = Sequence(Owner(self._stage, chain[0]), length)
+        sizes = tuple(piece.end - piece.begin for piece in one.pieces)
+        here = Slice(
+            self._sequences.get(chain[0]),
+            one.prefix,
+            one.prefix + sum(sizes),
+            self._units.positions(unit),
+            sum(self._units.documents[one.microbatch]),
+            sizes if self._knows_documents else (),
+        )
+        return self._microbatches[one.microbatch], here
+
+    def _forward(self, unit: int, activation: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | int]:
+        state, here = self._slice(unit)
+
+        def forward_step(iterator: Any, model: Any) -> tuple[Any, None]:
+            if state.call.arguments is not None:
+                return model(**state.call.again()), None
+            step = self.inputs.forward_step_func
+            output, state.loss_function = step_of_one_call(step, iterator, model, SLICE_FLAG)
+            return output, None
+
+        with calling(state.call), at_work_on(here), router_losses.of_part(self._share(unit)):
+            output, _ = self._stock_forward(forward_step, unit, activation, [])
+        if here.sequence is not None:
+            here.sequence.end_forward(here.end)
+        if unit == self._units.of_microbatch[self._units.units[unit].microbatch][-1]:
+            state.call.arguments = None  # the whole batch, of which backwards need nothing
+        tokens: torch.Tensor | int = 0
+        if self._is_last:
+            state.outputs[unit] = output.detach()
+            if output._base is not None:
+                output = output.clone()  # Megatron does not free the numbers of a view
+            if self._units.is_last(unit):
+                tokens = self._loss(state, unit)
+        if self.inputs.forward_only:
+            self._end(unit, is_chain_over=self._units.is_last(unit))
+        return output, tokens
+
+    def _share(self, unit: int) -> float:
+        """Return the part of its microbatch's tokens that ``unit`` has."""
+        one = self._units.units[unit]
+        return one.tokens / sum(self._units.documents[one.microbatch])
+
+    def _loss(self, state: _Microbatch, unit: int) -> torch.Tensor | int:
+        """Compute the loss of a microbatch of the known outputs; return its tokens if these are all."""
+        microbatch = self._units.units[unit].microbatch
+        whole = handed = self._whole(state, microbatch)
+        if not self.inputs.forward_only:
+            handed = _Writable.apply(whole.requires_grad_())
+        has_all = len(state.outputs) == len(self._units.of_microbatch[microbatch])
+        loss, tokens = self._stock_forward(
+            lambda *_: (handed, state.loss_function), unit, None, self.inputs.losses if has_all else []
+        )
+        state.latest = _Loss(whole, loss, has_all)
+        if not has_all:
+            return 0
+        state.outputs.clear()
+        return tokens
+
+    def _whole(self, state: _Microbatch, microbatch: int) -> torch.Tensor:
+        """Return the outputs of a microbatch in the order of its tokens, with zeros for unknown ones."""
+        numbers = self._units.of_microbatch[microbatch]
+        known = [state.outputs.get(number) for number in numbers]
+        like = next(one for one in known if one is not None)
+        if len(self._units.documents[microbatch]) == 1 and not any(one is None for one in known):
+            return torch.cat([one for one in known if one is not None], dim=1)
+        tokens = sum(self._units.documents[microbatch])
+        whole = like.new_zeros(len(like), tokens, *like.shape[2:])
+        for number, one in zip(numbers, known, strict=True):
+            if one is not None:
+                begin = 0
+                for first, end in self._units.positions(number):
+                    whole[:, first:end] = one[:, begin : begin + end - first]
+                    begin += end - first
+        return whole
+
+    def _backward(self, unit: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        state, here = self._slice(unit)
+        if self._is_last:
+            gradient = self._part_of_gradient(state, unit, here)
+        with at_work_on(here), router_losses.of_part(self._share(unit), self.inputs.config):
+            of_input = super()._backward(unit, gradient)
+        self._end(unit, is_chain_over=self._units.is_first(unit))
+        return of_input
+
+    def _end(self, unit: int, is_chain_over: bool) -> None:
+        """Forget what slices share once their sequence ``is_chain_over``, and a microbatch at its end."""
+        chain, microbatch = self._units.chain_of[unit][0], self._units.units[unit].microbatch
+        state = self._microbatches[microbatch]
+        state.remaining -= 1
+        if is_chain_over:
+            self._sequences.pop(chain, None)
+            state.losses.pop(chain, None)
+        if not state.remaining:
+            del self._microbatches[microbatch]
+
+    def _part_of_gradient(self, state: _Microbatch, unit: int, here: Slice) -> torch.Tensor:
+        """Return the gradient of the outputs of ``unit``, by the latest loss when its chain goes backward."""
+        chain = self._units.chain_of[unit]
+        assert state.latest is not None
+        of_chain = state.losses.setdefault(chain[0], state.latest)
+        if of_chain.gradient is None:
+            with self.at_work():
+                of_chain.gradient = stock_schedules.backward_step(
+                    of_chain.whole, of_chain.loss, None, self.inputs.config
+                )
+            assert of_chain.gradient is not None
+            if of_chain.has_all and self._changes is not None:
+                self._changes += [
+                    _differ(sums, self._sums(of_chain.gradient, self._units.chain_of[first]))
+                    for first, sums in state.sums.items()
+                ]
+        if not of_chain.has_all and chain[0] not in state.sums:
+            state.sums[chain[0]] = self._sums(of_chain.gradient, chain)
+        parts = [of_chain.gradient[:, begin:end] for begin, end in here.ranges]
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _sums(self, gradient: torch.Tensor, chain: range) -> torch.Tensor:
+        """Return the sum and the norm of what ``gradient`` has for a ``chain``, and the rounding of both.
+
+        Half of the digits of fp32 are for the sums within a loss function, whose order may change, and each
+        number is rounded as gradients of its kind are.
+        """
+        parts = [gradient[:, begin:end] for unit in chain for begin, end in self._units.positions(unit)]
+        sums = torch.stack([part.sum(dtype=torch.float32) for part in parts])
+        norms = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts])
+        norm, count = torch.linalg.vector_norm(norms), sum(part.numel() for part in parts)
+        rounding = max(torch.finfo(torch.float32).eps ** 0.5, 2 * torch.finfo(gradient.dtype).eps)
+        return torch.stack([sums.sum(), norm, rounding * count**0.5 * norm, rounding * norm])
+
+
+def _differ(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """Return whether two gradients of the same tokens differ by more than rounding.
+
+    Where the later one is not finite, loss scaling takes care of the step.
+    """
+    is_close = (before - after)[:2].abs() <= torch.maximum(before, after)[2:]
+    return after.isfinite().all() & ~is_close.all()

@@ -1,0 +1,284 @@
+"""What microbatches of unlike length cost: time for each token, and for each squared length of a document.
+
+A stage takes ``per_token * tokens + per_square * sum of squared document lengths`` for a microbatch, with
+factors of its own for F, I and W.  Attention alone has a part that goes by squares, and none in W.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Self
+
+from megatron_pp_ext.features.units.microbatches import Microbatches
+from megatron_pp_ext.schedule.costs import Costs, HeadCosts, StageCosts
+from megatron_pp_ext.schedule.unit_costs import UnitCosts
+
+if TYPE_CHECKING:
+    from megatron_pp_ext.features.units.units import Units
+
+
+EQUAL_AT = 24_576
+"""The length of a document whose attention takes as long as all else of its forward: that of a model of
+7 billion parameters with full attention, which verl balances by."""
+
+OVERHEAD = 128.0
+"""The tokens that a microbatch, or a unit of one, costs on top of its own: for launches and small kernels."""
+
+ATTENTION_BACKWARD = 2.5
+"""The seconds of attention's backward by those of its forward: five products of matrices in place of two."""
+
+LEAST = 1e-12
+"""The part of a stage's time that is the least for any of F, I and W, which must not take nothing."""
+
+_TIMES = "forward", "input_gradient", "weight_gradient"
+
+_SINGULAR = 1e-9
+"""The part by which tokens and squares must differ from being proportional."""
+
+Times = tuple[float, float, float]
+"""The seconds of F, I and W."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageRates:
+    """The costs of one stage.
+
+    Those in ``per_token`` and ``per_square`` are the seconds of F, I and W for a token and for a squared
+    token.  ``activation`` is kept for each token, ``released`` the part of it that an I gives back, ``copy``
+    the seconds in which it is copied to the host, and ``hidden`` those of I that a W hides.
+    """
+
+    per_token: Times
+    per_square: Times
+    activation: float = 1.0
+    released: float = 0.0
+    copy: float = 0.0
+    hidden: float = 0.0
+
+    def costs(self, tokens: float, squares: float, overhead: float = 0.0) -> StageCosts:
+        """Return the costs for a microbatch of so many tokens and this sum of squares.
+
+        It takes as long as with ``overhead`` tokens more, of which nothing is kept.
+        """
+        pairs = zip(self.per_token, self.per_square, strict=True)
+        times = [each * (tokens + overhead) + quadratic * squares for each, quadratic in pairs]
+        f, i, w = (max(seconds, LEAST * sum(times)) for seconds in times)
+        return StageCosts(
+            f,
+            i,
+            w,
+            tokens * self.activation,
+            tokens * self.released,
+            copy=tokens * self.copy,
+            hidden=min((tokens + overhead) * self.hidden, w, (1 - LEAST) * i),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LengthCosts:
+    """The costs of every stage by the lengths of documents.
+
+    ``head`` are those of a rank's part of a shared vocabulary for one token, None where it is not
+    shared.  ``hop``, ``message`` and ``pair`` are those of ``Costs`` for a microbatch of mean length: the
+    time of messages is not counted by length.
+    """
+
+    stages: tuple[StageRates, ...]
+    head: HeadCosts | None = None
+    hop: float = 0.0
+    message: float = 0.0
+    pair: float = 1.0
+
+    @classmethod
+    def with_attention(cls, costs: Costs, tokens: float, equal_at: float = EQUAL_AT) -> Self:
+        """Return costs to which attention's part is added: ``costs`` are all else, for ``tokens`` tokens.
+
+        A document of ``equal_at`` tokens takes as long for attention's forward as for all else of its
+        forward, and ``ATTENTION_BACKWARD`` times as long in I.
+        """
+        if not 0 < equal_at < math.inf:
+            raise ValueError(f"attention takes as long as all else at {equal_at:g} tokens: give more than 0")
+
+        def rates(stage: StageCosts) -> StageRates:
+            f, i, w = (
+                seconds / tokens for seconds in (stage.forward, stage.input_gradient, stage.weight_gradient)
+            )
+            return _rates(stage, tokens, (f, i, w), (f / equal_at, ATTENTION_BACKWARD * f / equal_at, 0.0))
+
+        return cls._of(costs, tokens, [rates(stage) for stage in costs.stages])
+
+    @classmethod
+    def measured(cls, costs: Costs, length: int, documents: int = 1, equal_at: float = EQUAL_AT) -> Self:
+        """Return the costs of stages that take ``costs`` for so many ``documents`` of this ``length``.
+
+        Which part of that is attention follows from ``equal_at``, as in ``with_attention``.
+        """
+        tokens, squares = documents * length, documents * length**2
+
+        def rates(stage: StageCosts) -> StageRates:
+            f = stage.forward / (tokens + squares / equal_at)
+            attention = ATTENTION_BACKWARD * f / equal_at
+            i = max(0.0, stage.input_gradient - attention * squares) / tokens
+            per_token = f, i, stage.weight_gradient / tokens
+            return _rates(stage, tokens, per_token, (f / equal_at, attention, 0.0))
+
+        return cls._of(costs, tokens, [rates(stage) for stage in costs.stages])
+
+    @classmethod
+    def through(cls, short: Costs, documents: int, long: Costs, length: int) -> Self:
+        """Return the costs of stages that take ``long`` for one document of ``length`` tokens.
+
+        They take ``short`` for so many shorter ``documents`` of as many tokens in all.  ValueError for fewer
+        than 2 documents.
+        """
+        if documents < 2:
+            raise ValueError(f"costs are given for {documents} shorter documents: give them for 2 or more")
+
+        def rates(one: StageCosts, other: StageCosts) -> StageRates:
+            pairs = [
+                _line(getattr(one, name) / length, length / documents, getattr(other, name) / length, length)
+                for name in _TIMES
+            ]
+            per_token, per_square = zip(*pairs, strict=True)
+            return _rates(other, length, per_token, per_square)
+
+        return cls._of(long, length, [rates(*both) for both in zip(short.stages, long.stages, strict=True)])
+
+    @classmethod
+    def fitted(cls, microbatches: Microbatches, measured: UnitCosts) -> Self:
+        """Return the costs that come closest to those ``measured`` for ``microbatches``, by least squares.
+
+        Where all microbatches have the same length, all is taken to go by tokens.  ValueError for another
+        number of microbatches.
+        """
+        if len(measured.units) != len(microbatches):
+            raise ValueError(
+                f"{len(measured.units)} microbatches were measured, but there are lengths of "
+                f"{len(microbatches)}: give both for the same step"
+            )
+        mean = sum(microbatches.tokens) / len(microbatches)
+
+        def rates(stage: int) -> StageRates:
+            units = [unit.stages[stage] for unit in measured.units]
+            pairs = [_nearest(microbatches, [getattr(unit, name) for unit in units]) for name in _TIMES]
+            per_token, per_square = zip(*pairs, strict=True)
+            return _rates(measured.stages[stage], mean, per_token, per_square)
+
+        return cls._of(measured, mean, [rates(stage) for stage in range(len(measured.stages))])
+
+    @classmethod
+    def _of(cls, costs: Costs, tokens: float, stages: Sequence[StageRates]) -> Self:
+        shared = costs.head
+        if shared is not None:
+            shared = replace(
+                shared,
+                scores=shared.scores / tokens,
+                weight_gradient=shared.weight_gradient / tokens,
+                activation=shared.activation / tokens,
+            )
+        return cls(tuple(stages), shared, costs.hop, costs.message, costs.pair)
+
+    @property
+    def equal_at(self) -> float:
+        """The length of a document whose attention takes as long as all else of its forward.
+
+        Infinite where nothing goes by squares.
+        """
+        tokens, squares = (
+            sum(each) for each in zip(*((s.per_token[0], s.per_square[0]) for s in self.stages), strict=True)
+        )
+        return tokens / squares if squares > 0 else math.inf
+
+    def merged(self, stages: int) -> Self:
+        """Return the rates of the same model cut into fewer ``stages``; see ``Costs.merged``."""
+        each = len(self.stages) // stages
+        groups = [self.stages[first : first + each] for first in range(0, len(self.stages), each)]
+        return replace(self, stages=tuple(map(_joined, groups)))
+
+    def of(self, step: "Microbatches | Units", overhead: float = 0.0) -> UnitCosts:
+        """Return the costs of a step with these units; its ``stages`` are those of the mean one.
+
+        ``overhead`` are the tokens that each costs on top of its own, of which nothing is kept.  Messages
+        take as long as those of a mean unit.
+        """
+        count, tokens = len(step), step.tokens
+        share = len(step.documents) / count
+        mean = self._unit(sum(tokens) / count, sum(step.squares) / count, overhead)
+        pairs = zip(tokens, step.squares, strict=True)
+        units = tuple(self._unit(*pair, overhead) for pair in pairs)
+        return UnitCosts(
+            mean.stages,
+            self.hop * share,
+            self.message * share,
+            mean.head,
+            self.pair,
+            units=units,
+            tokens=tokens,
+        )
+
+    def work(self, microbatches: Microbatches) -> list[float]:
+        """Return the seconds that all stages together work on each microbatch."""
+        rates = [stage.per_token for stage in self.stages], [stage.per_square for stage in self.stages]
+        per_token, per_square = (sum(map(sum, each)) for each in rates)
+        pairs = zip(microbatches.tokens, microbatches.squares, strict=True)
+        return [per_token * tokens + per_square * squares for tokens, squares in pairs]
+
+    def _unit(self, tokens: float, squares: float, overhead: float) -> Costs:
+        shared = self.head
+        if shared is not None:
+            shared = replace(
+                shared,
+                scores=tokens * shared.scores,
+                weight_gradient=tokens * shared.weight_gradient,
+                activation=tokens * shared.activation,
+            )
+        # Most stages are alike.
+        each = {rates: rates.costs(tokens, squares, overhead) for rates in dict.fromkeys(self.stages)}
+        return Costs(tuple(each[rates] for rates in self.stages), head=shared)
+
+
+def _joined(stages: Sequence[StageRates]) -> StageRates:
+    """Return the rates of neighbouring ``stages`` as one: all figures add up."""
+
+    def added(name: str) -> Times:
+        f, i, w = (math.fsum(each) for each in zip(*(getattr(stage, name) for stage in stages), strict=True))
+        return f, i, w
+
+    amounts = (
+        math.fsum(getattr(stage, name) for stage in stages)
+        for name in ("activation", "released", "copy", "hidden")
+    )
+    return StageRates(added("per_token"), added("per_square"), *amounts)
+
+
+def _rates(stage: StageCosts, tokens: float, per_token: Times, per_square: Times) -> StageRates:
+    """Return the rates of ``stage``, whose forward is charged with what its I takes."""
+    stage = stage.charged_to_forward
+    amounts = stage.activation, stage.released_by_input_gradient, stage.copy, stage.hidden
+    return StageRates(per_token, per_square, *(amount / tokens for amount in amounts))
+
+
+def _line(short: float, length: float, long: float, longer_length: float) -> tuple[float, float]:
+    """Return (seconds a token, seconds a squared token) by those a token at two lengths; none is below 0."""
+    per_square = max(0.0, (long - short) / (longer_length - length))
+    per_token = long - per_square * longer_length
+    return (per_token, per_square) if per_token >= 0 else (0.0, long / longer_length)
+
+
+def _nearest(microbatches: Microbatches, seconds: Sequence[float]) -> tuple[float, float]:
+    """Return (seconds a token, seconds a squared token) nearest to ``seconds``; none is below 0."""
+    tokens, squares = microbatches.tokens, microbatches.squares
+
+    def dot(one: Sequence[float], other: Sequence[float]) -> float:
+        return math.fsum(a * b for a, b in zip(one, other, strict=True))
+
+    tt, ts, ss = dot(tokens, tokens), dot(tokens, squares), dot(squares, squares)
+    ty, sy = dot(tokens, seconds), dot(squares, seconds)
+    determinant = tt * ss - ts * ts
+    if determinant > _SINGULAR * tt * ss:
+        per_token, per_square = (ty * ss - sy * ts) / determinant, (sy * tt - ty * ts) / determinant
+        if per_token >= 0 and per_square >= 0:
+            return per_token, per_square
+        if per_token < 0:
+            return 0.0, sy / ss
+    return ty / tt, 0.0

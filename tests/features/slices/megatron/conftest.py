@@ -1,3 +1,0 @@
-"""Tests here patch Megatron, as those of ``tests/integration`` do."""
-
-from tests.integration.conftest import said_by, short_search  # noqa: F401

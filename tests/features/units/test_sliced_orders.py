@@ -1,0 +1,176 @@
+"""Orders of slices: families keep their shape, list scheduling keeps limits and never gets stuck."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from megatron_pp_ext.compiler.compile import InfeasibleLimit
+from megatron_pp_ext.compiler.make import make
+from megatron_pp_ext.compiler.request import named
+from megatron_pp_ext.features.offload.options import Offload
+from megatron_pp_ext.features.pairs.options import paired
+from megatron_pp_ext.features.units.microbatches import Microbatches
+from megatron_pp_ext.features.units.options import Slices
+from megatron_pp_ext.features.units.plan import Planner
+from megatron_pp_ext.features.units.rates import LengthCosts
+from megatron_pp_ext.features.units.shift import more, require_chain_order, shifted
+from megatron_pp_ext.features.units.sliced_orders import of_equal_slices
+from megatron_pp_ext.features.units.units import cut, equal_slices, ordered
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.actions import Kind
+from megatron_pp_ext.schedule.check import check
+from megatron_pp_ext.schedule.costs import CostModel, Costs
+from megatron_pp_ext.schedule.placement import linear, loop, v
+from megatron_pp_ext.schedule.simulate import Timeline, simulate
+
+NAMES = [name for name, entry in catalog.ENTRIES.items() if entry.chunks <= 2]
+DOCUMENTS = some.lists(some.lists(some.integers(1, 900), min_size=1, max_size=4), min_size=1, max_size=5)
+PLACEMENTS = some.sampled_from([linear(2), linear(3), v(2), v(3), loop(3, 2)])
+
+
+def step(name: str, ranks: int, microbatches: int, slices: int) -> Timeline:
+    """The step with so many slices, whose rank does F, I and W of a microbatch in 1 each."""
+    request = named(name, ranks, microbatches).with_option(Slices(1, slices))
+    schedule = make(request).schedule
+    costs = Costs.per_rank(ranks, schedule.placement.chunks)
+    return simulate(schedule, of_equal_slices(costs, slices))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("ranks", "microbatches", "slices"), [(2, 1, 2), (4, 6, 3), (3, 4, 4)])
+def test_families_take_slices_in_order_and_back_in_reverse(name, ranks, microbatches, slices) -> None:
+    units = equal_slices(microbatches, slices, slices)
+    schedule = make(named(name, ranks, microbatches).with_option(Slices(1, slices))).schedule
+    assert schedule.whole_microbatches == microbatches and schedule.microbatches == len(units)
+    require_chain_order(schedule, units)
+
+
+@given(some.sampled_from(NAMES), some.integers(2, 4), DOCUMENTS, some.integers(50, 900), some.randoms())
+@settings(max_examples=40, deadline=None)
+def test_families_take_unlike_units_in_any_order_of_chains(name, ranks, documents, most, random) -> None:
+    units = cut(documents, most)
+    chains = list(range(len(units.chains)))
+    random.shuffle(chains)
+    units = ordered(units, chains)
+    schedule = shifted(catalog.build(name, ranks, len(units) + more(units)), units)
+    check(schedule)
+    require_chain_order(schedule, units)
+
+
+def test_1f1b_in_slices_is_seq1f1b() -> None:
+    """Rank 0 keeps p + k - 1 slices, and each rank's bubble is that of p - 1 slices (arXiv 2406.03488)."""
+    for ranks, microbatches, slices in ((4, 8, 2), (8, 8, 4)):
+        timeline = step("1f1b", ranks, microbatches, slices)
+        assert max(timeline.peak_microbatches) == pytest.approx((ranks + slices - 1) / slices)
+        assert timeline.makespan == pytest.approx(3 * (microbatches + (ranks - 1) / slices))
+
+
+def test_v_half_in_slices_is_shorter_and_keeps_less() -> None:
+    whole, sliced = step("v-half", 8, 8, 1), step("v-half", 8, 8, 4)
+    assert sliced.makespan < 0.85 * whole.makespan
+    assert max(sliced.peak_microbatches) < 0.5 * max(whole.peak_microbatches)
+
+
+def test_flex_keeps_the_limit_and_is_no_longer_than_the_families() -> None:
+    for limit in (0.25, 0.5):
+        request = named("flex", 4, 6, limit=limit).with_option(Slices(1, 4))
+        made = make(request, CostModel(lambda placement: Costs.per_rank(4, placement.chunks)))
+        costs = of_equal_slices(Costs.per_rank(4, made.schedule.placement.chunks), 4)
+        timeline = simulate(made.schedule, costs)
+        assert max(timeline.peak_microbatches) <= 4 * limit + 1e-9
+        assert made.lower_bound is not None and made.lower_bound <= timeline.makespan + 1e-9
+        for name in NAMES:
+            other = step(name, 4, 6, 4)
+            if max(other.peak_microbatches) <= 4 * limit:
+                assert timeline.makespan <= other.makespan + 1e-9, name
+
+
+@given(DOCUMENTS, some.integers(40, 900), PLACEMENTS, some.floats(1, 3), some.booleans())
+@settings(max_examples=60, deadline=None)
+def test_no_plan_gets_stuck_or_breaks_its_limit(documents, most, placement, factor, splits) -> None:
+    rates = LengthCosts.with_attention(Costs.per_rank(placement.ranks, placement.chunks), 1, equal_at=500)
+    planner = Planner(placement, rates, splits_backward=splits)
+    units = cut(documents, most)
+    # As tight as can be: a rank keeps the longest document, or the fullest pack, and a little more.
+    largest = max(sum(units.tokens[number] for number in chain) for chain in units.chains)
+    limits = [largest * factor] * placement.ranks
+    plan = planner.plan(planner.cut(documents, most), limits=limits, budget=0.001)
+    check(plan.schedule)
+    require_chain_order(plan.schedule, plan.units)
+    timeline = simulate(plan.schedule, planner.costs(plan.units))
+    assert timeline.makespan == pytest.approx(plan.seconds)
+    assert max(timeline.peak_activations) <= limits[0] * (1 + 1e-6)
+    assert plan.lower_bound <= plan.seconds
+
+
+def test_a_document_that_no_rank_can_keep_is_refused() -> None:
+    planner = Planner(v(4), LengthCosts.with_attention(Costs.per_rank(4, 2), 1))
+    with pytest.raises(InfeasibleLimit, match="raise it to at least 1000"):
+        planner.plan(planner.cut([[1000], [10]], 100), limits=[999.0] * 4)
+
+
+def test_plans_are_equal_on_all_ranks() -> None:
+    planner = Planner(v(4), LengthCosts.with_attention(Costs.per_rank(4, 2), 1))
+    documents = [[5000, 700], [12_000], [300, 4000, 800]] * 3
+    one, other = (planner.plan(planner.cut(documents, 2000), limits=[20_000.0] * 4) for _ in range(2))
+    assert one.schedule.digest == other.schedule.digest and one.units == other.units
+
+
+def test_the_size_of_units_is_chosen_by_step_and_overhead() -> None:
+    rates = LengthCosts.with_attention(Costs.per_rank(4, 2), 1)
+    documents = [[16_384]] * 4
+    limits = [32_768.0] * 4
+    sizes = [Planner(v(4), rates, overhead=one).chosen_tokens(documents, limits) for one in (0, 500, 5000)]
+    assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
+
+
+@pytest.mark.parametrize(("limit", "most"), [(0.5, 1.03), (0.3, 1.13), (0.25, 1.17)])
+def test_ranks_seldom_wait_where_memory_is_tight(limit, most) -> None:
+    """Steps over work for 16 equal sequences of 32K tokens, of which ranks keep 2 at the tightest limit."""
+    planner = Planner(v(8), LengthCosts.with_attention(Costs.per_rank(8, 2), 1))
+    documents = [[32_768]] * 16
+    plan = planner.plan(planner.cut(documents, 8192), limits=[limit * 8 * 32_768] * 8)
+    work = sum(planner.rates.work(Microbatches.of(documents))) / 8
+    assert plan.lower_bound <= plan.seconds < most * work
+
+
+def test_a_longer_search_finds_no_longer_step() -> None:
+    planner = Planner(v(4), LengthCosts.with_attention(Costs.per_rank(4, 2), 1))
+    documents = [[5000, 700], [12_000], [300, 4000, 800]] * 3
+    limits = [14_000.0] * 4
+    units = planner.cut(documents, 2000)
+    found = [planner.plan(units, limits=limits, budget=seconds).seconds for seconds in (0, 0.01, 0.05)]
+    assert found == sorted(found, reverse=True) and found[-1] < found[0]
+
+
+def test_longest_documents_leave_no_holes() -> None:
+    """A long document among short ones, in slices at half of 1F1B's memory: within 4% of the bound."""
+    random = np.random.default_rng(3)
+    documents = [[int(length) for length in random.integers(200, 4000, 12)] for _ in range(8)]
+    documents[3] = [60_000]
+    planner = Planner(v(4), LengthCosts.with_attention(Costs.per_rank(4, 2), 1))
+    largest = sorted((sum(lengths) for lengths in documents), reverse=True)
+    plan = planner.plan(planner.cut(documents, 2048), limits=[0.5 * sum(largest[:4])] * 4)
+    assert plan.seconds < 1.04 * plan.lower_bound
+
+
+def test_a_file_that_takes_slices_in_another_order_is_refused() -> None:
+    schedule = catalog.build("1f1b", 2, 4)
+    with pytest.raises(ValueError, match="back in reverse"):
+        require_chain_order(schedule, equal_slices(2, 2, 2))
+    with pytest.raises(ValueError, match="for 4 units, but there are 6"):
+        require_chain_order(schedule, equal_slices(3, 2, 2))
+
+
+def test_slices_go_with_pairs_and_a_split_head_but_not_with_copies() -> None:
+    costs = Costs.per_rank(4, 1)
+    in_slices = named("1f1b", 4, 4).with_option(Slices(1, 4))
+    split = make(replace(in_slices, splits_head=True), CostModel.fixed(costs)).schedule
+    assert sum(action.kind is Kind.T for action in split) == 4 * 4 * 4
+    pairs = make(paired(named("dualpipe-v", 4, 8)).with_option(Slices(1, 3))).schedule
+    assert pairs.paired and pairs.microbatches == 24
+    with pytest.raises(ValueError, match="not copied to the host"):
+        make(in_slices.with_option(Offload(0.5)), CostModel.fixed(costs))

@@ -1,0 +1,105 @@
+"""Units and cuts: every token once, chains in a row, and what is refused."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from megatron_pp_ext.features.units.units import By, Piece, Unit, Units, bounds, cut, equal_slices, ordered
+
+DOCUMENTS = some.lists(some.lists(some.integers(1, 5000), min_size=1, max_size=6), min_size=1, max_size=6)
+
+
+def test_equal_slices_of_a_microbatch_are_a_chain() -> None:
+    units = equal_slices(2, 4, 4096, rows=2)
+    assert units.tokens == (2048,) * 8
+    assert units.backwards == (3, 2, 1, 0, 7, 6, 5, 4)
+    assert [unit.prefix for unit in units.units] == [0, 1024, 2048, 3072] * 2
+    assert sum(units.squares) == 2 * 2 * 4096**2
+    assert list(map(str, units.names))[3:5] == ["0.3", "1.0"]
+
+
+@given(DOCUMENTS, some.integers(1, 3000), some.sampled_from(["tokens", "cost"]), some.randoms())
+def test_cuts_have_every_token_once_in_any_order_of_chains(documents, most, by, random) -> None:
+    units = cut(documents, most, by, equal_at=700)
+    chains = list(range(len(units.chains)))
+    random.shuffle(chains)
+    for one in (units, ordered(units, chains)):  # the class checks that all tokens are there once, in order
+        assert sum(one.tokens) == sum(map(sum, documents))
+        assert sum(one.squares) == sum(length**2 for lengths in documents for length in lengths)
+        assert sorted(one.backwards) == list(range(len(one)))
+    assert max(units.tokens) <= most
+
+
+@given(some.integers(2, 10_000), some.integers(1, 50))
+def test_slices_of_equal_cost_have_fewer_and_fewer_tokens(length, slices) -> None:
+    slices = min(length, slices)
+    sizes = [end - begin for begin, end in pairwise(bounds(length, slices, equal_at=2000))]
+    assert sum(sizes) == length and min(sizes) >= 1
+    assert all(after <= before + 1 for before, after in pairwise(sizes))
+
+
+@given(some.integers(2, 10_000), some.integers(1, 50), some.integers(0, 100))
+def test_no_slice_of_equal_cost_has_more_tokens_than_the_most(length, slices, more) -> None:
+    slices = min(length, slices)
+    most = -(-length // slices) + more
+    sizes = [end - begin for begin, end in pairwise(bounds(length, slices, equal_at=2000, most=most))]
+    assert len(sizes) == slices and sum(sizes) == length and min(sizes) >= 1 and max(sizes) <= most
+
+
+def test_slices_by_cost_are_more_where_attention_costs_much() -> None:
+    """Up to twice as many, and no more than there must be where attention costs next to nothing."""
+    counts = [len(cut([[65_536]], 8192, equal_at=where)) for where in (1e9, 24_576, 100)]
+    assert counts[0] == 8 and counts[0] < counts[1] < counts[2] <= 16
+    assert len(cut([[65_536]], 8192)) == len(cut([[65_536]], 8192, "tokens", equal_at=100)) == 8
+
+
+def test_slices_by_cost_are_nearer_to_each_other() -> None:
+    def longest(by: By) -> float:
+        units = cut([[65_536]], 8192, by, equal_at=24_576)
+        return max(unit.tokens + unit.squares / 24_576 for unit in units.units)
+
+    assert longest("cost") < 0.6 * longest("tokens")
+
+
+def test_positions_are_those_within_the_microbatch() -> None:
+    units = cut([[10, 3, 4]], 5)
+    assert [units.positions(number) for number in range(len(units))] == [
+        ((0, 5),),
+        ((5, 10),),
+        ((10, 13),),
+        ((13, 17),),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("units", "message"),
+    [
+        ([Unit(0, 0, 0, (Piece(0, 0, 5),))], "is not whole"),
+        ([Unit(0, 0, 0, (Piece(0, 5, 10),)), Unit(0, 1, 0, (Piece(0, 0, 5),))], "do not follow"),
+        ([Unit(0, 0, 0, (Piece(0, 0, 5),)), Unit(0, 1, 1, (Piece(0, 5, 10),))], "does not continue"),
+        ([Unit(0, 1, 0, (Piece(0, 0, 10),))], "is slice 1, not 0"),
+    ],
+)
+def test_units_that_are_no_step_are_refused(units, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        Units.of([[10]], units)
+
+
+def test_a_unit_needs_a_token() -> None:
+    with pytest.raises(ValueError, match="at most 0 tokens"):
+        cut([[5]], 0)
+    with pytest.raises(ValueError, match="3 tokens do not make 4 slices"):
+        bounds(3, 4)
+
+
+def test_slices_end_where_tensor_parallel_ranks_can_share_them() -> None:
+    """Of 20 tokens in units of at most 9, of which 4 ranks have equal parts."""
+    units = cut([[20, 4]], 9, multiple=4)
+    assert [unit.tokens for unit in units.units] == [4, 8, 8, 4]
+    assert all(begin % 4 == end % 4 == 0 for unit in units.units for _, begin, end in unit.pieces)
+
+
+def test_rows_count_the_tokens_of_a_batch() -> None:
+    assert cut([[10], [6]], 5, rows=3).tokens == (15, 15, 9, 9)
