@@ -31,8 +31,7 @@ from megatron_pp_ext.version import VERSION
 if TYPE_CHECKING:
     from megatron_pp_ext.compiler.compile import compile_schedule
     from megatron_pp_ext.features.units.packing import balance
-    from megatron_pp_ext.integration.by_call import install, installed, uninstall
-    from megatron_pp_ext.integration.call_request import InForce
+    from megatron_pp_ext.megatron.by_call import InForce, install, installed, uninstall
     from megatron_pp_ext.schedule.actions import Schedule
     from megatron_pp_ext.schedule.catalog import build
     from megatron_pp_ext.schedule.costs import Costs, StageCosts
@@ -63,7 +62,7 @@ __all__ = [
 
 _HOMES = {
     "Costs": ("schedule.costs", "Costs"),
-    "InForce": ("integration.call_request", "InForce"),
+    "InForce": ("megatron.by_call", "InForce"),
     "Schedule": ("schedule.actions", "Schedule"),
     "StageCosts": ("schedule.costs", "StageCosts"),
     "Timeline": ("schedule.simulate", "Timeline"),
@@ -71,11 +70,11 @@ _HOMES = {
     "build": ("schedule.catalog", "build"),
     "compile_schedule": ("compiler.compile", "compile_schedule"),
     "draw": ("view.picture", "draw"),
-    "install": ("integration.by_call", "install"),
-    "installed": ("integration.by_call", "installed"),
+    "install": ("megatron.by_call", "install"),
+    "installed": ("megatron.by_call", "installed"),
     "read_csv": ("schedule.formats.csv_file", "read"),
     "simulate": ("schedule.simulate", "simulate"),
-    "uninstall": ("integration.by_call", "uninstall"),
+    "uninstall": ("megatron.by_call", "uninstall"),
     "write_csv": ("schedule.formats.csv_file", "write"),
 }
 """The module and the name there of everything that is public."""

@@ -135,7 +135,7 @@ class _AfterCore:
 def _install() -> None:
     with in_one_line():
         settings = arguments(os.environ)
-        from megatron_pp_ext.integration import by_call
+        from megatron_pp_ext.megatron import by_call
 
         variables = {argument: name for name, (argument, _) in VARIABLES.items()}
         by_call.install_by_variables(variables, **settings)

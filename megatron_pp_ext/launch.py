@@ -8,19 +8,18 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from megatron_pp_ext import integration
-from megatron_pp_ext.integration.products import Products, use
+from megatron_pp_ext import megatron
+from megatron_pp_ext.megatron.requested import Products, use
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from megatron_pp_ext.integration.requested import Pipeline
-    from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner
-    from megatron_pp_ext.integration.runners.transport import ProcessGroups
-    from megatron_pp_ext.integration.settings import Saving
     from megatron_pp_ext.job.requested_job import RequestedJob
     from megatron_pp_ext.job.typed_job import Job
+    from megatron_pp_ext.megatron.requested import Pipeline, Saving
+    from megatron_pp_ext.megatron.runners.pipeline_runner import PipelineRunner
+    from megatron_pp_ext.megatron.runners.transport import ProcessGroups
     from megatron_pp_ext.schedule.actions import Schedule
     from megatron_pp_ext.schedule.costs import Costs
 
@@ -31,7 +30,7 @@ def install(cpu: bool = False) -> None:
     End the process with a one-line message, and Megatron untouched, if a hook does not fit or the release is
     unknown.
     """
-    integration.install(cpu)
+    megatron.install(cpu)
     use(AllProducts())
 
 
@@ -61,12 +60,12 @@ class AllProducts(Products):
     def better_layout(
         self, job: Job, data: int, costs: Costs, schedule: Schedule, name: str, free: float
     ) -> tuple[str, Saving] | None:
-        from megatron_pp_ext.planner.layout.advice import advised
+        from megatron_pp_ext.planner.layout.requested_layout import advised
 
         return advised(job, data, costs, schedule, name, free)
 
     def comparison(self, asked: RequestedJob, data: int) -> list[str]:
-        from megatron_pp_ext.integration.trainer import model_costs
+        from megatron_pp_ext.megatron import start_up
         from megatron_pp_ext.planner.step import comparison
 
-        return comparison.at_start(asked, data, lambda: model_costs.vocabulary(asked))
+        return comparison.at_start(asked, data, lambda: start_up.vocabulary(asked))

@@ -31,8 +31,8 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, utils
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron_pp_ext.data_split import DEFAULT, empty_parts, working_split
-from megatron_pp_ext.integration.trainer import pretraining
+from megatron_pp_ext.megatron.trainer import pretraining
+from megatron_pp_ext.text_data import DEFAULT, empty_parts, working_split
 
 Batch = dict[str, Any]
 FIELDS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")

@@ -6,7 +6,7 @@ class NamesSettings(BaseException):
 
     A setting that has no flag, an argument of ``install`` alone, is spelled like the others:
     ``--pipeline-ranks``, and with a value ``--pipeline-ranks=4``.  What came in by another door than a
-    command line, a call or the environment, gets other names there (``job.call_words``).
+    command line, a call or the environment, gets other names there (``job.model_config``).
     """
 
 

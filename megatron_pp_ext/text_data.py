@@ -1,4 +1,8 @@
-"""Turn a folder of text into training data for Megatron-LM, one token a byte.
+"""Turn a folder of text into training data for Megatron-LM, one token a byte, and the parts that --split
+cuts.
+
+Megatron cuts a data file by its sequences, of which every document has one or more.  A part that gets none of
+them would make its GPTDataset count tokens for ever.
 
     python -m megatron_pp_ext.text_data [SOURCE] PREFIX
 
@@ -18,14 +22,50 @@ import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
-from megatron_pp_ext.data_split import DEFAULT, working_split
 from megatron_pp_ext.files import whole
+
+DEFAULT = "969,30,1"
+"""The split that Megatron takes where --split is not given."""
+
+PARTS = ("training", "validation", "test")
+
+
+def empty_parts(lengths: npt.NDArray[np.int32], split: str) -> list[str]:
+    """Return the ``PARTS`` that ``split`` requests and that get no token.
+
+    ``lengths`` are the tokens of each sequence of one data file.
+    """
+    # Megatron is imported here, so that what only needs the names above is quick.
+    from megatron.core.datasets.blended_megatron_dataset_config import (
+        convert_split_vector_to_split_matrix,
+        parse_and_normalize_split,
+    )
+
+    edges = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
+    count = len(lengths)
+    return [
+        part
+        for part, edge in zip(PARTS, edges, strict=True)
+        # This is how BlendedMegatronDatasetBuilder rounds.
+        if edge is not None and not lengths[round(edge[0] * count) : round(edge[1] * count)].sum()
+    ]
+
+
+def working_split(lengths: npt.NDArray[np.int32]) -> str:
+    """Return the split nearest to the default that leaves no part empty; with few sequences, of one part."""
+    few: Sequence[str] = [f"{len(lengths) - 2},1,1"] if len(lengths) > 2 else []
+    for split in (DEFAULT, "98,1,1", "90,5,5", *few):
+        if not empty_parts(lengths, split):
+            return split
+    return "1,0,0"
+
 
 END_OF_DOCUMENT = 256
 VOCAB_SIZE = 257

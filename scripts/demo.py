@@ -34,9 +34,8 @@ from rich.table import Table
 
 from megatron_pp_ext.jobs import command, process
 from megatron_pp_ext.jobs.failure import reason
-from megatron_pp_ext.schedule.formats import trace_reading
-from megatron_pp_ext.schedule.recorded import SECONDS, RecordedStep
-from megatron_pp_ext.schedule.replay import on_own_cores
+from megatron_pp_ext.schedule.formats import trace_file
+from megatron_pp_ext.schedule.recorded import SECONDS, RecordedStep, on_own_cores
 from megatron_pp_ext.schedule.simulate import Timeline
 from megatron_pp_ext.text_data import VOCAB_SIZE, TextDataError, prepare
 from megatron_pp_ext.view import picture
@@ -110,7 +109,7 @@ def main(
                 [*resume, *flags, "--pipeline-trace", str(trace)],
                 iterations - 1,
             )
-            steps[name] = trace_reading.read(trace)
+            steps[name] = trace_file.read(trace)
 
     show_losses(losses)
     replayed = {name: on_own_cores(step).timeline() for name, step in steps.items()}

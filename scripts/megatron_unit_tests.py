@@ -103,8 +103,8 @@ def stand_in_for_schedules() -> None:
 
     from megatron_pp_ext.compiler.request import Request
     from megatron_pp_ext.compiler.source import Source
-    from megatron_pp_ext.integration import requested
-    from megatron_pp_ext.integration.runners.choose import runner
+    from megatron_pp_ext.megatron import requested
+    from megatron_pp_ext.megatron.runners.choose import runner
     from megatron_pp_ext.schedule.costs import Costs
     from megatron_pp_ext.schedule.placement import Placement, Shape
 

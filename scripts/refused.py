@@ -6,7 +6,8 @@ python -m scripts.refused
 import re
 from pathlib import Path
 
-from megatron_pp_ext.job.rules import config, planned, table, unknown_costs
+from megatron_pp_ext.job import flag_effects
+from megatron_pp_ext.job.rules import all_rules, schedules, stock
 from megatron_pp_ext.job.rules.rule import Rule, Rules
 
 _FIRST = "schedules", "stock", "vocabulary", "pairs", "offload", "without_flush"
@@ -14,10 +15,10 @@ _FIRST = "schedules", "stock", "vocabulary", "pairs", "offload", "without_flush"
 
 
 def _in_order() -> list[Rules]:
-    topics = {topic.name: topic.rules for topic in table.topics()}
+    topics = {topic.name: topic.rules for topic in all_rules.topics()}
     others = [name for name in topics if name not in _FIRST]
     written = [rules for name in (*_FIRST, *others) for rules in topics[name]]
-    return [*written, *unknown_costs.not_counted(), *planned.RULES, *config.RULES]
+    return [*written, *flag_effects.lacks_costs(), *stock.PLANNED, *schedules.CONFIG]
 
 
 FILE = Path(__file__).parents[1] / "docs" / "refused.md"

@@ -4,7 +4,7 @@
     python -m scripts.tried_commits train CHECKOUT ...
 
 ``table`` reads the parameters in every place that a hook takes, without importing what it reads, and
-replaces what ``megatron_pp_ext/integration/signatures.json`` has of the named commits.  A name that is new
+replaces what ``megatron_pp_ext/megatron/signatures.json`` has of the named commits.  A name that is new
 there is written into its ``commits`` by hand first.  ``train`` runs the tests of ``megatron_pp_ext.install``
 on each checkout: small models train on two CPU ranks with it and without it, to the same bits.
 """
@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_pp_ext.integration import tried
+from megatron_pp_ext.megatron import patching
 
 ROOT = Path(__file__).parents[1]
 
@@ -121,7 +121,7 @@ def hooked_places() -> list[str]:
     from megatron_pp_ext import cpu
 
     cpu.install()
-    from megatron_pp_ext.integration import frameworks, hooks
+    from megatron_pp_ext.megatron import frameworks, hooks
 
     every = (*hooks.all_hooks(cpu=True), *frameworks.HOOKS)
     return [place.path for hook in every for place in hook.places]
@@ -133,7 +133,7 @@ def written(commits: Mapping[str, Any], tables: Tables) -> str:
     for name in commits:
         for place, parameters in tables[name].items():
             having.setdefault((place, parameters), []).append(name)
-    megatrons = [name for name, row in commits.items() if tried.Commit(name, **row).is_megatron]
+    megatrons = [name for name, row in commits.items() if patching.Commit(name, **row).is_megatron]
     rows = []
     for (place, parameters), names in sorted(having.items()):
         only = {} if names == megatrons else {"commits": names}
@@ -144,15 +144,17 @@ def written(commits: Mapping[str, Any], tables: Tables) -> str:
 
 
 def _write(sources: Mapping[str, Source]) -> None:
-    commits = json.loads(tried.FILE.read_text(encoding="utf-8"))["commits"]
+    commits = json.loads(patching.FILE.read_text(encoding="utf-8"))["commits"]
     unknown = [name for name in sources if name not in commits]
     if unknown:
-        raise SystemExit(f"{tried.FILE.name} has no commit {unknown[0]!r}: write it into its commits first")
-    tables: Tables = {name: dict(tried.signatures(name)) for name in commits}
+        raise SystemExit(
+            f"{patching.FILE.name} has no commit {unknown[0]!r}: write it into its commits first"
+        )
+    tables: Tables = {name: dict(patching.signatures(name)) for name in commits}
     for name, source in sources.items():
         by_place = {place: parameters_in(source, place) for place in hooked_places()}
         tables[name] = {place: parameters for place, parameters in by_place.items() if parameters is not None}
-    tried.FILE.write_text(written(commits, tables), encoding="utf-8")
+    patching.FILE.write_text(written(commits, tables), encoding="utf-8")
 
 
 def _train(checkout: str) -> bool:

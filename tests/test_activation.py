@@ -34,7 +34,7 @@ def run(folder: Path, program: str, **environment: str) -> str:
     return ran.stdout + ran.stderr
 
 
-BY_CALL = "from megatron_pp_ext.integration import by_call; by_call.install"
+BY_CALL = "from megatron_pp_ext.megatron import by_call; by_call.install"
 INSTALLED = f"{BY_CALL} = lambda **asked: print(asked)\nimport megatron.core\n"
 
 

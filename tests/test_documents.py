@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_pp_ext.job import flag_table
-from megatron_pp_ext.job.our_flags import add_flags
+from megatron_pp_ext.job.flag_table import add_flags
 from scripts import refused
 from tests.support.documents import (
     COMMANDS,

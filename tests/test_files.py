@@ -13,10 +13,10 @@ import pytest
 from megatron_pp_ext import files
 from megatron_pp_ext.costs import system
 from megatron_pp_ext.files import whole, write_whole
-from megatron_pp_ext.planner import model_names
+from megatron_pp_ext.planner import described
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.formats import costs_file, csv_file, profile_file, trace_file, trace_reading
+from megatron_pp_ext.schedule.formats import costs_file, csv_file, profile, trace_file
 from megatron_pp_ext.schedule.formats.profile import Profile, ProfiledLayer
 from megatron_pp_ext.schedule.simulate import simulate
 from reference import vgg16
@@ -26,17 +26,20 @@ COSTS = Costs.unit(SCHEDULE.placement)
 READERS: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
     "costs": (lambda path: costs_file.write(COSTS, path), costs_file.read),
     "profile": (
-        lambda path: profile_file.write(Profile.chain([ProfiledLayer("a", 1, 2, 3, 4)]), path),
-        profile_file.read,
+        lambda path: profile.write(Profile.chain([ProfiledLayer("a", 1, 2, 3, 4)]), path),
+        profile.read,
     ),
-    "graph.txt": (lambda path: path.write_text(vgg16.graph_txt()), profile_file.read),
+    "graph.txt": (lambda path: path.write_text(vgg16.graph_txt()), profile.read),
     "schedule": (lambda path: csv_file.write(SCHEDULE, path), csv_file.read),
     "system": (
         lambda path: path.write_text(system.read("h100").to_json()),
         lambda path: system.read(str(path)),
     ),
-    "model": (lambda path: path.write_text('{"num_layers": 4}'), lambda path: model_names.read(str(path))),
-    "trace": (lambda path: trace_file.write_timeline(path, simulate(SCHEDULE, COSTS)), trace_reading.read),
+    "model": (
+        lambda path: path.write_text('{"num_layers": 4}'),
+        lambda path: described.read_model(str(path)),
+    ),
+    "trace": (lambda path: trace_file.write_timeline(path, simulate(SCHEDULE, COSTS)), trace_file.read),
 }
 """What writes a file that a person may edit, and what reads it."""
 

@@ -29,13 +29,14 @@ PURE = {
     "features.planner",
     "costs",
     "job",
+    "pipedream.pace",
     "pipedream.partition",
     "planner",
     "view",
 }
 """Rooms that import neither torch nor Megatron."""
 
-MEGATRON = {"integration", "features.megatron", "pipedream", "cpu", "pretrain_gpt", "text_data", "data_split"}
+MEGATRON = {"megatron", "features.megatron", "pipedream", "cpu", "pretrain_gpt", "text_data"}
 """Rooms that import Megatron.  text_data is an entry point that writes its data with Megatron's writer."""
 
 _STEPS = {
@@ -68,22 +69,23 @@ BELOW: dict[str, set[str]] = {
         "features.orders",
         "features.runtime",
         "runtime",
-        "integration",
+        "megatron",
         "around",
         "setting_error",
     },
     "features.planner": {"schedule", "compiler", "features.orders", "features.costs", "job", "planner"},
-    "pipedream": {*_STEPS, "integration", "runtime"},
+    "pipedream.pace": {"schedule"},
+    "pipedream": {*_STEPS, "megatron", "runtime"},
     "pipedream.partition": _STEPS,
     "costs": _STEPS,
-    "planner": {*_STEPS, "features", "features.costs", "costs", "processor"},
+    "planner": {*_STEPS, "pipedream.pace", "features", "features.costs", "costs", "processor"},
     "runtime": {"files", "setting_error", "schedule", "features"},
     "view": {"files", "json_input", "schedule"},
     "jobs": {"files"},
     "verification": {*_STEPS, "features", "jobs", "runtime"},
     "calibration": {*_STEPS, "costs", "processor"},
     "cpu": {"around"},
-    "integration": {
+    "megatron": {
         *_STEPS,
         "features",
         "startup_file",
@@ -95,68 +97,48 @@ BELOW: dict[str, set[str]] = {
         "runtime",
         "cpu",
     },
-    "data_split": set(),
     "launch_errors": {"files"},
     "startup_file": {"files"},
-    "activation": {"integration", "json_input", "launch_errors", "startup_file"},
-    "text_data": {"data_split", "files"},
+    "activation": {"megatron", "json_input", "launch_errors", "startup_file"},
+    "text_data": {"files"},
 }
 BELOW |= {
-    "__init__": {"schedule", "compiler", "features.orders", "integration", "version", "view"},
+    "__init__": {"schedule", "compiler", "features.orders", "megatron", "version", "view"},
     "cli": {*BELOW},
-    "launch": {"integration", "pipedream", "planner"},
+    "launch": {"megatron", "pipedream", "planner"},
     "__main__": {"activation", "cpu", "launch", "launch_errors"},
-    "pretrain_gpt": {"__main__", "cpu", "integration", "data_split", "launch_errors"},
+    "pretrain_gpt": {"__main__", "cpu", "megatron", "text_data", "launch_errors"},
 }
 """The rooms that each room may import, itself aside."""
 
 TRAINING = {
-    *("schedule", "compiler", "features", "job", "costs", "runtime", "cpu", "integration", "activation"),
+    *("schedule", "compiler", "features", "job", "costs", "runtime", "cpu", "megatron", "activation"),
     *("features.orders", "features.costs", "features.runtime", "features.megatron"),
 }
 """The product that trains.  Others stand on it, and ``launch`` hands it what they add."""
 
 OTHER_PRODUCTS = {
-    *("planner", "calibration", "pipedream", "pipedream.partition"),
+    *("planner", "calibration", "pipedream", "pipedream.pace", "pipedream.partition"),
     *("view", "verification", "jobs", "cli"),
 }
 
-_HOOKS = {"releases", "places", "patching"}
-
-BELOW_IN_INTEGRATION = {
+BELOW_IN_MEGATRON = {
     "releases": set(),
-    "places": {"releases"},
-    "tried": set(),
-    "patching": {"releases", "places", "tried"},
-    "settings": set(),
-    "requested": {"settings"},
-    "products": {"requested"},
-    "start_up": {"products", "requested"},
-    "workarounds": _HOOKS,
-    "core": {*_HOOKS, "requested"},
-    "settled": {"settings", "requested", "core"},
-    "runners": {*_HOOKS, "settings", "requested", "products", "settled", "core"},
-    "frameworks": {"releases", "patching", "requested", "core"},
-    "trainer": {
-        *_HOOKS,
-        "settings",
-        "requested",
-        "products",
-        "start_up",
-        "core",
-    },
-    "core_hooks": {"patching", "core", "runners", "frameworks", "workarounds"},
-    "trainer_hooks": {"patching", "trainer"},
-    "cpu_hooks": _HOOKS,
-    "hooks": {"patching", "core_hooks", "trainer_hooks", "cpu_hooks", "workarounds"},
-    "trainers_tried": set(),
-    "hooks_here": {*_HOOKS, "tried", "core_hooks", "hooks", "workarounds", "frameworks"},
-    "doctor": {"releases", "trainers_tried", "hooks_here"},
-    "call_request": {"settings", "requested", "start_up"},
-    "by_call": {"call_request", "requested", "patching", "core", "core_hooks"},
-    "__init__": {"patching", "hooks"},
+    "patching": {"releases"},
+    "requested": set(),
+    "start_up": {"requested"},
+    "workarounds": {"patching", "releases"},
+    "core": {"patching", "releases", "requested"},
+    "runners": {"core", "patching", "releases", "requested"},
+    "frameworks": {"core", "patching", "releases", "requested"},
+    "trainer": {"core", "patching", "releases", "requested", "start_up"},
+    "core_hooks": {"core", "frameworks", "patching", "runners", "workarounds"},
+    "hooks": {"core_hooks", "patching", "releases", "trainer", "workarounds"},
+    "doctor": {"core_hooks", "frameworks", "hooks", "patching", "releases", "workarounds"},
+    "by_call": {"core", "core_hooks", "patching", "requested", "start_up"},
+    "__init__": {"hooks", "patching"},
 }
-"""The same for the rooms of ``integration``."""
+"""The same for the rooms of ``megatron``."""
 
 
 @cache
@@ -230,14 +212,14 @@ def _module(name: str) -> str:
 
 
 def room(module: str, depth: int = 1) -> str:
-    """Return the room of ``module``, or at ``depth`` 2 the room within ``integration``.
+    """Return the room of ``module``, or at ``depth`` 2 the room within ``megatron``.
 
     The table of features is a room at the bottom.  What features do has a room on each level that they add
     to, their options of commands are in that of commands, and PipeDream's partitioner is a room of its own.
     """
     parts = module.split(".")
-    if depth == 1 and parts[1:3] == ["pipedream", "partition"]:
-        return "pipedream.partition"
+    if depth == 1 and parts[1] == "pipedream" and parts[2:3] in (["pace"], ["partition"]):
+        return f"pipedream.{parts[2]}"
     if depth == 1 and parts[1] == "features" and "cli" in parts[2:]:
         return "cli"
     if depth == 1 and parts[1] == "features" and len(parts) < 5 and parts[-1] in ("__init__", "feature"):
@@ -257,8 +239,8 @@ def is_ours(module: str) -> bool:
 
 def test_the_plan_names_every_room() -> None:
     assert {room(module) for module in modules()} == BELOW.keys()
-    within = {room(module, 2) for module in modules() if room(module) == "integration"}
-    assert within == BELOW_IN_INTEGRATION.keys()
+    within = {room(module, 2) for module in modules() if room(module) == "megatron"}
+    assert within == BELOW_IN_MEGATRON.keys()
 
 
 def arrows(module: str) -> Iterator[tuple[str, str, dict[str, set[str]]]]:
@@ -266,8 +248,8 @@ def arrows(module: str) -> Iterator[tuple[str, str, dict[str, set[str]]]]:
     for imported in filter(is_ours, imports(module)):
         if room(imported) != room(module):
             yield room(module), room(imported), BELOW
-        elif room(module) == "integration" and room(imported, 2) != room(module, 2):
-            yield room(module, 2), room(imported, 2), BELOW_IN_INTEGRATION
+        elif room(module) == "megatron" and room(imported, 2) != room(module, 2):
+            yield room(module, 2), room(imported, 2), BELOW_IN_MEGATRON
 
 
 def test_no_arrow_points_upwards() -> None:
@@ -316,12 +298,12 @@ def test_torch_and_megatron_stay_in_their_rooms() -> None:
 
 
 IMPORTS_TRAINER = {
-    "integration.workarounds.stage_data",
-    "integration.__init__",
+    "megatron.workarounds",
+    "megatron.__init__",
     "cpu.flags",
     "pretrain_gpt",
 }
-"""What imports megatron.training outside of ``integration.trainer``: a workaround of its own defect, the
+"""What imports megatron.training outside of ``megatron.trainer``: a workaround of its own defect, the
 installation, which waits for it, and what starts it."""
 
 
@@ -332,11 +314,11 @@ def test_megatrons_trainer_stays_in_its_room() -> None:
         for module in modules()
         if any(name.startswith("megatron.training") for name in imports(module))
     }
-    assert {module for module in using if not module.startswith("integration.trainer.")} == IMPORTS_TRAINER
+    assert {module for module in using if not module.startswith("megatron.trainer.")} == IMPORTS_TRAINER
 
 
 def test_no_circle_of_rooms() -> None:
-    for plan in (BELOW, BELOW_IN_INTEGRATION):
+    for plan in (BELOW, BELOW_IN_MEGATRON):
         assert not find_circle({room: sorted(below) for room, below in plan.items()})
 
 
@@ -397,12 +379,12 @@ def test_imports_are_found_wherever_they_are() -> None:
         "from megatron_pp_ext.schedule import catalog\n"
         "if TYPE_CHECKING:\n    from megatron_pp_ext.cli import errors\n"
         "def function():\n    from megatron_pp_ext.files import write_whole\n"
-        "    from megatron_pp_ext.integration import install\n"
+        "    from megatron_pp_ext.megatron import install\n"
     )
     assert {name for name in _named(ast.parse(source)) if is_ours(name)} == {
         f"{PACKAGE}.schedule.catalog",
         f"{PACKAGE}.files",
-        f"{PACKAGE}.integration.__init__",
+        f"{PACKAGE}.megatron.__init__",
     }
     assert "torch.nn" in _named(ast.parse(source))
 
@@ -414,8 +396,7 @@ MADE_IN = {
     "schedule.catalog",
     "features.units.plan",
     "features.offload.order",
-    "features.offload.compiled",
-    "features.offload.longer_plans",
+    "features.offload.copies",
     "features.pairs.order",
     "features.vocabulary.order",
 }
@@ -425,10 +406,8 @@ MAKES = {
     "compiler.compile": {"compile_schedule"},
     "features.units.list_scheduling": {"Within"},
     "features.pairs.order": {"compiled", "in_pairs", "paired"},
-    "features.offload.compiled": {"planned", "published_orders", "shortest_within"},
-    "features.offload.free_plans": {"with_share", "within"},
-    "features.offload.longer_plans": {"with_whole_share", "within_limits"},
-    "features.offload.order": {"offloaded"},
+    "features.offload.order": {"planned", "published_orders", "shortest_within", "offloaded"},
+    "features.offload.copies": {"with_share", "within", "with_whole_share", "within_limits"},
     "features.vocabulary.order": {"shared", "without_frozen_weight"},
     "features.vocabulary.share": {"share", "share_evaluation", "without_weight_gradients"},
     "schedule.catalog": {"build", "forward_only"},

@@ -118,7 +118,8 @@ def test_torchrun_shows_the_line_of_one_rank(tmp_path: Path) -> None:
 LOST_PEER = """
 import os, sys, torch, torch.distributed as dist
 from megatron_pp_ext import launch_errors
-from megatron_pp_ext.runtime.channels import Channels, direction_groups
+from megatron_pp_ext.runtime.channels import Channels
+from megatron_pp_ext.runtime.groups import direction_groups
 from megatron_pp_ext.schedule.messages import Message
 
 def main():

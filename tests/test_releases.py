@@ -1,4 +1,4 @@
-"""What names a release of Megatron agrees with the one table, ``integration/releases.py``."""
+"""What names a release of Megatron agrees with the one table, ``megatron/releases.py``."""
 
 import re
 import tomllib
@@ -7,9 +7,9 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from megatron_pp_ext.integration import tried
-from megatron_pp_ext.integration.releases import NEWEST, RELEASES, Release
 from megatron_pp_ext.job.requested_job import FIRST_ENGINE
+from megatron_pp_ext.megatron import patching
+from megatron_pp_ext.megatron.releases import NEWEST, RELEASES, Release
 
 ROOT = Path(__file__).parents[1]
 PUBLISHED = {release.wheel: release for release in RELEASES if release.wheel}
@@ -46,7 +46,7 @@ def test_pyproject_takes_what_is_tested() -> None:
     major, minor = RELEASES[-1].number
     taken = SpecifierSet(f">={dotted(RELEASES[0])}.0rc0,<{major}.{minor + 1}")
     assert requirement("megatron-core").specifier == taken
-    assert all(one.version in taken for one in tried.commits() if one.is_megatron)
+    assert all(one.version in taken for one in patching.commits() if one.is_megatron)
     assert requirement("transformer-engine", extra="gpu").specifier == SpecifierSet(f">={FIRST_ENGINE}")
 
 
@@ -71,7 +71,7 @@ def _kind(release: Release) -> str:
 def test_the_page_has_every_commit_that_was_tried() -> None:
     page = (ROOT / "docs" / "compatibility.md").read_text()
     section = page.partition("\n### Commits that frameworks pin\n")[2].partition("\n## ")[0]
-    for one in tried.commits():
+    for one in patching.commits():
         assert not one.pinned_by or one.commit in section, one
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import typer
 
 from benchmarks.measuring import in_turns
-from megatron_pp_ext.integration.core.engine_linear import split_backwards
+from megatron_pp_ext.megatron.core.engine_linear import split_backwards
 from megatron_pp_ext.runtime.activation_meter import Owner
 from megatron_pp_ext.runtime.split import STORE
 

@@ -21,7 +21,7 @@ from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.rows import Rows
 from benchmarks.report import RESULTS
-from megatron_pp_ext.jobs.signals import ended_as_by_the_keyboard
+from megatron_pp_ext.jobs.failure import ended_as_by_the_keyboard
 
 STOPPED = 128 + signal.SIGTERM
 """The exit status of a check that was stopped."""

@@ -42,7 +42,7 @@ class EngineBlock(torch.nn.Module):
         super().__init__()
         import transformer_engine.pytorch as engine
 
-        from megatron_pp_ext.integration.core.engine_linear import split_backwards
+        from megatron_pp_ext.megatron.core.engine_linear import split_backwards
 
         about: dict[str, Any] = {"params_dtype": torch.bfloat16, "fuse_wgrad_accumulation": True}
         self.up = engine.LayerNormLinear(hidden, 4 * hidden, **about)

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_pp_ext.runtime.nccl_version import loaded_nccl
+from megatron_pp_ext.runtime.groups import loaded_nccl
 
 
 def main(

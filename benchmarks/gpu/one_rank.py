@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_pp_ext.features.offload.runtime.copy_streams import CopyStreams
-from megatron_pp_ext.features.offload.runtime.host_buffers import HostBuffers
+from megatron_pp_ext.features.offload.runtime.host_buffers import CopyStreams, HostBuffers
 from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations
-from megatron_pp_ext.runtime.dummy_channels import DummyChannels
+from megatron_pp_ext.runtime.channels import DummyChannels
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.runtime.rank import Rank

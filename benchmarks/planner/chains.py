@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from megatron_pp_ext.schedule.formats import graph_txt
+from megatron_pp_ext.schedule.formats import profile
 from megatron_pp_ext.schedule.formats.profile import Profile, ProfiledLayer
 from reference import vgg16
 
@@ -18,7 +18,7 @@ IMAGE_RATE, TEXT_RATE = 1e13, 3e14
 def profiles() -> dict[str, Profile]:
     """Return all profiles by their names."""
     by_name = {
-        "VGG-16": graph_txt.read(vgg16.graph_txt()),
+        "VGG-16": profile.read_graph_txt(vgg16.graph_txt()),
         "AlexNet": alexnet(),
         "ResNet-50": resnet50(),
         "GPT": gpt(),

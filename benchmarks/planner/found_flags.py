@@ -6,7 +6,7 @@ Recipes are those of scripts/performance at the tags from v0.1.0 to v0.6.0.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_pp_ext.job.flag_words import by_name
+from megatron_pp_ext.job.flag_table import by_name
 
 type Summary = Mapping[str, Any]
 """A row as ``bridge.json`` has it."""

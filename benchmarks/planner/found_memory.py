@@ -21,8 +21,8 @@ from benchmarks.planner.found_peaks import Peak, functional_tests
 from benchmarks.planner.found_runs import FoundRun, asked, found, machine_of
 from benchmarks.report import Row, table
 from megatron_pp_ext.job.pipeline import for_world
+from megatron_pp_ext.planner.step.error_band import headroom
 from megatron_pp_ext.planner.step.estimate import RankMemory, estimate_request
-from megatron_pp_ext.planner.step.peaks import headroom
 
 LARGE = 10e9
 """The fewest bytes of a peak that is judged by itself: smaller ones are mostly workspaces."""

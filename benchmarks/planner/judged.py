@@ -7,8 +7,7 @@ from functools import cache
 from statistics import mean
 
 from megatron_pp_ext.costs import system
-from megatron_pp_ext.costs.system import System
-from megatron_pp_ext.costs.system_fields import Link
+from megatron_pp_ext.costs.system import Link, System
 from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.planner.step import error_band
 from megatron_pp_ext.planner.step.estimate import Estimate, estimate_request

@@ -14,12 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pp_ext.costs import system
-from megatron_pp_ext.costs.gated_delta_net import rule_operations
+from megatron_pp_ext.costs.attention import rule_operations
 from megatron_pp_ext.costs.kernels import AttentionWork
 from megatron_pp_ext.costs.mamba import CONVOLVED
-from megatron_pp_ext.costs.sent_once import Routing, sent_once_seconds
 from megatron_pp_ext.costs.system import System
-from megatron_pp_ext.costs.system_kernels import FLEXIBLE_PROCESSORS, SystemKernelSeconds
+from megatron_pp_ext.costs.system_kernels import (
+    FLEXIBLE_PROCESSORS,
+    Routing,
+    SystemKernelSeconds,
+    sent_once_seconds,
+)
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.model_description import describe
 

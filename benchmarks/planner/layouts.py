@@ -14,17 +14,16 @@ from benchmarks.report import RESULTS, Out, Row, publish, sections, table
 from megatron_pp_ext.costs import system
 from megatron_pp_ext.job.pipeline import for_world, permitted
 from megatron_pp_ext.job.typed_job import Job
-from megatron_pp_ext.planner import model_names
+from megatron_pp_ext.planner import described
 from megatron_pp_ext.planner.search.best_first import Search
 from megatron_pp_ext.planner.search.configurations import Space
-from megatron_pp_ext.planner.search.explanation import why
 from megatron_pp_ext.planner.search.replays import Evaluated
-from megatron_pp_ext.planner.search.result import Compiles, SearchResult
+from megatron_pp_ext.planner.search.result import Compiles, SearchResult, why
+from megatron_pp_ext.planner.step.error_band import HEADROOM
 from megatron_pp_ext.planner.step.estimate import Estimate, estimate_request
 from megatron_pp_ext.planner.step.model_description import asked_of, describe
-from megatron_pp_ext.planner.step.peaks import HEADROOM
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.names import FLEX
+from megatron_pp_ext.schedule.entry import FLEX
 from reference.recipes import DEEPSEEK_V3, RECIPES, Recipe
 
 MACHINE = system.read("h100")
@@ -201,7 +200,7 @@ def _described(values: Mapping[str, Any], seq_length: int, batch: int) -> Job:
 def _estimated(recipe: Recipe) -> tuple[Job, Estimate]:
     """Return the recipe's model without its sizes, and the estimate with them."""
     has_name = isinstance(recipe.model, str)
-    model = model_names.read(recipe.model).values if has_name else {**_LIKE_LLAMA, **recipe.model}
+    model = described.read_model(recipe.model).values if has_name else {**_LIKE_LLAMA, **recipe.model}
     plain, full = (
         _described({**model, **sizes, "tp_comm_overlap": True}, recipe.seq_length, recipe.global_batch_size)
         for sizes in ({}, recipe.sizes)

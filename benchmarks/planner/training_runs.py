@@ -28,8 +28,8 @@ from benchmarks.planner.judged import (
 )
 from benchmarks.report import RESULTS, Out, Row, publish, sections, table
 from megatron_pp_ext.planner.step import error_band
+from megatron_pp_ext.planner.step.error_band import headroom
 from megatron_pp_ext.planner.step.model_description import describe
-from megatron_pp_ext.planner.step.peaks import headroom
 from reference.training_runs import PublishedRun
 
 VALIDATION = Path(error_band.__file__).parents[1] / "validation.json"

@@ -21,7 +21,7 @@ from megatron_pp_ext.runtime.channels import Channels
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.runtime.rank import Rank
-from megatron_pp_ext.schedule.orders import Announced
+from megatron_pp_ext.schedule.actions import Announced
 from tests.support import few_sends
 
 FAMILIES = "1f1b", "interleaved", "zb-h1", "v-half", "v-zb"

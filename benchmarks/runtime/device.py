@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_pp_ext.cpu import streams
+from megatron_pp_ext.cpu import torch_stubs
 
 
-class Stream(streams.Stream):
+class Stream(torch_stubs.Stream):
     """A queue of work that ends at ``free_at``, in seconds of ``time.perf_counter``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -32,16 +32,16 @@ class Stream(streams.Stream):
         """Sleep until all work is done."""
         _sleep_until(self.free_at)
 
-    def wait_stream(self, stream: streams.Stream) -> None:
+    def wait_stream(self, stream: torch_stubs.Stream) -> None:
         """Let later launches begin after the work that ``stream`` has now."""
         assert isinstance(stream, Stream)
         self.free_at = max(self.free_at, stream.free_at)
 
-    def wait_event(self, event: streams.Event) -> None:
+    def wait_event(self, event: torch_stubs.Event) -> None:
         """Let later launches begin after ``event``."""
         self.free_at = max(self.free_at, event.seconds)
 
-    def record_event(self, event: streams.Event | None = None) -> streams.Event:
+    def record_event(self, event: torch_stubs.Event | None = None) -> torch_stubs.Event:
         """Let ``event``, or a new one, be at the end of the work that is here now, and return it."""
         event = event or Event()
         event.record(self)
@@ -52,16 +52,16 @@ class Stream(streams.Stream):
         return self.free_at <= time.perf_counter()
 
 
-class Event(streams.Event):
+class Event(torch_stubs.Event):
     """The end of a stream's work at the time when the event was recorded."""
 
-    def record(self, stream: streams.Stream | None = None) -> None:
+    def record(self, stream: torch_stubs.Stream | None = None) -> None:
         """Be at the end of what ``stream``, or the current one, has to do now."""
         stream = stream or current_stream()
         assert isinstance(stream, Stream)
         self.seconds = stream.free_at
 
-    def wait(self, stream: streams.Stream | None = None) -> None:
+    def wait(self, stream: torch_stubs.Stream | None = None) -> None:
         """Let what ``stream``, or the current one, runs next begin after this event."""
         (stream or current_stream()).wait_event(self)
 

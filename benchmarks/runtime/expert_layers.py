@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import layers
 from megatron.training import training
 
 from benchmarks.runtime import device
-from megatron_pp_ext.costs.overlap import overlapped
+from megatron_pp_ext.costs.model_parts import overlapped
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule.costs import Costs

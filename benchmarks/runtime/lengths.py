@@ -32,8 +32,7 @@ from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Action, Kind
-from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.unit_costs import UnitCosts
+from megatron_pp_ext.schedule.costs import Costs, UnitCosts
 from tests.support.ranks import run_ranks
 
 FAMILIES = "1f1b", "interleaved", "zb-h1", "v-half"

@@ -3,7 +3,7 @@
     python -m benchmarks.runtime.offload [--ranks 4] [--repeats 3]
 
 Stages sleep, and so do copies, each way on a thread of its own.  Every family runs with the copies that
-``features.offload.longer_plans`` plans for a share.  Writes results/offload_runtime.md.
+``features.offload.copies`` plans for a share.  Writes results/offload_runtime.md.
 """
 
 import gc
@@ -20,8 +20,7 @@ from benchmarks.report import RESULTS, Out, Row, publish, table
 from benchmarks.runtime.machine import cores_awake, pin_to_core
 from benchmarks.runtime.stages import SleepingLayer, Times
 from benchmarks.runtime.systems import World, module_stages
-from megatron_pp_ext.features.offload.free_plans import share_offloaded
-from megatron_pp_ext.features.offload.longer_plans import with_whole_share
+from megatron_pp_ext.features.offload.copies import share_offloaded, with_whole_share
 from megatron_pp_ext.features.offload.runtime.host_buffers import HostBuffers
 from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations
 from megatron_pp_ext.runtime.executor import execute

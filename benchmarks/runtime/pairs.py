@@ -47,8 +47,8 @@ from benchmarks.runtime.expert_layers import (
 from benchmarks.runtime.machine import cores_awake, pin_to_core, step_seconds
 from benchmarks.runtime.systems import Gloo, World, walk
 from megatron_pp_ext import cpu, pretrain_gpt
-from megatron_pp_ext.integration import requested
 from megatron_pp_ext.launch import install
+from megatron_pp_ext.megatron import requested
 from megatron_pp_ext.runtime.groups import direction_groups
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.schedule import catalog

@@ -18,13 +18,13 @@ from rich.progress import track
 from benchmarks.report import RESULTS, Out, Row, publish, table
 from benchmarks.runtime.stages import SleepingStage, Times
 from benchmarks.runtime.systems import World
+from megatron_pp_ext.pipedream.pace import seconds_of_an_update
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import plan_orders
 from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.families import pipedream
-from megatron_pp_ext.schedule.families.round_robin import Replicas
-from megatron_pp_ext.schedule.running import seconds_of_an_update
+from megatron_pp_ext.schedule.families.pipedream import Replicas
 from tests.support.ranks import run_ranks
 
 FILLING = 3

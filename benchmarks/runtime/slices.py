@@ -20,7 +20,7 @@ from benchmarks.measuring import MADE_UP, in_turns, logged_seconds, pretrain
 from benchmarks.report import RESULTS, Out, Row, publish, table
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.formats import trace_reading
+from megatron_pp_ext.schedule.formats import trace_file
 from megatron_pp_ext.schedule.simulate import simulate
 
 RANKS, LAYERS, MICROBATCHES = 4, 8, 4
@@ -63,7 +63,7 @@ def run(flags: list[str], steps: int) -> Found:
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "trace.json")
         log = pretrain([*flags, "--pipeline-trace", str(trace)], RANKS)
-        peak = max(record.peak_bytes for record in trace_reading.read(trace).records)
+        peak = max(record.peak_bytes for record in trace_file.read(trace).records)
     return Found(logged_seconds(log)[-steps:], peak)
 
 

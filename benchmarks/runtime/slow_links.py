@@ -31,11 +31,9 @@ from benchmarks.runtime.curves import LAST, LAYERS, MICROBATCH, Curve, learning_
 from benchmarks.runtime.machine import sleep_precisely
 from benchmarks.runtime.settings import best, cells
 from megatron_pp_ext import cpu
-from megatron_pp_ext.pipedream.partition.layout import layout_of
-from megatron_pp_ext.pipedream.partition.partitioner import partition
+from megatron_pp_ext.pipedream.partition.partitioner import layout_of, partition
 from megatron_pp_ext.pipedream.partition.recurrence import Level
-from megatron_pp_ext.schedule.formats import profile_file
-from megatron_pp_ext.schedule.formats.profile import Profile
+from megatron_pp_ext.schedule.formats.profile import Profile, read
 from megatron_pp_ext.text_data import prepare
 from megatron_pp_ext.view import figure
 
@@ -158,7 +156,7 @@ class Bench(NamedTuple):
         if not file.exists():
             flags = ("--global-batch-size", str(MICROBATCH), "--profile-pipeline", str(file))
             run_ranks(train, 1, self._argv(8, RATES[0], *flags), math.inf)
-        return profile_file.read(file)
+        return read(file)
 
     def _argv(self, updates: int, rate: str, *flags: str) -> list[str]:
         text = ("--data-path", f"{self.folder}/text", "--train-iters", str(updates), "--lr", rate)

@@ -25,12 +25,11 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torchs
 
 from benchmarks.runtime.stages import SleepingLayer, SleepingStage, Times, loss_of
-from megatron_pp_ext.features.pairs.runtime.operations import Pair
+from megatron_pp_ext.features.pairs.runtime import Pair
 from megatron_pp_ext.runtime.channels import Channels
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.groups import direction_groups
-from megatron_pp_ext.runtime.operations.compute import Compute
-from megatron_pp_ext.runtime.operations.transfers import Drain, Post, Receive, Send
+from megatron_pp_ext.runtime.operations import Compute, Drain, Post, Receive, Send
 from megatron_pp_ext.runtime.plan import RankPlan, plan_rank
 from megatron_pp_ext.runtime.rank import Rank, Stage
 from megatron_pp_ext.schedule import catalog

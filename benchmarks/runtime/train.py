@@ -22,7 +22,7 @@ from rich.progress import track
 from benchmarks.measuring import COMMON, RANKS, TOKENS, in_turns, pretrain, two_cores
 from benchmarks.report import RESULTS, Row, publish, table
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.formats import trace_reading
+from megatron_pp_ext.schedule.formats import trace_file
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 
 MICROBATCHES = (2, 4, 8, 32)
@@ -79,7 +79,7 @@ def recorded(hidden: int, flags: list[str], microbatches: int) -> Timeline:
         trace = Path(folder, "trace.json")
         batch = ["--global-batch-size", str(microbatches), "--train-iters", "4"]
         pretrain([*shape(hidden), *batch, *flags, "--pipeline-trace", str(trace)])
-        return trace_reading.read(trace).timeline()
+        return trace_file.read(trace).timeline()
 
 
 def predictions(hidden: int, name: str) -> dict[int, float]:

@@ -24,7 +24,7 @@ from megatron_pp_ext.features.vocabulary.share import share
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
-from megatron_pp_ext.schedule.formats import trace_reading
+from megatron_pp_ext.schedule.formats import trace_file
 from megatron_pp_ext.schedule.simulate import simulate
 
 LAYERS, TOKENS, MICROBATCHES = 8, 64, 8
@@ -132,7 +132,7 @@ def memory_rows() -> list[Row]:
             trace = Path(folder, "trace.json")
             traced = [*v_half, *shared, "--pipeline-trace", str(trace)]
             log = pretrain([*model(256, 32 << 10, 2), *traced], ranks)
-            peaks = [record.peak_bytes for record in trace_reading.read(trace).records]
+            peaks = [record.peak_bytes for record in trace_file.read(trace).records]
         parameter_lines = re.findall(r"parameters on .*model parallel rank \(([0-9, ]+)\): (\d+)", log)
         parameters = {int(place.split(",")[-1]): int(count) for place, count in parameter_lines}
         # Weight, gradient and two moments, each in single precision.

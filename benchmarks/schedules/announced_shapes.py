@@ -17,9 +17,8 @@ from benchmarks.report import RESULTS, Out, Row, publish, table
 from benchmarks.schedules.lengths import WINDOWS, costs_by_length, steps
 from megatron_pp_ext.features.units.plan import Planner, Template
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.actions import Announced, Schedule
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.orders import Announced
 from tests.support.few_sends import step_seconds
 
 FAMILIES = "1f1b", "interleaved", "zb-h1", "v-half", "v-zb", "1f1b-v", "dualpipe-v", "gpipe"

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import typer
 
 from benchmarks.report import RESULTS, Out, Row, publish, sections, table
-from megatron_pp_ext.features.offload import free_plans as offload
-from megatron_pp_ext.features.offload.compiled import shortest_within
-from megatron_pp_ext.features.offload.longer_plans import with_whole_share, within_limits
+from megatron_pp_ext.features.offload import copies as offload
+from megatron_pp_ext.features.offload.copies import with_whole_share, within_limits
+from megatron_pp_ext.features.offload.order import shortest_within
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.simulate import Timeline, simulate

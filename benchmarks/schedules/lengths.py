@@ -29,9 +29,8 @@ from megatron_pp_ext.features.units.plan import Planner, Template, in_template
 from megatron_pp_ext.features.units.rates import EQUAL_AT, LengthCosts
 from megatron_pp_ext.features.units.table import table_of
 from megatron_pp_ext.features.units.units import whole
-from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.costs import Costs, StageCosts, UnitCosts
 from megatron_pp_ext.schedule.simulate import simulate
-from megatron_pp_ext.schedule.unit_costs import UnitCosts
 
 SCHEDULES = "1f1b", "interleaved", "zb-h1", "v-half", "v-zb"
 LENGTHS = Path(__file__).parents[2] / "reference" / "lengths"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_pp_ext.costs.system_fields import Link
+from megatron_pp_ext.costs.system import Link
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SECONDS = 0.2

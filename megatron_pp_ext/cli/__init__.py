@@ -13,15 +13,10 @@ def __getattr__(name: str) -> Any:
         # Each adds its commands, in the order of mpp --help.
         from megatron_pp_ext.cli import (  # noqa: F401, I001
             schedule,
-            compare,
-            trace,
-            doctor,
-            activate,
-            calibrate,
+            machine,
             estimate,
             model,
             partition,
-            profile,
             rehearse,
             search,
             verify,

@@ -20,8 +20,7 @@ from megatron_pp_ext.cli.model import (
     print_flags,
     to_be_started,
 )
-from megatron_pp_ext.cli.progress import waiting
-from megatron_pp_ext.cli.report import console, require_size, show_by_rank
+from megatron_pp_ext.cli.report import console, require_size, show_by_rank, waiting
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.costs import system as systems
 from megatron_pp_ext.costs.system import System
@@ -30,7 +29,7 @@ from megatron_pp_ext.files import require_folder, write_json
 from megatron_pp_ext.job import ask_megatron, flag_effects, options
 from megatron_pp_ext.job.ask_megatron import Megatron, Question, Verdict
 from megatron_pp_ext.job.flag_effects import not_counted
-from megatron_pp_ext.job.flag_words import by_name
+from megatron_pp_ext.job.flag_table import by_name
 from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.sizes import data_parallel_size, fewest_ranks, smallest_world
@@ -103,7 +102,7 @@ def estimate(
     asked = asked.with_arguments(micro_batch_size=asked.batch.micro_batch_size or 1)
     from megatron_pp_ext.planner.step.comparison import compared
     from megatron_pp_ext.planner.step.estimate import estimate_request
-    from megatron_pp_ext.planner.step.parameters import entries
+    from megatron_pp_ext.planner.step.model_description import entries
 
     gpus = world_size or smallest_world(asked)
     with ask_megatron.Megatron() as megatron:
@@ -210,8 +209,8 @@ def with_choices(words: Sequence[str], asked: RequestedJob, gpus: int) -> tuple[
 
 def show(estimated: "Estimate", request: Request, machine: System, gpus: int, job: Job) -> None:
     """Time in a few lines, memory as a table."""
-    from megatron_pp_ext.planner.step.additions import additions
-    from megatron_pp_ext.planner.step.peaks import above
+    from megatron_pp_ext.planner.step.error_band import above
+    from megatron_pp_ext.planner.step.workload import additions
 
     tokens = estimated.tokens_per_second / gpus
     replicas = request.updates.replicas if request.updates else None

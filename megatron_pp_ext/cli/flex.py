@@ -9,7 +9,7 @@ from megatron_pp_ext.compiler.limits import LARGEST_FRACTION, kept_by_1f1b, leas
 from megatron_pp_ext.compiler.make import Made, make
 from megatron_pp_ext.compiler.request import Option, Request, named
 from megatron_pp_ext.schedule.costs import CostModel, Costs
-from megatron_pp_ext.schedule.names import FLEX
+from megatron_pp_ext.schedule.entry import FLEX
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 
 _FRACTIONS = (1 / 3, 5 / 12, 1 / 2, 7 / 12, 2 / 3, 5 / 6, 1)

@@ -9,8 +9,7 @@ from rich.progress import Progress
 
 from megatron_pp_ext.cli.report import console, folding
 from megatron_pp_ext.jobs.command import short_run, training, whole_number, without
-from megatron_pp_ext.jobs.job import WARM_UP, BatchJob, Result, RunState, Submit, local, run_all
-from megatron_pp_ext.jobs.slurm import Slurm
+from megatron_pp_ext.jobs.job import WARM_UP, BatchJob, Result, RunState, Slurm, Submit, local, run_all
 from megatron_pp_ext.planner.search.launch_lines import BATCH_SCRIPT, environment
 
 PLACES = ("local", "slurm")

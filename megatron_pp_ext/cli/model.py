@@ -8,8 +8,7 @@ import typer
 from rich.table import Table
 
 from megatron_pp_ext.cli.commands import app
-from megatron_pp_ext.cli.progress import waiting
-from megatron_pp_ext.cli.report import console
+from megatron_pp_ext.cli.report import console, waiting
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.planner.search.launch_lines import one_a_line
 
@@ -42,10 +41,10 @@ _FULL_PRECISION = (
 @app.command()
 def models() -> None:
     """List the models that --model knows by name."""
-    from megatron_pp_ext.planner import model_names
+    from megatron_pp_ext.planner.described import named, names
 
     table = Table("--model", "model", "parameters", "tokens a sequence")
-    for model in map(model_names.named, model_names.names()):
+    for model in map(named, names()):
         billions = f"{model.parameters / 1e9:.4g} billion"
         table.add_row(model.name, model.title, billions, str(model.described.values["seq_length"]))
     console.print(table)
@@ -63,19 +62,19 @@ def described(
     See ``planner.described.read``, and ``Described.counted`` for ``complete``.
     """
     from megatron_pp_ext.planner import described as planners
-    from megatron_pp_ext.planner import tokenizer_vocabulary
+    from megatron_pp_ext.planner.described import FROM_HUGGING_FACE, size
 
     job = planners.read(flags or (), model, sizes)
     _notify(job.notes)
     asked = job.counted(complete)
-    if not asked.model.vocab_size and asked.flags.tokenizer_type in tokenizer_vocabulary.FROM_HUGGING_FACE:
-        asked = asked.with_arguments(vocab_size=tokenizer_vocabulary.size(asked))
+    if not asked.model.vocab_size and asked.flags.tokenizer_type in FROM_HUGGING_FACE:
+        asked = asked.with_arguments(vocab_size=size(asked))
     elif not asked.model.vocab_size:
         import warnings
 
         with waiting("asking Megatron's tokenizer"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            from megatron_pp_ext.integration.trainer.model_costs import vocabulary
+            from megatron_pp_ext.megatron.start_up import vocabulary
 
             asked = asked.with_arguments(vocab_size=vocabulary(asked))
     if not asked.precision.is_half:

@@ -12,18 +12,17 @@ import typer
 from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli.commands import app
 from megatron_pp_ext.cli.model import Model, PrintFlags, print_flags, to_be_started
-from megatron_pp_ext.cli.progress import waiting
-from megatron_pp_ext.cli.report import console, show_by_rank
+from megatron_pp_ext.cli.report import console, show_by_rank, waiting
 from megatron_pp_ext.costs import system as systems
 from megatron_pp_ext.files import require_folder, write_json
 from megatron_pp_ext.job import stage_costs
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.sizes import fewest_ranks, smallest_world
 from megatron_pp_ext.jobs.command import short_run, training, without, words_of
-from megatron_pp_ext.planner import rehearsal_noise
+from megatron_pp_ext.planner import rehearsal as rehearsal_noise
 from megatron_pp_ext.planner.rehearsal import Rehearsal, chosen_ranks, put_together
 from megatron_pp_ext.planner.search import launch_lines
-from megatron_pp_ext.schedule.file_names import as_written
+from megatron_pp_ext.schedule.costs import as_written
 from megatron_pp_ext.schedule.formats import costs_file, csv_file, rehearsal_file
 from megatron_pp_ext.schedule.formats.rehearsal_file import RankRehearsal
 

@@ -1,14 +1,20 @@
-"""Shows simulated schedules on the terminal and writes them to files."""
+"""Shows simulated schedules on the terminal, writes them to files, and reports what a command waits for."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import batched
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
+from rich.text import Text
 
+from megatron_pp_ext import log_lines
 from megatron_pp_ext.cli.options import Files
 from megatron_pp_ext.compiler.bounds import lower_bound
 from megatron_pp_ext.compiler.request import Request
@@ -128,3 +134,60 @@ def print_units(units: UnitNames) -> None:
     """Print the meaning of the numbers of a summary."""
     console.print(f"times: {units.time}", style="dim")
     console.print("peak memory: activations of the fullest rank, in microbatches", style="dim")
+
+
+_PATIENCE_SECONDS = 2.0
+
+_PAUSE_SECONDS = 10.0
+"""The least time between two lines."""
+
+
+@contextmanager
+def waiting(work: str) -> Iterator[Callable[[str], None]]:
+    """Show that ``work`` is being done while the context lasts; on stderr where there is no terminal.
+
+    Progress that the package logs meanwhile is shown after it, and so are lines passed to the function
+    that this yields.
+    """
+    if console.is_terminal:
+        # As Text, since names of files may look like markup.
+        with console.status(Text(work)) as status:
+
+            def update(line: str) -> None:
+                status.update(Text(f"{work}: {line}"))
+
+            with heard(update):
+                yield update
+        return
+    lines = _ProgressLines(work)
+    late = Timer(_PATIENCE_SECONDS, lines.show)
+    late.daemon = True
+    late.start()
+    try:
+        with heard(lines.take):
+            yield lines.take
+    finally:
+        late.cancel()
+
+
+def heard(show: Callable[[str], None]) -> AbstractContextManager[None]:
+    """Return the context in which ``show`` gets the progress that the package logs."""
+    return log_lines.shown("megatron_pp_ext", show)
+
+
+class _ProgressLines:
+    """The latest line about ``what``, for stderr: shown when asked for, and from then on now and then."""
+
+    def __init__(self, work: str) -> None:
+        self._what = self._latest = work
+        self._stream = sys.stderr
+        self._next = float("inf")
+
+    def show(self) -> None:
+        print(f"{self._latest} ...", file=self._stream, flush=True)
+        self._next = time.monotonic() + _PAUSE_SECONDS
+
+    def take(self, line: str) -> None:
+        self._latest = f"{self._what}: {line}"
+        if time.monotonic() >= self._next:
+            self.show()

@@ -66,8 +66,7 @@ def verify(
     Exit status 0: equal; 1: they differ; 2: it could not be found out.
     """
     from megatron_pp_ext.verification import reference_runs
-    from megatron_pp_ext.verification.tolerances import Arithmetic
-    from megatron_pp_ext.verification.verdict import compare
+    from megatron_pp_ext.verification.verdict import Arithmetic, compare
 
     flags = flags or []
     if script.startswith("-"):  # without a script, the first flag stands in its place

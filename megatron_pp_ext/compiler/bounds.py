@@ -24,9 +24,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron_pp_ext.schedule.actions import Kind
-from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.costs import Costs, StageCosts, UnitCosts
 from megatron_pp_ext.schedule.placement import Placement
-from megatron_pp_ext.schedule.unit_costs import UnitCosts
 
 
 def lower_bound(

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
+from megatron_pp_ext.compiler import cache
 from megatron_pp_ext.compiler.limits import Cut, at_most
-from megatron_pp_ext.compiler.search import cache
 from megatron_pp_ext.compiler.search.problem import TOLERANCE
 from megatron_pp_ext.features import FEATURES
 from megatron_pp_ext.schedule import catalog

@@ -13,18 +13,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+from megatron_pp_ext.compiler.cache import in_turn
 from megatron_pp_ext.compiler.compile import InfeasibleLimit, compile_schedule
 from megatron_pp_ext.compiler.limits import Budget
 from megatron_pp_ext.compiler.request import Request
-from megatron_pp_ext.compiler.turns import in_turn
 from megatron_pp_ext.features import FEATURES
 from megatron_pp_ext.features.feature import Feature
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.costs import CostModel, Costs
+from megatron_pp_ext.schedule.entry import CSV_PREFIX, FORWARD_ONLY, NO_PIPELINE
 from megatron_pp_ext.schedule.families import one_f_one_b
-from megatron_pp_ext.schedule.names import CSV_PREFIX, FORWARD_ONLY, NO_PIPELINE
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.setting_error import SettingError

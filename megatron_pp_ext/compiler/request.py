@@ -8,10 +8,9 @@ from megatron_pp_ext.compiler.limits import Budget, Limit, least_limits, request
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.entry import require_pipeline
-from megatron_pp_ext.schedule.names import FLEX, FORWARD_ONLY, NO_PIPELINE
+from megatron_pp_ext.schedule.entry import FLEX, FORWARD_ONLY, NO_PIPELINE, require_pipeline
+from megatron_pp_ext.schedule.families.pipedream import Updates
 from megatron_pp_ext.schedule.placement import Placement, Shape, linear, v
-from megatron_pp_ext.schedule.updates import Updates
 
 COMPILED_CHUNKS = 2
 """The chunks a rank into which a compiled schedule may cut a model where no flag sets another number."""
@@ -60,7 +59,7 @@ class Option:
 class Request:
     """All that decides on a schedule, apart from the costs of its stages; ``compiler.make`` makes it.
 
-    ``schedule`` is a name of the catalogue, one of ``schedule.names`` or ``csv:FILE``.  ``placements`` has
+    ``schedule`` is a name of the catalogue, one of ``schedule.entry`` or ``csv:FILE``.  ``placements`` has
     one entry, except under ``flex``, whose compiler chooses among several.  ``data`` is the data-parallel
     size, ``microbatches`` are those of an ordinary step.  ``layers`` are the numbers of layers of the stages
     of the finest placement, None where the flags do not give any.  ``from_file`` is the schedule of

@@ -6,8 +6,8 @@ convolution and the scan's result before its gate, from which the kernel compute
 (``mamba_split_conv1d_scan_combined`` of mamba_ssm).
 """
 
-from megatron_pp_ext.costs.layer_costs import LayerCosts
 from megatron_pp_ext.costs.part import Part
+from megatron_pp_ext.costs.products import LayerCosts
 
 _CHUNK, _TAPS = 128, 4
 """The tokens of a chunk, and of the convolution's window (``MambaMixer`` in megatron.core.ssm)."""

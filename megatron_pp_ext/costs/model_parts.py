@@ -1,20 +1,84 @@
-"""The parts of a whole model: its layers in order, the embedding, the output head and MTP."""
+"""The parts of a whole model: its layers in order, and what is around them.
 
-from collections.abc import Sequence
+Such models are found by neural architecture search (arXiv 2411.19146, section 2.1).
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from megatron_pp_ext.costs import attention_kinds, buffers, ends
-from megatron_pp_ext.costs.attention_kinds import Attentions
-from megatron_pp_ext.costs.experts import experts
-from megatron_pp_ext.costs.heterogeneous import block
+from megatron_pp_ext.costs import ends
+from megatron_pp_ext.costs.attention import KINDS, Attentions, self_attention
 from megatron_pp_ext.costs.kernels import KernelSeconds
-from megatron_pp_ext.costs.layer_costs import LayerCosts
 from megatron_pp_ext.costs.mamba import mamba
-from megatron_pp_ext.costs.mlp import mlp
-from megatron_pp_ext.costs.overlap import overlapped
+from megatron_pp_ext.costs.mlp import experts, mlp
 from megatron_pp_ext.costs.part import Part
+from megatron_pp_ext.costs.products import LayerCosts
+from megatron_pp_ext.job.parts import Half, LayerBlock
 from megatron_pp_ext.job.typed_job import Job
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import Costs, part_of_pair
+
+
+def overlapped(attention: Part, mlp: Part, processors: float = 1.0) -> float:
+    """Return the seconds that a pair of a forward and a backward of one layer hides.
+
+    Megatron runs an exchange of tokens with each of four computations: the attention of the forward, the
+    experts of either half, and the attention of the backward (``TransformerLayerSchedulePlan.run`` in
+    megatron.core.models.common.model_chunk_schedule_plan).  An exchange longer than its computation is
+    not hidden whole, and a computation slows down while an exchange leaves it ``processors``, a part of all.
+    """
+    exchange = mlp.exchanged_seconds
+    computations = (
+        attention.forward_seconds,
+        mlp.forward_seconds - 2 * exchange,
+        mlp.backward_seconds - 2 * exchange,
+        attention.backward_seconds,
+    )
+    return sum(min(processors * exchange, max(0.0, seconds)) for seconds in computations)
+
+
+def pair(job: Job, parts: Sequence[Part]) -> float:
+    """Return ``Costs.pair``, on average over the ``parts`` of ``job``."""
+    if not job.parallel.overlap_moe_expert_parallel_comm:
+        return 1.0
+    alone = sum(part.forward_seconds + part.backward_seconds for part in parts)
+    return part_of_pair(sum(part.overlapped_together for part in parts), alone)
+
+
+_LINEAR_KERNELS = 4
+"""The kernels that a forward starts; see ``mlp.MLP_KERNELS``."""
+
+
+def block(costs: LayerCosts, described: LayerBlock) -> Part:
+    """Return a layer as ``described``."""
+    groups = {"num_query_groups": described.attention.size, "group_query_attention": True}
+    width = {"ffn_hidden_size": described.mlp.size}
+    return _half(costs, described.attention, self_attention, groups) + _half(costs, described.mlp, mlp, width)
+
+
+def _half(
+    costs: LayerCosts, described: Half, itself: Callable[[LayerCosts], Part], sizes: dict[str, Any]
+) -> Part:
+    if described.is_left_out:
+        return Part()
+    if described.is_linear:
+        return _linear(costs)
+    return itself(costs.of(**sizes) if described.size else costs)
+
+
+def _linear(costs: LayerCosts) -> Part:
+    """Return a product of the hidden size with itself, whose result is gathered, and its norm.
+
+    Under sequence parallelism every rank then keeps a part of the tokens
+    (megatron.core.transformer.heterogeneous.linear_replacements).
+    """
+    sizes = costs.sizes
+    gathering = costs.kernels.gather(sizes.whole(sizes.hidden)) if sizes.share > 1 else 0.0
+    again = gathering if costs.job.parallel.sequence_parallel else 0.0
+    gathered = Part(forward_seconds=gathering, input_gradient_seconds=again)
+    whole = costs.norm() + costs.products.column(sizes.hidden) + gathered + costs.dropped()
+    return costs.kernels.launched(whole, _LINEAR_KERNELS)
+
 
 _KINDS = {"-": mlp, "E": experts, "M": mamba}
 """The layers without attention whose costs are known, by their letters in --hybrid-layer-pattern."""
@@ -31,7 +95,7 @@ class ModelParts:
     layers, ``loss_workspace`` the temporary bytes of the output layer and the loss, ``split_workspace`` those
     of a head that ranks split.  ``buffers`` are the bytes of tensors that libraries make once for all layers
     and microbatches, ``output_buffer`` those that are made for the output layer, and ``gather_buffers`` those
-    in which W gathers operands, where backwards come in two halves (``costs.buffers``).
+    in which W gathers operands, where backwards come in two halves (``costs.ends``).
     ``deferred`` is the part of the output layer that --defer-embedding-wgrad-compute may leave to the end of
     a step, for a microbatch: the product for the weight gradient, and its operands.
     ``to_host`` are the seconds in which a byte goes to the host, if --cpu-offloading-num-layers copies any.
@@ -100,7 +164,7 @@ def model_parts(
         output = replace(output, weight_gradient_seconds=0.0, overlapped_in_whole=0.0, gathering=0.0)
     prediction = _prediction(costs, layers) if job.model.mtp_num_layers else Part()
     # Buffers are those of all products that have been made, so they come last.
-    made_once = buffers.of_layers(costs)
+    made_once = ends.of_layers(costs)
     return ModelParts(
         layers=tuple(layers),
         other=costs.other(),
@@ -110,11 +174,11 @@ def model_parts(
         output=output,
         prediction=prediction,
         hidden_bytes=costs.hidden_bytes,
-        loss_workspace=ends.loss_workspace(costs, rows) + buffers.gathered(costs),
+        loss_workspace=ends.loss_workspace(costs, rows) + ends.gathered(costs),
         split_workspace=ends.split_workspace(costs, rows),
         buffers=made_once,
-        output_buffer=buffers.of_output(costs, rows),
-        gather_buffers=buffers.of_gathers(costs),
+        output_buffer=ends.of_output(costs, rows),
+        gather_buffers=ends.of_gathers(costs),
         measured=measured,
         deferred=deferred,
         to_host=costs.kernels.to_host(1.0) if job.memory.cpu_offloading_num_layers else 0.0,
@@ -150,7 +214,7 @@ def _joined(attention: Part, mlp: Part, processors: float) -> Part:
 
 
 def _of_pattern(costs: LayerCosts, letters: str) -> list[Part]:
-    unknown = sorted(set(letters) - {*_KINDS, *attention_kinds.KINDS})
+    unknown = sorted(set(letters) - {*_KINDS, *KINDS})
     if unknown:
         raise ValueError(
             f"cannot estimate the layers {' '.join(unknown)} of --hybrid-layer-pattern; measure the stages "

@@ -1,4 +1,5 @@
-"""The state of Megatron's optimizers for each weight, and the seconds of an update.
+"""What optimizers keep for each weight and take for an update, and a rank's bytes of weights, gradients and
+state.
 
 Adam: arXiv 1412.6980; Lion: arXiv 2302.06675; Muon: arXiv 2502.16982; adaptive Muon, which has the second
 moments of AdaMuon: arXiv 2507.11005.  All but Adam and SGD are for the matrices of layers; embedding, output
@@ -9,8 +10,7 @@ from dataclasses import dataclass
 
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.costs.system import System
-from megatron_pp_ext.job.memory_part import Memory
-from megatron_pp_ext.job.typed_job import Job
+from megatron_pp_ext.job.typed_job import Job, Memory
 
 SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 """The bytes of a number by the name of its format."""
@@ -114,3 +114,58 @@ def _host_seconds(memory: Memory, system: System, weights: float) -> float:
     if memory.overlap_cpu_optimizer_d2h_h2d:
         return max(copying, computing)
     return 2 * copying + computing
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """The numbers of ranks that share the optimizer's state of dense and of expert weights."""
+
+    dense: int
+    expert: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """The bytes of a rank, and the update of its weights."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    update: Update
+
+
+def _fp8_copies(job: Job) -> float:
+    """Return the bytes of the FP8 or FP4 copies of a weight.
+
+    Transformer Engine keeps two FP8 copies of a weight from a step's first microbatch on, one of which is
+    transposed (module/linear.py, as Megatron 0.17 to 0.19 call it).  With --fp8-param-gather these two are
+    all there is of the weight, as many bytes as it has in half precision.
+    """
+    return 0 if job.precision.keeps_operands else 2 * job.precision.operand_size
+
+
+def model_state(job: Job, part: Part, sharing: Sharing) -> ModelState:
+    """Return the state of a rank of ``job`` whose stages add up to ``part``."""
+    total = part.parameters + part.expert_parameters
+    dense, expert = (sharing.dense, sharing.expert) if job.memory.shards_state else (1, 1)
+    updated = part.parameters / dense + part.expert_parameters / expert
+    matrix_weights = part.matrices.parameters if part.matrices else 0.0
+    matrices = matrix_weights / dense + part.expert_parameters / expert
+    moments = moment_bytes(job.memory, matrices / updated if updated else 0.0)
+    weights = job.precision.weight_size * total + _fp8_copies(job) * part.fp8_parameters
+    share = updated / total if total else 0.0
+    return ModelState(
+        weights=weights * (share if job.memory.shards_weights else 1.0),
+        gradients=job.precision.gradient_size * total * (share if job.memory.shards_gradients else 1.0),
+        optimizer=(moments + _copies(job)) * updated * (1 - job.memory.offloaded),
+        update=update(job, part, updated, moments, dense, expert),
+    )
+
+
+def _copies(job: Job) -> float:
+    """Return the bytes of the fp32 copy of each weight in half precision, and of that of its gradient."""
+    if not job.precision.is_half:
+        return 0
+    copy = SIZES.get(job.memory.main_params_dtype, 4)
+    # Where state is not shared out, half-precision gradients are copied to fp32 for the update.
+    return copy + (4 if job.precision.gradient_size == 2 and not job.memory.shards_state else 0)

@@ -48,7 +48,7 @@ class Part:
     while W computes; it gathers nothing again, but in I what an I leaves to W.
     W gathers for ``gathering`` seconds during its products, and at its start for ``first_gathering``, since
     no product is before that.  ``lent_seconds`` belong to row-parallel products, which W lends to an I
-    (``schedule.beside``), and ``hidden_beside`` the part of an I's column-parallel messages that they hide.
+    (``schedule.timing``), and ``hidden_beside`` the part of an I's column-parallel messages that they hide.
     ``exchanged_seconds`` are the time of one exchange of tokens between experts; a forward has two, and
     an I two.  A forward and a backward that run together (``Schedule.paired``) take ``overlapped_together``
     less than one after the other.

@@ -1,5 +1,10 @@
 """Descriptions of the machines that a model may run on: the speed of products, copies and messages.
 
+The result is cut into tiles.  Each processor (SM, compute unit) works on a tile at a time, so that parts of
+tiles at the edge, and of a last wave that does not fill all processors, are lost; and a tile costs some time
+besides its loop over the inner dimension (NVIDIA, Matrix Multiplication Background User's Guide, sections
+2.3, 3.1 and 3.2).
+
 A description is JSON with the fields of ``System``, each figure with its source; some are shipped in
 ``costs/systems``.  Rates are the ones that a well-tuned program reaches, not a data sheet's; peaks
 serve only to compute the utilisation.
@@ -15,28 +20,110 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
-from megatron_pp_ext.costs.interpolation import interpolated
-from megatron_pp_ext.costs.product_shapes import AROUND_LOOP, efficiency
-from megatron_pp_ext.costs.system_fields import (
-    DTYPES,
-    AttentionRate,
-    Collective,
-    Count,
-    CountOrNone,
-    Dtype,
-    Link,
-    MatrixRate,
-    NotNegative,
-    Positive,
-    Sustained,
-    Text,
-)
 from megatron_pp_ext.files import read_text
-from megatron_pp_ext.json_input import STRICT, did_you_mean, naming, parse_as
+from megatron_pp_ext.json_input import (
+    STRICT,
+    above,
+    at_least,
+    did_you_mean,
+    naming,
+    of_length,
+    one_of,
+    parse_as,
+    printable,
+)
+
+
+def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
+    """Return the value at ``at`` between rising ``points``, and that of the first or last outside of them."""
+    for (low, before), (high, after) in pairwise(points):
+        if at <= high:
+            return before + (after - before) * max(0.0, at - low) / (high - low)
+    return points[-1][1]
+
+
+_TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
+"""Tiles of cuBLAS, rows x columns, the most efficient ones first (same guide, section 2.3)."""
+
+_MOST_REUSED = 256 * 128 / (256 + 128)
+"""Multiplications for each number that the largest tile loads."""
+
+_SLOWER_BY_REUSE = 0.1
+"""The power of a tile's reuse by which a smaller tile, which loads more for each product, is slower."""
+
+_LOST_OF_WAVE = 0.5
+"""The loss by processors that a last wave leaves idle; kernels that split loops fill the others."""
+
+AROUND_LOOP = 128.0
+"""The time of a tile besides its loop, in steps of it, for a system without a value."""
+
+
+@lru_cache(maxsize=65536)
+def efficiency(
+    m: float, n: float, k: float, processors: int, around_loop: float = AROUND_LOOP, groups: float = 1
+) -> float:
+    """Return the share of the best rate that ``groups`` products of m x k with k x n reach, in (0, 1].
+
+    It is the best tile's.  A tile takes ``around_loop`` steps and the k of its loop.  The share is 1
+    where the number of ``processors`` is 0, not known.  Both constants above, and the ``around_loop`` of
+    every system and type, are fitted to one half of the measured products, and hold for the other half
+    (benchmarks/results/components.md).
+    """
+    if not processors:
+        return 1.0
+    return max(_with_tile(m, n, k, processors, around_loop, groups, *tile) for tile in _TILES)
+
+
+def _with_tile(
+    m: float, n: float, k: float, processors: int, around: float, groups: float, rows: int, columns: int
+) -> float:
+    tiles = groups * math.ceil(m / rows) * math.ceil(n / columns)
+    reuse = rows * columns / (rows + columns) / _MOST_REUSED
+    operations = waves(tiles, processors) * processors * rows * columns * (k + around)
+    return float(reuse**_SLOWER_BY_REUSE * groups * m * n * k / operations)
+
+
+def waves(tiles: float, processors: int) -> float:
+    """Return how many times as long as one tile ``tiles`` take, of which each processor has one at a time."""
+    whole = tiles / processors
+    return max(1.0, whole + _LOST_OF_WAVE * (math.ceil(whole) - whole))
+
+
+DTYPES = ("bf16", "fp32", "fp8", "fp8_block", "fp4")
+"""The number formats of ``matrix_rates``; fp16 counts as bf16, FP8 has scales of tensors or of blocks, and
+FP4 is NVFP4."""
+
+type Text = Annotated[str, printable()]
+type Dtype = Annotated[str, one_of(*DTYPES)]
+type Sustained = Annotated[str, one_of("clock", "copy", "cast", "network", "overlap", "group", "scale")]
+type Positive = Annotated[float, above(0)]
+type NotNegative = Annotated[float, at_least(0)]
+type Count = Annotated[int, at_least(1)]
+type CountOrNone = Annotated[int, at_least(0)]
+type MatrixRate = Annotated[Sequence[Positive], of_length(4)]
+type AttentionRate = Annotated[Sequence[Positive], of_length(3)]
+type Collective = Annotated[Sequence[Positive], of_length(3)]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One GPU's share of a link in one direction: bytes a second, and the seconds of an empty message."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    bytes_per_second: Positive
+    latency_seconds: NotNegative = 0.0
+
+    def seconds(self, size: float) -> float:
+        """Return the seconds that a message of ``size`` bytes takes."""
+        return self.latency_seconds + size / self.bytes_per_second
+
 
 _SHIPPED = resources.files("megatron_pp_ext.costs") / "systems"
 

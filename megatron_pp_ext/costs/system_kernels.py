@@ -1,18 +1,135 @@
 """Estimates the seconds that the kernels and the collectives of a layer take on a machine.
 
+DeepEP, for one, sends a token into each node once, over the network, and from there to the ranks of the node
+(https://github.com/deepseek-ai/DeepEP, legacy documentation).
+
 A product runs at the rate of its shape, unless reading and writing its operands takes longer.  Copies count
 too, and collectives of the tensor-, context- and expert-parallel groups.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from operator import itemgetter
 
-from megatron_pp_ext.costs.attention_rates import attention_rate
 from megatron_pp_ext.costs.kernels import AttentionWork, KernelSeconds
 from megatron_pp_ext.costs.part import Part
-from megatron_pp_ext.costs.quantized_formats import require_fp4, require_fp8
-from megatron_pp_ext.costs.sent_once import Routing, sent_once_seconds
-from megatron_pp_ext.costs.system import System
+from megatron_pp_ext.costs.system import System, interpolated
 from megatron_pp_ext.job.typed_job import Job
+
+_LOST_AT_THE_END = 0.8
+"""The loss of attention while its last tiles end, in tiles: queries see unequally many keys.  Fitted, like
+``attention_rates``, to one half of the measured kernels (benchmarks/results/components.md)."""
+
+
+def attention_rate(
+    system: System, width: float, keys: float, tiles: float, masked: float = 0, is_backward: bool = False
+) -> float | None:
+    """Return the operations a second of fused attention, whose masked ones do not count.
+
+    They are those of its forward, or of its backward if ``is_backward``.  Heads have a ``width``, and
+    queries see so many ``keys`` on average; there are so many ``tiles`` of ``ATTENTION_TILE`` queries.
+    With them ``masked`` keys are computed, which do not count.  Rows are
+    interpolated between widths.  None where it is not known.
+    """
+    rows = (is_backward and system.attention_backward_rates) or system.attention_rates
+    if not rows:
+        return None
+    rows = sorted(rows, key=itemgetter(0))
+    rate, around = (interpolated([(row[0], row[column]) for row in rows], width) for column in (1, 2))
+    filled = 1.0
+    if system.processors:
+        per_processor = tiles / system.processors
+        filled = per_processor / max(1.0, per_processor + _LOST_AT_THE_END)
+    return system.sustained.get("clock", 1.0) * rate * filled * keys / (keys + masked + around)
+
+
+_CAPABILITY = {"delayed": 8.9, "tensorwise": 8.9, "blockwise": 9.0, "mxfp8": 10.0}
+"""The compute capability of NVIDIA's GPUs from which Transformer Engine has a recipe (quantization.py)."""
+
+
+def require_fp8(system: System, recipe: str) -> None:
+    """Raise ValueError unless products of ``system`` run in FP8 with --fp8-recipe ``recipe``."""
+    recipes = (
+        [name for name in _CAPABILITY if name != "mxfp8"]
+        if system.fp8_recipes is None
+        else system.fp8_recipes
+    )
+    if recipe in recipes:
+        return
+    fix = f"choose {' or '.join(recipes)}" if recipes else "leave --fp8-format out"
+    why = f"Transformer Engine has it from compute capability {_CAPABILITY.get(recipe, 'unknown')} on"
+    if system.fp8_recipes is not None and recipe == "blockwise" and recipes:
+        why = "no rate of its products is known"
+    elif system.fp8_recipes is None:
+        fix += f', or add "fp8_recipes" to the file, where {recipe} runs'
+    raise ValueError(
+        f"--fp8-recipe {recipe} is not for system {system.name}: {why}; {fix}, or another --system"
+    )
+
+
+def require_fp4(system: System) -> None:
+    """Raise ValueError unless products of ``system`` run in NVFP4."""
+    if system.matrix_rates.get("fp4"):
+        return
+    raise ValueError(
+        f"--fp4-format is not for system {system.name}: Transformer Engine has it from compute capability "
+        "10.0 on; leave --fp4-format out, or choose another --system, or add the rates of fp4 to the file"
+    )
+
+
+_START = 3.7e-5
+"""The seconds in which such a kernel starts and sends all ranks the number of tokens: fitted, like
+``_OWN``, to one half of DeepEP's dispatches and combinations on 8 H100 (ai-dynamo/aiconfigurator, commit
+095f58a51, comm/sglang 0.5.12)."""
+
+_OWN = 1.6
+"""The way of a token out of its own rank or back into it, as a part of the way to another."""
+
+
+_LAYOUT = {"deepep": 1e-4}
+"""What an exchange takes besides, by the dispatcher: DeepEP first counts the tokens of each rank, and its
+host waits for them.  It is half of what layers of experts on 8 H100 take longer with it than with HybridEP,
+in bf16 (NVIDIA/Megatron-LM, commit 32f2c9cfd, tests/functional_tests/test_cases/common/moe_perf)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a token finds its ``chosen`` experts, of ``limit`` of all ``groups`` of them, or of any if 0."""
+
+    chosen: int
+    groups: int = 0
+    limit: int = 0
+
+    def reached(self, places: float) -> float:
+        """Return how many of ``places``, over which experts are spread in order, a token's experts are at."""
+        if not self.groups or not 0 < self.limit < self.groups:
+            return _reached(self.chosen, places)
+        if places < self.groups:
+            return _reached(self.limit, places)
+        return self.limit * _reached(self.chosen / self.limit, places / self.groups)
+
+
+def sent_once_seconds(
+    system: System, size: float, routing: Routing, ranks: int, stride: int, backend: str = ""
+) -> float:
+    """Return the seconds in which every rank sends its ``size`` bytes of tokens, or gets them back.
+
+    Each token goes to the ranks that have one of its experts, which are spread evenly over ``ranks`` that are
+    ``stride`` apart.  Links within nodes and between them work at the same time.  ``backend`` is the
+    dispatcher's, whose host's time counts; none for its kernels alone.
+    """
+    if ranks < 2 or size <= 0:
+        return 0.0
+    near = system.in_a_node(ranks, stride)
+    nodes = ranks / near
+    inside = size * (routing.reached(ranks) * (1 - 1 / near) + _OWN) / system.node.bytes_per_second
+    between = size * routing.reached(nodes) * (1 - 1 / nodes) / system.between_nodes.bytes_per_second
+    return _START + _LAYOUT.get(backend, 0.0) + max(inside, between)
+
+
+def _reached(top_k: float, places: float) -> float:
+    """Return how many of ``places`` have one of ``top_k`` experts that are chosen at random."""
+    return places * (1 - (1 - 1 / places) ** top_k)
+
 
 _FUSED_RATE = 0.7
 """The rate of fused attention as a fraction of a plain product's.

@@ -9,13 +9,13 @@ Each file has one task: ``devices`` puts tensors on the CPU, ``streams`` stands 
 memory counters, ``generators`` keeps random states, ``gloo`` replaces nccl, ``flags`` picks the Megatron
 flags that a CPU needs, ``checkpoint_writers`` forks processes that Megatron would start afresh, and
 ``orphans`` ends them with their rank. Hooks into Megatron itself are in ``attention``,
-``checkpoint_writers``, ``norms`` and ``optimizer``; ``integration.cpu_hooks`` lists them.
+``checkpoint_writers``, ``norms`` and ``optimizer``; ``megatron.hooks`` lists them.
 """
 
 import sys
 import warnings
 
-from megatron_pp_ext.cpu import devices, generators, gloo, streams
+from megatron_pp_ext.cpu import gloo, torch_stubs
 from megatron_pp_ext.cpu.checkpoint_writers import fork_checkpoint_writers
 from megatron_pp_ext.cpu.flags import set_cpu_environment, with_cpu_flags
 
@@ -47,8 +47,8 @@ def install() -> None:
     # torch._dynamo lists torch's functions by identity when it is imported: it has to see the originals.
     import torch._dynamo  # noqa: F401
 
-    devices.install()
-    streams.install()
-    generators.install()
+    torch_stubs.redirect_devices()
+    torch_stubs.stub_streams()
+    torch_stubs.share_generator()
     gloo.install()
     _installed = True

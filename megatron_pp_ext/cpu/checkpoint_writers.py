@@ -1,4 +1,8 @@
-"""Fork the processes that write checkpoints from the ranks, and give them copies of the tensors.
+"""Fork the processes that write checkpoints from the ranks, and end them with their rank.
+
+A rank that is killed does not stop the processes that it started. The one that writes checkpoints, and the
+one that keeps its results, would wait for ever for a rank that is gone. Linux can send such processes a
+signal when the rank ends, and other systems cannot, but all of them close the pipes of a process that ends.
 
 Megatron starts these processes as fresh interpreters, each of which imports the training script and Megatron
 again.  On a CPU that takes longer than the training of a small model, and these imports find no stubs of
@@ -9,11 +13,37 @@ import functools
 import importlib
 import inspect
 import os
+import signal
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_pp_ext.around import bound
-from megatron_pp_ext.cpu.orphans import leave_no_orphans
+
+_reading = _writing = -1
+"""A pipe that nobody writes to, open for writing in the first process alone; -1 is no such end."""
+
+
+def leave_no_orphans() -> None:
+    """Let every process that is forked from now on, however far from this one, end with this one."""
+    global _reading, _writing
+    if _reading < 0:
+        _reading, _writing = os.pipe()
+        os.register_at_fork(after_in_child=_end_with_the_first)
+
+
+def _end_with_the_first() -> None:
+    global _writing
+    if _writing >= 0:
+        os.close(_writing)
+        _writing = -1
+    threading.Thread(target=_wait_and_end, daemon=True).start()
+
+
+def _wait_and_end() -> None:
+    os.read(_reading, 1)
+    os.kill(os.getpid(), signal.SIGKILL)  # a process may have inherited handlers of all other signals
+
 
 STRATEGIES = "megatron.core.dist_checkpointing.strategies"
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_pp_ext.around import around
-from megatron_pp_ext.cpu.devices import redirected
+from megatron_pp_ext.cpu.torch_stubs import redirected
 
 _OF_NCCL = ("device_id", "pg_options")
 """Arguments that bind a device, and nccl's options; gloo has none that Megatron sets."""

@@ -17,14 +17,13 @@ if TYPE_CHECKING:
     from megatron_pp_ext.compiler.limits import Cut
     from megatron_pp_ext.compiler.make import Made, Make
     from megatron_pp_ext.compiler.request import Option, Request
-    from megatron_pp_ext.integration.requested import Pipeline
-    from megatron_pp_ext.integration.runners.sources import Guide
-    from megatron_pp_ext.integration.runners.step_parts import StepPart
     from megatron_pp_ext.job.requested_job import RequestedJob
     from megatron_pp_ext.job.rules.rule import Rules
-    from megatron_pp_ext.planner.search.variants import Variants
-    from megatron_pp_ext.planner.step.additions import Addition
-    from megatron_pp_ext.runtime.extension import Extension, RankOrder
+    from megatron_pp_ext.megatron.requested import Pipeline
+    from megatron_pp_ext.megatron.runners.flushed import Guide, StepPart
+    from megatron_pp_ext.planner.search.candidate import Variants
+    from megatron_pp_ext.planner.step.workload import Addition
+    from megatron_pp_ext.runtime.operations import Extension, RankOrder
     from megatron_pp_ext.schedule.costs import CostModel, Costs
     from megatron_pp_ext.schedule.simulate import Timeline
 
@@ -153,7 +152,7 @@ class Feature:
     # A model of Megatron.
 
     def hooked(self) -> tuple[ModuleType, ...]:
-        """Return the modules with the feature's hooks (``integration.patching.hook``)."""
+        """Return the modules with the feature's hooks (``megatron.patching.hook``)."""
         return ()
 
     def require_possible(self, request: Request) -> None:

@@ -1,7 +1,7 @@
 """Asks the installed Megatron whether it starts a job: the command line goes to its own parser and checks.
 
 Megatron takes seconds to import, and a command is to be done in one.  So a process of its own
-(``integration.trainer.acceptance``) imports it while the command goes on, and its answers are stored: by the
+(``megatron.trainer.acceptance``) imports it while the command goes on, and its answers are stored: by the
 job, and by the files of Megatron that answer, which a checkout may change.
 """
 
@@ -20,10 +20,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
+from megatron_pp_ext.compiler.cache import directory, key
 from megatron_pp_ext.compiler.request import Request
-from megatron_pp_ext.compiler.search.cache import directory, key
 from megatron_pp_ext.files import read_text, write_whole
-from megatron_pp_ext.job import flag_words, layers, our_flags, replicas
+from megatron_pp_ext.job import flag_table, layers, sizes
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.startup_file import CACHE, PREFIX
 from megatron_pp_ext.version import VERSION
@@ -59,16 +59,16 @@ def question(
 
     What the hooks of this package let Megatron see under the schedule of ``request`` stands in it: the chunks
     that a schedule needs, one replica of each stage (``trainer.replica_samples``), and pairs that are no
-    concern of Megatron's own schedule (``features.pairs.megatron.config_checks``).
+    concern of Megatron's own schedule (``features.pairs.megatron``).
     """
-    ours, flags, shown = {*our_flags.flags()}, [], {}
+    ours, flags, shown = {*flag_table.flags()}, [], {}
     if job.pipeline.has_schedule and not request.is_stock:
         chunks, parallel = request.finest.chunks, job.parallel
         has_flag = layers.chunks_requested(job) is not None and not request.is_compiled
         if layers.stages_described(job) is None and not has_flag:
             ours |= {*layers.CHUNKS}
             flags = [_CHUNKS, str(chunks)] if chunks > 1 else []
-        if replicas.requested_replicas(job):
+        if sizes.requested_replicas(job):
             gpus = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
         if parallel.overlap_moe_expert_parallel_comm:
             shown = dict(_shown_of_pairs(job, chunks))
@@ -148,7 +148,7 @@ class Megatron:
         return Verdict(release(), answer["refusal"], unasked, answer["differs"])
 
     def answer(self, question: Question) -> dict[str, Any] | str:
-        """Return the answer of ``integration.trainer.acceptance``, or why there is none."""
+        """Return the answer of ``megatron.trainer.acceptance``, or why there is none."""
         reason = _reason()
         if reason is not None:
             return reason
@@ -171,13 +171,13 @@ def unknown_words(words: Sequence[str]) -> Sequence[str] | None:
     None where it cannot be asked.
     """
     with Megatron() as megatron:
-        answer = megatron.answer(Question(_without(words, our_flags.flags()), 1))
+        answer = megatron.answer(Question(_without(words, flag_table.flags()), 1))
     return None if isinstance(answer, str) else answer["unknown"]
 
 
 def _without(words: Sequence[str], flags: Collection[str]) -> tuple[str, ...]:
     """Return ``words``, a command line, without ``flags`` and their values."""
-    kept = [(name, *values) for name, values in flag_words.by_name(words) if name not in flags]
+    kept = [(name, *values) for name, values in flag_table.by_name(words) if name not in flags]
     return tuple(chain.from_iterable(kept))
 
 
@@ -254,7 +254,7 @@ def _start() -> "subprocess.Popen[str]":
     ours = [name for name in os.environ if name.startswith(PREFIX) and name != CACHE]
     environment = {name: value for name, value in os.environ.items() if name not in ours}
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "megatron_pp_ext.integration.trainer.acceptance"],
+        [sys.executable, "-P", "-m", "megatron_pp_ext.megatron.trainer.acceptance"],
         env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

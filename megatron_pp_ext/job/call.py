@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pp_ext.compiler.request import Request, named
-from megatron_pp_ext.job import memory_limit, options
-from megatron_pp_ext.job.csv_schedule import require_plain
+from megatron_pp_ext.job import options, pipeline
+from megatron_pp_ext.job.pipeline import require_plain
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
@@ -57,7 +57,7 @@ def request_of_call(
     else:
         is_of_feature = any(argument.has_limit(value) for argument, value in values)
         own_limit = None if limit is None or (is_of_feature and not can.takes_limit) else limit
-        read = None if own_limit is None else memory_limit.read(own_limit, ranks, memory_limit.BY_CALL)
+        read = None if own_limit is None else pipeline.read_limit(own_limit, ranks, pipeline.BY_CALL)
         request = named(schedule, ranks, microbatches, chunks, read)
     for argument, value in values:
         request = argument.read(request, value, limit)

@@ -1,4 +1,7 @@
-"""Megatron's flags as far as this package has a use for them: by them a command reads flags without Megatron.
+"""The flags of Megatron and of this package: by release, as words of a command line, and parsed without
+Megatron.
+
+``job.pipeline`` gives them their meaning.
 
 Each row of ``megatron_flags.json`` has the ``flags`` that set one argument, and of the argument its name
 ``dest`` where that is not the first flag's, its ``default`` where it has one, and either the value that a
@@ -12,14 +15,94 @@ import json
 import re
 import tomllib
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_pp_ext.job import our_flags
+from megatron_pp_ext import amounts
+from megatron_pp_ext.compiler.limits import LARGEST_FRACTION
+from megatron_pp_ext.features import FEATURES
 from megatron_pp_ext.json_input import did_you_mean
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.entry import AUTO, OTHERS
+
+
+def _bytes(given: str) -> float:
+    """Return the bytes of a flag's value, whose errors argparse puts after the flag."""
+    try:
+        return amounts.read(given, "the value")
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
+
+
+def _count_or_auto(given: str) -> int | str:
+    """Return the number that a flag's value is, or ``auto``."""
+    if given == AUTO:
+        return given
+    try:
+        return int(given)
+    except ValueError:
+        raise ArgumentTypeError(f"the value is {given!r}, but must be a whole number or {AUTO}") from None
+
+
+_OURS = {"with_stock", "text_or_number"}
+"""The keys of a row that argparse does not know."""
+
+_OUR_TYPES = {
+    "schedule": catalog.canonical,
+    "file": Path,
+    "int": int,
+    "float": float,
+    "bytes": _bytes,
+    "count_or_auto": _count_or_auto,
+}
+
+
+@cache
+def _table() -> dict[str, dict[str, Any]]:
+    files = (Path(__file__).with_name("our_flags.toml"), *(feature.flags for feature in FEATURES))
+    tables = (tomllib.loads(file.read_text(encoding="utf-8")) for file in files if file is not None)
+    return {flag: row for table in tables for flag, row in table.items()}
+
+
+def add_flags(parser: ArgumentParser) -> ArgumentParser:
+    """Add this package's flags to ``parser``, and return it."""
+    group = parser.add_argument_group(title="pipeline schedules (megatron_pp_ext)")
+    others = ", ".join(f"{other.name} ({other.summary})" for other in OTHERS)
+    known = {"schedules": ", ".join(catalog.NAMES), "others": others, "most": f"{LARGEST_FRACTION:g}"}
+    for flag, row in _table().items():
+        about = {key: value for key, value in row.items() if key not in _OURS}
+        about["help"] = row["help"].format_map(known)
+        if "type" in row:
+            about["type"] = _OUR_TYPES[row["type"]]
+        group.add_argument(flag, **about)
+    return parser
+
+
+def flags() -> list[str]:
+    """Return this package's flags."""
+    return list(_table())
+
+
+def names() -> list[str]:
+    """Return the names of the arguments that this package's flags set."""
+    return [flag.removeprefix("--").replace("-", "_") for flag in flags()]
+
+
+@cache
+def texts_or_numbers() -> dict[str, str]:
+    """Return what the values must be of arguments that are a text or a number, by their names."""
+    rows = zip(names(), _table().values(), strict=True)
+    return {name: row["text_or_number"] for name, row in rows if "text_or_number" in row}
+
+
+def of_schedules() -> dict[str, int]:
+    """Return the flags that only a schedule needs, each with the number of words after it."""
+    return {flag: int("action" not in row) for flag, row in _table().items() if "with_stock" not in row}
+
 
 FILE = Path(__file__).with_name("megatron_flags.json")
 EFFECTS = Path(__file__).with_name("flag_effects.toml")
@@ -123,7 +206,7 @@ def parser() -> ArgumentParser:
             found.add_argument(*row["flags"], action="store_const", const=row["sets"], **about)
         else:
             found.add_argument(*row["flags"], type=_TYPES[row.get("type")], **about)
-    our_flags.add_flags(found)
+    add_flags(found)
     return found
 
 
@@ -223,3 +306,50 @@ def known_flags() -> dict[str, None]:
 def name_of(flag: str) -> str:
     """Return the name of the argument that argparse derives from ``flag``."""
     return flag.removeprefix("--").replace("-", "_")
+
+
+_EXCLUSIVE = {"bf16": "fp16", "fp16": "bf16", "hybrid_layer_pattern": "num_layers"}
+"""Arguments that take the place of another."""
+
+
+def by_name(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each flag of a command line with the words after it; a word without a flag goes by itself."""
+    remaining = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    while remaining:
+        values = list(takewhile(lambda word: not word.startswith("--"), remaining[1:]))
+        yield remaining[0], values
+        remaining = remaining[1 + len(values) :]
+
+
+def by_argument(words: Sequence[str]) -> dict[str, list[str]]:
+    """Return the words after the last flag of each argument that ``words``, a command line, set."""
+    options = parser()._option_string_actions
+    return {options[name].dest: values for name, values in by_name(words) if name in options}
+
+
+def spelled(values: Mapping[str, Any]) -> list[str]:
+    """Return arguments as words of a command line; None, and a default that no flag sets, is left out."""
+    words = []
+    for name, value in values.items():
+        flag = None if value is None else flag_of(name, value)
+        if flag is not None:
+            words += [flag, *_values(flag, value)]
+    return words
+
+
+def _values(flag: str, value: Any) -> list[str]:
+    if isinstance(value, bool):
+        return []
+    if not isinstance(value, list | tuple):
+        return [str(value)]
+    if parser()._option_string_actions[flag].type is not pattern:
+        return [str(member) for member in value]
+    # Megatron reads a pattern of layers as one word, such as [0]*3+[1]*58.
+    return ["+".join(f"[{mark}]*{len(list(alike))}" for mark, alike in groupby(value))]
+
+
+def overridden(values: Mapping[str, Any], by: Sequence[str]) -> dict[str, Any]:
+    """Return ``values`` without the arguments that ``by``, a command line, sets or rules out."""
+    arguments = by_argument(by)
+    ruled_out = {_EXCLUSIVE.get(name) for name in arguments}
+    return {name: value for name, value in values.items() if name not in arguments and name not in ruled_out}

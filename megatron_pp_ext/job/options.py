@@ -1,4 +1,4 @@
-"""What features read from flags and from arguments of ``install``, and what they leave open."""
+"""How features read their flags and arguments: what ``job.pipeline`` and ``job.call`` ask."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from megatron_pp_ext.features import FEATURES
 from megatron_pp_ext.features.feature import Argument, ReadRequest, Rows
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.typed_job import Job
-from megatron_pp_ext.schedule.names import AUTO
+from megatron_pp_ext.schedule.entry import AUTO
 
 
 def arguments() -> Mapping[str, Argument]:

@@ -1,22 +1,199 @@
-"""The pipeline that Megatron's flags request.  All front ends read it here, and none decides it again.
+"""The pipeline that Megatron's flags request. All front ends read it here, and none decides it again.
+
+``compiler.limits.requested_budget`` states the meaning of the numbers.
 
 Training, ``mpp estimate``, ``mpp search``, ``mpp schedule`` and ``mpp rehearse`` differ in where their flags
 come from and in what the stages cost; what the flags mean is the same for all of them.
 """
 
+import math
+from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
 
+from megatron_pp_ext import amounts
+from megatron_pp_ext.compiler.limits import LARGEST_FRACTION, Limit
 from megatron_pp_ext.compiler.request import COMPILED_CHUNKS, Request, named
-from megatron_pp_ext.job import layers, memory_limit, options, replicas, sizes, updates
-from megatron_pp_ext.job.csv_schedule import read_csv, require_batches
+from megatron_pp_ext.files import require_writable
+from megatron_pp_ext.job import layers, options, sizes
 from megatron_pp_ext.job.layers import chunks_requested, require_chunks
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.names import NO_PIPELINE
+from megatron_pp_ext.schedule.actions import Kind, Schedule
+from megatron_pp_ext.schedule.check import require_one_forward_order
+from megatron_pp_ext.schedule.entry import NO_PIPELINE
+from megatron_pp_ext.schedule.formats import csv_file
 from megatron_pp_ext.schedule.placement import linear, wave
+from megatron_pp_ext.setting_error import SettingError
+
+
+class Names(NamedTuple):
+    """The name under which the number of ranks is given, and what an amount of memory is."""
+
+    ranks: str
+    amount: str
+
+
+_FLAG = "--pipeline-memory-limit"
+
+BY_FLAG = Names("--pipeline-model-parallel-size", "bytes, such as 40GB,")
+BY_CALL = Names("--pipeline-ranks", "an amount in the unit of costs,")
+
+
+def read_limit(value: float | str, ranks: int, names: Names = BY_FLAG) -> Limit:
+    """Return ``value`` as a limit for ``ranks`` pipeline ranks; ValueError if it cannot be."""
+    size, amount = names
+    limits = numbers(value, names)
+    if len(limits) == 1:
+        return limits[0]
+    if len(limits) != ranks:
+        raise SettingError(
+            f"{_FLAG} {value} is for {len(limits)} ranks, but {size} is {ranks}; "
+            f"give one number for all ranks, or {ranks}"
+        )
+    if min(limits) <= LARGEST_FRACTION < max(limits):
+        raise SettingError(
+            f"{_FLAG} {value} mixes fractions, which are up to {LARGEST_FRACTION:g}, and others; give each "
+            f"rank a fraction, or each {amount}"
+        )
+    return limits
+
+
+def numbers(value: float | str, names: Names = BY_FLAG) -> tuple[float, ...]:
+    """Return the numbers in ``value``, one or several; ValueError unless all are above 0."""
+    limits: tuple[float, ...] = ()
+    readings = ([value], str(value).split("-"))  # 1e-3 is one number, too
+    for parts in () if isinstance(value, bool) else readings:
+        with suppress(TypeError, ValueError, OverflowError):
+            limits = limits or tuple(map(amounts.number, parts))
+    if not limits or not all(0 < number < math.inf for number in limits):
+        raise SettingError(
+            f"{_FLAG} is {value}, but must be a number above 0; give a fraction of 1F1B's peak, such "
+            f"as 0.5, or {names.amount} for all ranks or, as in 0.9-0.8, for each"
+        )
+    return limits
+
+
+def spelled(limit: Limit) -> str:
+    """Return ``limit`` as the flag takes it."""
+    limits = limit if isinstance(limit, tuple) else (limit,)
+    return "-".join(f"{number:.0f}" if number == int(number) else repr(number) for number in limits)
+
+
+def read_csv(path: Path, job: RequestedJob) -> Schedule:
+    """Read a schedule that ``mpp schedule --csv``, a person or torch.distributed.pipelining wrote.
+
+    Raises ValueError if the file is not a valid schedule for the ranks of ``job``, if these
+    split the head, if its stages take the microbatches forward in different orders, or if the layers
+    cannot follow its order (``require_first_first``, ``require_backwards_in_order``).
+    """
+    schedule, ranks = csv_file.read(path), job.parallel.pipeline_model_parallel_size
+    if schedule.ranks != ranks:
+        raise ValueError(
+            f"{path} is a schedule for {schedule.ranks} ranks, got --pipeline-model-parallel-size {ranks}; "
+            "set one to the other"
+        )
+    require_plain(schedule, path)
+    require_trainable(schedule, job)
+    return schedule
+
+
+def require_plain(schedule: Schedule, path: Path) -> None:
+    """Raise ValueError where the ranks of ``path`` split the head, or forwards have several orders."""
+    if schedule.placement.splits_head:
+        raise ValueError(
+            f"the ranks of {path} split the head, which mpp simulates but training by a file cannot do; "
+            "write the schedule with the head in the last stage, without S and T"
+        )
+    require_one_forward_order(schedule)
+
+
+def require_trainable(schedule: Schedule, job: RequestedJob) -> None:
+    """Raise ValueError if the layers of ``job`` cannot follow the order of ``schedule``."""
+    if job.precision.transformer_impl == "transformer_engine":
+        require_first_first(schedule)
+    is_delayed = job.precision.fp8 is not None and job.precision.fp8_recipe == "delayed"
+    if is_delayed and job.memory.recompute_granularity is not None:
+        require_backwards_in_order(schedule)
+
+
+def require_batches(job: Job, schedule: Schedule, data: int) -> None:
+    """ValueError unless every step of ``job`` on ``data`` ranks has the microbatches of ``schedule``."""
+    batch, name = job.batch, job.pipeline.pipeline_schedule
+    samples = batch.micro_batch_size * data
+    if any(size // samples != schedule.microbatches for size in batch.sizes):
+        flag = "--step-batch-size-schedule"
+        growing = batch.global_batch_size is None
+        batches = f"{flag} {batch.step_batch_size_schedule}"
+        raise ValueError(
+            f"--pipeline-schedule {name} has {schedule.microbatches} microbatches in every "
+            f"step, but {batches if growing else f'--global-batch-size {batch.global_batch_size}'} requests "
+            f"others; {f'leave {flag} out and ' if growing else ''}set --global-batch-size "
+            f"{schedule.microbatches * samples}"
+        )
+
+
+def require_backwards_in_order(schedule: Schedule) -> None:
+    """Raise ValueError unless each stage takes the microbatches backward as it took them forward.
+
+    Where a module of Transformer Engine is to be computed again, it puts the scales of delayed scaling into
+    a queue of its own at each forward, and takes them out first in, first out (``FP8GlobalStateManager``).
+    In another order a microbatch would be computed again with the scales of another.
+    """
+    orders: dict[tuple[int, bool], list[int]] = defaultdict(list)
+    for action in schedule:
+        if action.kind in (Kind.F, Kind.I, Kind.B):
+            orders[action.stage, action.kind is Kind.F].append(action.microbatch)
+    for stage in range(schedule.placement.stages):
+        forward, backward = orders[stage, True], orders[stage, False]
+        for first, second in zip(forward, backward, strict=True):
+            if first != second:
+                raise ValueError(
+                    f"schedule {schedule.name!r}: stage {stage} takes microbatch {second} backward where "
+                    f"{first} is the next that it took forward, but with --fp8-recipe delayed Transformer "
+                    "Engine computes microbatches again in that order; give the backwards the order of the "
+                    "forwards, choose another --fp8-recipe, or recompute nothing"
+                )
+
+
+def require_first_first(schedule: Schedule) -> None:
+    """Raise ValueError unless each stage begins with microbatch 0, its forwards and its weight gradients.
+
+    Under Transformer Engine ``is_first_microbatch`` is true of a module's first forward ever and, where
+    layers quantize (FP8, FP4, --te-precision-config-file), of microbatch 0's in every step.  That forward
+    casts the weights, which later ones rely on; and where accumulation is fused its weight gradient
+    overwrites ``main_grad``, to which other gradients are added (``accumulate`` in Transformer Engine's
+    module/linear.py, layernorm_linear.py and grouped_linear.py, the same from 2.3 to 2.18; Megatron's
+    extensions/transformer_engine.py).
+    """
+    for rank, order in enumerate(schedule.orders):
+        started: set[tuple[int, bool]] = set()
+        for action in order:
+            is_forward = action.kind is Kind.F
+            if action.kind is Kind.I or (action.stage, is_forward) in started:
+                continue
+            started.add((action.stage, is_forward))
+            if action.microbatch != 0:
+                raise ValueError(
+                    f"schedule {schedule.name!r}: rank {rank} runs {action} before microbatch 0's "
+                    f"{'forward' if is_forward else 'weight gradient'}, but Transformer Engine "
+                    f"{'casts weights' if is_forward else 'overwrites earlier gradients'} in the latter; put "
+                    "microbatch 0 first, or add --transformer-impl local"
+                )
+
+
+def require_files(profile: Path | None, trace: Path | None) -> None:
+    """Raise ValueError for a profile or a trace that cannot be written."""
+    if profile is not None and not profile.absolute().parent.is_dir():
+        raise ValueError(f"--profile-pipeline {profile}: no such folder; make it first")
+    for flag, path in (("--profile-pipeline", profile), ("--pipeline-trace", trace)):
+        if path is not None:
+            require_writable(flag, path)
 
 
 def for_world(job: RequestedJob, world_size: int) -> Request:
@@ -60,10 +237,10 @@ def read(job: RequestedJob, data: int) -> Request:
     request = replace(request, data=data, layers=_layers(job, request))
     if catalog.abilities(request.schedule).flushes:
         return request
-    request = replace(request, updates=updates.read(job, microbatches))
-    replicated = replicas.requested_replicas(job)
+    request = replace(request, updates=sizes.read(job, microbatches))
+    replicated = sizes.requested_replicas(job)
     if replicated:
-        replicas.require_turns(job, replicated, microbatches)
+        sizes.require_turns(job, replicated, microbatches)
     return request
 
 
@@ -171,7 +348,7 @@ def _read_compiled(job: RequestedJob, name: str, chunks: int | None, microbatche
     if can.measures_memory:
         accepted = chunks <= COMPILED_CHUNKS or stages is not None
         require_chunks(job, name, chunks, COMPILED_CHUNKS, accepted, " or fewer")
-    limit = None if given is None or not can.takes_limit else memory_limit.read(given, ranks)
+    limit = None if given is None or not can.takes_limit else read_limit(given, ranks)
     request = named(name, ranks, microbatches, chunks, limit)
     if can.measures_memory and chunks > COMPILED_CHUNKS and stages is not None:
         return replace(request, placements=(wave(ranks, chunks),))

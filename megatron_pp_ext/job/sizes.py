@@ -1,15 +1,123 @@
-"""The numbers of data-parallel ranks and of microbatches that Megatron's flags imply."""
+"""The numbers that flags imply: data-parallel ranks, replicas of stages, microbatches, and updates of no
+flush.
 
+A training step of Megatron is one update.  Under ``pipedream`` and ``pipedream-2bw`` each stage updates
+its weights as soon as its own backwards are done.
+"""
+
+from functools import lru_cache
 from math import gcd
 
-from megatron_pp_ext.job import replicas
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.typed_job import Job
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.entry import PIPEDREAM
+from megatron_pp_ext.schedule.families.pipedream import Replicas, Updates, WeightVersion
+
+_FLAG = "--pipeline-replicas"
+
+
+def requested_replicas(job: Job) -> Replicas | None:
+    """The replicas of each stage of ``job``, None without the flag; ValueError if it cannot be."""
+    text = job.pipeline.pipeline_replicas
+    return None if text is None else _read(text, job.parallel.pipeline_model_parallel_size)
+
+
+@lru_cache(maxsize=64)
+def _read(text: str, stages: int) -> Replicas:
+    counts = text.split("-")
+    if len(counts) < 2 or not all(count.isdecimal() and int(count) for count in counts):
+        raise ValueError(f"{_FLAG} is {text!r}, but must have a number above 0 for each stage, as in 3-1")
+    if len(counts) != stages:
+        raise ValueError(
+            f"{_FLAG} {text} is for {len(counts)} stages, but --pipeline-model-parallel-size is {stages}; "
+            f"set that to {len(counts)}, or give {stages} numbers"
+        )
+    return Replicas(tuple(map(int, counts)))
+
+
+def of_stages(job: Job) -> Replicas:
+    """Return the replicas of each stage, one each where ``job`` requests none.
+
+    Raises ValueError as ``requested_replicas`` does.
+    """
+    return requested_replicas(job) or Replicas.straight(job.parallel.pipeline_model_parallel_size)
+
+
+def require_world(job: Job, replicas: Replicas, world_size: int) -> None:
+    """Raise ValueError unless ``world_size`` ranks make up the ``replicas``, tensor ranks included."""
+    width = job.parallel.tensor_model_parallel_size
+    if world_size != replicas.ranks * width:
+        raise ValueError(
+            f"{_FLAG} {replicas} takes {replicas.ranks} x --tensor-model-parallel-size {width} = "
+            f"{replicas.ranks * width} ranks, but there are {world_size}; start as many"
+        )
+
+
+def require_turns(asked: "RequestedJob", replicas: Replicas, microbatches: int) -> None:
+    """Raise ValueError unless the replicas of every stage have equal shares of a step and of an evaluation.
+
+    ``microbatches`` are those of a global batch.
+    """
+    batch, evaluated = asked.batch, asked.flags.eval_global_batch_size
+    samples = asked.flags.eval_micro_batch_size or batch.micro_batch_size
+    for flag, count in (
+        ("--global-batch-size", microbatches),
+        ("--eval-global-batch-size", (evaluated or batch.global_batch_size or samples) // samples),
+    ):
+        try:
+            replicas.require_turns(count)
+        except ValueError as error:
+            raise ValueError(f"{flag}: {error} x micro-batch size") from error
+
+
+def read(job: Job, microbatches: int) -> Updates:
+    """The updates of ``job``; ValueError where the schedule cannot have them.
+
+    ``microbatches`` are those of a global batch, on which Megatron's optimizer, learning rate and logs base
+    an update.
+    """
+    name, stages = job.pipeline.pipeline_schedule, of_stages(job)
+    assert name is not None
+    return described(job, name, _interval(name, stages, job.pipeline.pipeline_update_interval, microbatches))
+
+
+def described(job: Job, name: str, interval: int) -> Updates:
+    """Return the updates of the schedule ``name`` as ``job`` has them otherwise, unchecked."""
+    options = job.pipeline
+    if catalog.abilities(name).has_two_versions:
+        weights = WeightVersion.PREVIOUS
+    else:
+        weights = WeightVersion.SAME if options.pipeline_vertical_sync else WeightVersion.LATEST
+    return Updates(interval, weights, options.pipeline_allow_waits, of_stages(job))
+
+
+def _interval(name: str, stages: Replicas, requested: int | None, microbatches: int) -> int:
+    """The microbatches between two updates; ``requested`` is --pipeline-update-interval.
+
+    ValueError unless they are the ``microbatches`` of a global batch, and enough for the schedule.
+    """
+    if requested is not None and requested < 1:
+        raise ValueError(f"--pipeline-update-interval is {requested}, but must be 1 or more")
+    has_two_versions = catalog.abilities(name).has_two_versions
+    interval = requested or (microbatches if has_two_versions else stages.full_round)
+    if interval != microbatches:
+        raise ValueError(
+            f"--pipeline-schedule {name} updates every {interval} microbatch(es), but --global-batch-size "
+            f"makes {microbatches} a step; set it to {interval} x micro-batch size x data-parallel size, or "
+            f"--pipeline-update-interval to {microbatches}"
+        )
+    if has_two_versions and interval < stages.ranks:
+        raise ValueError(
+            f"--pipeline-schedule {name} needs as many microbatches an update as it has pipeline ranks, "
+            f"{stages.ranks}, but got {interval}; raise --global-batch-size, or choose {PIPEDREAM}"
+        )
+    return interval
 
 
 def fewest_ranks(job: Job) -> int:
     """The ranks of one copy of the model; with --pipeline-replicas, of all replicas of its stages."""
-    replicated, parallel = replicas.requested_replicas(job), job.parallel
+    replicated, parallel = requested_replicas(job), job.parallel
     across = replicated.ranks if replicated else parallel.pipeline_model_parallel_size
     return parallel.tensor_model_parallel_size * across * parallel.context_parallel_size
 
@@ -26,9 +134,9 @@ def data_parallel_size(job: Job, world_size: int) -> int:
 
     ValueError, with the nearest numbers that work, where the parallel sizes do not divide ranks or model.
     """
-    replicated, parallel = replicas.requested_replicas(job), job.parallel
+    replicated, parallel = requested_replicas(job), job.parallel
     if replicated:
-        replicas.require_world(job, replicated, world_size)
+        require_world(job, replicated, world_size)
         require_divisible(job, parallel.tensor_model_parallel_size)
         return 1
     ranks, model = parallel.pipeline_model_parallel_size, fewest_ranks(job)

@@ -4,8 +4,7 @@ from megatron_pp_ext.job import layers
 from megatron_pp_ext.job.flag_effects import flag
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.json_input import naming
-from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.file_names import in_files
+from megatron_pp_ext.schedule.costs import Costs, in_files
 from megatron_pp_ext.schedule.formats import costs_file
 
 _SIZES = (

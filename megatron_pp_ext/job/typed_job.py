@@ -1,4 +1,4 @@
-"""A job as it is asked: a model, and how to train it.  It is read once; all that computes takes it.
+"""A job as it is asked: a model, and how to train it. It is read once; all that computes takes it.
 
 ``Job.of`` fills it from whatever has arguments under Megatron's names: those of a command line,
 Megatron's own, those of a config (``job.model_config``).
@@ -11,12 +11,240 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Self
 
-from megatron_pp_ext.job.attention_part import Attention
-from megatron_pp_ext.job.memory_part import Memory
-from megatron_pp_ext.job.parts import Batch, Model, Parallel
-from megatron_pp_ext.job.pipeline_part import PipelinePart
-from megatron_pp_ext.job.precision_part import Precision
+from megatron_pp_ext.job.parts import Attention, Batch, Model, Parallel
 from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.entry import AUTO, Abilities
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The settings of activations and of the optimizer's state.
+
+    ``recompute_num_layers`` is 0 where nobody gives it.
+    """
+
+    recompute_granularity: str | None = None
+    recompute_method: str | None = None
+    recompute_num_layers: int = 0
+    recompute_modules: tuple[str, ...] = ()
+    distribute_saved_activations: bool = False
+    optimizer: str = "adam"
+    sgd_momentum: float = 0.9
+    use_distributed_optimizer: bool = False
+    use_megatron_fsdp: bool = False
+    data_parallel_sharding_strategy: str = "optim_grads_params"
+    muon_num_ns_steps: int = 5
+    muon_scalar_optimizer: str = "adam"
+    optimizer_cpu_offload: bool = False
+    optimizer_offload_fraction: float = 1.0
+    overlap_cpu_optimizer_d2h_h2d: bool = False
+    cpu_offloading_num_layers: int = 0
+    main_params_dtype: str = "fp32"
+    exp_avg_dtype: str = "fp32"
+    exp_avg_sq_dtype: str = "fp32"
+
+    @property
+    def shards_state(self) -> bool:
+        """Whether data-parallel ranks share the optimizer's state, with Muon by whole weights."""
+        is_sharded = self.use_megatron_fsdp and self.data_parallel_sharding_strategy != "no_shard"
+        return self.use_distributed_optimizer or is_sharded or self.optimizer == "dist_muon"
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether data-parallel ranks share gradients, which are reduced in each microbatch."""
+        return self.use_megatron_fsdp and self.data_parallel_sharding_strategy.startswith("optim_grads")
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether data-parallel ranks share weights, which are gathered for each forward and backward."""
+        return self.use_megatron_fsdp and self.data_parallel_sharding_strategy == "optim_grads_params"
+
+    @property
+    def treats_matrices_apart(self) -> bool:
+        """Whether the optimizer is for matrices of layers alone, and other weights have one of their own."""
+        return self.optimizer not in ("adam", "sgd")
+
+    @property
+    def offloaded(self) -> float:
+        """The part of the optimizer's state that is on the host, and updated there."""
+        return self.optimizer_offload_fraction if self.optimizer_cpu_offload else 0.0
+
+    @property
+    def recomputed(self) -> frozenset[str]:
+        """The modules of a layer that backwards compute again, where not whole layers are."""
+        if self.recompute_granularity != "selective":
+            return frozenset()
+        return frozenset(self.recompute_modules or ("core_attn",))
+
+    @property
+    def recomputes_layers(self) -> bool:
+        """Whether backwards compute whole layers again."""
+        return self.recompute_granularity == "full"
+
+    @property
+    def recomputes_first(self) -> bool:
+        """Whether these are the first ones of each stage, and not all in groups."""
+        return self.recompute_method == "block"
+
+    @property
+    def recomputed_together(self) -> int:
+        """The layers of such a group, or the first ones of a stage."""
+        return self.recompute_num_layers or 1
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The formats of numbers, and the kernels that compute with them."""
+
+    bf16: bool = False
+    fp16: bool = False
+    fp8: str | None = None
+    fp8_recipe: str = "delayed"
+    fp8_param_gather: bool = False
+    fp4: str | None = None
+    fp4_param_gather: bool = False
+    fp32_residual_connection: bool = False
+    grad_reduce_in_bf16: bool = False
+    accumulate_allreduce_grads_in_fp32: bool = False
+    gradient_accumulation_fusion: bool = True
+    transformer_impl: str = "transformer_engine"
+    attention_backend: str = "auto"
+    moe_grouped_gemm: bool = False
+    cuda_graph_impl: str = "none"
+    bias_gelu_fusion: bool = True
+    bias_swiglu_fusion: bool = True
+    use_fused_weighted_squared_relu: bool = False
+    use_transformer_engine_op_fuser: bool = False
+    moe_paged_stash: bool = False
+    cross_entropy_loss_fusion: bool = False
+    cross_entropy_fusion_impl: str = "native"
+
+    @property
+    def is_half(self) -> bool:
+        """Whether weights and activations have 16 bits."""
+        return self.bf16 or self.fp16
+
+    @property
+    def weight_size(self) -> int:
+        """The bytes of a weight, and of a number in an activation, as the forward uses it."""
+        return 2 if self.is_half else 4
+
+    @property
+    def gradient_size(self) -> int:
+        """The bytes of a gradient in Megatron's buffers: fp32, unless flags or fp16's default differ."""
+        if self.bf16:
+            return 2 if self.grad_reduce_in_bf16 else 4
+        return 2 if self.fp16 and not self.accumulate_allreduce_grads_in_fp32 else 4
+
+    @property
+    def uses_fp8(self) -> bool:
+        """Whether the products of the layers are computed in FP8, or in FP4."""
+        return bool(self.fp8 or self.fp4) and self.transformer_impl != "local"
+
+    @property
+    def operand_size(self) -> float:
+        """The bytes of a number in an operand of the layers' products.
+
+        In NVFP4 sixteen numbers of half a byte share a scale of a byte.
+        """
+        return (0.5 + 1 / 16 if self.fp4 else 1) if self.uses_fp8 else self.weight_size
+
+    @property
+    def keeps_operands(self) -> bool:
+        """Whether weights of layers exist in FP8 or FP4 alone (--fp8-param-gather, --fp4-param-gather)."""
+        return self.fp4_param_gather if self.fp4 else self.fp8_param_gather
+
+    @property
+    def gathered_size(self) -> float:
+        """The bytes of a layer's weight as data-parallel ranks gather it.
+
+        In MXFP8 they gather bf16 and quantize it (``_ParamAndGradBuffer``, core 0.18).
+        """
+        is_bf16 = not self.fp4 and self.fp8_recipe == "mxfp8"
+        return self.operand_size if self.keeps_operands and not is_bf16 else self.weight_size
+
+    @property
+    def format(self) -> str:
+        """The format of the layers' products, as a system names it (``costs.system.DTYPES``)."""
+        if not self.is_half or not (self.fp8 or self.fp4):
+            return "bf16" if self.is_half else "fp32"
+        return "fp4" if self.fp4 else "fp8"
+
+    @property
+    def fuses_experts(self) -> bool:
+        """Whether products of experts add biases, activate and cast in their own kernels.
+
+        Transformer Engine fuses so in MXFP8 (transformer_engine.pytorch.ops.fused.grouped_mlp).
+        """
+        is_mxfp8 = self.uses_fp8 and not self.fp4 and self.fp8_recipe == "mxfp8"
+        return self.use_transformer_engine_op_fuser and self.moe_grouped_gemm and is_mxfp8
+
+    @property
+    def is_unfused(self) -> bool:
+        """Whether attention is computed in single products, which keep its probabilities.
+
+        Transformer Engine has no fused kernel for fp32.
+        """
+        return self.transformer_impl == "local" or "unfused" in self.attention_backend or not self.is_half
+
+    @property
+    def has_loss_in_place(self) -> bool:
+        """Whether Transformer Engine computes the loss, whose gradient takes the place of the logits."""
+        return self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "te"
+
+    @property
+    def words(self) -> str:
+        """The formats of weights and of products, such as ``bf16 with FP8 (delayed)``."""
+        whole = "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
+        if not self.uses_fp8:
+            return whole
+        return f"{whole} with NVFP4" if self.fp4 else f"{whole} with FP8 ({self.fp8_recipe})"
+
+
+@dataclass(frozen=True)
+class PipelinePart:
+    """The pipeline's schedule and its stages, in the words of the flags; ``job.pipeline`` reads them."""
+
+    pipeline_schedule: str | None = None
+    pipeline_memory_limit: float | str | None = None
+    pipeline_costs: Path | None = None
+    pipeline_vocabulary: str | None = None
+    pipeline_offload: float | str | None = None
+    pipeline_offload_host_bytes: float | None = None
+    pipeline_slice_tokens: int | str | None = None
+    pipeline_slice_check: str | None = None
+    pipeline_update_interval: int | None = None
+    pipeline_replicas: str | None = None
+    pipeline_loss_rank: str | None = None
+    pipeline_vertical_sync: bool = False
+    pipeline_allow_waits: bool = False
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    pipeline_model_parallel_layout: str | None = None
+    decoder_first_pipeline_num_layers: int | None = None
+    decoder_last_pipeline_num_layers: int | None = None
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
+
+    @property
+    def has_schedule(self) -> bool:
+        """Whether one of this package's schedules is to run."""
+        return self.pipeline_schedule is not None
+
+    @property
+    def can(self) -> Abilities:
+        """The abilities of the schedule; of Megatron's own where no flag names one."""
+        return catalog.abilities(self.pipeline_schedule)
+
+    @property
+    def has_layout(self) -> bool:
+        """Whether a layout describes the stages, other than ``auto``, which is yet to be found."""
+        return self.pipeline_model_parallel_layout not in (None, AUTO)
+
+    @property
+    def finds_layout(self) -> bool:
+        """Whether a layout is yet to be found."""
+        return self.pipeline_model_parallel_layout == AUTO
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import unwrap_model
 
 from megatron_pp_ext.files import going_on_without
-from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.runners.tracing import is_first_pipeline
+from megatron_pp_ext.megatron import requested
+from megatron_pp_ext.megatron.runners.tracing import is_first_pipeline
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
 from megatron_pp_ext.runtime.recorder import gather
-from megatron_pp_ext.schedule.formats import profile_file
+from megatron_pp_ext.schedule.formats import profile
 from megatron_pp_ext.schedule.formats.profile import Profile, ProfiledLayer
 
 _profiler: "StageProfiler | None" = None
@@ -58,7 +58,7 @@ def profiling(group: dist.ProcessGroup, model: list[torch.nn.Module], forward_on
     if stages is not None:
         in_order = sorted(itertools.chain(*stages), key=operator.itemgetter(0))
         with going_on_without(path):
-            profile_file.write(Profile.chain(layer for _, layer in in_order), path)
+            profile.write(Profile.chain(layer for _, layer in in_order), path)
 
 
 @dataclass

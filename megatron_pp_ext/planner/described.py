@@ -1,18 +1,145 @@
-"""The model of a planner's command line: a name or file, flags after ``--``, and sizes by option.
+"""What a planner's command line describes: a model by name or file, flags after ``--``, and sizes by option.
+
+The named ones are the files of ``planner/models``: a Hugging Face configuration each, with the source of its
+figures, the number of parameters as published, and the sequence length to plan with.
+
+Megatron would download a tokenizer that is not here.
 
 All of it becomes one line of Megatron's flags.  Later words win: flags after ``--`` over the model's own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
 
-from megatron_pp_ext.job import ask_megatron, flag_table, flag_words
+from megatron_pp_ext.job import ask_megatron, flag_table
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.sizes import require_vocabulary
-from megatron_pp_ext.planner import model_names
+from megatron_pp_ext.json_input import did_you_mean, naming, parse, require_printable
+from megatron_pp_ext.json_input import read as read_json
+from megatron_pp_ext.planner.hugging_face import config_json
 from megatron_pp_ext.planner.hugging_face.config_json import GivenModel
+from megatron_pp_ext.planner.step import model_description
 from megatron_pp_ext.planner.step.model_description import derive_arguments, flag, require_complete
+
+_MODELS = resources.files("megatron_pp_ext.planner") / "models"
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A named model: ``parameters`` as published, with their ``source``, and its arguments for Megatron."""
+
+    name: str
+    title: str
+    source: str
+    parameters: float
+    described: GivenModel
+
+
+def names() -> list[str]:
+    """Return the names of all models that are shipped."""
+    return sorted(item.name.removesuffix(".json") for item in _MODELS.iterdir())
+
+
+def named(name: str) -> Named:
+    """Return the shipped model ``name``."""
+    content = parse((_MODELS / f"{name}.json").read_text(encoding="utf-8"), "install the package again")
+    described = config_json.read(content["config"])
+    values = {**described.values, "seq_length": content["seq_length"]}
+    about = (content["title"], content["source"], content["parameters"])
+    return Named(
+        name, *about, replace(described, name=name, values=values, assumed=described.assumed - {"seq_length"})
+    )
+
+
+def read_model(name: str) -> GivenModel:
+    """Return the model that ``--model given`` names.
+
+    It is a shipped name, a Hugging Face config.json or its folder, or a JSON object of Megatron's names.
+    ValueError, naming the file or the name, for anything else and for models that are not supported.
+    """
+    path = Path(name)
+    path = _file_of_folder(path) if path.is_dir() else path
+    spelled = name.strip().lower().replace("_", "-")
+    if spelled in names() and not path.is_file():
+        return named(spelled).described
+    if not path.is_file():
+        if path.suffix == ".json":
+            raise ValueError(f"{path}: No such file or directory; correct --model")
+        hint = did_you_mean(spelled, names(), "no shipped model resembles it")
+        raise ValueError(f"--model {name} is neither a file nor a name: {hint} (mpp models lists them)")
+    with naming(path):
+        content = read_json(path, "write an object of Megatron's names")
+        if not isinstance(content, dict):
+            raise ValueError("is no object: write one of Megatron's names, such as num_layers")
+        config_json.refuse_other_files(content)
+        if config_json.is_config(content):
+            return replace(config_json.read(content), name=name)
+        for name, value in content.items():
+            for text in value if isinstance(value, list) else [value]:
+                if isinstance(text, str):
+                    with naming(name):
+                        require_printable(text)
+    model_description.require_known(content, str(path))
+    return GivenModel(name, content)
+
+
+def _file_of_folder(folder: Path) -> Path:
+    """Return the file that describes the model of ``folder``, or that of its adapter where it is alone."""
+    file, adapter = folder / "config.json", folder / "adapter_config.json"
+    return adapter if adapter.is_file() and not file.is_file() else file
+
+
+FROM_HUGGING_FACE = "HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenizer"
+"""The types of tokenizers that are a folder, or would be downloaded."""
+
+_FIX = "give --vocab-size"
+
+
+def size(asked: RequestedJob) -> int:
+    """Return the tokens of the tokenizer in the folder --tokenizer-model, or else of the model there.
+
+    ValueError where there is no such folder, and where its files do not have the number.
+    """
+    if not asked.flags.tokenizer_model:
+        raise ValueError(
+            f"--tokenizer-type {asked.flags.tokenizer_type} needs --tokenizer-model, the folder whose "
+            "vocabulary would be counted: give it, or --vocab-size"
+        )
+    folder = Path(asked.flags.tokenizer_model)
+    flag = f"--tokenizer-model {asked.flags.tokenizer_model}"
+    if not folder.is_dir():
+        raise ValueError(
+            f"{flag} is no folder here, and would be downloaded for the size of its vocabulary: {_FIX}"
+        )
+    for name, count in (("tokenizer.json", _tokens), ("config.json", _rows)):
+        if (folder / name).is_file():
+            with naming(folder / name):
+                tokens = count(read_json(folder / name, _FIX))
+            if tokens:
+                return tokens
+    raise ValueError(f"{flag} has neither a tokenizer.json nor a config.json with its vocabulary: {_FIX}")
+
+
+def _tokens(content: Any) -> int:
+    """Return the number of tokens in a tokenizer.json, with the tokens added to its model."""
+    if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
+        return 0
+    vocabulary, added = content["model"].get("vocab", ()), content.get("added_tokens", ())
+    texts = vocabulary if isinstance(vocabulary, dict) else [token for token, *_ in vocabulary]
+    return len({*texts, *(entry["content"] for entry in added)})
+
+
+def _rows(content: Any) -> int:
+    """Return the rows of the embedding in a config.json; 0 where it has none."""
+    if not isinstance(content, dict):
+        return 0
+    inner = content.get("text_config", content)
+    rows = inner.get("vocab_size", 0) if isinstance(inner, dict) else 0
+    return rows if isinstance(rows, int) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +181,13 @@ def read(
     what contradicts itself, and for flags that the installed Megatron does not have, unless
     ``has_other_flags`` for those of a training script.
     """
-    shipped = model_names.read(model) if model is not None else None
+    shipped = read_model(model) if model is not None else None
     if shipped is None and not flags:
         raise ValueError(
             "no model: give --model NAME (mpp models lists them) or FILE, or Megatron's flags after --"
         )
     mine = _joined(flags, sizes or {})
-    kept = {} if shipped is None else flag_words.overridden(shipped.values, mine)
+    kept = {} if shipped is None else flag_table.overridden(shipped.values, mine)
     if shipped is not None:
         kept |= _longer_positions(shipped, kept, mine)
     start = {name: value for name, value in kept.items() if value is not None}
@@ -75,7 +202,7 @@ def read(
         raise ValueError(f"{shipped.name} has no vocab_size: give it")
     about = [f"{shipped.name}: {'; '.join(shipped.notes)}"] if shipped.notes else []
     notes = [*uncounted, *_replaced(shipped, kept, mine), *about]
-    return Described([*flag_words.spelled(kept), *mine], RequestedJob.of_args(args), notes)
+    return Described([*flag_table.spelled(kept), *mine], RequestedJob.of_args(args), notes)
 
 
 def _of_megatron_alone(flags: Sequence[str], words: Sequence[str]) -> str:
@@ -93,7 +220,7 @@ def _of_megatron_alone(flags: Sequence[str], words: Sequence[str]) -> str:
 
 def _replaced(model: GivenModel, values: Mapping[str, object], words: Sequence[str]) -> list[str]:
     """Return which values of the model ``words`` replaces by others, as a sentence if there are any."""
-    now = {name: " ".join(flag_values) for name, flag_values in flag_words.by_argument(words).items()}
+    now = {name: " ".join(flag_values) for name, flag_values in flag_table.by_argument(words).items()}
     changed = [
         f"{flag(name)} {now[name]} ({value})"
         for name, value in model.values.items()
@@ -112,7 +239,7 @@ def _longer_positions(
     Rotary positions have no weights, and Megatron takes their number as a bound.  ValueError for sequences
     that are longer than Megatron trains as the model would.
     """
-    text = " ".join(flag_words.by_argument(words).get("seq_length", ()))
+    text = " ".join(flag_table.by_argument(words).get("seq_length", ()))
     if not text.isdigit():
         return {}
     length = int(text)
@@ -129,7 +256,7 @@ def _longer_positions(
 
 def _joined(flags: Sequence[str], sizes: Mapping[str, int | None]) -> list[str]:
     """Return ``flags`` with the sizes that options give; ValueError where they differ."""
-    words, by_argument = list(flags), flag_words.by_argument(flags)
+    words, by_argument = list(flags), flag_table.by_argument(flags)
     for name, value in sizes.items():
         flag_values = by_argument.get(name)
         if value is not None and flag_values is None:

@@ -1,4 +1,5 @@
-"""Ordered point-to-point messages between pipeline ranks.
+"""Ordered point-to-point messages between pipeline ranks, and channels for a rank that runs without its
+neighbours.
 
 Two ranks that exchange anything have one channel in each direction, and a channel is first in,
 first out: the receiver knows from the schedule the next message of the sender, so no message
@@ -18,9 +19,9 @@ therefore hands large messages to gloo, in their order, and the stage computes m
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -252,3 +253,36 @@ def _described(message: Message) -> str:
 def _gradient_of(message: Message) -> Message:
     sender, receiver, microbatch = message
     return Message(receiver, sender, microbatch)
+
+
+SCALE = 0.01
+"""Standard deviation of the random numbers: small enough, as gradients, for weights to stay finite."""
+
+
+class Done:
+    """Stands for a message that has arrived, as a ``torch.distributed.Work`` does."""
+
+    def wait(self) -> bool:
+        """Return at once."""
+        return True
+
+
+class DummyChannels(Channels):
+    """The channels of a rank that runs alone: messages that it sends are dropped, those received are random.
+
+    Receives are posted, kept and released when real ones would be, so that they take the same memory.
+    Zeros would be faster to compute with than real numbers, and uninitialized memory may not be finite.
+    """
+
+    def _send(self, peer: int, *tensors: torch.Tensor) -> None:
+        pass
+
+    def _receive(self, peer: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
+        return random_numbers(torch.Size(self._shape), self._dtype, self._device).clone(), Done()
+
+
+@cache
+def random_numbers(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return small random numbers, the same ones for every call."""
+    generator = torch.Generator().manual_seed(0)
+    return (SCALE * torch.randn(shape, generator=generator)).to(device=device, dtype=dtype)

@@ -12,6 +12,7 @@ The older "nccl" is called "nccl-legacy" there, or "nccl" again under ``TORCH_DI
 have communicators of their own unless ``init_process_group`` was called with ``device_id``.
 """
 
+import ctypes
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,6 +23,21 @@ import torch
 import torch.distributed as dist
 
 from megatron_pp_ext.setting_error import SettingError
+
+
+def loaded_nccl() -> tuple[int, ...] | None:
+    """Return the version of the library that this process has loaded, or None where it cannot be asked.
+
+    Another library than torch's is loaded where LD_PRELOAD or a container brings one.
+    """
+    number = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):
+        return None
+    # NCCL_VERSION of nccl.h, since 2.9
+    return None if failed else (number.value // 10000, number.value // 100 % 100, number.value % 100)
+
 
 MAX_CTAS = 4
 """The most blocks that a message's kernel occupies while it waits; NCCL's own choice over NVLink is 16."""

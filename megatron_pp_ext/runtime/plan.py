@@ -9,11 +9,17 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from megatron_pp_ext.features import FEATURES
-from megatron_pp_ext.runtime.extension import Extension, RankOrder
-from megatron_pp_ext.runtime.operations import transfers
-from megatron_pp_ext.runtime.operations.compute import Compute
-from megatron_pp_ext.runtime.operations.operation import Operation
-from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Schedule, together
+from megatron_pp_ext.runtime.operations import (
+    Compute,
+    Drain,
+    Extension,
+    Operation,
+    Post,
+    RankOrder,
+    Receive,
+    Send,
+)
+from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Announced, Orders, Schedule, together
 from megatron_pp_ext.schedule.messages import (
     Arrival,
     Launch,
@@ -22,7 +28,6 @@ from megatron_pp_ext.schedule.messages import (
     outgoing_message,
     planned_launches,
 )
-from megatron_pp_ext.schedule.orders import Announced, Orders
 from megatron_pp_ext.schedule.timing import lenders_of
 
 NO_LENDERS: Mapping[Action, Action] = MappingProxyType({})
@@ -95,7 +100,7 @@ def plan_orders(
     for extension in planner.extensions:
         at_end += extension.at_end()
     if flushes:
-        at_end.append(transfers.Drain())
+        at_end.append(Drain())
     return RankPlan(rank, actions, order.steps, tuple(by_step), tuple(at_end))
 
 
@@ -111,7 +116,7 @@ class _Planner:
     def launch(self, launch: Launch) -> Operation:
         """Return the operation for a launch that concerns other ranks."""
         if isinstance(launch, Arrival):
-            return transfers.Post(*launch, self._repeats(launch.message))
+            return Post(*launch, self._repeats(launch.message))
         return _first(launch, (extension.launched(launch) for extension in self.extensions))
 
     def around(self, actions: tuple[Action, ...]) -> Iterator[Operation]:
@@ -145,14 +150,14 @@ class _Planner:
                 ):
                     yield operation
             elif (sender := self.orders.rank_of(source.sender, source.microbatch)) != self.rank:
-                yield transfers.Receive(sender, source)
+                yield Receive(sender, source)
 
     def _outputs(self, works: Iterable[Compute]) -> Iterator[Operation]:
         for target in filter(None, (work.target for work in works)):
             if not 0 <= target.receiver < self.orders.stages:
                 yield _first(target, (extension.handed_over(target) for extension in self.extensions))
             elif (receiver := self.orders.rank_of(target.receiver, target.microbatch)) != self.rank:
-                yield transfers.Send(receiver, target, self._repeats(target))
+                yield Send(receiver, target, self._repeats(target))
 
     def _repeats(self, message: Message) -> bool:
         """Whether the receiver knows the shape of an activation, by an earlier one of the microbatch."""

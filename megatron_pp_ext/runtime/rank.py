@@ -1,4 +1,4 @@
-"""The state that one rank's operations share: its stages, its channels, and tensors between operations."""
+"""What the operations of one rank work with: its stages, its channels, and what one leaves for the next."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -6,11 +6,17 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from megatron_pp_ext.runtime.channels import Channels
-from megatron_pp_ext.schedule.actions import Action
+from megatron_pp_ext.schedule.actions import Action, Label
 from megatron_pp_ext.schedule.messages import Message
-from megatron_pp_ext.schedule.spans import Label
+
+
+def print_rank_0(line: str) -> None:
+    """Print ``line`` at once on the first rank of the job, or in a process that is no rank."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(line, flush=True)
 
 
 class Stage(Protocol):

@@ -9,10 +9,18 @@ from functools import lru_cache
 from pathlib import Path
 
 from megatron_pp_ext.json_input import did_you_mean
-from megatron_pp_ext.schedule.abilities import Abilities
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.check import check
-from megatron_pp_ext.schedule.entry import Entry, Promise
+from megatron_pp_ext.schedule.entry import (
+    ALIASES,
+    CSV_PREFIX,
+    NO_PIPELINE,
+    NOT_HERE,
+    OTHERS,
+    Abilities,
+    Entry,
+    Promise,
+)
 from megatron_pp_ext.schedule.families import (
     dualpipe_v,
     evaluation,
@@ -23,13 +31,6 @@ from megatron_pp_ext.schedule.families import (
     v_shape,
     v_zero_bubble,
     zero_bubble,
-)
-from megatron_pp_ext.schedule.names import (
-    ALIASES,
-    CSV_PREFIX,
-    NO_PIPELINE,
-    NOT_HERE,
-    OTHERS,
 )
 from megatron_pp_ext.schedule.placement import Placement, Shape
 

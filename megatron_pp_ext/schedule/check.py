@@ -10,9 +10,8 @@ from collections.abc import Container, Mapping
 from itertools import pairwise, zip_longest
 
 from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind, Schedule, delivers, needs
-from megatron_pp_ext.schedule.copy_steps import with_copies
 from megatron_pp_ext.schedule.program import Program
-from megatron_pp_ext.schedule.walk import Walk
+from megatron_pp_ext.schedule.walk import Walk, with_copies
 
 _ACTIONS_NAMED = 4
 """The most actions that an error about a circle of waiting ranks names."""

@@ -1,4 +1,5 @@
-"""The costs of actions: seconds of work, seconds on the wire, activations and messages kept.
+"""The costs of actions: seconds of work, seconds on the wire, activations and messages kept, of each stage
+and unit.
 
 Times and memory may be in any units that are the same throughout; a Timeline has the same units.
 The papers' unit cost (every F, I and W takes 1, a message takes 0) is ``Costs.unit``.
@@ -6,14 +7,30 @@ The papers' unit cost (every F, I and W takes 1, a message takes 0) is ``Costs.u
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import accumulate
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from megatron_pp_ext.json_input import STRICT
 from megatron_pp_ext.schedule.actions import Action, Kind
-from megatron_pp_ext.schedule.file_names import in_files
 from megatron_pp_ext.schedule.placement import Placement
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+_IN_FILES = {"head": "vocabulary", "splits_head": "shares_vocabulary"}
+
+
+def in_files(name: str) -> str:
+    """Return the name that the field ``name`` of a dataclass has in files."""
+    return _IN_FILES.get(name, name)
+
+
+def as_written(value: "DataclassInstance") -> dict[str, Any]:
+    """Return the fields of ``value``, nested ones too, by their names in files."""
+    return asdict(value, dict_factory=lambda fields: {in_files(name): field for name, field in fields})
+
 
 MOST = 1e100
 """The longest time, and the largest amount of memory: with much larger ones sums and pictures overflow."""
@@ -447,3 +464,69 @@ def _require_finite(costs: object, name: str, *, positive: bool) -> None:
             f"{type(costs).__name__}.{name} is {value}, but must be a finite number {rule}, at most "
             f"{MOST:g}: correct the measured costs"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class UnitCosts(Costs):
+    """Costs with ``units``, one for each microbatch of the schedule, in its order.
+
+    ``stages`` and ``vocabulary`` are of a mean microbatch, by which memory is counted in microbatches;
+    seconds and memory of an action are its microbatch's own.  Messages take ``hop``, and pairs ``pair``,
+    whichever microbatches they are of.  ``tokens`` has the number for each microbatch.  ValueError for a unit
+    with another number of stages, and for tokens of another number of microbatches.
+    """
+
+    units: tuple[Costs, ...] = ()
+    tokens: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        Costs.__post_init__(self)
+        for number, unit in enumerate(self.units):
+            if len(unit.stages) != len(self.stages):
+                raise ValueError(
+                    f"unit {number} has costs of {len(unit.stages)} stages, but there are "
+                    f"{len(self.stages)}: give one StageCosts a stage"
+                )
+        if len(self.tokens) != len(self.units):
+            raise ValueError(
+                f"there are tokens of {len(self.tokens)} microbatches and costs of {len(self.units)}: give "
+                "both for each"
+            )
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether microbatches have no costs of their own."""
+        return not self.units
+
+    def seconds(self, action: Action) -> float:
+        """Return how long ``action`` keeps its rank busy; ValueError for a microbatch without a unit."""
+        return self._of(action).seconds(action)
+
+    def growth(self, action: Action) -> float:
+        """Return the memory that ``action`` takes at its start; its end frees what is not kept."""
+        return self._of(action).growth(action)
+
+    def kept(self, action: Action) -> float:
+        """Return by how much more is kept after ``action`` than before; below 0, less."""
+        return self._of(action).kept(action)
+
+    def joined(self, counts: Sequence[int]) -> Self:
+        """Return the costs of stages of ``counts`` of these each, for every unit; see ``Costs.joined``."""
+        units = tuple(unit.joined(counts) for unit in self.units)
+        return replace(self, stages=Costs(self.stages).joined(counts).stages, units=units)
+
+    def ordered(self, order: Sequence[int]) -> Self:
+        """Return the costs of the step whose microbatch k is ``order[k]`` of this one."""
+        return replace(
+            self,
+            units=tuple(self.units[number] for number in order),
+            tokens=tuple(self.tokens[number] for number in order),
+        )
+
+    def _of(self, action: Action) -> Costs:
+        if not 0 <= action.microbatch < len(self.units):
+            raise ValueError(
+                f"{action} is of a microbatch without costs, there are {len(self.units)}: give one unit for "
+                "each microbatch of the schedule"
+            )
+        return self.units[action.microbatch]

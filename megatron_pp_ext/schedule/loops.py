@@ -11,16 +11,31 @@ compiled.  The files are pickles, which run code when they are read: they are re
 user may write.  Numba is imported by the first loop that is compiled, and not by this module.
 """
 
+import gc
 import hashlib
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, cast
 
 from megatron_pp_ext.files import make_private, user_folder
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Leave the collector off, unless it was off before: orders have many thousand actions without cycles."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
 
 _PACKAGE = Path(__file__).parents[1]
 

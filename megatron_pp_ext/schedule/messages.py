@@ -39,9 +39,8 @@ from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from megatron_pp_ext.schedule.actions import Action, Kind
+from megatron_pp_ext.schedule.actions import Action, Kind, Orders
 from megatron_pp_ext.schedule.launch_order import P2P, launch_order
-from megatron_pp_ext.schedule.orders import Orders
 
 SENDS_AHEAD = 4
 """The number of sent messages that may be under way before a rank waits for the first of them.

@@ -1,5 +1,13 @@
 """Times a schedule with costs, as often as there are costs: spans, the critical path, the makespan.
 
+A whole backward computes a layer's weight gradient while the gradient of the layer's input is on its way to
+the other tensor-parallel ranks.  An I has no such product of its own: it takes the products of the next W of
+its rank, whose own I has come before, or is this very one.  At most the rank's parts of a split head, S and
+T, come between the two.  The order of actions stays as it is.
+
+A W that comes after a forward could lend as well.  But an I with products inside ends later, for which other
+ranks wait, and no family takes less time then.
+
 A rank works strictly in its order.  An action starts as soon as the action before it on its rank has ended
 and what it needs from other ranks has arrived: at most one message, or what the ranks exchange about a split
 head.  A pair starts as soon as this holds for both of its actions.
@@ -11,11 +19,35 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import batched, pairwise
 
-from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Schedule
-from megatron_pp_ext.schedule.beside import lenders
+from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind, Schedule
 from megatron_pp_ext.schedule.check import walked
-from megatron_pp_ext.schedule.columns import Column, as_list
 from megatron_pp_ext.schedule.costs import Costs, HeadCosts, StageCosts
+from megatron_pp_ext.schedule.program import Column, as_list
+
+
+def lenders(order: Sequence[Action], paired: frozenset[Action]) -> list[tuple[int, int]]:
+    """Return the places (of I, of W) in a rank's ``order`` of each I that runs products of a W.
+
+    No I after the rank's last F does: other ranks wait for its output, and products inside would delay that.
+    The last I of a stage takes none and its last W lends none, since gradients are complete with them.  Nor
+    does a W lend to an I that is ``paired`` with a forward.
+    """
+    last = {(action.stage, action.kind): place for place, action in enumerate(order)}
+    last_forward = max((place for (_, kind), place in last.items() if kind is Kind.F), default=0)
+    place_of = {action: place for place, action in enumerate(order) if action.kind is Kind.I}
+    lent = []
+    latest = 0  # the last action that is no part of a split head
+    for place, action in enumerate(order):
+        input = order[latest]
+        if action.kind is Kind.W and input.kind is Kind.I:
+            is_last = place == last[action.stage, Kind.W] or latest == last[input.stage, Kind.I]
+            is_ready = place_of[action._replace(kind=Kind.I)] <= latest < last_forward
+            if is_ready and not is_last and not (latest and order[latest - 1] in paired):
+                lent.append((latest, place))
+        if action.kind not in (Kind.S, Kind.T):
+            latest = place
+    return lent
+
 
 _USUAL = StageCosts(1.0, 1.15, 0.85, lent=0.35, hidden_beside=0.2)
 _USUAL_HEAD = HeadCosts(scores=0.2, weight_gradient=0.1)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_pp_ext.job import layout_text, our_flags
+from megatron_pp_ext.job import flag_table, layers
 from megatron_pp_ext.jobs import process
 from megatron_pp_ext.jobs.command import last, short_run, training, whole_number, without, words_of
 from megatron_pp_ext.jobs.failure import reason
@@ -21,7 +21,7 @@ from megatron_pp_ext.schedule.placement import Shape
 CHECKPOINT, STOCK, AGAIN, SCHEDULE = "checkpoint", "stock", "stock-again", "schedule"
 
 SCHEDULE_FLAGS: Mapping[str, int] = {
-    **our_flags.of_schedules(),
+    **flag_table.of_schedules(),
     "--num-virtual-stages-per-pipeline-rank": 1,
     "--num-layers-per-virtual-pipeline-stage": 1,
     "--overlap-moe-expert-parallel-comm": 0,
@@ -187,7 +187,7 @@ def stock_flags(flags: Sequence[str]) -> Iterator[str]:
 
 def _merged_layout(text: str, ranks: int) -> str:
     """A layout in which each rank has, as one stage, as many consecutive stages as it had chunks."""
-    stages = layout_text.stages_of(text)
+    stages = layers.stages_of(text)
     return text if len(stages) <= ranks else "|".join(_merged(stages, ranks))
 
 

@@ -1,9 +1,11 @@
-"""The common parts of all pictures: file formats, sizes, and text that is quick to draw by the thousand."""
+"""The common parts of all pictures: formats, sizes, names next to points, and bars in groups."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -12,9 +14,65 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.path import Path as Outline
 from matplotlib.textpath import TextPath
-from matplotlib.transforms import Affine2D
+from matplotlib.transforms import Affine2D, Bbox
 
 from megatron_pp_ext.files import whole, write_whole
+
+_SIDES = [(right, up) for up in (-12, 4, -23, 15, -34, 26) for right in (7, -7)]
+"""Where a name may begin (or end, left of its point), in points to the right and upwards, by preference."""
+
+
+def write_names(axes: Any, names: Mapping[tuple[float, float], str], size: float, colour: str) -> None:
+    """Write each of ``names`` in ``size`` points next to its place, which is in the coordinates of ``axes``.
+
+    All else has to be drawn already, and the limits set: a name keeps clear of points, lines, the legend and
+    the names before it, and stays within the figure.  Where no side is free it takes the least covered one.
+    """
+    renderer = axes.figure.canvas.get_renderer()
+    occupied = _drawn(axes, renderer)
+    for number, (place, name) in enumerate(sorted(names.items(), reverse=True)):
+        label = axes.annotate(
+            name, place, xytext=_SIDES[0], textcoords="offset points", fontsize=size, color=colour, zorder=5,
+            gid=f"name-{number}",
+        )  # fmt: skip
+
+        def covered(side: tuple[float, float], label: Any = label) -> float:
+            label.set(position=side, horizontalalignment="left" if side[0] > 0 else "right")
+            box = label.get_window_extent(renderer)
+            outside = box.width * box.height - _common(box, axes.figure.bbox)
+            return sum(_common(box, other) for other in occupied) + outside
+
+        covered(min(_SIDES, key=covered))
+        occupied.append(label.get_window_extent(renderer))
+
+
+def _drawn(axes: Any, renderer: Any) -> list[Bbox]:
+    """Return boxes of all elements of ``axes``: each point, each piece of a line, the texts, the legend."""
+    pixel = axes.figure.dpi / 72
+    boxes = [text.get_window_extent(renderer) for text in axes.texts]
+    if legend := axes.get_legend():
+        boxes.append(legend.get_window_extent(renderer))
+    for points in axes.collections:
+        radius = pixel * max(points.get_sizes()) ** 0.5 / 2
+        boxes += [_around([place], radius) for place in axes.transData.transform(points.get_offsets())]
+    for line in axes.lines:
+        corners = line.get_transform().transform(line.get_xydata())
+        if line.get_linestyle() == "None":
+            boxes += [_around([corner], pixel * line.get_markersize() / 2) for corner in corners]
+        else:
+            boxes += [_around(piece, pixel * line.get_linewidth() / 2) for piece in pairwise(corners)]
+    return boxes
+
+
+def _around(corners: Any, margin: float) -> Bbox:
+    return Bbox.null().union([Bbox([corner, corner]) for corner in corners]).padded(margin)
+
+
+def _common(box: Bbox, other: Bbox) -> float:
+    """Return the area, in pixels, that two boxes share."""
+    shared = Bbox.intersection(box, other)
+    return shared.width * shared.height if shared else 0.0
+
 
 SUFFIXES = (".svg", ".png", ".pdf")
 GREY = "#5a646e"
@@ -78,3 +136,34 @@ def _outline(text: str) -> Outline:
     box, digit = shape.get_extents(), TextPath((0, 0), "0", size=100, prop=FontProperties()).get_extents()
     middle = (box.x0 + box.x1) / 2, (digit.y0 + digit.y1) / 2
     return Affine2D().translate(-middle[0], -middle[1]).scale(1 / 100).transform_path(shape)
+
+
+_COLOURS = "#b9c0c6", "#8e78ad", "#d9a441", "#d9822b", "#8fbf6a", "#3f8f5b", "#5b9bd5"
+_GROUP = 0.84
+"""The part of a group's place that its bars fill."""
+
+
+def draw(rows: Mapping[str, Mapping[str, float]], path: str | Path, label: str, least: float = 0.0) -> None:
+    """Draw ``rows`` with bars from ``least`` on; a row may lack some of the columns of others.
+
+    The suffix of ``path`` chooses the format; ValueError for an unknown one.
+    """
+    path = Path(path)
+    require_picture(path)
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+    width = _GROUP / len(columns)
+    figure = new_figure(max(8.0, 0.35 + 1.15 * len(rows)), 4.6)
+    axes: Any = figure.add_axes((0.07, 0.12, 0.92, 0.78))
+    for number, column in enumerate(columns):
+        places = [at - _GROUP / 2 + (number + 0.5) * width for at in range(len(rows))]
+        heights = [row.get(column, least) - least for row in rows.values()]
+        colour = _COLOURS[number % len(_COLOURS)]
+        axes.bar(places, heights, width, bottom=least, color=colour, label=column)
+    axes.set_xticks(range(len(rows)), list(rows), fontsize=9)
+    axes.set_ylabel(label, fontsize=9, color=GREY)
+    axes.tick_params(length=0, labelsize=9)
+    hide_frame(axes)
+    axes.grid(axis="y", color="#e3e6e9", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.legend(frameon=False, fontsize=9, ncols=len(columns), loc="lower left", bbox_to_anchor=(0, 1.0))
+    save(figure, path)

@@ -13,8 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from megatron_pp_ext.schedule.simulate import Timeline
-from megatron_pp_ext.view.figure import GREY, hide_frame, new_figure, require_picture, save
-from megatron_pp_ext.view.labels import write_names
+from megatron_pp_ext.view.figure import GREY, hide_frame, new_figure, require_picture, save, write_names
 
 _POINTS, _STEPS, _BOUND = "#5b9bd5", "#d9822b", "#b9c0c6"
 _FONT = 8.5

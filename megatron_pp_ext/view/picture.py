@@ -6,7 +6,7 @@ on a scale that all panels share too.  The number at the end of a curve is its p
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -16,9 +16,35 @@ from matplotlib.patches import Patch
 
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.simulate import Timeline
-from megatron_pp_ext.view import tooltips
 from megatron_pp_ext.view.colours import COPIES, colour, ink, parts
 from megatron_pp_ext.view.figure import GREY, hide_frame, new_figure, require_picture, save, write_labels
+
+POINTS = 72
+"""The points that an inch has in matplotlib's SVG."""
+
+
+def of_actions(
+    timeline: Timeline, left: float, top: float, width: float, row: float, height: float
+) -> Iterator[str]:
+    """Yield an invisible box for every action; all sizes are in inches, from the picture's upper left corner.
+
+    ``width`` is of a unit of time, ``row`` the distance of two ranks and ``height`` of an action.
+    """
+    for rank, events in enumerate(timeline.events):
+        for action, start, end in events:
+            begin = start - timeline.start
+            x, y = POINTS * (left + begin * width), POINTS * (top + rank * row)
+            about = f"{action} on rank {rank}: {begin:.5g} to {end - timeline.start:.5g}"
+            yield (
+                f'<rect x="{x:.2f}" y="{y:.2f}" width="{POINTS * (end - start) * width:.2f}" '
+                f'height="{POINTS * height:.2f}"><title>{about}</title></rect>\n'
+            )
+
+
+def grouped(boxes: list[str]) -> str:
+    """Return ``boxes`` as the part of an SVG that lies above all others and is not seen."""
+    return f'<g id="tooltips" fill="none" pointer-events="all">\n{"".join(boxes)}</g>\n'
+
 
 # Inches.
 _COLUMN = 0.14
@@ -89,7 +115,7 @@ def draw_groups(groups: Sequence[Mapping[str, Timeline]], path: str | Path, time
             _draw_copies(panel, timeline)
             _write_head(panel, title, timeline)
             top, unit = height - bottom - rows, time_width / makespan
-            hints += tooltips.of_actions(timeline, _LEFT, top, unit, _ROW, _ACTIONS * _ROW)
+            hints += of_actions(timeline, _LEFT, top, unit, _ROW, _ACTIONS * _ROW)
         panel.tick_params(labelbottom=True)
         panel.set_xlabel(f"time ({time_unit})" if time_unit else "time", fontsize=9, color=GREY)
         bottom -= _BOTTOM
@@ -97,7 +123,7 @@ def draw_groups(groups: Sequence[Mapping[str, Timeline]], path: str | Path, time
         handles=_legend(timelines), loc="upper left", bbox_to_anchor=(_LEFT / width, 1.0), ncols=12,
         frameon=False, fontsize=9, borderaxespad=0.3, handlelength=1.4, borderpad=0.2, columnspacing=1.6,
     )  # fmt: skip
-    save(figure, path, tooltips.group(hints))
+    save(figure, path, grouped(hints))
 
 
 def require_fit(ranks: int, actions: int) -> None:

@@ -9,8 +9,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from megatron_pp_ext.schedule.idle_time import extent, idle_times
-from megatron_pp_ext.schedule.recorded import SECONDS, RecordedStep
+from megatron_pp_ext.schedule.recorded import SECONDS, RecordedStep, extent, idle_times
 from megatron_pp_ext.schedule.simulate import Event, Timeline
 from megatron_pp_ext.view.colours import COPIES, colour, ink, parts
 

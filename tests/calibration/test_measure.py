@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_pp_ext.calibration import described_system, measure
+from megatron_pp_ext.calibration import measure, ranks
 from megatron_pp_ext.costs import system
 
 CPU = torch.device("cpu")
@@ -69,7 +69,7 @@ def test_copies_to_the_host_take_a_latency_and_a_rate(monkeypatch: pytest.Monkey
     assert link.latency_seconds == LATENCY
     assert link.bytes_per_second == pytest.approx(2 * measure.HOST_BYTES)
     found = {**ALONE, "host": link}
-    described = described_system.described_system(found, 1, False, system.read("h100"))
+    described = ranks.described_system(found, 1, False, system.read("h100"))
     assert described.host == link
     assert described.sources["host"].endswith("both ways at once")
 
@@ -95,9 +95,9 @@ def test_groups_are_of_powers_of_two_and_of_all() -> None:
 
 def test_the_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(total=64 * 2**30))
-    monkeypatch.setattr(described_system, "psutil", memory)
+    monkeypatch.setattr(ranks, "psutil", memory)
     found = {**ALONE, "node": system.Link(2e9, LATENCY), "gather": [(2.0, 1024.0, 0.1)]}
-    described = described_system.described_system(found, 4, False, None)
+    described = ranks.described_system(found, 4, False, None)
     assert described.memory_bytes == 16 * 2**30
     assert (described.gpus_per_node, described.node) == (4, described.network)
     assert (described.node.bytes_per_second, described.node.latency_seconds) == (2e9, LATENCY)

@@ -1,7 +1,7 @@
 import pytest
 from typer.testing import CliRunner
 
-from megatron_pp_ext.cli import app, progress, report
+from megatron_pp_ext.cli import app, report
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,7 @@ def wide(monkeypatch):
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
     """No line that says what a slow machine is waiting for: tests count the lines of errors."""
-    monkeypatch.setattr(progress, "_PATIENCE_SECONDS", 3600.0)
+    monkeypatch.setattr(report, "_PATIENCE_SECONDS", 3600.0)
 
 
 @pytest.fixture(autouse=True)

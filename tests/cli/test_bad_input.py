@@ -139,7 +139,7 @@ def test_an_output_is_looked_at_before_anything_runs(mpp):
 def test_what_a_batch_system_sends_ends_a_command_as_ctrl_c_does():
     program = (
         "import os, signal, typer\n"
-        "from megatron_pp_ext.cli.errors import OneLineErrors\n"
+        "from megatron_pp_ext.cli.commands import OneLineErrors\n"
         "app = typer.Typer(cls=OneLineErrors)\n"
         "@app.callback()\n"
         "def group(): ...\n"

@@ -9,8 +9,8 @@ from megatron_pp_ext.cli.flex import undominated
 from megatron_pp_ext.features.vocabulary.share import share
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs, HeadCosts, StageCosts
+from megatron_pp_ext.schedule.entry import ALIASES
 from megatron_pp_ext.schedule.formats import csv_file
-from megatron_pp_ext.schedule.names import ALIASES
 from megatron_pp_ext.schedule.placement import FIRST, LAST, v
 from megatron_pp_ext.schedule.simulate import simulate
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from megatron_pp_ext.integration import doctor, hooks_here, releases, trainers_tried
+from megatron_pp_ext.megatron import doctor, releases
 
 COMMAND = [sys.executable, "-c", "from megatron_pp_ext.cli import app; app()", "doctor"]
 
@@ -52,7 +52,7 @@ def test_all_hooks_fit_the_installed_megatron() -> None:
 
 
 def test_frameworks_that_are_here_are_told_with_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    (tried,), (same,) = (trainers_tried.TRIED[name] for name in ("megatron-bridge", "mcore-bridge"))
+    (tried,), (same,) = (doctor.TRIED[name] for name in ("megatron-bridge", "mcore-bridge"))
     found = {"megatron-bridge": "9.9.9", "mcore-bridge": same, "verl": "1.2"}
 
     def version(name: str) -> str:
@@ -60,9 +60,9 @@ def test_frameworks_that_are_here_are_told_with_what_was_tried(monkeypatch: pyte
             raise PackageNotFoundError(name)
         return found[name]
 
-    monkeypatch.setattr(trainers_tried, "version", version)
-    monkeypatch.setitem(trainers_tried.TRIED, "verl", ())
-    assert [*trainers_tried.here()] == [
+    monkeypatch.setattr(doctor, "version", version)
+    monkeypatch.setitem(doctor.TRIED, "verl", ())
+    assert [*doctor.here()] == [
         ("megatron-bridge", "9.9.9", f"no, but {tried} was"),
         ("mcore-bridge", same, "yes"),
         ("verl", "1.2", "no, its source was read"),
@@ -72,8 +72,8 @@ def test_frameworks_that_are_here_are_told_with_what_was_tried(monkeypatch: pyte
 def test_what_was_tried_is_what_tests_install() -> None:
     lines = (Path(__file__).parents[1] / "frameworks" / "requirements.txt").read_text().splitlines()
     pinned = dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
-    assert {name: tried for name, tried in trainers_tried.TRIED.items() if tried} == {
-        name: (pinned[name],) for name in trainers_tried.TRIED if name in pinned
+    assert {name: tried for name, tried in doctor.TRIED.items() if tried} == {
+        name: (pinned[name],) for name in doctor.TRIED if name in pinned
     }
 
 
@@ -88,7 +88,7 @@ def test_another_megatron_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_without_megatron_it_says_what_to_install(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "megatron", None)
-    monkeypatch.setattr(hooks_here, "problem_of_import", lambda: "install megatron-core[training]")
+    monkeypatch.setattr(doctor, "problem_of_import", lambda: "install megatron-core[training]")
     console = Console(file=io.StringIO(), width=120)
     doctor.examine(console, None, lambda what: nullcontext())
     shown = console.file.getvalue()

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_pp_ext.cli import app
-from megatron_pp_ext.schedule.formats import profile_file
+from megatron_pp_ext.schedule.formats import profile
 from megatron_pp_ext.schedule.formats.profile import Profile, ProfiledLayer
 from reference import vgg16
 
@@ -24,7 +24,7 @@ GPT = Profile.chain(
 def mpp(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "vgg16.txt").write_text(vgg16.graph_txt())
-    profile_file.write(GPT, tmp_path / "gpt.json")
+    profile.write(GPT, tmp_path / "gpt.json")
 
     def run(line):
         return CliRunner().invoke(app, line.split())
@@ -114,7 +114,7 @@ def test_profile_shows_and_converts(mpp, tmp_path):
     result = mpp("profile vgg16.txt --json vgg16.json")
     assert result.exit_code == 0, result.output
     assert "40 layers, a graph with 40 edges, 0.672535 s a microbatch" in result.output
-    assert profile_file.read(tmp_path / "vgg16.json") == profile_file.read(tmp_path / "vgg16.txt")
+    assert profile.read(tmp_path / "vgg16.json") == profile.read(tmp_path / "vgg16.txt")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """``mpp profile``: a run that fails leaves what was there, and says where its log is."""
 
-from megatron_pp_ext.cli import profile
+from megatron_pp_ext.cli import partition
 from megatron_pp_ext.jobs import process
 
 
@@ -22,7 +22,9 @@ def test_a_run_that_fails_leaves_the_profile_that_was_there(mpp, tmp_path, monke
 
 def test_what_a_profile_does_not_need_is_filled_in(tmp_path):
     """Megatron takes the last of a flag that is given twice, so the user's own stay as they are."""
-    words = profile.training_flags(tmp_path / "a.json", ["--num-layers", "2", "--seq-length", "64", "--lr=3"])
+    words = partition.training_flags(
+        tmp_path / "a.json", ["--num-layers", "2", "--seq-length", "64", "--lr=3"]
+    )
     for flag in ("--micro-batch-size", "--train-iters", "--eval-interval", "--mock-data", "--tokenizer-type"):
         assert flag in words
     assert "--lr" not in words

@@ -13,11 +13,10 @@ from unittest.mock import Mock
 
 import pytest
 
+from megatron_pp_ext.compiler import cache
 from megatron_pp_ext.compiler import compile as compiling
 from megatron_pp_ext.compiler.compile import Compiled, compile_schedule
-from megatron_pp_ext.compiler.search import cache
-from megatron_pp_ext.schedule.actions import Action, Kind
-from megatron_pp_ext.schedule.copies import Copies
+from megatron_pp_ext.schedule.actions import Action, Copies, Kind
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.placement import linear, v
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
+from megatron_pp_ext.compiler import cache
 from megatron_pp_ext.compiler import compile as compiler
-from megatron_pp_ext.compiler import turns
 from megatron_pp_ext.compiler.limits import Budget
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import Request
-from megatron_pp_ext.compiler.search import cache, proposals
+from megatron_pp_ext.compiler.search import proposals
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import CostModel, Costs
 from megatron_pp_ext.schedule.placement import v
@@ -77,7 +77,7 @@ def held(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return name
 
     monkeypatch.setattr(cache, "key", key)
-    monkeypatch.setattr(turns, "LONGEST_WAIT", 0.2)
+    monkeypatch.setattr(cache, "LONGEST_WAIT", 0.2)
     yield
     for lock in held:
         lock.release()
@@ -103,7 +103,7 @@ def test_a_file_system_without_locks(error, folder, compilations, monkeypatch, c
         raise OSError(error, os.strerror(error))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    monkeypatch.setattr(turns, "LONGEST_WAIT", 0.2)
+    monkeypatch.setattr(cache, "LONGEST_WAIT", 0.2)
     assert compiled().microbatches == 4
     assert len(compilations) == 1
     assert len(capsys.readouterr().err.splitlines()) <= 1
@@ -143,7 +143,7 @@ def test_a_full_disk(folder: Path, compilations: list[int], monkeypatch: pytest.
 def test_a_filled_cache_that_is_read_only(folder, compilations, monkeypatch, capsys):
     """As an administrator may prepare it: it is read, without a lock and without a word."""
     compiled()
-    monkeypatch.setattr(turns, "FileLock", None)
+    monkeypatch.setattr(cache, "FileLock", None)
     assert compiled().microbatches == 4
     assert (len(compilations), capsys.readouterr().err) == (1, "")
 
@@ -172,6 +172,6 @@ def test_different_schedules_do_not_wait_for_each_other(folder, monkeypatch):
     """While one job compiles for an hour, another one compiles something else."""
     compiled()
     (lock,) = folder.glob("*.lock")
-    monkeypatch.setattr(turns, "LONGEST_WAIT", 3600.0)
+    monkeypatch.setattr(cache, "LONGEST_WAIT", 3600.0)
     with FileLock(lock, is_singleton=False):
         assert compiled(5).microbatches == 5

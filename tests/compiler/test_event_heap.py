@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from megatron_pp_ext.compiler.search.event_heap import heap_of, pop, push
+from megatron_pp_ext.compiler.search.tables import heap_of, pop, push
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -12,17 +12,17 @@ from megatron_pp_ext.compiler.compile import InfeasibleLimit, compile_schedule
 from megatron_pp_ext.compiler.limits import least_limits
 from megatron_pp_ext.compiler.search.problem import problem_of
 from megatron_pp_ext.compiler.search.proposals import one_at_a_time
-from megatron_pp_ext.runtime.channels import Channels, direction_groups
+from megatron_pp_ext.runtime.channels import Channels
 from megatron_pp_ext.runtime.executor import execute
+from megatron_pp_ext.runtime.groups import direction_groups
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.actions import Kind, Schedule
+from megatron_pp_ext.schedule.actions import Kind, Orders, Schedule
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.families import pipedream
-from megatron_pp_ext.schedule.families.round_robin import Replicas
+from megatron_pp_ext.schedule.families.pipedream import Replicas
 from megatron_pp_ext.schedule.messages import SENDS_AHEAD, Message, outgoing_message
-from megatron_pp_ext.schedule.orders import Orders
 from megatron_pp_ext.schedule.placement import Placement, linear, loop, v, wave
 from megatron_pp_ext.schedule.simulate import peak_messages, simulate
 from tests.support import rounding

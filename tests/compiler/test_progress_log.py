@@ -8,9 +8,9 @@ import pytest
 
 from megatron_pp_ext import log_lines
 from megatron_pp_ext.compiler.compile import compile_schedule
-from megatron_pp_ext.compiler.search import progress_log
+from megatron_pp_ext.compiler.search import proposals
 from megatron_pp_ext.compiler.search.problem import problem_of
-from megatron_pp_ext.compiler.search.progress_log import ProgressLog
+from megatron_pp_ext.compiler.search.proposals import ProgressLog
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import v
 
@@ -19,13 +19,13 @@ from megatron_pp_ext.schedule.placement import v
 def said() -> Iterator[list[str]]:
     """What a search logs."""
     lines: list[str] = []
-    with log_lines.shown(progress_log.__name__, lines.append):
+    with log_lines.shown(proposals.__name__, lines.append):
         yield lines
 
 
 def test_a_search_says_what_it_compiles_and_what_that_took(monkeypatch, tmp_path, said):
     monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path))
-    monkeypatch.setattr(progress_log, "_PAUSE_SECONDS", math.inf)
+    monkeypatch.setattr(proposals, "_PAUSE_SECONDS", math.inf)
     for limits in (3.0, (3.0, 3.0, 4.0)):
         for _ in range(2):  # the second time it is in the cache
             compile_schedule(3, 5, Costs.unit(v(3)), limits, placements=[v(3)], trials=1)
@@ -40,7 +40,7 @@ def test_a_search_says_what_it_compiles_and_what_that_took(monkeypatch, tmp_path
 
 def test_a_long_search_says_now_and_then_how_far_it_is(monkeypatch, said):
     clock = iter((100.0, 105.0, 111.0, 112.0, 121.0, 122.0, 122.5))
-    monkeypatch.setattr(progress_log.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(proposals.time, "monotonic", lambda: next(clock))
     what = "a schedule for p = 2, m = 4, v placement, limit 1e+10"
     log = ProgressLog(problem_of(v(2), 4, Costs.unit(v(2)), [1e10] * 2), [1e10] * 2, 20.0)
     for makespan in (25.0, 22.0, 21.0, 23.0, 19.9):

@@ -9,14 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pp_ext.compiler.limits import least_limits
-from megatron_pp_ext.compiler.search import portfolio
+from megatron_pp_ext.compiler.search import proposals
 from megatron_pp_ext.compiler.search.annealing import anneal, walk
-from megatron_pp_ext.compiler.search.integer_timing import time_orders
 from megatron_pp_ext.compiler.search.list_scheduling import DueRules, Knobs, list_schedule
-from megatron_pp_ext.compiler.search.portfolio import search
 from megatron_pp_ext.compiler.search.problem import problem_of
-from megatron_pp_ext.compiler.search.proposals import one_at_a_time
-from megatron_pp_ext.compiler.search.tables import generator, tables
+from megatron_pp_ext.compiler.search.proposals import one_at_a_time, search
+from megatron_pp_ext.compiler.search.tables import generator, tables, time_orders
 from megatron_pp_ext.compiler.search.timed_order import estimate, timed_order
 from megatron_pp_ext.compiler.search.tune import tune
 from megatron_pp_ext.schedule.actions import Kind
@@ -130,14 +128,14 @@ def test_no_moves_are_spent_on_orders_without_a_chance(monkeypatch):
         return length, orders
 
     good = [(orders, name) for _, orders, name in search(problem, 8, 0, [])][-2:]
-    monkeypatch.setattr(portfolio, "anneal", counted)
-    monkeypatch.setattr(portfolio, "_listed", lambda problem, trials: iter(()))
+    monkeypatch.setattr(proposals, "anneal", counted)
+    monkeypatch.setattr(proposals, "_listed", lambda problem, trials: iter(()))
     poor, *close = [length for length, _, _ in search(problem, 8, 0, [(poor, "poor"), *good])][:3]
     assert poor > 1.05 * min(close) > max(close)
     assert sorted(length for length, _ in annealed[:2]) == sorted(close)
     assert poor not in [length for length, _ in annealed]
-    turns = sum(eighths / 8 for _, eighths in (*portfolio._TURNS, *portfolio._AGAIN))
-    assert sum(moves for _, moves in annealed) == pytest.approx(8 * portfolio._MOVES * turns, rel=0.01)
+    turns = sum(eighths / 8 for _, eighths in (*proposals._TURNS, *proposals._AGAIN))
+    assert sum(moves for _, moves in annealed) == pytest.approx(8 * proposals._MOVES * turns, rel=0.01)
 
 
 @settings(max_examples=60, deadline=None)

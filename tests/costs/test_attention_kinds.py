@@ -5,11 +5,11 @@ from functools import cache
 import pytest
 
 from megatron_pp_ext import cpu
-from megatron_pp_ext.costs.attention_kinds import Attentions
-from megatron_pp_ext.costs.layer_costs import LayerCosts
+from megatron_pp_ext.costs.attention import Attentions
 from megatron_pp_ext.costs.part import Part
+from megatron_pp_ext.costs.products import LayerCosts
 from megatron_pp_ext.job import flag_table
-from megatron_pp_ext.job.attention_part import Attention
+from megatron_pp_ext.job.parts import Attention
 from megatron_pp_ext.job.typed_job import Job
 from tests.costs.test_layer_terms import Only
 from tests.support import attention_layers

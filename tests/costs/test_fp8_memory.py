@@ -2,12 +2,11 @@
 
 import pytest
 
+from megatron_pp_ext.costs.attention import self_attention
 from megatron_pp_ext.costs.ends import output, prediction
-from megatron_pp_ext.costs.experts import experts
-from megatron_pp_ext.costs.layer_costs import LayerCosts
-from megatron_pp_ext.costs.mlp import mlp
-from megatron_pp_ext.costs.self_attention import attention
-from megatron_pp_ext.costs.state import Sharing, model_state
+from megatron_pp_ext.costs.mlp import experts, mlp
+from megatron_pp_ext.costs.optimizers import Sharing, model_state
+from megatron_pp_ext.costs.products import LayerCosts
 from megatron_pp_ext.planner.step.model_description import describe
 
 TOKENS, HIDDEN, INNER, VOCABULARY = 2048, 1024, 4096, 51200
@@ -28,7 +27,7 @@ def costs(**changed):
 
 
 def waiting(costs):
-    return (attention(costs) + mlp(costs)).after_input_gradient
+    return (self_attention(costs) + mlp(costs)).after_input_gradient
 
 
 def test_quantized_operands_wait_in_a_byte_a_number():

@@ -5,15 +5,13 @@ import json
 import pytest
 
 from megatron_pp_ext.costs import ends
-from megatron_pp_ext.costs.experts import experts
-from megatron_pp_ext.costs.heterogeneous import block
+from megatron_pp_ext.costs.attention import self_attention
 from megatron_pp_ext.costs.mamba import mamba
-from megatron_pp_ext.costs.mlp import mlp
+from megatron_pp_ext.costs.mlp import experts, mlp
+from megatron_pp_ext.costs.model_parts import block
 from megatron_pp_ext.costs.part import Part
-from megatron_pp_ext.costs.self_attention import attention
-from megatron_pp_ext.job.blocks import Half, LayerBlock, blocks
-from megatron_pp_ext.planner.step.model_description import describe
-from megatron_pp_ext.planner.step.parameters import parameters
+from megatron_pp_ext.job.parts import Half, LayerBlock, blocks
+from megatron_pp_ext.planner.step.model_description import describe, parameters
 from tests.costs.test_layer_terms import GATED, HIDDEN, MODEL, B, H, S, costs, seconds
 
 HEADS, WIDTH, GROUPS, STATE = 16, 32, 4, 64
@@ -149,7 +147,7 @@ def test_described_layers():
     """Halves are left out, replaced by a product, or have a size of their own."""
     made = costs("product", **GATED)
     whole, none, linear = Half(), Half(is_left_out=True), Half(is_linear=True)
-    assert block(made, LayerBlock(whole, whole)) == attention(made) + mlp(made)
+    assert block(made, LayerBlock(whole, whole)) == self_attention(made) + mlp(made)
     assert block(made, LayerBlock(none, none)) == Part()
     assert block(made, LayerBlock(none, Half(size=512))) == mlp(made.of(ffn_hidden_size=512))
     assert block(made, LayerBlock(Half(size=2), none)).parameters == H * (2 * H + 2 * 2 * H // 8) + H

@@ -7,15 +7,21 @@ from dataclasses import dataclass
 
 import pytest
 
-from megatron_pp_ext.costs.buffers import gathered, of_output
-from megatron_pp_ext.costs.ends import loss_workspace, output, positions, prediction, table
-from megatron_pp_ext.costs.experts import experts
+from megatron_pp_ext.costs.attention import self_attention
+from megatron_pp_ext.costs.ends import (
+    gathered,
+    loss_workspace,
+    of_output,
+    output,
+    positions,
+    prediction,
+    table,
+)
 from megatron_pp_ext.costs.kernels import KernelSeconds
-from megatron_pp_ext.costs.layer_costs import LayerCosts
-from megatron_pp_ext.costs.mlp import mlp
+from megatron_pp_ext.costs.mlp import experts, mlp
 from megatron_pp_ext.costs.model_parts import model_parts
 from megatron_pp_ext.costs.part import Part
-from megatron_pp_ext.costs.self_attention import attention
+from megatron_pp_ext.costs.products import LayerCosts
 from megatron_pp_ext.planner.step.model_description import describe
 from megatron_pp_ext.schedule.actions import Kind
 
@@ -83,7 +89,7 @@ def seconds(part: Part):
 
 def layer(kind, **changed):
     made = costs(kind, **changed)
-    return attention(made) + (experts(made) if "num_experts" in changed else mlp(made))
+    return self_attention(made) + (experts(made) if "num_experts" in changed else mlp(made))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +134,7 @@ def test_collectives_that_long_products_hide(parallel, collectives):
 
     job = describe({**MODEL, "tensor_model_parallel_size": 4, "sequence_parallel": parallel})
     made = LayerCosts(job, Both("gather"))
-    found = attention(made) + mlp(made)
+    found = self_attention(made) + mlp(made)
     assert found.input_gradient_seconds == 4e12 + collectives * HIDDEN
     assert found.lent_seconds == 2e12 and found.hidden_beside == found.overlapped_in_whole
     assert found.overlapped_in_whole == 2 * HIDDEN * (1 if parallel else 2)
@@ -179,7 +185,7 @@ def test_routing_shuffles_tokens_there_and_back(tensor):
     made = costs("shuffle", tensor_model_parallel_size=tensor, sequence_parallel=True, **EXPERTS)
     sent = 2 * HIDDEN / tensor
     assert seconds(experts(made)) == (2 * sent, 2 * sent, 0)
-    assert seconds(attention(made) + mlp(made)) == (0, 0, 0)
+    assert seconds(self_attention(made) + mlp(made)) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(("changed", "heads"), [({}, A), (GROUPED, 2)])
@@ -187,9 +193,9 @@ def test_context_parallel_ranks_exchange_keys_and_values(changed, heads):
     """Ring attention sends keys and values in F, and with their gradients in I; queries stay."""
     sizes = {"tensor_model_parallel_size": 2, "context_parallel_size": 4, **changed}
     keys = (S / 4) * B * heads * (H / A) / 2
-    assert seconds(attention(costs("ring", **sizes))) == (2 * 2 * keys, 2 * 2 * 2 * keys, 0)
+    assert seconds(self_attention(costs("ring", **sizes))) == (2 * 2 * keys, 2 * 2 * 2 * keys, 0)
     queries = (S / 4) * B * H / 2
-    assert seconds(attention(costs("results", **sizes))) == (queries, queries + 2 * keys, 0)
+    assert seconds(self_attention(costs("results", **sizes))) == (queries, queries + 2 * keys, 0)
 
 
 def test_what_is_copied_in_a_dense_layer():
@@ -266,7 +272,7 @@ def test_a_paged_stash_copies_what_experts_keep_into_pages_and_back():
 def test_positions_and_the_order_of_heads_are_copied_around_attention():
     """Queries and keys are rotated; unfused attention also puts all three in the order of heads."""
     plain, rotated, unfused = (
-        attention(costs("copy", **changed)).forward_seconds
+        self_attention(costs("copy", **changed)).forward_seconds
         for changed in ({}, {"position_embedding_type": "rope"}, {"transformer_impl": "local"})
     )
     assert rotated - plain == 2 * 2 * HIDDEN
@@ -432,7 +438,7 @@ def test_w_gathers_again_beside_earlier_products(product_seconds):
 
     changed = {"tensor_model_parallel_size": 4, "sequence_parallel": True}
     gathered, whole = (
-        attention(made) + mlp(made)
+        self_attention(made) + mlp(made)
         for made in (
             LayerCosts(describe({**MODEL, **changed, "sequence_parallel": is_cut}), Both("gather"))
             for is_cut in (True, False)
@@ -532,7 +538,7 @@ def test_recomputed_experts():
 def test_unfused_attention_keeps_its_probabilities(dropout, kept):
     """In bf16, with dropout their copy, and a mask of a byte (arXiv 2205.05198, section 4.1)."""
     unfused, fused = (
-        attention(costs("copy", attention_dropout=dropout, transformer_impl=which)).after_forward
+        self_attention(costs("copy", attention_dropout=dropout, transformer_impl=which)).after_forward
         for which in ("local", "transformer_engine")
     )
     assert unfused - fused == kept * A * S * S * B

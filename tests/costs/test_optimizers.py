@@ -5,12 +5,10 @@ from dataclasses import replace
 import pytest
 
 from megatron_pp_ext.costs import system
-from megatron_pp_ext.costs.experts import experts
-from megatron_pp_ext.costs.layer_costs import LayerCosts
-from megatron_pp_ext.costs.mlp import mlp
-from megatron_pp_ext.costs.optimizers import update_seconds
+from megatron_pp_ext.costs.mlp import experts, mlp
+from megatron_pp_ext.costs.optimizers import Sharing, model_state, update_seconds
 from megatron_pp_ext.costs.part import Part
-from megatron_pp_ext.costs.state import Sharing, model_state
+from megatron_pp_ext.costs.products import LayerCosts
 from megatron_pp_ext.planner.step.model_description import describe
 
 H, F = 1024, 4096

@@ -2,10 +2,9 @@
 
 import pytest
 
-from megatron_pp_ext.costs.overlap import overlapped
+from megatron_pp_ext.costs.model_parts import overlapped
 from megatron_pp_ext.costs.part import Part
-from megatron_pp_ext.costs.system import System
-from megatron_pp_ext.costs.system_fields import Link
+from megatron_pp_ext.costs.system import Link, System
 from megatron_pp_ext.job.pipeline import for_world, permitted
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.estimate import Estimate, estimate_request

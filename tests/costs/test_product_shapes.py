@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_pp_ext.costs.product_shapes import efficiency
+from megatron_pp_ext.costs.system import efficiency
 
 sizes = st.integers(1, 20000)
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_pp_ext.costs import system
-from megatron_pp_ext.costs.system import System
-from megatron_pp_ext.costs.system_fields import Link
+from megatron_pp_ext.costs.system import Link, System
 
 PLAIN = {
     "name": "test", "gpus_per_node": 4, "memory_bytes": 1e9,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_pp_ext import __main__ as launcher
-from megatron_pp_ext import cpu, integration
+from megatron_pp_ext import cpu, megatron
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_the_script_runs_as_by_itself(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_cpu_may_be_said_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a batch script, for one, and by the user."""
-    for module, names in ((cpu, ("install", "fork_checkpoint_writers")), (integration, ("install",))):
+    for module, names in ((cpu, ("install", "fork_checkpoint_writers")), (megatron, ("install",))):
         for name in names:
             monkeypatch.setattr(module, name, lambda *given: None)
     monkeypatch.setattr(cpu, "with_cpu_flags", lambda words: [*words, "--needed"])

@@ -10,7 +10,7 @@ import pytest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 from megatron_pp_ext import cpu
-from megatron_pp_ext.cpu.orphans import leave_no_orphans
+from megatron_pp_ext.cpu.checkpoint_writers import leave_no_orphans
 from tests.support import training
 from tests.support.ranks import run_ranks
 

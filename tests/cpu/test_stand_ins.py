@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from megatron_pp_ext import cpu
-from megatron_pp_ext.cpu import checkpoint_writers, norms, streams
+from megatron_pp_ext.cpu import checkpoint_writers, megatron_stubs, torch_stubs
 from tests.support.ranks import run_ranks
 
 
@@ -117,7 +117,7 @@ def test_installing_again_changes_nothing_and_after_megatron_is_refused() -> Non
 def test_an_event_tells_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch.cuda's does: Megatron's timers divide by a thousand."""
     clock = iter([10.0, 12.5])
-    monkeypatch.setattr(streams, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(torch_stubs, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     with torch.cuda.stream(torch.cuda.Stream()):
         start.record()
@@ -153,7 +153,7 @@ def test_norms_are_marked_for_sequence_parallelism(is_parallel: bool) -> None:
         return torch.nn.LayerNorm(size)
 
     config = SimpleNamespace(sequence_parallel=is_parallel)
-    norm = norms.mark_for_sequence_parallelism(make)(torch.nn.LayerNorm, config, 4)
+    norm = megatron_stubs.mark_for_sequence_parallelism(make)(torch.nn.LayerNorm, config, 4)
     marks = [getattr(parameter, "sequence_parallel", False) for parameter in norm.parameters()]
     assert marks == [is_parallel] * 2
     assert config.sequence_parallel is is_parallel

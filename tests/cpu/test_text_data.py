@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron_pp_ext.data_split import DEFAULT, empty_parts, working_split
-from megatron_pp_ext.text_data import END_OF_DOCUMENT, TextDataError, prepare
+from megatron_pp_ext.text_data import (
+    DEFAULT,
+    END_OF_DOCUMENT,
+    TextDataError,
+    empty_parts,
+    prepare,
+    working_split,
+)
 from tests.support.ranks import RankError
 from tests.support.training import train
 

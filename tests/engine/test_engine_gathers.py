@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 import transformer_engine.pytorch as engine
 
-from megatron_pp_ext.integration import frameworks, patching
-from megatron_pp_ext.integration.core.engine_linear import split_backwards
-from megatron_pp_ext.integration.core.engine_operands import _LAYOUTS, _layout, own_operand
+from megatron_pp_ext.megatron import frameworks, patching
+from megatron_pp_ext.megatron.core.engine_linear import _LAYOUTS, _layout, own_operand, split_backwards
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
 from megatron_pp_ext.runtime.split import STORE
 from tests.support.ranks import run_ranks

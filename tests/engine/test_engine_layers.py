@@ -11,7 +11,7 @@ if not hasattr(sys.modules.get("transformer_engine_torch"), "__getattr__"):
     )
 
 from megatron_pp_ext import cpu
-from megatron_pp_ext.integration.core.engine_linear import DeferringStore
+from megatron_pp_ext.megatron.core.engine_linear import DeferringStore
 from tests.support import comparison, training
 
 ENGINE = "--pipeline-model-parallel-size 2 --transformer-impl transformer_engine"

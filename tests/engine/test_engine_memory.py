@@ -12,7 +12,7 @@ if not hasattr(sys.modules.get("transformer_engine_torch"), "__getattr__"):
 
 from megatron_pp_ext import cpu
 from megatron_pp_ext.costs.model_parts import model_parts
-from megatron_pp_ext.costs.stage_parts import stage_parts
+from megatron_pp_ext.costs.stages import stage_parts
 from megatron_pp_ext.job import layers
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.planner.step.programs import Prepared

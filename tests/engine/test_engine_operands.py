@@ -16,7 +16,7 @@ if not hasattr(sys.modules.get("transformer_engine_torch"), "__getattr__"):
         allow_module_level=True,
     )
 
-from megatron_pp_ext.runtime.storages import plain_tensors
+from megatron_pp_ext.runtime.activation_meter import plain_tensors
 from tests.support.deferred import ROWS, WIDTH, put
 
 NAMES = ("float8", "mxfp8", "float8_blockwise", "nvfp4")

@@ -13,7 +13,7 @@ if not hasattr(sys.modules.get("transformer_engine_torch"), "__getattr__"):
 
 import transformer_engine.pytorch as engine
 
-from megatron_pp_ext.integration.core.engine_linear import split_backwards
+from megatron_pp_ext.megatron.core.engine_linear import split_backwards
 from megatron_pp_ext.runtime.activation_meter import Owner
 from megatron_pp_ext.runtime.split import STORE
 

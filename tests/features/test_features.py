@@ -9,7 +9,7 @@ from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.features import FEATURES
 from megatron_pp_ext.features.feature import Feature
-from megatron_pp_ext.integration.requested import Pipeline
+from megatron_pp_ext.megatron.requested import Pipeline
 from tests.support import ranks  # noqa: F401  (the stubs for torch.cuda, before Megatron is imported)
 
 REQUEST = named("1f1b", 2, 4)
@@ -57,7 +57,7 @@ def test_passes_come_in_order_and_then_what_completes(notes: list[str]) -> None:
 
 @pytest.mark.usefixtures("notes")
 def test_data_are_read_ahead_before_any_feature_looks_at_them() -> None:
-    from megatron_pp_ext.integration.runners.step_parts import step_parts
+    from megatron_pp_ext.megatron.runners.flushed import step_parts
 
     assert step_parts(Pipeline(REQUEST)) == ["data a", "data b", "step a", "step b"]
 

@@ -19,12 +19,12 @@ import torch
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.features import FEATURES
-from megatron_pp_ext.integration.patching import apply, hooks_of
+from megatron_pp_ext.megatron.patching import apply, hooks_of
 from megatron_pp_ext.job import options
-from megatron_pp_ext.job.our_flags import add_flags
+from megatron_pp_ext.job.flag_table import add_flags
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import all_rules
-from megatron_pp_ext.planner.step.additions import additions
+from megatron_pp_ext.planner.step.workload import additions
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.runtime.rank import Rank

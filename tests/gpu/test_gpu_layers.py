@@ -60,7 +60,7 @@ def _move(parameter: Any, *_: Any) -> None:
 
 
 def _assert_same(make: Callable[[], torch.nn.Module], call: Callable[..., torch.Tensor]) -> None:
-    from megatron_pp_ext.integration.core.engine_linear import split_backwards
+    from megatron_pp_ext.megatron.core.engine_linear import split_backwards
 
     whole, cut = make(), make()
     cut.load_state_dict(whole.state_dict())

@@ -14,9 +14,9 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from benchmarks.gpu.sharing import FIRST_NCCL, SHARED
-from megatron_pp_ext.runtime.channels import Channels, direction_groups
+from megatron_pp_ext.runtime.channels import Channels
 from megatron_pp_ext.runtime.executor import execute
-from megatron_pp_ext.runtime.nccl_version import loaded_nccl
+from megatron_pp_ext.runtime.groups import direction_groups, loaded_nccl
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.runtime.recorder import StepRecorder

@@ -2,8 +2,8 @@
 
 from types import SimpleNamespace
 
-from megatron_pp_ext.integration.core import action_recording
-from megatron_pp_ext.integration.core.action_recording import (
+from megatron_pp_ext.megatron.runners import tracing
+from megatron_pp_ext.megatron.runners.tracing import (
     record_reduction_end,
     record_reduction_start,
     reporting_to,
@@ -45,4 +45,4 @@ def test_reductions_of_all_buckets_have_their_chunk() -> None:
     reduce_all(model)
     assert [reduction.chunk for reduction in recorder.record.reductions] == [0, 0, 0, 1, 1, 1, 1]
     assert all(reduction.start <= reduction.end for reduction in recorder.record.reductions)
-    assert action_recording._recorder is None
+    assert tracing._recorder is None

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_pp_ext import cpu, pretrain_gpt
-from megatron_pp_ext.integration.trainer import agreement, same_request
+from megatron_pp_ext.megatron.trainer import agreement
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.formats import csv_file
 from megatron_pp_ext.version import VERSION
@@ -48,7 +48,7 @@ def report(flags: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WORLD_SIZE", "2")
         args = arguments(f"{PP2} {flags}")
-        return json.dumps(same_request.values(args, requested_by(args)))
+        return json.dumps(agreement.values(args, requested_by(args)))
 
 
 DIFFERENT = {

@@ -4,7 +4,7 @@ import pytest
 from megatron.training.arguments import core_transformer_config_from_args
 
 from megatron_pp_ext import cpu
-from megatron_pp_ext.costs.costs_of_stages import stage_costs
+from megatron_pp_ext.costs.stages import stage_costs
 from megatron_pp_ext.job import model_config
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule.placement import linear

@@ -11,8 +11,8 @@ import pytest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 from megatron_pp_ext.compiler.compile import compile_schedule
-from megatron_pp_ext.integration.trainer import checkpoint_loading
-from megatron_pp_ext.integration.workarounds import bucket_padding
+from megatron_pp_ext.megatron import workarounds
+from megatron_pp_ext.megatron.trainer import checkpoint_loading
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.formats import csv_file
 from megatron_pp_ext.schedule.placement import Placement, Shape
@@ -47,7 +47,7 @@ def test_a_corrected_megatron_is_left_as_it_is() -> None:
     def corrected(self, model_sharded_state_dict, is_loading=False, metadata=None):
         return [bucket.numel_unpadded for buffer in self.buffers for bucket in buffer.buckets]
 
-    assert bucket_padding.count_without_padding(corrected) is corrected
+    assert workarounds.count_without_padding(corrected) is corrected
 
 
 def test_state_that_goes_by_rank(tmp_path: Path) -> None:

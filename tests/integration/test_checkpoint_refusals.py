@@ -7,8 +7,8 @@ import pytest
 import torch
 from megatron.training.checkpointing import CheckpointType
 
-from megatron_pp_ext.integration.core.checkpoint_copies import separate_copies
-from megatron_pp_ext.integration.trainer import checkpoint_loading
+from megatron_pp_ext.megatron.core.embedding_copies import separate_copies
+from megatron_pp_ext.megatron.trainer import checkpoint_loading
 from tests.support.ranks import RankError
 from tests.support.training import train
 from tests.support.wrapped import KINDS, Wrapped, wrapped

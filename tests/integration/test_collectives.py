@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_pp_ext.integration.runners.collectives import CollectiveRecorder
+from megatron_pp_ext.megatron.runners.rehearsing import CollectiveRecorder
 from megatron_pp_ext.runtime.recorder import StepRecorder
 from megatron_pp_ext.schedule.actions import Action, Kind
 from megatron_pp_ext.schedule.formats.rehearsal_file import Collective
@@ -55,7 +55,7 @@ def test_collectives_of_the_first_microbatch() -> None:
 
 COMPILE = """
 import torch
-from megatron_pp_ext.integration.runners.collectives import CollectiveRecorder
+from megatron_pp_ext.megatron.runners.rehearsing import CollectiveRecorder
 from megatron_pp_ext.runtime.recorder import StepRecorder
 from megatron_pp_ext.schedule.actions import Action, Kind
 from megatron_pp_ext.schedule.placement import v

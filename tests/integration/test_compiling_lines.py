@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pp_ext.compiler.search import annealing, list_scheduling, problem, progress_log, timed_order
-from megatron_pp_ext.integration import start_up
-from megatron_pp_ext.schedule import buffers, loops, program, walk
+from megatron_pp_ext.compiler.search import annealing, list_scheduling, problem, proposals, timed_order
+from megatron_pp_ext.megatron import start_up
+from megatron_pp_ext.schedule import loops, program, simulate, walk
 from tests.support.training import train
 
 pytestmark = pytest.mark.wide
@@ -20,11 +20,11 @@ def new_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No schedule and no code of a loop is kept yet, neither on disk nor by the process that is forked."""
     monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path / "schedules"))
     monkeypatch.setattr(loops, "_folder", lambda source: tmp_path / "loops")
-    for module in (annealing, list_scheduling, problem, timed_order, buffers, program, walk):
+    for module in (annealing, list_scheduling, problem, timed_order, simulate, program, walk):
         for loop in vars(module).values():
             if isinstance(loop, loops.Loop):
                 monkeypatch.setattr(loop, "_compiled", None)
-    monkeypatch.setattr(progress_log, "_PAUSE_SECONDS", math.inf)
+    monkeypatch.setattr(proposals, "_PAUSE_SECONDS", math.inf)
 
 
 def test_one_rank_says_what_it_compiles_and_only_the_first_time(

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from megatron_pp_ext.job.flag_words import spelled
+from megatron_pp_ext.job.flag_table import spelled
 from megatron_pp_ext.jobs.command import missing
-from megatron_pp_ext.planner import model_names
+from megatron_pp_ext.planner import described
 from megatron_pp_ext.planner.hugging_face import config_json
 from megatron_pp_ext.planner.hugging_face.config_json import GivenModel
 from tests.support import model_configs
@@ -18,7 +18,7 @@ from tests.support.flags import configured
 def models() -> dict[str, GivenModel]:
     """The named models, and those of ``tests.support.model_configs``."""
     files = {name: value for name, value in vars(model_configs).items() if name.isupper()}
-    found = {name: model_names.named(name).described for name in model_names.names()}
+    found = {name: described.named(name).described for name in described.names()}
     return found | {name: config_json.read(value) for name, value in files.items()}
 
 

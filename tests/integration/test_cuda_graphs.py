@@ -19,11 +19,11 @@ from megatron.core.transformer import cuda_graphs as megatrons
 
 from megatron_pp_ext.compiler import source
 from megatron_pp_ext.compiler.request import named
-from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.core import chunk_pipelines
-from megatron_pp_ext.integration.runners import choose, cuda_graphs
-from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner
-from megatron_pp_ext.integration.runners.transport import ProcessGroups
+from megatron_pp_ext.megatron import requested
+from megatron_pp_ext.megatron.core import chunk_pipelines
+from megatron_pp_ext.megatron.runners import choose, cuda_graphs
+from megatron_pp_ext.megatron.runners.pipeline_runner import PipelineRunner
+from megatron_pp_ext.megatron.runners.transport import ProcessGroups
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_pp_ext.integration.core import data_parallel
-from megatron_pp_ext.integration.core.data_parallel import DataParallel, LastActions, defer_weights
+from megatron_pp_ext.megatron.core import data_parallel
+from megatron_pp_ext.megatron.core.data_parallel import DataParallel, LastActions, defer_weights
 from megatron_pp_ext.schedule.actions import Action, Kind
 
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from megatron_pp_ext.integration.workarounds.dataset_helpers import skip_if_built
+from megatron_pp_ext.megatron.workarounds import skip_if_built
 
 
 @pytest.mark.parametrize("is_built", [True, False])

@@ -4,7 +4,7 @@ import pytest
 
 from megatron_pp_ext import cpu
 from megatron_pp_ext.costs import system
-from megatron_pp_ext.job.flag_words import spelled
+from megatron_pp_ext.job.flag_table import spelled
 from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.search.candidate import Candidate, Recompute

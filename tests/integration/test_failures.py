@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_pp_ext.integration.runners.model_stage import ModelStage
+from megatron_pp_ext.megatron.runners.model_stage import ModelStage
 from tests.support.ranks import RankError
 from tests.support.training import initialize_by_layer, train
 

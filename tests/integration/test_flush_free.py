@@ -6,13 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_pp_ext.integration.runners import free_memory
-from megatron_pp_ext.job import updates
+from megatron_pp_ext.job import sizes
+from megatron_pp_ext.megatron.core import free_memory
 from megatron_pp_ext.pipedream import flush_free
 from megatron_pp_ext.schedule.families import one_f_one_b
-from megatron_pp_ext.schedule.families.pipedream import WeightVersion
-from megatron_pp_ext.schedule.families.round_robin import Replicas
-from megatron_pp_ext.schedule.formats import trace_reading
+from megatron_pp_ext.schedule.families.pipedream import Replicas, WeightVersion
+from megatron_pp_ext.schedule.formats import trace_file
 from tests.support import frozen, rounding
 from tests.support.ranks import RankError
 from tests.support.tiers import first
@@ -56,7 +55,7 @@ def test_parameters(replicas: str, interval: int, rule: str, optimizer: tuple[st
     }
     assert [rank["versions"] for rank in ranks] == [math.ceil(n / interval) for n in behind[rule]]
     if rule == "latest":
-        step = trace_reading.read(file)
+        step = trace_file.read(file)
         assert step.timeline().schedule.orders == one_f_one_b.build(4, UPDATES * interval).orders
         assert [record.peak_microbatches for record in step.records] == [4, 3, 2, 1]
 
@@ -129,7 +128,7 @@ def test_room_for_versions(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(flush_free.dist, "get_world_size", lambda: 4)
         monkeypatch.setattr(flush_free.dist, "all_gather_object", gather)
         monkeypatch.setattr(free_memory, "free_bytes", lambda: free)
-        straight = updates.Updates(1, WeightVersion.LATEST, False, Replicas.straight(4))
+        straight = sizes.Updates(1, WeightVersion.LATEST, False, Replicas.straight(4))
         flush_free.require_memory(straight, 0, 100)
 
     check(300)
@@ -156,6 +155,6 @@ def test_a_buffer_that_changes_is_refused() -> None:
 
 def test_another_number_of_microbatches_under_way_is_refused() -> None:
     running = object.__new__(flush_free._RunningPipeline)
-    running._updates = updates.Updates(4, WeightVersion.PREVIOUS, False, Replicas.straight(4))
+    running._updates = sizes.Updates(4, WeightVersion.PREVIOUS, False, Replicas.straight(4))
     with pytest.raises(RuntimeError, match="2 microbatches while updates every 4 are under way"):
         running.update(SimpleNamespace(microbatches=2), None)

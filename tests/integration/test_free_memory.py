@@ -5,8 +5,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_pp_ext.integration.core import host_memory
-from megatron_pp_ext.integration.runners import free_memory
+from megatron_pp_ext.megatron.core import free_memory
 from tests.support.ranks import run_ranks
 
 GIB = 2.0**30
@@ -27,7 +26,7 @@ def test_the_fullest_device_of_a_pipeline_rank_decides() -> None:
 
 def test_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    monkeypatch.setattr(host_memory, "_pools", lambda: {"machine": int(12 * GIB)})
+    monkeypatch.setattr(free_memory, "_pools", lambda: {"machine": int(12 * GIB)})
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("WORLD_SIZE", "6")
     assert free_memory.free_bytes() == 3 * GIB

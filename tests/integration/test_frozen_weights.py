@@ -11,7 +11,7 @@ import pytest
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from megatron_pp_ext.features.vocabulary.megatron.parts import VocabularyPart
+from megatron_pp_ext.features.vocabulary.megatron.dealing import VocabularyPart
 from megatron_pp_ext.runtime.split import STORE
 from tests.support import frozen
 from tests.support.comparison import assert_close, assert_same_bits, run, stock

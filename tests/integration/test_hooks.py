@@ -13,9 +13,9 @@ import megatron.training.training as trainer
 import pytest
 import torch
 
-from megatron_pp_ext.integration import hooks, install, patching, releases
-from megatron_pp_ext.integration.places import Place
-from megatron_pp_ext.integration.workarounds.table import WORKAROUNDS
+from megatron_pp_ext.megatron import hooks, install, patching, releases
+from megatron_pp_ext.megatron.patching import Place
+from megatron_pp_ext.megatron.workarounds import WORKAROUNDS
 from tests.support.comparison import assert_same_bits, run
 
 HOOKS = hooks.schedule_hooks()

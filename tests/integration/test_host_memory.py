@@ -9,11 +9,11 @@ import torch.distributed as dist
 import tests.support.ranks  # noqa: F401  (installs the stand-ins for torch.cuda before Megatron is imported)
 
 # isort: split
-from megatron_pp_ext.integration.core import host_memory
+from megatron_pp_ext.megatron.core import free_memory
 from tests.support.ranks import run_ranks
 
 GIB = 2**30
-V2, V1 = host_memory._FILES
+V2, V1 = free_memory._FILES
 
 
 def cgroup(folder: Path, files: tuple[str, str, str], limit: str, used: int, reclaimed: int) -> None:
@@ -28,7 +28,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine with 64 GiB free, whose cgroups are in a folder."""
     memory = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=64 * GIB))
     for name, value in (("psutil", memory), ("CGROUPS", tmp_path / "fs"), ("OWN", tmp_path / "own")):
-        monkeypatch.setattr(host_memory, name, value)
+        monkeypatch.setattr(free_memory, name, value)
     (tmp_path / "fs").mkdir()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     return tmp_path
@@ -53,13 +53,13 @@ def test_a_cgroup_may_allow_less_than_the_machine_has(own, files, folder, limit,
     """Of 10 GiB it uses 3, one of which the kernel gives up first; two ranks share the rest."""
     (machine / "own").write_text(f"{own}\n")
     cgroup(machine / "fs" / folder, files, limit, 3 * GIB, GIB)
-    assert host_memory.host_bytes() == expected
+    assert free_memory.host_bytes() == expected
 
 
 def counted(rank: int, pools: list[dict[str, int]]) -> int:
     dist.init_process_group("gloo")
-    host_memory._pools = lambda: pools[rank]
-    return host_memory.counted_host_bytes()
+    free_memory._pools = lambda: pools[rank]
+    return free_memory.counted_host_bytes()
 
 
 def test_ranks_that_share_a_machine_or_a_cgroup_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

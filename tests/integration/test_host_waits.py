@@ -18,8 +18,8 @@ import torch
 
 from megatron_pp_ext import cpu
 from megatron_pp_ext.cli.rehearse import environment, rehearsal_flags
-from megatron_pp_ext.integration.runners import pipeline_runner
 from megatron_pp_ext.job.sizes import smallest_world
+from megatron_pp_ext.megatron.runners import pipeline_runner
 from megatron_pp_ext.planner import described
 from megatron_pp_ext.runtime import executor
 from tests.support import training

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.core.late_checks import check_late, put_off
+from megatron_pp_ext.megatron import requested
+from megatron_pp_ext.megatron.core.optimizer import check_late, put_off
 
 SEEN: list[tuple[str, float, bool]] = []
 

@@ -20,7 +20,7 @@ from megatron.core.utils import get_model_config
 from megatron.training import get_args
 
 from megatron_pp_ext.costs.model_parts import model_parts
-from megatron_pp_ext.costs.stage_parts import stage_parts
+from megatron_pp_ext.costs.stages import stage_parts
 from megatron_pp_ext.job import model_config
 from megatron_pp_ext.job.typed_job import Job
 from tests.support.flags import arguments

@@ -8,7 +8,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 
 from megatron_pp_ext.cpu import flags as cpu_flags
-from megatron_pp_ext.integration.trainer.layer_seeds import FLAG, draw_chunks
+from megatron_pp_ext.megatron.trainer.layer_seeds import FLAG, draw_chunks
 from tests.support.comparison import Result, assert_same_bits, run
 from tests.support.tiers import first
 from tests.support.training import train

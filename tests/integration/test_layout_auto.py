@@ -8,12 +8,12 @@ from types import ModuleType
 
 import pytest
 
-from megatron_pp_ext.integration import start_up
-from megatron_pp_ext.integration.runners import choose
-from megatron_pp_ext.integration.trainer.model_costs import estimate
-from megatron_pp_ext.job import layers, layout_text
+from megatron_pp_ext.job import layers
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.typed_job import Job
+from megatron_pp_ext.megatron import start_up
+from megatron_pp_ext.megatron.runners import choose
+from megatron_pp_ext.megatron.start_up import estimate
 from tests.support.comparison import assert_same_gradients, run, stock
 from tests.support.flags import PP4, arguments, assert_refused, requested_by
 from tests.support.tiers import first
@@ -53,7 +53,7 @@ def test_trains_as_stock_in_the_layout_that_is_printed(
     ours = run(ranks, [*base, *AUTO.split(), *schedule.split()])
     (line,) = [line for line in said.read_text().splitlines() if "layout" in line]
     layout = chosen(line)
-    stages = layout_text.stages_of(layout)
+    stages = layers.stages_of(layout)
     # Stock runs one stage a rank, which has the layers of a loop's chunks or of a V's; the sums are the same.
     merged = f"{stages[0]}|{''.join(stages[1:])}" if ranks == 2 else "|".join(stages)
     assert_same_gradients(ours, stock(ranks, *base, "--pipeline-model-parallel-layout", merged))

@@ -7,8 +7,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from megatron_pp_ext.integration.core import local_linear
-from megatron_pp_ext.integration.core.local_linear import split_backward
+from megatron_pp_ext.megatron.core import local_linear
+from megatron_pp_ext.megatron.core.local_linear import split_backward
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
 from megatron_pp_ext.runtime.split import STORE
 

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 from megatron_pp_ext import cpu
 from megatron_pp_ext.cli import app
 from megatron_pp_ext.cli import rehearse as command
-from megatron_pp_ext.integration import releases
 from megatron_pp_ext.jobs import process
+from megatron_pp_ext.megatron import releases
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.formats import costs_file
 from megatron_pp_ext.schedule.simulate import simulate

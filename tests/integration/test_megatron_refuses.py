@@ -14,8 +14,8 @@ from megatron.core.num_microbatches_calculator import destroy_num_microbatches_c
 from megatron.training.global_vars import destroy_global_vars
 
 from megatron_pp_ext import cpu, pretrain_gpt
-from megatron_pp_ext.integration import releases
-from megatron_pp_ext.integration.trainer.agreement import failed_check
+from megatron_pp_ext.megatron import releases
+from megatron_pp_ext.megatron.trainer.agreement import failed_check
 
 DATA = ("--mock-data",)
 

@@ -7,8 +7,8 @@ import pytest
 
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.compiler.source import Source
-from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.trainer import memory_report
+from megatron_pp_ext.megatron import requested
+from megatron_pp_ext.megatron.trainer import reports
 from megatron_pp_ext.schedule.costs import CostModel, Costs
 
 ARGS = Namespace(
@@ -41,12 +41,12 @@ def test_activations_are_those_in_flight() -> None:
     """Under V-Half three microbatches on the fullest of four ranks, where 1F1B has four."""
     for name, expected in (("v-half", 300.0), ("1f1b", 400.0), ("gpipe", 800.0)):
         activate(name)
-        assert memory_report.activations_as_scheduled(activations)(ARGS, 8) == expected
+        assert reports.activations_as_scheduled(activations)(ARGS, 8) == expected
     assert ARGS.virtual_pipeline_model_parallel_size == 2
 
 
 def test_a_v_has_the_output_layer_beside_the_embedding() -> None:
     for name, expected in (("v-half", 2000.0), ("1f1b", 1000.0)):
         activate(name)
-        assert memory_report.weights_of_embedding_and_head(weights)(ARGS) == expected
+        assert reports.weights_of_embedding_and_head(weights)(ARGS) == expected
     assert ARGS.padded_vocab_size == 100

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from megatron.core.parallel_state import get_nccl_options
 
 from megatron_pp_ext.compiler.request import named
-from megatron_pp_ext.integration.requested import Pipeline
-from megatron_pp_ext.integration.runners import message_groups
-from megatron_pp_ext.integration.runners.message_groups import group_options
-from megatron_pp_ext.integration.trainer.run_settings import settings
+from megatron_pp_ext.megatron.requested import Pipeline
+from megatron_pp_ext.megatron.runners import transport
+from megatron_pp_ext.megatron.runners.transport import group_options
+from megatron_pp_ext.megatron.start_up import settings
 from megatron_pp_ext.runtime.groups import GroupOptions
 from tests.support.flags import arguments
 
@@ -63,10 +63,8 @@ def test_messages_have_megatrons_patience_and_options(
     file.write_text("pp: {max_ctas: 16}")
     args = arguments(f"--distributed-timeout-minutes 3 --nccl-communicator-config-path {file}")
     made = []
-    monkeypatch.setattr(
-        message_groups, "direction_groups", lambda *given, **named: made.append((given, named))
-    )
-    message_groups.message_groups(settings(args, PIPELINE), [1, 3], [(0, 1)])
+    monkeypatch.setattr(transport, "direction_groups", lambda *given, **named: made.append((given, named)))
+    transport.message_groups(settings(args, PIPELINE), [1, 3], [(0, 1)])
     options = GroupOptions(max_ctas=16)
     assert made == [(([1, 3], timedelta(minutes=3)), {"options": options, "edges": [(0, 1)]})]
 
@@ -94,7 +92,7 @@ def test_messages_of_known_tokens_have_the_shapes_of_stock() -> None:
     config = SimpleNamespace(variable_seq_lengths=True, sequence_parallel=True, hidden_size=16)
     groups = SimpleNamespace(tp=SimpleNamespace(size=lambda: 2), cp=SimpleNamespace(size=lambda: 1))
     inputs: Any = SimpleNamespace(config=config, groups=groups)
-    assert message_groups.shapes_of(inputs, [(3, 8), (3, 4096)]) == ((4, 3, 16), (2048, 3, 16))
+    assert transport.shapes_of(inputs, [(3, 8), (3, 4096)]) == ((4, 3, 16), (2048, 3, 16))
     config.sequence_parallel = False
-    assert message_groups.shapes_of(inputs, [(1, 8)]) == ((8, 1, 16),)
+    assert transport.shapes_of(inputs, [(1, 8)]) == ((8, 1, 16),)
     assert config.variable_seq_lengths

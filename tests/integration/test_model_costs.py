@@ -11,12 +11,11 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel import schedules as stock_schedules
 
-from megatron_pp_ext.costs.costs_of_stages import message_bytes
-from megatron_pp_ext.integration import start_up
-from megatron_pp_ext.integration.trainer import model_costs
-from megatron_pp_ext.integration.trainer.model_costs import estimate
+from megatron_pp_ext.costs.stages import bytes_between_stages
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.typed_job import Job
+from megatron_pp_ext.megatron import start_up
+from megatron_pp_ext.megatron.start_up import estimate
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
@@ -142,7 +141,7 @@ def test_any_schedule_is_predicted_from_measured_stages(
         pipeline = read(monkeypatch, f"{PP4} --pipeline-schedule {name} --pipeline-costs {file}")
         assert pipeline is not None
         asked = RequestedJob.of_args(arguments(f"{PP4} --pipeline-costs {file}"))
-        line = start_up.summary(pipeline, model_costs.costs_of(asked))
+        line = start_up.summary(pipeline, start_up.costs_of(asked))
         schedule = catalog.build(name, 4, pipeline.request.microbatches, stages // 4)
         assert f"predicted bubble {simulate(schedule, measured.merged(stages)).bubble:.1%}" in line
     costs_file.write(Costs((stage,) * 6), file)
@@ -161,7 +160,7 @@ def test_the_tokenizer_tells_the_vocabulary_where_no_flag_does(monkeypatch: pyte
     args = arguments("")
     expected = estimate(RequestedJob.of_args(args)).of(v(4))
     args.vocab_size, tokenizer = None, Namespace(vocab_size=VOCABULARY)
-    monkeypatch.setattr(model_costs, "build_tokenizer", lambda args: tokenizer)
+    monkeypatch.setattr(start_up, "build_tokenizer", lambda args: tokenizer)
     assert estimate(RequestedJob.of_args(args)).of(v(4)) == expected
     args.tokenizer_type = None
     with pytest.raises(ValueError, match="without the size of the vocabulary; give --tokenizer-type"):
@@ -192,8 +191,8 @@ def test_a_message_is_as_large_as_stock_s(flags: str, dtype: torch.dtype) -> Non
         tp_group=Namespace(size=lambda: tensor),
         cp_group=Namespace(size=lambda: context),
     )
-    assert message_bytes(Job.of(args)) == math.prod(shape) * dtype.itemsize
-    assert estimate(RequestedJob.of_args(args)).of(linear(4)).message == message_bytes(Job.of(args))
+    assert bytes_between_stages(Job.of(args)) == math.prod(shape) * dtype.itemsize
+    assert estimate(RequestedJob.of_args(args)).of(linear(4)).message == bytes_between_stages(Job.of(args))
 
 
 class Measured(NamedTuple):

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_pp_ext.features.pairs.megatron.planned_stage import run_pair
-from megatron_pp_ext.integration.runners import model_stage
-from megatron_pp_ext.integration.runners.model_stage import ModelStage, StepInputs, step_of_one_call
+from megatron_pp_ext.features.pairs.megatron import run_pair
+from megatron_pp_ext.megatron.runners import model_stage
+from megatron_pp_ext.megatron.runners.model_stage import ModelStage, StepInputs, step_of_one_call
 from megatron_pp_ext.schedule.actions import Action, Kind
 
 TOKENS = (3, 5, 4)

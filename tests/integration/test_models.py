@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_pp_ext.integration import releases
+from megatron_pp_ext.megatron import releases
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.formats import costs_file
 from megatron_pp_ext.schedule.placement import linear

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megatron_pp_ext.integration import releases
+from megatron_pp_ext.megatron import releases
 from tests.support import rounding, training
 from tests.support.tiers import first
 from tests.support.without_flush import MODEL, assert_same_parameters, flags_of, reference, run

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from megatron_pp_ext.integration.releases import NEWEST, megatron_release
-from megatron_pp_ext.job import flag_table, our_flags
+from megatron_pp_ext.job import flag_table
 from megatron_pp_ext.jobs.command import missing
-from megatron_pp_ext.planner import described, model_names
+from megatron_pp_ext.megatron.releases import NEWEST, megatron_release
+from megatron_pp_ext.planner import described
 from megatron_pp_ext.planner.search.launch_lines import Launch
 from megatron_pp_ext.planner.step import model_description
 from tests.support.flags import megatron_arguments, pasted, read_by_commands, read_by_megatron, validated
@@ -37,7 +37,7 @@ SIZES = (
 )
 
 
-@pytest.mark.parametrize("name", model_names.names())
+@pytest.mark.parametrize("name", described.names())
 def test_a_named_model_is_to_megatrons_parser_what_it_is_to_the_planner(name: str) -> None:
     found = described.read(SIZES.split(), name)
     assert as_megatron_reads(found.words, found.asked.args) == counted(found.asked.args)
@@ -77,7 +77,7 @@ def test_flags_mean_the_same_without_megatron(line: str) -> None:
 def actions() -> list[Action]:
     """Return what Megatron's parser reads, by flags that are its own."""
     parser = megatron_arguments.add_megatron_arguments(ArgumentParser(allow_abbrev=False, add_help=False))
-    return [action for action in parser._actions if action.dest not in our_flags.names()]
+    return [action for action in parser._actions if action.dest not in flag_table.names()]
 
 
 def test_every_flag_of_megatron_is_known() -> None:

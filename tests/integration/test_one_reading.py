@@ -15,7 +15,7 @@ from megatron_pp_ext.cli import app
 from megatron_pp_ext.compiler.compile import placements_of
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.costs import system
-from megatron_pp_ext.job import layers, layout_text
+from megatron_pp_ext.job import layers
 from megatron_pp_ext.job.pipeline import for_world, permitted
 from megatron_pp_ext.jobs.command import missing
 from megatron_pp_ext.planner.search import launch_lines
@@ -130,11 +130,11 @@ def test_waves_are_among_the_placements_of_the_estimate(monkeypatch: pytest.Monk
 def test_a_layout_is_read_as_megatron_reads_it(layout: str) -> None:
     letters = {LayerType.embedding: "E", LayerType.decoder: "t", LayerType.mtp: "m", LayerType.loss: "L"}
     theirs = PipelineParallelLayerLayout.parse_str_to_list(layout)
-    ours = layout_text.stages_of(layout)
+    ours = layers.stages_of(layout)
     assert ours == tuple("".join(letters[kind] for kind in stage) for stage in theirs)
     names = [[f" {kind.name.upper()}" for kind in stage] for stage in theirs]
     for form in (layout, theirs, names, PipelineParallelLayerLayout(names, 1)):
-        assert layout_text.stages_of(layout_text.spelled_layout(form)) == ours
+        assert layers.stages_of(layers.spelled_layout(form)) == ours
 
 
 @pytest.mark.parametrize("layout", ["Ex|tL", "E(t|tL", "Et*|L", "E t|L", "E(tt)|L"])
@@ -142,7 +142,7 @@ def test_a_layout_that_megatron_cannot_read_is_refused(layout: str) -> None:
     with pytest.raises((AssertionError, ValueError)):
         PipelineParallelLayerLayout.parse_str_to_list(layout)
     with pytest.raises(ValueError, match=r"-parallel-layout .* has .* must stand; correct it"):
-        layout_text.stages_of(layout)
+        layers.stages_of(layout)
 
 
 MODEL = shlex.split(

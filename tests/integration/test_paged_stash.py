@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_pp_ext.integration.runners.paged_stash import begin_step
+from megatron_pp_ext.megatron.runners.pipeline_runner import begin_step
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
 

@@ -12,8 +12,8 @@ from megatron.core.transformer import transformer_block, transformer_layer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_pp_ext.compiler.request import Request
-from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.core import chunk_pipelines, mirrored_chunks
+from megatron_pp_ext.megatron import requested
+from megatron_pp_ext.megatron.core import chunk_pipelines, placed_models
 from megatron_pp_ext.schedule.placement import Placement, Shape
 
 SHAPES = ((Shape.LINEAR, 1), (Shape.LOOP, 3), (Shape.V, 2), (Shape.WAVE, 3), (Shape.WAVE, 4))
@@ -70,8 +70,8 @@ def ends(vp_stage: int | None) -> tuple[bool, bool]:
 
 def contexts(placement: Placement) -> Iterator[object]:
     """Yield the contexts of a rank's chunks: what one asks in another one's must not matter."""
-    yield mirrored_chunks.as_chunk(None)
-    yield from (mirrored_chunks.as_chunk(chunk) for chunk in range(placement.chunks))
+    yield placed_models.as_chunk(None)
+    yield from (placed_models.as_chunk(chunk) for chunk in range(placement.chunks))
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda one: f"{one.shape}-{one.ranks}x{one.chunks}")
@@ -97,7 +97,7 @@ def test_a_given_rank_is_a_true_one_unless_a_mirror_told_it(as_rank, placement: 
         for chunk, stage in enumerate(placement.stages_of(rank)):
             assert told(config, chunk, pp_rank=rank) == (2 * stage, 2)
             if placement.is_mirrored(chunk):
-                assert told(config, chunk, pp_rank=mirrored_chunks.mirror(rank, 4)) == (2 * stage, 2)
+                assert told(config, chunk, pp_rank=placed_models.mirror(rank, 4)) == (2 * stage, 2)
 
 
 def test_a_config_answers_for_its_own_pipeline(as_rank) -> None:
@@ -121,5 +121,5 @@ def test_without_a_pipeline_functions_are_stock(as_rank) -> None:
 
 
 def test_a_mirrored_rank_is_written_as_a_number() -> None:
-    copied = pickle.loads(pickle.dumps(mirrored_chunks.mirror(1, 4)))
+    copied = pickle.loads(pickle.dumps(placed_models.mirror(1, 4)))
     assert (type(copied), copied) == (int, 2)

@@ -16,8 +16,8 @@ def build_in_own_groups(rank: int) -> dict[str, str]:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     import megatron_pp_ext
-    from megatron_pp_ext.integration import requested
-    from megatron_pp_ext.integration.core.placed_models import require_sizes
+    from megatron_pp_ext.megatron import requested
+    from megatron_pp_ext.megatron.core.placed_models import require_sizes
 
     dist.init_process_group("gloo")
     found = {}

@@ -6,11 +6,10 @@ import pytest
 from megatron.training import arguments as megatron_arguments
 
 from megatron_pp_ext.compiler.request import Request, named
-from megatron_pp_ext.integration import products
-from megatron_pp_ext.integration.requested import Pipeline
-from megatron_pp_ext.schedule.families.round_robin import Replicas
+from megatron_pp_ext.megatron import requested
+from megatron_pp_ext.megatron.requested import Pipeline
+from megatron_pp_ext.schedule.families.pipedream import Replicas, Updates
 from megatron_pp_ext.schedule.placement import linear
-from megatron_pp_ext.schedule.updates import Updates
 from tests.support.flags import PP4, arguments, requested_by
 
 FLUSHED = Pipeline(named("1f1b", 2, 4))
@@ -23,7 +22,7 @@ ENDLESS = Pipeline(
 @pytest.fixture
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training without the other products."""
-    monkeypatch.setattr(products, "_loaded", products.Products())
+    monkeypatch.setattr(requested, "_loaded", requested.Products())
     monkeypatch.setenv("WORLD_SIZE", "4")
 
 
@@ -31,12 +30,12 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     ("pipeline", "flag"), [(ENDLESS, "--pipeline-schedule pipedream"), (PROFILED, "--profile-pipeline")]
 )
 def test_what_a_flag_needs_has_to_be_loaded(pipeline, flag, monkeypatch: pytest.MonkeyPatch) -> None:
-    products.loaded().require(pipeline)
-    products.loaded().require(FLUSHED)
-    monkeypatch.setattr(products, "_loaded", products.Products())
+    requested.loaded().require(pipeline)
+    requested.loaded().require(FLUSHED)
+    monkeypatch.setattr(requested, "_loaded", requested.Products())
     with pytest.raises(ValueError, match=f"{flag} needs a part .* not loaded"):
-        products.loaded().require(pipeline)
-    products.loaded().require(FLUSHED)
+        requested.loaded().require(pipeline)
+    requested.loaded().require(FLUSHED)
 
 
 @pytest.mark.usefixtures("_alone")

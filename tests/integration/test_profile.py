@@ -8,15 +8,13 @@ import pytest
 import torch
 from megatron.core.utils import unwrap_model
 
-from megatron_pp_ext.cli.profile import training_flags
-from megatron_pp_ext.cpu import streams
-from megatron_pp_ext.job.layout_text import stages_of
-from megatron_pp_ext.job.measurements import require_files
-from megatron_pp_ext.pipedream.partition.layout import layout_of
-from megatron_pp_ext.pipedream.partition.partitioner import partition
+from megatron_pp_ext.cli.partition import training_flags
+from megatron_pp_ext.cpu import torch_stubs
+from megatron_pp_ext.job.layers import stages_of
+from megatron_pp_ext.job.pipeline import require_files
+from megatron_pp_ext.pipedream.partition.partitioner import layout_of, partition
 from megatron_pp_ext.pipedream.partition.recurrence import Level
-from megatron_pp_ext.schedule.formats import profile_file
-from megatron_pp_ext.schedule.formats.profile import Profile
+from megatron_pp_ext.schedule.formats.profile import Profile, read
 from tests.support.clock import TICK, Clock
 from tests.support.tiers import first
 from tests.support.training import initialize_by_layer, train
@@ -28,7 +26,7 @@ SLOW = 0.1
 
 def profile(ranks: int, flags: str, file: Path) -> Profile:
     train(ranks, [*flags.split(), "--profile-pipeline", str(file)])
-    return profile_file.read(file)
+    return read(file)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +69,7 @@ def slow_layer(chunks: list[torch.nn.Module]) -> None:
         if output[0].requires_grad:
             output[0].register_hook(lambda gradient: clock.pass_by(2 * SLOW))
 
-    streams.time = SimpleNamespace(perf_counter=clock)
+    torch_stubs.time = SimpleNamespace(perf_counter=clock)
     for chunk in unwrap_model(chunks):
         for layer in chunk.decoder.layers:
             if layer.layer_number == 5:
@@ -82,7 +80,7 @@ def test_time_goes_to_the_layer_that_takes_it(tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
     pipeline = ["--pipeline-model-parallel-size", "2", "--global-batch-size", "2"]
     train(2, [*pipeline, "--profile-pipeline", str(file)], initialize=slow_layer)
-    layers = profile_file.read(file).layers
+    layers = read(file).layers
     for layer in layers:
         slow = SLOW if layer.name == "layer 5" else 0.0
         measured = layer.forward_seconds, layer.backward_seconds
@@ -95,7 +93,7 @@ def test_mpp_profile_takes_a_real_run_s_flags(tmp_path: Path) -> None:
     flags = "--train-iters 1000 --lr-warmup-iters 100 --pipeline-model-parallel-size 4 --micro-batch-size=2"
     (run,) = train(1, training_flags(tmp_path / "profile.json", flags.split()))
     assert len(run.losses) == 4
-    measured = profile_file.read(tmp_path / "profile.json")
+    measured = read(tmp_path / "profile.json")
     assert measured.layers[1].activation_bytes == 2 * HIDDEN_BYTES
     layout = layout_of(partition(measured, [Level(4, 1e9)], straight=True), measured)
     stages = stages_of(layout)

@@ -5,8 +5,8 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 from megatron.training import yaml_arguments
 
-from megatron_pp_ext.integration.core import mirrored_chunks
-from megatron_pp_ext.integration.trainer import validation
+from megatron_pp_ext.megatron.core import placed_models
+from megatron_pp_ext.megatron.trainer import validation
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.formats import costs_file
 from megatron_pp_ext.schedule.placement import linear, loop
@@ -137,10 +137,10 @@ def test_a_provider_that_builds_one_chunk_is_refused_several(monkeypatch):
 
     def for_chunks(pre_process=True, post_process=True, vp_stage=None): ...
 
-    build = mirrored_chunks.build_chunks_placed(lambda provider: "built")
+    build = placed_models.build_chunks_placed(lambda provider: "built")
     size = "get_virtual_pipeline_model_parallel_world_size"
     for chunks, one in ((None, provider), (2, for_any), (2, for_chunks)):
-        monkeypatch.setattr(mirrored_chunks.parallel_state, size, lambda chunks=chunks: chunks)
+        monkeypatch.setattr(placed_models.parallel_state, size, lambda chunks=chunks: chunks)
         assert build(one) == "built"
     with pytest.raises(
         ValueError, match=r"provider takes no vp_stage, .* 2 chunks to build; .* 1f1b or zb-h1"

@@ -10,10 +10,10 @@ import torch
 
 from megatron_pp_ext import cpu
 from megatron_pp_ext.cli.rehearse import environment, rehearsal_flags
-from megatron_pp_ext.integration.runners.rehearsing import _LastingBytes, _parameters
 from megatron_pp_ext.job.sizes import smallest_world
+from megatron_pp_ext.megatron.runners.rehearsing import _LastingBytes, _parameters
 from megatron_pp_ext.planner import described
-from megatron_pp_ext.schedule.formats import csv_file, rehearsal_file, trace_reading
+from megatron_pp_ext.schedule.formats import csv_file, rehearsal_file, trace_file
 from megatron_pp_ext.schedule.formats.rehearsal_file import Collective, RankRehearsal
 from tests.support import ranks, training
 from tests.support.comparison import traced
@@ -71,7 +71,7 @@ def test_peaks_and_orders_are_those_of_the_real_run(flags: str, tmp_path: Path) 
     world = smallest_world(described.read(flags.split(), None).asked)
     real_flags = [*flags.split(), "--train-iters", "2", "--pipeline-trace", str(file)]
     runs = training.train(world, real_flags, grab=weight_bytes)
-    real = trace_reading.read(file)
+    real = trace_file.read(file)
     if "--sequence-parallel" in flags:
         # Of a stage of two layers: two gathers and two scatters a layer, forward and back, of fp32.
         gather = Collective(0, "F", "gather", 4 * SEQUENCE * HIDDEN, ranks=2, stride=1)

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from megatron_pp_ext import cpu
-from megatron_pp_ext.integration.settings import Settings
 from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.job.sizes import fewest_ranks
+from megatron_pp_ext.megatron.requested import Settings
 from megatron_pp_ext.pipedream import flush_free
-from megatron_pp_ext.schedule.families.round_robin import Replicas
+from megatron_pp_ext.schedule.families.pipedream import Replicas
 from tests.support import rounding, training
 from tests.support.flags import assert_refused, read_by_commands
 from tests.support.flags import read as read_flags

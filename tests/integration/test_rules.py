@@ -11,13 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_pp_ext.integration.trainer import validation
-from megatron_pp_ext.job import flag_table, our_flags
-from megatron_pp_ext.job.flags import Flags
-from megatron_pp_ext.job.requested_job import ENGINE, RequestedJob
-from megatron_pp_ext.job.rules import planned, table, unknown_costs
+from megatron_pp_ext.job import flag_effects, flag_table
+from megatron_pp_ext.job.requested_job import ENGINE, Flags, RequestedJob
+from megatron_pp_ext.job.rules import all_rules, stock
 from megatron_pp_ext.job.rules.all_rules import refuse, refuse_config
 from megatron_pp_ext.job.rules.rule import Refused, Rule, Rules
+from megatron_pp_ext.megatron.trainer import validation
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.formats import csv_file
 from megatron_pp_ext.schedule.placement import Placement, Shape
@@ -320,7 +319,7 @@ FLAT = [(title, excerpt) for title, cases in CASES.items() for excerpt in cases]
 
 def rules_of(title: str) -> list[tuple[Rules, Rule]]:
     name = title.partition("|")[0]
-    return [(rules, rule) for rules in table.rules() for rule in rules.rows if rules.title == name]
+    return [(rules, rule) for rules in all_rules.rules() for rule in rules.rows if rules.title == name]
 
 
 @pytest.fixture
@@ -353,7 +352,7 @@ def test_refused_in_one_line(title: str, excerpt: str, monkeypatch: pytest.Monke
 
 def known_names() -> set[str]:
     flags = {row["dest"] for row in flag_table.rows()}
-    return flags | set(our_flags.names())
+    return flags | set(flag_table.names())
 
 
 def test_flags_that_no_part_of_a_job_has_are_flags() -> None:
@@ -374,7 +373,12 @@ def test_rules_ask_for_what_there_is(from_file: bool, monkeypatch: pytest.Monkey
     ends = f"{PP4} --pipeline-schedule v-half --decoder-first-pipeline-num-layers 2"
     settled = {"placement": schedule.placement, "from_file": schedule} if from_file else {}
     job = RequestedJob.of_args(arguments(ends), {ENGINE: "2.2", "zstandard": "0"}, **settled)
-    for rules in (*table.rules(), *planned.RULES, *unknown_costs.not_counted(), unknown_costs.not_compiled()):
+    for rules in (
+        *all_rules.rules(),
+        *stock.PLANNED,
+        *flag_effects.lacks_costs(),
+        flag_effects.not_compiled(),
+    ):
         rules.when(job)
         for rule in rules.rows:
             rule.holds(job)
@@ -396,7 +400,7 @@ def test_every_rule_has_a_case() -> None:
     excerpts = [(title.partition("|")[0], excerpt) for title, excerpt in FLAT]
     untested = [
         rule
-        for rules in table.rules()
+        for rules in all_rules.rules()
         for rule in rules.rows
         if rules.title and not any(t == rules.title and e in rules.template(rule) for t, e in excerpts)
     ]

@@ -5,9 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_pp_ext.compiler.request import named
-from megatron_pp_ext.integration.requested import Pipeline
-from megatron_pp_ext.integration.settings import Settings
-from megatron_pp_ext.integration.trainer.run_settings import settings
+from megatron_pp_ext.megatron.requested import Pipeline, Settings
+from megatron_pp_ext.megatron.start_up import settings
 from megatron_pp_ext.pipedream import flush_free
 from tests.support.flags import PP4, arguments
 

@@ -4,14 +4,13 @@ import pytest
 
 from megatron_pp_ext import launch
 from megatron_pp_ext.costs import system
-from megatron_pp_ext.integration import products, start_up
-from megatron_pp_ext.integration.call_request import asked as called
-from megatron_pp_ext.integration.runners import choose
-from megatron_pp_ext.integration.trainer import validation
-from megatron_pp_ext.integration.trainer.caveat import caveat
-from megatron_pp_ext.integration.trainer.model_costs import estimate
 from megatron_pp_ext.job import pipeline
 from megatron_pp_ext.job.requested_job import RequestedJob
+from megatron_pp_ext.megatron import requested, start_up
+from megatron_pp_ext.megatron.by_call import asked as called
+from megatron_pp_ext.megatron.runners import choose
+from megatron_pp_ext.megatron.start_up import caveat, estimate
+from megatron_pp_ext.megatron.trainer import validation
 from megatron_pp_ext.planner.step.estimate import estimate_request
 from megatron_pp_ext.schedule.costs import CostModel, Costs
 from megatron_pp_ext.schedule.placement import Placement
@@ -79,10 +78,10 @@ LARGE = (
 def test_megatrons_own_schedules_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """By what the planner estimates for a job on GPUs; a fault of it leaves the line out."""
     monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setattr(products, "_loaded", products.Products())
+    monkeypatch.setattr(requested, "_loaded", requested.Products())
     asked = RequestedJob.of_args(arguments(f"{PP4} {LARGE}")).with_arguments(distributed_backend="nccl")
     assert start_up.comparison(asked, 1) == []
-    products.use(launch.AllProducts())
+    requested.use(launch.AllProducts())
     (line,) = start_up.comparison(asked, 1)
     machine = system.read("h100")
     for given, name in (

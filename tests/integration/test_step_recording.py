@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_pp_ext.integration.trainer import step_recording
+from megatron_pp_ext.megatron.trainer import reports
 from megatron_pp_ext.schedule.formats import run_record
 
 
@@ -21,10 +21,10 @@ def test_what_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     """Losses and norms of every step; the gradients of the first alone, before the optimizer uses them."""
     optimizer, written = Optimizer(), []
     given = SimpleNamespace(verify_pipeline=tmp_path, verify_pipeline_gradients=True)
-    monkeypatch.setattr(step_recording, "get_args", lambda: given)
-    monkeypatch.setattr(step_recording.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(reports, "get_args", lambda: given)
+    monkeypatch.setattr(reports.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(
-        step_recording, "_write_gradients", lambda folder, model: written.append((folder, optimizer.steps))
+        reports, "_write_gradients", lambda folder, model: written.append((folder, optimizer.steps))
     )
     norms = [0.5, None, 0.25]
 
@@ -35,7 +35,7 @@ def test_what_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
         losses = {"lm loss": torch.tensor(4.0 - iteration), "mtp loss": torch.tensor(1.0)}
         return losses, 0, False, False, 0, norms[iteration], 7
 
-    step = step_recording.record_step(train_step)
+    step = reports.record_step(train_step)
     for iteration in range(3):
         assert step(None, None, [], optimizer, None, None, None, iteration)[-1] == 7
     assert written == [(tmp_path, 0)] and optimizer.steps == 3

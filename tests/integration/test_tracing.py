@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from megatron_pp_ext.compiler.request import named
-from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.runners import tracing
-from megatron_pp_ext.integration.runners.tracing import Counting
+from megatron_pp_ext.megatron import requested
+from megatron_pp_ext.megatron.runners import tracing
+from megatron_pp_ext.megatron.runners.tracing import Counting
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule.actions import Action, Kind
 

@@ -14,19 +14,15 @@ from megatron.core.tensor_parallel import RowParallelLinear
 
 from megatron_pp_ext.compiler.compile import compile_schedule
 from megatron_pp_ext.compiler.limits import least_limits
-from megatron_pp_ext.integration.core.engine_linear import (
-    DeferringStore,
-    split_backwards,
-    without_bulk_overlap,
-)
-from megatron_pp_ext.job.csv_schedule import require_backwards_in_order, require_first_first
+from megatron_pp_ext.job.pipeline import require_backwards_in_order, require_first_first
+from megatron_pp_ext.megatron.core.engine_linear import DeferringStore, split_backwards, without_bulk_overlap
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.families import pipedream
-from megatron_pp_ext.schedule.families.round_robin import Replicas
+from megatron_pp_ext.schedule.families.pipedream import Replicas
 from megatron_pp_ext.schedule.placement import linear, loop, v, wave
 from tests.support import training
 from tests.support.flags import assert_refused, read

@@ -4,20 +4,11 @@ import json
 
 import pytest
 
-from megatron_pp_ext.integration import (
-    core_hooks,
-    frameworks,
-    hooks,
-    install,
-    patching,
-    places,
-    releases,
-    tried,
-)
+from megatron_pp_ext.megatron import core_hooks, frameworks, hooks, install, patching, releases
 from scripts import tried_commits
 
-MEGATRONS = [commit for commit in tried.commits() if commit.is_megatron]
-FRAMEWORKS = [commit for commit in tried.commits() if not commit.is_megatron]
+MEGATRONS = [commit for commit in patching.commits() if commit.is_megatron]
+FRAMEWORKS = [commit for commit in patching.commits() if not commit.is_megatron]
 
 
 def number(version: str) -> releases.Number:
@@ -26,34 +17,36 @@ def number(version: str) -> releases.Number:
 
 
 @pytest.mark.parametrize("commit", MEGATRONS, ids=lambda commit: commit.name)
-def test_hooks_fit(commit: tried.Commit) -> None:
+def test_hooks_fit(commit: patching.Commit) -> None:
     release = number(commit.version)
     (row,) = (row for row in releases.RELEASES if row.number == release)
     for hook in hooks.all_hooks(cpu=True) if row.by_flags else core_hooks.INSTALLED:
-        hook.in_megatron(tried.signatures(commit.name).get, release)
+        hook.in_megatron(patching.signatures(commit.name).get, release)
 
 
 @pytest.mark.parametrize("commit", FRAMEWORKS, ids=lambda commit: commit.name)
-def test_hooks_into_frameworks_fit(commit: tried.Commit) -> None:
+def test_hooks_into_frameworks_fit(commit: patching.Commit) -> None:
     for hook in frameworks.HOOKS:
-        assert hook.in_megatron(tried.signatures(commit.name).get, number(commit.version))
+        assert hook.in_megatron(patching.signatures(commit.name).get, number(commit.version))
 
 
 def test_what_hooks_know_is_in_some_commit() -> None:
     """No hook knows parameters that were never seen; a commit that is dropped takes them with it."""
-    seen = {(place, found) for one in tried.commits() for place, found in tried.signatures(one.name).items()}
+    seen = {
+        (place, found) for one in patching.commits() for place, found in patching.signatures(one.name).items()
+    }
     for hook in (*hooks.all_hooks(cpu=True), *frameworks.HOOKS):
         for place in hook.places:
             found = [parameters for path, parameters in seen if path == place.path]
             for known in place.known:
-                alone = places.Place(place.path, (known,), place.ordered)
+                alone = patching.Place(place.path, (known,), place.ordered)
                 assert any(_fits(alone, parameters) for parameters in found), (place.path, known)
 
 
-def _fits(place: places.Place, parameters: str) -> bool:
+def _fits(place: patching.Place, parameters: str) -> bool:
     try:
         place.require(parameters)
-    except places.HookError:
+    except patching.HookError:
         return False
     return True
 
@@ -62,18 +55,18 @@ def test_the_table_has_what_python_finds() -> None:
     """The table is read from source; the installed Megatron is one of its commits."""
     every = {place.path for hook in hooks.all_hooks(cpu=True) for place in hook.places}
     patching.undo()
-    found = {path: places.parameters_here(path) for path in every}
+    found = {path: patching.parameters_here(path) for path in every}
     install(cpu=True)
     version = releases.megatron_version().partition("+")[0]
-    assert version in [commit.version for commit in tried.agreeing(found)]
+    assert version in [commit.version for commit in patching.agreeing(found)]
 
 
 def test_the_nearest_commit_is_the_newest_of_those_that_differ_least() -> None:
-    found = dict(tried.signatures("main"))
-    assert tried.nearest(found).name == "main"
+    found = dict(patching.signatures("main"))
+    assert patching.closest(found).name == "main"
     found["megatron.core.pipeline_parallel.schedules:backward_step"] = "colour"
-    assert tried.agreeing(found) == []
-    assert tried.nearest(found).name == "main"
+    assert patching.agreeing(found) == []
+    assert patching.closest(found).name == "main"
 
 
 SOURCES = {
@@ -106,6 +99,6 @@ def test_parameters_are_read_without_importing(tmp_path, place: str, parameters:
 
 
 def test_the_table_is_written_as_it_is_read() -> None:
-    commits = json.loads(tried.FILE.read_text())["commits"]
-    tables = {name: dict(tried.signatures(name)) for name in commits}
-    assert tried_commits.written(commits, tables) == tried.FILE.read_text()
+    commits = json.loads(patching.FILE.read_text())["commits"]
+    tables = {name: dict(patching.signatures(name)) for name in commits}
+    assert tried_commits.written(commits, tables) == patching.FILE.read_text()

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from megatron_pp_ext.compiler.limits import at_most
-from megatron_pp_ext.features.offload.megatron import host_activations
+from megatron_pp_ext.features.offload import megatron
 from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations
-from megatron_pp_ext.integration.trainer.layer_seeds import FLAG as LAYER_SEEDS
+from megatron_pp_ext.megatron.trainer.layer_seeds import FLAG as LAYER_SEEDS
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.formats import csv_file
 from megatron_pp_ext.schedule.placement import LAST, v, wave
@@ -111,8 +111,8 @@ def test_activations_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
             super().close()
             assert self.offloaded_bytes > 0, "nothing has moved"
 
-    monkeypatch.setattr(host_activations, "SMALLEST", 1)
-    monkeypatch.setattr(host_activations, "OffloadedActivations", Moving)
+    monkeypatch.setattr(megatron, "SMALLEST", 1)
+    monkeypatch.setattr(megatron, "OffloadedActivations", Moving)
     flags = f"{PP2} {UNTIED}"
     assert_same_bits(run(2, f"{flags} {V_HALF} --pipeline-offload 0.5".split()), stock(2, *flags.split()))
 

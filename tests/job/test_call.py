@@ -11,10 +11,10 @@ import pytest
 
 import megatron_pp_ext
 from megatron_pp_ext import activation
-from megatron_pp_ext.integration import call_request
-from megatron_pp_ext.job import call, call_words, model_config
+from megatron_pp_ext.job import call, model_config
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import all_rules
+from megatron_pp_ext.megatron import by_call
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs, HeadCosts
 from megatron_pp_ext.schedule.formats import csv_file
@@ -108,7 +108,7 @@ def test_what_cannot_be_is_refused_in_one_line(about, line) -> None:
 )
 def test_errors_name_the_arguments_of_a_call(kind: type[NamesSettings], line: str, words: str) -> None:
     """What is no argument of a call keeps its name."""
-    with pytest.raises(kind) as error, call_words.in_words_of_call():
+    with pytest.raises(kind) as error, model_config.in_words_of_call():
         raise kind(line)
     assert str(error.value) == getattr(error.value, "code", words) == words
 
@@ -134,13 +134,13 @@ def test_errors_name_the_variables_of_the_environment(
     monkeypatch: pytest.MonkeyPatch, line: str, words: str
 ) -> None:
     """Where it made the call; what has no variable keeps its name."""
-    monkeypatch.setattr(call_words, "_variables", {})
-    call_words.use_variables({argument: name for name, (argument, _) in activation.VARIABLES.items()})
-    assert call_words.by_call(line) == words
+    monkeypatch.setattr(model_config, "_variables", {})
+    model_config.use_variables({argument: name for name, (argument, _) in activation.VARIABLES.items()})
+    assert model_config.by_call(line) == words
 
 
 def test_errors_of_others_keep_their_text() -> None:
-    with pytest.raises(ValueError, match=r"^no --num-experts in the file$"), call_words.in_words_of_call():
+    with pytest.raises(ValueError, match=r"^no --num-experts in the file$"), model_config.in_words_of_call():
         raise ValueError("no --num-experts in the file")
 
 
@@ -155,19 +155,19 @@ def test_what_a_compiler_says_names_the_arguments_of_a_call() -> None:
 def test_the_advised_memory_limit_can_be_given() -> None:
     sizes = {"ranks": 10, "microbatches": 12}
     with pytest.raises(ValueError) as error:
-        call_request.asked("flex", **sizes, memory_limit=0.01).pipeline()
+        by_call.asked("flex", **sizes, memory_limit=0.01).pipeline()
     advised = float(str(error.value).rpartition(" ")[2])
     assert 0 < advised <= 1
-    assert call_request.asked("flex", **sizes, memory_limit=advised).pipeline()[1].peak <= advised * 10 + 1e-2
+    assert by_call.asked("flex", **sizes, memory_limit=advised).pipeline()[1].peak <= advised * 10 + 1e-2
     with pytest.raises(ValueError):
-        call_request.asked("flex", **sizes, memory_limit=advised - 0.002).pipeline()
+        by_call.asked("flex", **sizes, memory_limit=advised - 0.002).pipeline()
 
 
 def test_a_call_asks_for_the_same_as_long_as_its_contents_are_the_same(tmp_path: Path) -> None:
     from megatron_pp_ext.schedule.formats import costs_file
 
     def asked(costs=None, schedule="v-half", **about):
-        return call_request.asked(schedule, ranks=2, microbatches=4, costs=costs, **about)
+        return by_call.asked(schedule, ranks=2, microbatches=4, costs=costs, **about)
 
     costs, file, order = [1.0] * 4, tmp_path / "costs.json", tmp_path / "mine.csv"
     costs_file.write(Costs.unit(loop(2, 2)), file)
@@ -197,7 +197,7 @@ def test_a_call_asks_for_the_same_as_long_as_its_contents_are_the_same(tmp_path:
 
 def test_what_no_feature_takes_is_refused() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'ofload'"):
-        call_request.asked("v-half", ranks=2, microbatches=4, ofload=0.5)
+        by_call.asked("v-half", ranks=2, microbatches=4, ofload=0.5)
 
 
 def test_nothing_heavy_is_imported_for_a_refusal() -> None:
@@ -246,7 +246,7 @@ def test_rules_for_flags_hold_a_model_s_config_in_its_words() -> None:
     args = model_config.arguments(config, parallel, **asked)
     assert (getattr(args, experts), args.num_experts, args.use_megatron_fsdp) == (True, 8, False)
     all_rules.refuse_model(RequestedJob.of_args(args, splits=False))
-    own_words = call_words.in_words_of_call
+    own_words = model_config.in_words_of_call
     with pytest.raises(ValueError, match=rf"^zb-h1 does not support {experts}: schedules"), own_words():
         all_rules.refuse_model(RequestedJob.of_args(args, splits=True))
     parallel.use_megatron_fsdp = True
@@ -264,7 +264,7 @@ def test_an_order_of_a_call_keeps_the_rules_for_flags() -> None:
     all_rules.refuse_model(RequestedJob.of_args(model_config.arguments(config, **known)))
     args = model_config.arguments(config, **known, pipeline_order="rule")
     line = r'^order="rule" does not support moe_enable_routing_replay: routing is'
-    with pytest.raises(ValueError, match=line), call_words.in_words_of_call():
+    with pytest.raises(ValueError, match=line), model_config.in_words_of_call():
         all_rules.refuse_model(RequestedJob.of_args(args))
 
 

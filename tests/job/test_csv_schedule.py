@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_pp_ext.features.vocabulary.share import share
-from megatron_pp_ext.job.csv_schedule import read_csv, require_batches
+from megatron_pp_ext.job.pipeline import read_csv, require_batches
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.formats import csv_file

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_pp_ext.job import flag_table, flag_words
+from megatron_pp_ext.job import flag_table
 
 
 @pytest.mark.parametrize(
@@ -77,4 +77,4 @@ def test_what_no_row_has_is_passed_over_and_unknown_where_it_may_have_an_effect(
     ],
 )
 def test_arguments_are_spelled_as_they_are_read(values: dict[str, object], words: str) -> None:
-    assert flag_words.spelled(values) == words.split()
+    assert flag_table.spelled(values) == words.split()

@@ -8,9 +8,9 @@ from megatron_pp_ext.compiler.limits import at_most
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import Request, named
 from megatron_pp_ext.compiler.source import Source
-from megatron_pp_ext.job import memory_limit
+from megatron_pp_ext.job import pipeline
 from megatron_pp_ext.schedule.costs import CostModel, Costs, StageCosts
-from megatron_pp_ext.schedule.names import AUTO, FLEX
+from megatron_pp_ext.schedule.entry import AUTO, FLEX
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 
 RANKS, MICROBATCHES = 3, 6
@@ -31,8 +31,8 @@ COSTS = Costs(tuple(StageCosts(10 + stage % 2, 11, 7, activation=4.0) for stage 
     ],
 )
 def test_read_and_spelled(given: float | str, limit: float | tuple[float, ...]) -> None:
-    assert memory_limit.read(given, RANKS) == limit
-    assert memory_limit.read(memory_limit.spelled(limit), RANKS) == limit
+    assert pipeline.read_limit(given, RANKS) == limit
+    assert pipeline.read_limit(pipeline.spelled(limit), RANKS) == limit
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_read_and_spelled(given: float | str, limit: float | tuple[float, ...]) 
 )
 def test_refused_in_one_line(given: str, message: str) -> None:
     with pytest.raises(ValueError, match=r"^--pipeline-memory-limit [^\n]*$") as raised:
-        memory_limit.read(given, RANKS)
+        pipeline.read_limit(given, RANKS)
     assert message in str(raised.value)
 
 

@@ -5,7 +5,7 @@ from enum import Enum
 
 import pytest
 
-from megatron_pp_ext.job import flag_effects, flag_table, our_flags
+from megatron_pp_ext.job import flag_effects, flag_table
 from megatron_pp_ext.job.typed_job import IMPLY, OTHER_NAMES, PLACES, Job
 
 OF_OTHER_FRAMEWORKS = {"async_tensor_model_parallel_allreduce"}
@@ -17,7 +17,7 @@ OF_OLDER_RELEASES = {"scatter_gather_tensors_in_pipeline"}
 
 
 def test_every_counted_argument_has_a_field_and_every_field_is_counted() -> None:
-    fields = set(PLACES) - OF_OTHER_FRAMEWORKS - OF_OLDER_RELEASES - set(our_flags.names())
+    fields = set(PLACES) - OF_OTHER_FRAMEWORKS - OF_OLDER_RELEASES - set(flag_table.names())
     assert fields | set(OTHER_NAMES) | IMPLY == flag_effects.counted()
     assert not fields & (set(OTHER_NAMES) | IMPLY)
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pp_ext.jobs import slurm
-from megatron_pp_ext.jobs.job import WARM_UP, BatchJob, RunState, local, run_all
-from megatron_pp_ext.jobs.slurm import Slurm
+from megatron_pp_ext.jobs import job as slurm
+from megatron_pp_ext.jobs.job import WARM_UP, BatchJob, RunState, Slurm, local, run_all
 
 STEP = "iteration {n}/ 5 | elapsed time per iteration (ms): {ms} | learning rate: 1 |"
 MEMORY = (

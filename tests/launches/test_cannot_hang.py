@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from megatron_pp_ext.compiler.compile import compile_schedule
 from megatron_pp_ext.runtime.plan import plan_orders
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
+from megatron_pp_ext.schedule.actions import Action, Announced, Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
-from megatron_pp_ext.schedule.families import pipedream, round_robin
-from megatron_pp_ext.schedule.families.round_robin import Replicas
-from megatron_pp_ext.schedule.orders import Announced
+from megatron_pp_ext.schedule.families import pipedream
+from megatron_pp_ext.schedule.families.pipedream import Replicas
 from megatron_pp_ext.schedule.placement import linear, v, wave
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support import slow
@@ -168,7 +167,7 @@ def test_synchronized_between_the_updates_of_a_pipeline_without_a_flush(ranks):
 def test_replicated_stages(counts):
     replicas = Replicas(counts)
     for microbatches in (1, replicas.ranks, 12):
-        orders = round_robin.orders(replicas, microbatches)
+        orders = pipedream.orders(replicas, microbatches)
         plans_of_ranks = [[plan_orders(replicas.placed(orders), rank)] for rank in range(replicas.ranks)]
         assert_finishes_strictly(plans_of_ranks, microbatches)
         launches = record_plans(plans_of_ranks)

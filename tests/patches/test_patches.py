@@ -80,7 +80,7 @@ def test_it_applies_to_the_checkout_and_trains(tmp_path: Path) -> None:
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
     # These import Megatron, which the other tests do not need.
-    from megatron_pp_ext.cpu import with_cpu_flags
+    from megatron_pp_ext.cpu.flags import with_cpu_flags
     from tests.support.training import TINY
 
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -6,14 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_pp_ext.pipedream.versions import VersionedStage, WeightVersions
+from megatron_pp_ext.pipedream.flush_free import VersionedStage, WeightVersions
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import plan_orders
 from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.schedule.families import pipedream
-from megatron_pp_ext.schedule.families.pipedream import WeightVersion
-from megatron_pp_ext.schedule.families.round_robin import Replicas
+from megatron_pp_ext.schedule.families.pipedream import Replicas, WeightVersion
 from tests.support import plain_stages, rounding
 from tests.support.module_stage import ModuleStage
 from tests.support.plain_stages import make_module, microbatch_data

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from megatron_pp_ext.costs.part import Part
-from megatron_pp_ext.features.pairs.options import Pairs
+from megatron_pp_ext.features.pairs.order import Pairs
 from megatron_pp_ext.planner.step.programs import Prepared, program
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron_pp_ext.job.flag_words import spelled
-from megatron_pp_ext.planner.hugging_face import config_json, model_types
+from megatron_pp_ext.job.flag_table import spelled
+from megatron_pp_ext.planner.hugging_face import config_json
 from megatron_pp_ext.planner.hugging_face.config_keys import frequency
 from tests.support.model_configs import (
     DEEPSEEK_V2_LITE,
@@ -207,12 +207,12 @@ def test_a_config_becomes_the_flags_that_train_it(config: Config, there: str, no
     assert f" {not_there} " not in found
 
 
-EVERY_TYPE = {*model_types.TYPES, *model_types.SAME}
+EVERY_TYPE = {*config_json.TYPES, *config_json.SAME}
 
 
 def test_no_type_is_both_known_and_refused() -> None:
-    assert EVERY_TYPE.isdisjoint(model_types.REFUSED)
-    assert set(model_types.SAME.values()) <= set(model_types.TYPES)
+    assert EVERY_TYPE.isdisjoint(config_json.REFUSED)
+    assert set(config_json.SAME.values()) <= set(config_json.TYPES)
 
 
 @pytest.mark.parametrize("nested", ["text_config", "llm_config", "language_config"])
@@ -398,7 +398,7 @@ def flat(config: Config) -> Config:
 BY_TYPE = {flat(config)["model_type"]: flat(config) for _, config, _, _ in ACCEPTED}
 
 
-@pytest.mark.parametrize("kind", model_types.TYPES)
+@pytest.mark.parametrize("kind", config_json.TYPES)
 def test_a_key_that_nobody_knows_is_refused_by_its_name_for_each_type(kind: str) -> None:
     with pytest.raises(ValueError, match="number_of_wings is 2, but no such key is known"):
         config_json.read({**BY_TYPE[kind], "number_of_wings": 2})

@@ -8,18 +8,16 @@ import pytest
 from megatron_pp_ext.compiler.limits import requested_budget
 from megatron_pp_ext.costs import system
 from megatron_pp_ext.costs.part import Part
-from megatron_pp_ext.features.pairs.options import Pairs
+from megatron_pp_ext.features.pairs.order import Pairs
 from megatron_pp_ext.job import options
-from megatron_pp_ext.job.memory_limit import spelled
-from megatron_pp_ext.job.pipeline import for_world
+from megatron_pp_ext.job.pipeline import for_world, spelled
 from megatron_pp_ext.planner.search.best_first import Search
 from megatron_pp_ext.planner.search.candidate import Candidate, Recompute, fixed_arguments, strip
 from megatron_pp_ext.planner.search.compiled import Compiler
 from megatron_pp_ext.planner.search.configurations import Space, record
-from megatron_pp_ext.planner.search.explanation import why
 from megatron_pp_ext.planner.search.lower_bounds import bounds, least_memory, least_memory_sharing
 from megatron_pp_ext.planner.search.replays import Evaluated
-from megatron_pp_ext.planner.search.result import ALIKE, Compiles
+from megatron_pp_ext.planner.search.result import ALIKE, Compiles, why
 from megatron_pp_ext.planner.step.estimate import StepModel, estimate_request
 from megatron_pp_ext.planner.step.model_description import asked_of, describe
 from megatron_pp_ext.planner.step.programs import program

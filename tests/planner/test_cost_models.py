@@ -5,9 +5,9 @@ import math
 import pytest
 
 from megatron_pp_ext.costs import system
-from megatron_pp_ext.costs.layer_costs import LayerCosts
+from megatron_pp_ext.costs.attention import self_attention
 from megatron_pp_ext.costs.mlp import mlp
-from megatron_pp_ext.costs.self_attention import attention
+from megatron_pp_ext.costs.products import LayerCosts
 from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.planner.step.estimate import StepModel, estimate_request
 from megatron_pp_ext.planner.step.model_description import asked_of, describe
@@ -31,7 +31,7 @@ def work(ranks=4, name="1f1b", data=1, chunks=1, **changed):
 def layer(**changed):
     job = describe({**GPT3, "attention_backend": "unfused", **changed})
     costs = LayerCosts(job)
-    return attention(costs) + mlp(costs)
+    return self_attention(costs) + mlp(costs)
 
 
 S, B, H, A = 2048, 1, 12288, 96

@@ -7,9 +7,8 @@ from math import fsum
 import numpy as np
 import pytest
 
-from megatron_pp_ext.planner.layout.balance import balanced, even
 from megatron_pp_ext.planner.layout.climb import fitted, levelled, shortened
-from megatron_pp_ext.planner.layout.cut import Moves, bounds, moved, times, work_of_ranks
+from megatron_pp_ext.planner.layout.cut import Moves, balanced, bounds, even, moved, times, work_of_ranks
 from megatron_pp_ext.planner.step.programs import placement_of, program
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.placement import linear, loop, v

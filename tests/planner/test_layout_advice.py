@@ -6,7 +6,7 @@ from math import fsum
 import pytest
 
 from megatron_pp_ext.job import layers
-from megatron_pp_ext.planner.layout.advice import advised, divided
+from megatron_pp_ext.planner.layout.requested_layout import advised, divided
 from megatron_pp_ext.planner.layout.rows import LayerRow, seconds_of
 from megatron_pp_ext.planner.step.model_description import describe
 from megatron_pp_ext.planner.step.programs import program

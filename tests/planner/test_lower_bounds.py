@@ -7,10 +7,9 @@ from random import Random
 import pytest
 
 from megatron_pp_ext.costs import system
-from megatron_pp_ext.features.pairs.options import Pairs
+from megatron_pp_ext.features.pairs.order import Pairs
 from megatron_pp_ext.planner.search.candidate import Candidate, Recompute
-from megatron_pp_ext.planner.search.candidate_cuts import CandidateCuts, short_memory
-from megatron_pp_ext.planner.search.workloads import Workloads
+from megatron_pp_ext.planner.search.replays import CandidateCuts, Workloads, short_memory
 from megatron_pp_ext.planner.step.estimate import StepModel
 from megatron_pp_ext.planner.step.model_description import describe
 from megatron_pp_ext.planner.step.programs import program

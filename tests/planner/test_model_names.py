@@ -4,10 +4,9 @@ import json
 
 import pytest
 
-from megatron_pp_ext.planner import described, model_names
+from megatron_pp_ext.planner import described
 from megatron_pp_ext.planner.hugging_face import config_json
-from megatron_pp_ext.planner.step.model_description import describe
-from megatron_pp_ext.planner.step.parameters import parameters
+from megatron_pp_ext.planner.step.model_description import describe, parameters
 from tests.support.model_configs import (
     DEEPSEEK_V2_LITE,
     GLM_52,
@@ -67,7 +66,7 @@ def counted(name):
 
 @pytest.mark.parametrize(("name", "left_out", "digits"), PUBLISHED)
 def test_a_named_model_has_as_many_parameters_as_published(name, left_out, digits):
-    published = model_names.named(name).parameters
+    published = described.named(name).parameters
     assert f"{counted(name).parameters - left_out:.{digits}g}" == f"{published:.{digits}g}"
 
 
@@ -98,11 +97,11 @@ def test_parameters_of_models_that_have_no_name_here(config, billions, active, r
 
 @pytest.mark.parametrize(("name", "within"), ROUGHLY)
 def test_a_named_model_is_about_as_large_as_published(name, within):
-    assert counted(name).parameters == pytest.approx(model_names.named(name).parameters, rel=within)
+    assert counted(name).parameters == pytest.approx(described.named(name).parameters, rel=within)
 
 
 def test_every_named_model_is_compared_with_what_is_published():
-    assert sorted(name for name, *_ in (*PUBLISHED, *ROUGHLY)) == model_names.names()
+    assert sorted(name for name, *_ in (*PUBLISHED, *ROUGHLY)) == described.names()
 
 
 def test_a_config_is_read_from_its_file_or_its_folder(tmp_path):
@@ -124,7 +123,7 @@ def test_an_error_names_the_file(tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**LLAMA, "num_key_value_heads": 3}))
     with pytest.raises(ValueError, match=r"config\.json: num_key_value_heads is 3, but must divide"):
-        model_names.read(str(file))
+        described.read_model(str(file))
 
 
 @pytest.mark.parametrize("is_folder", [False, True])
@@ -132,7 +131,7 @@ def test_an_adapter_is_none_of_a_model(tmp_path, is_folder):
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps({"peft_type": "LORA", "r": 8, "base_model_name_or_path": "meta/a-model"}))
     with pytest.raises(ValueError) as error:
-        model_names.read(str(tmp_path if is_folder else file))
+        described.read_model(str(tmp_path if is_folder else file))
     assert str(error.value) == (
         f'{file}: is the file of an adapter ("LORA"), not of a model: give the config.json of its base '
         "model, meta/a-model"
@@ -152,7 +151,7 @@ def test_other_files_of_a_folder_are_named(tmp_path, content, subject):
     file = tmp_path / "other.json"
     file.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"not of a model: give the config\.json of the model$") as error:
-        model_names.read(str(file))
+        described.read_model(str(file))
     assert f"is the file {subject}, " in str(error.value)
 
 
@@ -200,8 +199,8 @@ def test_a_size_that_is_given_twice_is_refused_where_the_two_differ(spelled):
 
 
 def test_a_name_is_forgiving_and_a_typo_is_answered():
-    assert model_names.read("Llama3_8B").name == "llama3-8b"
+    assert described.read_model("Llama3_8B").name == "llama3-8b"
     with pytest.raises(ValueError, match="neither a file nor a name: did you mean 'llama3-8b'"):
-        model_names.read("lama3-8b")
+        described.read_model("lama3-8b")
     with pytest.raises(ValueError, match=r"nowhere\.json: No such file"):
-        model_names.read("nowhere.json")
+        described.read_model("nowhere.json")

@@ -5,7 +5,7 @@ from argparse import Namespace
 import pytest
 
 from megatron_pp_ext.planner import described
-from megatron_pp_ext.planner.step.model_operations import model_operations
+from megatron_pp_ext.planner.step.model_description import model_operations
 
 BASE = (
     "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --vocab-size 32000 --bf16 "

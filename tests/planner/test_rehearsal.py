@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pp_ext.costs.system import System
-from megatron_pp_ext.costs.system_fields import Link
+from megatron_pp_ext.costs.system import Link, System
 from megatron_pp_ext.features.vocabulary.share import share
 from megatron_pp_ext.planner.rehearsal import chosen_ranks, put_together, seconds, stand_in
 from megatron_pp_ext.schedule import catalog

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_pp_ext import processor
-from megatron_pp_ext.planner.rehearsal_noise import described, disturbance, require_quiet
+from megatron_pp_ext.planner.rehearsal import described, disturbance, require_quiet
 from megatron_pp_ext.processor import ProcessorTime
 from megatron_pp_ext.schedule.costs import StageCosts
 from megatron_pp_ext.schedule.formats.rehearsal_file import RankRehearsal

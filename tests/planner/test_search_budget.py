@@ -3,8 +3,7 @@
 import pytest
 
 from megatron_pp_ext.planner.search.best_first import Search
-from megatron_pp_ext.planner.search.budget import SearchBudget
-from megatron_pp_ext.planner.search.result import Compiles
+from megatron_pp_ext.planner.search.result import Compiles, SearchBudget
 from tests.planner.test_configuration_search import A100, space
 
 LIMIT = 60e9

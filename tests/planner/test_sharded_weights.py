@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_pp_ext.costs.system import System
-from megatron_pp_ext.costs.system_fields import Link
+from megatron_pp_ext.costs.system import Link, System
 from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.planner.step.estimate import Estimate, estimate_request
 from megatron_pp_ext.planner.step.model_description import asked_of, describe

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megatron_pp_ext.costs.model_parts import model_parts
-from megatron_pp_ext.planner import model_names
+from megatron_pp_ext.planner import described
 from megatron_pp_ext.planner.step.model_description import describe
 
 SPARSE = {
@@ -28,7 +28,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], float]] = {
 def share(name: str, more: dict[str, Any]) -> float:
     """Return the share of the operations: two for each weight that a token uses, of which W has those of
     products with a weight in a linear layer."""
-    job = describe({**model_names.read(name).values, "micro_batch_size": 1, "bf16": True, **more})
+    job = describe({**described.read_model(name).values, "micro_batch_size": 1, "bf16": True, **more})
     model = model_parts(job)
     used = sum(model.layers, model.last_norm + model.output)
     chosen = job.model.moe_router_topk / (job.model.num_experts or 1)

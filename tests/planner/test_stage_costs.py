@@ -3,19 +3,16 @@
 import pytest
 
 from megatron_pp_ext.costs import system
-from megatron_pp_ext.costs.experts import experts
-from megatron_pp_ext.costs.layer_costs import LayerCosts
-from megatron_pp_ext.costs.mlp import mlp
+from megatron_pp_ext.costs.attention import self_attention
+from megatron_pp_ext.costs.mlp import experts, mlp
 from megatron_pp_ext.costs.model_parts import model_parts
+from megatron_pp_ext.costs.optimizers import Sharing, model_state
 from megatron_pp_ext.costs.part import Matrices, Part
-from megatron_pp_ext.costs.self_attention import attention
-from megatron_pp_ext.costs.stage_parts import stage_parts
-from megatron_pp_ext.costs.state import Sharing, model_state
-from megatron_pp_ext.planner import model_names
+from megatron_pp_ext.costs.products import LayerCosts
+from megatron_pp_ext.costs.stages import stage_parts
+from megatron_pp_ext.planner import described
 from megatron_pp_ext.planner.layout.cut import bounds
-from megatron_pp_ext.planner.layout.model_stages import ModelStages
-from megatron_pp_ext.planner.layout.rows import seconds_of
-from megatron_pp_ext.planner.layout.stage_seconds import StageSeconds
+from megatron_pp_ext.planner.layout.rows import ModelStages, StageSeconds, seconds_of
 from megatron_pp_ext.planner.step.model_description import describe
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule.actions import Kind
@@ -51,7 +48,7 @@ def stages(layers=(4, 4), **changed):
 )
 def test_parameters_are_those_of_the_published_files(name, parameters):
     """The sums of all tensors in the models' own files (their index of safetensors)."""
-    assert on_one_rank(**model_names.named(name).described.values, **EXACT) == parameters
+    assert on_one_rank(**described.named(name).described.values, **EXACT) == parameters
 
 
 def on_one_rank(**values):
@@ -60,7 +57,7 @@ def on_one_rank(**values):
     return part.parameters + part.expert_parameters
 
 
-LLAMA = {**model_names.named("llama3-8b").described.values, **EXACT}
+LLAMA = {**described.named("llama3-8b").described.values, **EXACT}
 
 
 @pytest.mark.parametrize(
@@ -270,7 +267,7 @@ def test_layers_of_experts_come_as_often_as_asked(frequency, expected):
 def test_hybrid_layers_are_those_of_the_pattern():
     job, made = model(hybrid_layer_pattern="*-*E", num_layers=None, num_experts=4)
     costs = LayerCosts(job)
-    assert made.layers == (attention(costs), mlp(costs), attention(costs), experts(costs))
+    assert made.layers == (self_attention(costs), mlp(costs), self_attention(costs), experts(costs))
     with pytest.raises(ValueError, match="cannot estimate the layers X of --hybrid-layer-pattern"):
         model(hybrid_layer_pattern="X*", num_layers=None)
 

@@ -3,12 +3,11 @@
 import pytest
 
 from megatron_pp_ext.costs.kernels import AttentionWork
-from megatron_pp_ext.costs.system_fields import Link
+from megatron_pp_ext.costs.system import Link
 from megatron_pp_ext.costs.system_kernels import SystemKernelSeconds
 from megatron_pp_ext.planner.search.lower_bounds import bounds
 from megatron_pp_ext.planner.step.estimate import Estimate, StepModel
-from megatron_pp_ext.planner.step.model_description import describe
-from megatron_pp_ext.planner.step.model_operations import model_operations
+from megatron_pp_ext.planner.step.model_description import describe, model_operations
 from megatron_pp_ext.planner.step.programs import placement_of, program
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule import catalog

@@ -4,17 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_pp_ext.costs.system import System
-from megatron_pp_ext.costs.system_fields import Link
+from megatron_pp_ext.costs.system import Link, System
 from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.job.sizes import fewest_ranks
-from megatron_pp_ext.pipedream.partition.cost_formulas import StageLoad, paper
-from megatron_pp_ext.pipedream.partition.in_flight import in_flight
-from megatron_pp_ext.planner.step.estimate import Estimate, estimate_request
+from megatron_pp_ext.pipedream.partition.cost_formulas import StageLoad, in_flight, paper
+from megatron_pp_ext.planner.step.estimate import Estimate, Unflushed, estimate_request
 from megatron_pp_ext.planner.step.model_description import asked_of, describe
-from megatron_pp_ext.planner.step.unflushed import Unflushed
 from megatron_pp_ext.planner.step.workload import Workload
-from megatron_pp_ext.schedule.families.round_robin import Replicas
+from megatron_pp_ext.schedule.families.pipedream import Replicas
 from megatron_pp_ext.schedule.messages import SENDS_AHEAD
 from megatron_pp_ext.schedule.placement import linear
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_pp_ext.runtime.channels import LARGE, Channels, OtherShape, _Sent, direction_groups
-from megatron_pp_ext.runtime.dummy_channels import DummyChannels
+from megatron_pp_ext.runtime.channels import LARGE, Channels, DummyChannels, OtherShape, _Sent
+from megatron_pp_ext.runtime.groups import direction_groups
 from megatron_pp_ext.schedule.actions import Action, Kind
 from megatron_pp_ext.schedule.messages import SENDS_AHEAD, Message, outgoing_message
 from tests.support.ranks import run_ranks

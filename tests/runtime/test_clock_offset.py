@@ -9,14 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_pp_ext.runtime import clock_offset
+from megatron_pp_ext.runtime import recorder as clock_offset
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.runtime.recorder import StepRecorder, aligned, gather
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.idle_time import gaps
-from megatron_pp_ext.schedule.recorded import RecordedStep
+from megatron_pp_ext.schedule.recorded import RecordedStep, gaps
 from tests.support import plain_stages
 from tests.support.ranks import run_ranks
 

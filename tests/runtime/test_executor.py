@@ -13,8 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_pp_ext.features.offload.runtime.copy_streams import Timed, Transfer
-from megatron_pp_ext.features.offload.runtime.host_buffers import Completion, HostBuffers
+from megatron_pp_ext.features.offload.runtime.host_buffers import Completion, HostBuffers, Timed, Transfer
 from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import plan_rank

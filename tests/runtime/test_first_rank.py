@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from megatron_pp_ext.runtime.first_rank import print_rank_0
+from megatron_pp_ext.runtime.rank import print_rank_0
 
 
 @pytest.mark.parametrize(("rank", "said"), [(None, "a line\n"), (0, "a line\n"), (1, "")])

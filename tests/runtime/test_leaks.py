@@ -11,16 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_pp_ext.pipedream.versions import VersionedStage, WeightVersions
-from megatron_pp_ext.runtime.channels import Channels, direction_groups
+from megatron_pp_ext.pipedream.flush_free import VersionedStage, WeightVersions
+from megatron_pp_ext.runtime.channels import Channels
 from megatron_pp_ext.runtime.executor import execute
+from megatron_pp_ext.runtime.groups import direction_groups
 from megatron_pp_ext.runtime.plan import plan_orders, plan_rank
 from megatron_pp_ext.runtime.rank import Rank, Stage
 from megatron_pp_ext.runtime.recorder import StepRecorder
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.families import pipedream
-from megatron_pp_ext.schedule.families.round_robin import Replicas
+from megatron_pp_ext.schedule.families.pipedream import Replicas
 from tests.support.module_stage import ModuleStage
 from tests.support.ranks import run_ranks
 from tests.support.split_linear import SplitLinear

@@ -6,7 +6,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from megatron_pp_ext.features.pairs.runtime.operations import PairRunner
+from megatron_pp_ext.features.pairs.runtime import PairRunner
 from megatron_pp_ext.runtime import plan
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.rank import Rank

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_pp_ext.runtime.own_part import OwnPart
+from megatron_pp_ext.runtime.split import OwnPart
 from tests.support.ranks import run_ranks
 
 ROWS, COLUMNS = 12, 8

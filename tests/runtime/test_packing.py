@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_pp_ext.runtime.packing import TensorPlace, pack, unpack
+from megatron_pp_ext.runtime.object_send import TensorPlace, pack, unpack
 
 NUMBERS = torch.tensor([[1.5, float("nan"), -0.0], [2.0, 3.0, 4.0]])
 LENGTHS = [torch.arange(3.0), torch.arange(5.0)]

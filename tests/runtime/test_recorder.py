@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from megatron_pp_ext.runtime import clock_offset
+from megatron_pp_ext.runtime import recorder as clock_offset
 from megatron_pp_ext.runtime.recorder import StepRecorder
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule.actions import Action, Kind

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from megatron_pp_ext.runtime import rendezvous
+from megatron_pp_ext.megatron.trainer import agreement
 from tests.support.ranks import run_ranks
 
 SOON, LATE = timedelta(seconds=5), timedelta(seconds=100)
@@ -22,7 +22,7 @@ def report(rank: int, words: list[str], patience: timedelta) -> str:
     """Meet, each rank with its own one of ``words``; one without a word stays away."""
     if not words[rank]:
         return ""
-    answer = rendezvous.meet(words[rank], count, patience)
+    answer = agreement.meet(words[rank], count, patience)
     if not answer:
         dist.init_process_group("gloo")
         dist.barrier()
@@ -41,7 +41,7 @@ def test_a_process_group_is_made_beside_the_store() -> None:
 
 @pytest.mark.parametrize("absent", [1, 2])
 def test_one_that_does_not_come_is_not_waited_for_longer(absent, monkeypatch):
-    monkeypatch.setattr(rendezvous, "PATIENCE", SOON)
+    monkeypatch.setattr(agreement, "PATIENCE", SOON)
     words = ["" if rank == absent else "a" for rank in range(3)]
     told = " ".join(word or "None" for word in words)
     assert run_ranks(report, 3, words, SOON) == [told if word else "" for word in words]
@@ -66,9 +66,9 @@ def test_the_store_that_torchrun_serves_is_used() -> None:
 def test_only_ranks_of_a_job_meet(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert rendezvous.can_rendezvous()
+    assert agreement.can_rendezvous()
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert not rendezvous.can_rendezvous()
+    assert not agreement.can_rendezvous()
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv(missing)
-    assert not rendezvous.can_rendezvous()
+    assert not agreement.can_rendezvous()

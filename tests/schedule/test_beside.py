@@ -8,10 +8,9 @@ from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import of_sizes
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
-from megatron_pp_ext.schedule.beside import lenders
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.simulate import simulate
-from megatron_pp_ext.schedule.timing import ScheduleTimer, lenders_of
+from megatron_pp_ext.schedule.timing import ScheduleTimer, lenders, lenders_of
 
 SPLIT = [name for name, entry in catalog.ENTRIES.items() if entry.splits_backward]
 

@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.abilities import Abilities
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.check import check, require_one_forward_order
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.names import OTHERS
+from megatron_pp_ext.schedule.entry import OTHERS, Abilities
 from megatron_pp_ext.schedule.placement import linear, loop, v, wave
 from megatron_pp_ext.schedule.simulate import simulate
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.actions import Copies
 from megatron_pp_ext.schedule.check import check
-from megatron_pp_ext.schedule.copies import Copies
 from tests.schedule.test_check import parse, refusal
 
 WHOLE = catalog.build("1f1b", 4, 6)

@@ -5,8 +5,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
-from megatron_pp_ext.schedule.copies import Copies
+from megatron_pp_ext.schedule.actions import Action, Copies, Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.placement import linear
 from megatron_pp_ext.schedule.simulate import Copied, simulate

@@ -11,9 +11,9 @@ from megatron_pp_ext.compiler.bounds import lower_bound
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.entry import ALIASES
 from megatron_pp_ext.schedule.families.building_block import Block, unroll
 from megatron_pp_ext.schedule.families.phases import order_of
-from megatron_pp_ext.schedule.names import ALIASES
 from megatron_pp_ext.schedule.placement import loop, v
 from megatron_pp_ext.schedule.simulate import simulate
 from reference.published_schedules import MORE_UNIT_COST, UNIT_COST

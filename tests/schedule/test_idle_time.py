@@ -5,9 +5,16 @@ from hypothesis import strategies as st
 
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.idle_time import extent, idle_times, message_seconds
 from megatron_pp_ext.schedule.placement import linear
-from megatron_pp_ext.schedule.recorded import Measured, RankRecord, RecordedStep, Reduction
+from megatron_pp_ext.schedule.recorded import (
+    Measured,
+    RankRecord,
+    RecordedStep,
+    Reduction,
+    extent,
+    idle_times,
+    message_seconds,
+)
 from megatron_pp_ext.schedule.simulate import simulate
 
 UNIT = {"forward": 1, "input_gradient": 1, "weight_gradient": 1}

@@ -8,13 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, delivers, needs
+from megatron_pp_ext.schedule.actions import Action, Announced, Kind, Orders, Schedule, delivers, needs
 from megatron_pp_ext.schedule.check import InvalidSchedule
-from megatron_pp_ext.schedule.families import pipedream, round_robin
-from megatron_pp_ext.schedule.families.round_robin import Replicas
+from megatron_pp_ext.schedule.families import pipedream
+from megatron_pp_ext.schedule.families.pipedream import Replicas
 from megatron_pp_ext.schedule.launch_order import launch_order
 from megatron_pp_ext.schedule.messages import Message, incoming_message, outgoing_message
-from megatron_pp_ext.schedule.orders import Announced, Orders
 from megatron_pp_ext.schedule.placement import Placement, Shape, linear, v
 from tests.support.receives import posted_receives
 
@@ -91,7 +90,7 @@ def test_a_pipeline_that_never_flushes(ranks: int, interval: int) -> None:
 def test_replicated_stages(counts: tuple[int, ...]) -> None:
     replicas = Replicas(counts)
     for microbatches in (1, 4, 9):
-        require_one_line(replicas.placed(round_robin.orders(replicas, microbatches)))
+        require_one_line(replicas.placed(pipedream.orders(replicas, microbatches)))
 
 
 @st.composite

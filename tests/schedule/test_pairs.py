@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 
 from megatron_pp_ext.features.vocabulary.share import share
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, together
+from megatron_pp_ext.schedule.actions import Action, Kind, Orders, Schedule, together
 from megatron_pp_ext.schedule.check import InvalidSchedule, check
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.formats import csv_file
-from megatron_pp_ext.schedule.orders import Orders
 from megatron_pp_ext.schedule.placement import linear
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.schedule.timing import ScheduleTimer

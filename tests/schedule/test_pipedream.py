@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pp_ext.schedule.actions import Kind, delivers, needs
-from megatron_pp_ext.schedule.families import one_f_one_b, pipedream, round_robin
-from megatron_pp_ext.schedule.families.pipedream import WeightVersion
-from megatron_pp_ext.schedule.families.round_robin import Replicas
+from megatron_pp_ext.schedule.families import one_f_one_b, pipedream
+from megatron_pp_ext.schedule.families.pipedream import Replicas, WeightVersion
 from megatron_pp_ext.schedule.placement import linear
 
 REPLICAS = st.lists(st.integers(1, 4), min_size=2, max_size=4).map(lambda counts: Replicas(tuple(counts)))
@@ -20,7 +19,7 @@ REPLICAS = st.lists(st.integers(1, 4), min_size=2, max_size=4).map(lambda counts
 def test_the_steps_of_a_run_are_one_schedule_without_a_flush(replicas, rounds, updates) -> None:
     interval = rounds * replicas.full_round
     steps = [pipedream.step(replicas, interval, update, updates) for update in range(updates)]
-    whole = round_robin.orders(replicas, interval * updates)
+    whole = pipedream.orders(replicas, interval * updates)
     for rank, order in enumerate(whole):
         if len(replicas.turns(rank, interval * updates)) > replicas.warm_up(replicas.stage_of(rank)):
             assert tuple(action for step in steps for action in step[rank]) == order
@@ -89,7 +88,7 @@ def test_a_version_is_there_when_it_is_used(weights, replicas, rounds) -> None:
 @settings(deadline=None)
 @given(REPLICAS, st.integers(1, 20))
 def test_every_microbatch_meets_each_stage_once_and_in_order(replicas: Replicas, microbatches: int) -> None:
-    orders = round_robin.orders(replicas, microbatches)
+    orders = pipedream.orders(replicas, microbatches)
     done, ran, at = set(), [], [0] * replicas.ranks
     placement = linear(replicas.stages)
     moved = True
@@ -112,13 +111,13 @@ def test_every_microbatch_meets_each_stage_once_and_in_order(replicas: Replicas,
 @given(REPLICAS)
 def test_as_many_in_flight_as_the_paper_says(replicas: Replicas) -> None:
     """NOAM = ceil(ranks / replicas of the input stage), a replica."""
-    order = round_robin.orders(replicas, 200)[0]
+    order = pipedream.orders(replicas, 200)[0]
     first_backward = [action.kind for action in order].index(Kind.B)
     assert first_backward == math.ceil(replicas.ranks / replicas.counts[0])
 
 
 def test_without_replication_it_is_1f1b() -> None:
-    assert round_robin.orders(Replicas((1, 1, 1, 1)), 9) == one_f_one_b.build(4, 9).orders
+    assert pipedream.orders(Replicas((1, 1, 1, 1)), 9) == one_f_one_b.build(4, 9).orders
 
 
 @pytest.mark.parametrize("counts", [(), (2,), (1, 0)])
@@ -129,7 +128,7 @@ def test_bad_counts_are_refused(counts: tuple[int, ...]) -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="microbatches are 0"):
-        round_robin.orders(Replicas((2, 1)), 0)
+        pipedream.orders(Replicas((2, 1)), 0)
     with pytest.raises(ValueError, match=r"rank must be in 0\.\.2, got 3"):
         Replicas((2, 1)).stage_of(3)
     with pytest.raises(ValueError, match=r"update must be in 0\.\.4, got 5"):

@@ -7,8 +7,7 @@ import pytest
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
-from megatron_pp_ext.schedule.recorded import Measured, RankRecord, RecordedStep
-from megatron_pp_ext.schedule.recorded_costs import measured_costs
+from megatron_pp_ext.schedule.recorded import Measured, RankRecord, RecordedStep, measured_costs
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 
 

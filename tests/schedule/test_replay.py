@@ -7,8 +7,7 @@ import pytest
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
-from megatron_pp_ext.schedule.recorded import Measured, RankRecord, RecordedStep, Reduction
-from megatron_pp_ext.schedule.replay import on_own_cores
+from megatron_pp_ext.schedule.recorded import Measured, RankRecord, RecordedStep, Reduction, on_own_cores
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from megatron_pp_ext.pipedream.pace import seconds_of_an_update
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.families import one_f_one_b
-from megatron_pp_ext.schedule.families.round_robin import Replicas
-from megatron_pp_ext.schedule.running import seconds_of_an_update
+from megatron_pp_ext.schedule.families.pipedream import Replicas
 from megatron_pp_ext.schedule.simulate import simulate
 
 SECONDS = st.floats(1, 10)

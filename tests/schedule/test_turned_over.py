@@ -11,17 +11,16 @@ from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.compiler.limits import Budget, at_most, least_limits
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import Request, evaluation, named
-from megatron_pp_ext.features.offload.options import Offload
-from megatron_pp_ext.features.pairs.options import paired
+from megatron_pp_ext.features.offload.order import OffloadRequest
+from megatron_pp_ext.features.pairs.order import request_in_pairs
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.actions import Orders, Schedule
 from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.costs import CostModel, Costs, HeadCosts, StageCosts
-from megatron_pp_ext.schedule.formats import csv_file, trace_file, trace_reading
+from megatron_pp_ext.schedule.formats import csv_file, trace_file
 from megatron_pp_ext.schedule.launch_order import launch_order
 from megatron_pp_ext.schedule.messages import Arrival, Launch, planned_launches
-from megatron_pp_ext.schedule.orders import Orders
 from megatron_pp_ext.schedule.placement import FIRST, LAST, Placement, Shape, linear, loop, v, wave
 from megatron_pp_ext.schedule.recorded import RecordedStep
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
@@ -63,7 +62,7 @@ def test_the_same_schedule(
 ) -> None:
     try:
         request = replace(named(name, ranks, microbatches), splits_head=splits_head)
-        first, last = both(request if offload is None else request.with_option(Offload(offload)))
+        first, last = both(request if offload is None else request.with_option(OffloadRequest(offload)))
     except ValueError:  # the family has no schedule for these sizes
         return
     assert last.schedule.placement == first.schedule.placement.turned_over
@@ -77,7 +76,7 @@ def test_the_same_schedule(
 
 @pytest.mark.parametrize("name", PAIRED)
 def test_pairs(name: str) -> None:
-    first, last = both(paired(named(name, 4, 12)))
+    first, last = both(request_in_pairs(named(name, 4, 12)))
     assert last.schedule.paired == first.schedule.paired
     assert (last.makespan, last.peak_memory) == (first.makespan, first.peak_memory[::-1])
 
@@ -166,7 +165,7 @@ def test_files_keep_it(tmp_path: Path, splits_head: bool) -> None:
     assert csv_file.read(tmp_path / "v-half.csv") == schedule
     timeline = simulate(schedule, costs_of(6))
     trace_file.write_timeline(tmp_path / "trace.json", timeline)
-    step: RecordedStep = trace_reading.read(tmp_path / "trace.json")
+    step: RecordedStep = trace_file.read(tmp_path / "trace.json")
     assert step.placement == schedule.placement
 
 

@@ -8,10 +8,9 @@ from megatron_pp_ext.compiler.bounds import lower_bound
 from megatron_pp_ext.compiler.limits import kept_by_1f1b
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Action, Kind
-from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.costs import Costs, StageCosts, UnitCosts
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.schedule.timing import ScheduleTimer
-from megatron_pp_ext.schedule.unit_costs import UnitCosts
 
 
 def of_sizes(stages: int, *sizes: float, hop: float = 0.0) -> UnitCosts:

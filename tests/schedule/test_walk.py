@@ -8,14 +8,12 @@ import pytest
 
 from megatron_pp_ext.features.vocabulary.share import share
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
-from megatron_pp_ext.schedule.buffers import most_buffers
+from megatron_pp_ext.schedule.actions import Action, Copies, Kind, Schedule
 from megatron_pp_ext.schedule.check import InvalidSchedule
-from megatron_pp_ext.schedule.columns import as_list
-from megatron_pp_ext.schedule.copies import Copies
 from megatron_pp_ext.schedule.costs import Costs, HeadCosts, StageCosts
 from megatron_pp_ext.schedule.placement import linear
-from megatron_pp_ext.schedule.simulate import simulate
+from megatron_pp_ext.schedule.program import as_list
+from megatron_pp_ext.schedule.simulate import most_buffers, simulate
 from megatron_pp_ext.schedule.timing import ScheduleTimer
 
 

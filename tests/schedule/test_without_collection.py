@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from megatron_pp_ext.schedule.without_collection import without_collection
+from megatron_pp_ext.schedule.loops import without_collection
 
 
 @pytest.mark.parametrize("was_on", [True, False])

@@ -10,8 +10,7 @@ import pytest
 
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.recorded import Measured, RankRecord, RecordedStep
-from megatron_pp_ext.schedule.replay import on_own_cores
+from megatron_pp_ext.schedule.recorded import Measured, RankRecord, RecordedStep, on_own_cores
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support.tiers import first
 

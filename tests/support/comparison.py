@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 
-from megatron_pp_ext.schedule.formats import trace_reading
+from megatron_pp_ext.schedule.formats import trace_file
 from megatron_pp_ext.schedule.recorded import RecordedStep
 from tests.support import rounding, training
 
@@ -123,7 +123,7 @@ def traced(world_size: int, flags: Sequence[str], **options: Any) -> RecordedSte
         file = Path(folder, "trace.json")
         words = ["--train-iters", "2", *flags, "--pipeline-trace", str(file)]
         training.train(world_size, words, **options)
-        return trace_reading.read(file)
+        return trace_file.read(file)
 
 
 def are_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:

@@ -4,8 +4,7 @@ import time
 from collections.abc import Hashable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from megatron_pp_ext.features.offload.runtime.copy_streams import Timed, Transfer
-from megatron_pp_ext.features.offload.runtime.host_buffers import Completion
+from megatron_pp_ext.features.offload.runtime.host_buffers import Completion, Timed, Transfer
 
 
 class Threads:

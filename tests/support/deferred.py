@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_pp_ext.integration.core.engine_linear import DeferringStore
+from megatron_pp_ext.megatron.core.engine_linear import DeferringStore
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
 from megatron_pp_ext.runtime.split import STORE
 

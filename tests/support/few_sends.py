@@ -2,13 +2,11 @@
 
 from collections import deque
 
-from megatron_pp_ext.runtime.operations.compute import Compute
-from megatron_pp_ext.runtime.operations.transfers import Post, Receive, Send
+from megatron_pp_ext.runtime.operations import Compute, Post, Receive, Send
 from megatron_pp_ext.runtime.plan import RankPlan, plan_rank
-from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.actions import Announced, Orders, Schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.messages import SENDS_AHEAD, Message
-from megatron_pp_ext.schedule.orders import Announced, Orders
 
 
 def step_seconds(

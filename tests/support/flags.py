@@ -15,13 +15,13 @@ from megatron.training.argument_utils import core_transformer_config_from_args
 
 from megatron_pp_ext import cpu
 from megatron_pp_ext.compiler.request import Request
-from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.requested import Pipeline
-from megatron_pp_ext.integration.trainer.model_costs import estimate
-from megatron_pp_ext.integration.trainer.validation import read_flags
-from megatron_pp_ext.job.our_flags import add_flags
+from megatron_pp_ext.job.flag_table import add_flags
 from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.job.requested_job import RequestedJob
+from megatron_pp_ext.megatron import requested
+from megatron_pp_ext.megatron.requested import Pipeline
+from megatron_pp_ext.megatron.start_up import estimate
+from megatron_pp_ext.megatron.trainer.validation import read_flags
 from megatron_pp_ext.planner import described
 from megatron_pp_ext.planner.step.model_description import derive_arguments
 from megatron_pp_ext.schedule.costs import Costs

@@ -18,7 +18,7 @@ from tests.support import absent_packages, training  # noqa: F401  (Megatron, be
 import megatron.core.extensions.transformer_engine as engine
 import megatron.core.models.hybrid.hybrid_model  # noqa: F401
 
-from megatron_pp_ext.integration.runners.pipeline_runner import PipelineRunner
+from megatron_pp_ext.megatron.runners.pipeline_runner import PipelineRunner
 
 _ENGINE_LAYERS = (
     "TEFusedMLP",

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner, _Kept
-from megatron_pp_ext.runtime.storages import storages
+from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner, _Kept, storages
 
 
 def kept_bytes(parameters: Iterable[torch.Tensor], forward: Callable[[], torch.Tensor]) -> int:

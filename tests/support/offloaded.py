@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, together
-from megatron_pp_ext.schedule.copies import Copies, Kept
+from megatron_pp_ext.schedule.actions import Action, Copies, Kept, Kind, Schedule, together
 
 
 def half(activation: Kept) -> bool:

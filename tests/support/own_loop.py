@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_pp_ext.integration.core.global_names import global_parameters
+from megatron_pp_ext.megatron.core.parameters import global_parameters
 
 CHUNKS = {"1f1b": 1, "zb-h1": 1, "v-half": 2, "interleaved": 2, "flex": 2, "auto": 2}
 """Schedules to compare, and their chunks a rank."""

@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 
 import megatron_pp_ext
-from megatron_pp_ext.features.offload.megatron import host_activations
-from megatron_pp_ext.integration.runners import choose, flushed
-from megatron_pp_ext.integration.runners.transport import ProcessGroups
-from megatron_pp_ext.integration.settings import Settings
+from megatron_pp_ext.features.offload import megatron
+from megatron_pp_ext.megatron.requested import Settings
+from megatron_pp_ext.megatron.runners import choose, flushed
+from megatron_pp_ext.megatron.runners.transport import ProcessGroups
 from megatron_pp_ext.runtime import split
-from megatron_pp_ext.runtime.operations.operation import Operation
+from megatron_pp_ext.runtime.operations import Operation
 from megatron_pp_ext.runtime.plan import RankPlan
 from megatron_pp_ext.runtime.rank import Rank
 from tests.support import own_loop
@@ -81,7 +81,7 @@ class Failed(Exception):
 def on_rank(rank: int, name: str) -> dict[str, Any]:
     """Return the steps of stock and of case ``name``: the first one, and one after each failure."""
     own_loop.start()
-    host_activations.SMALLEST = 1
+    megatron.SMALLEST = 1
     case = CASES[name]
     model = own_loop.build(1, **{**case.model, "overlaps": False})
     results: dict[str, Any] = {"stock": stepped(model, case), "failures": {}}

@@ -19,7 +19,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
 import megatron_pp_ext
-from megatron_pp_ext.features.units.megatron import router_losses
+from megatron_pp_ext.features.units.megatron import sliced_stage
 from tests.support import own_loop, own_loop_experts
 
 COUNTS = (6, 4)
@@ -133,10 +133,10 @@ def of_experts() -> tuple[own_loop.Record, dict[str, list[float]]]:
         moe_z_loss_coeff=0.1,
         **{**own_loop_experts.EXPERTS, "expert_model_parallel_size": 1},
     )
-    logged = {name: values.clone() for name, values in router_losses._logged().items()}
+    logged = {name: values.clone() for name, values in sliced_stage._logged().items()}
     record = own_loop.train(model, COUNTS, LENGTHS, seq_length=1)
     return record, {
-        name: (values - logged.get(name, 0)).tolist() for name, values in router_losses._logged().items()
+        name: (values - logged.get(name, 0)).tolist() for name, values in sliced_stage._logged().items()
     }
 
 

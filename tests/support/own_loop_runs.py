@@ -34,11 +34,11 @@ from megatron.core.pipeline_parallel import schedules as stock_schedules  # noqa
 import megatron_pp_ext  # noqa: E402
 from megatron_pp_ext.compiler.request import named  # noqa: E402
 from megatron_pp_ext.compiler.source import Source  # noqa: E402
-from megatron_pp_ext.features.guided.options import ProfileSteps  # noqa: E402
-from megatron_pp_ext.features.offload.megatron import host_activations  # noqa: E402
+from megatron_pp_ext.features.guided.order import ProfileSteps  # noqa: E402
+from megatron_pp_ext.features.offload import megatron  # noqa: E402
 from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations  # noqa: E402
-from megatron_pp_ext.integration import core, core_hooks, patching, requested, runners, start_up  # noqa: E402
-from megatron_pp_ext.integration.releases import CORE_0_19, megatron_release  # noqa: E402
+from megatron_pp_ext.megatron import core, core_hooks, patching, requested, runners, start_up  # noqa: E402
+from megatron_pp_ext.megatron.releases import CORE_0_19, megatron_release  # noqa: E402
 from megatron_pp_ext.schedule.costs import CostModel, Costs  # noqa: E402
 from tests.support import own_loop  # noqa: E402
 from tests.support.few_trials import few_trials  # noqa: E402
@@ -203,7 +203,7 @@ def _offloaded() -> tuple[own_loop.Record, list[int]]:
             super().close()
             sizes.append(self.offloaded_bytes)
 
-    host_activations.SMALLEST, host_activations.OffloadedActivations = 1, Telling
+    megatron.SMALLEST, megatron.OffloadedActivations = 1, Telling
     with megatron_pp_ext.installed("v-half", ranks=2, microbatches=8, offload=0.5):
         return own_loop.train(own_loop.build(2), own_loop.COUNTS), sizes
 

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_pp_ext.runtime.channels import Channels, direction_groups
+from megatron_pp_ext.runtime.channels import Channels
+from megatron_pp_ext.runtime.groups import direction_groups
 from megatron_pp_ext.schedule.actions import Schedule
 from tests.support.module_stage import ModuleStage
 from tests.support.ranks import run_ranks

@@ -1,7 +1,7 @@
 """Where the receives of messages are posted."""
 
+from megatron_pp_ext.schedule.actions import Orders
 from megatron_pp_ext.schedule.messages import Arrival, planned_launches
-from megatron_pp_ext.schedule.orders import Orders
 
 
 def posted_receives(orders: Orders) -> list[list[tuple[Arrival, ...]]]:

@@ -12,8 +12,7 @@ from itertools import pairwise
 from hypothesis import strategies as st
 
 from megatron_pp_ext.schedule import placement as places
-from megatron_pp_ext.schedule.actions import Action, Kind, together
-from megatron_pp_ext.schedule.copies import Copies
+from megatron_pp_ext.schedule.actions import Action, Copies, Kind, together
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from tests.support.random_orders import random_schedule
 

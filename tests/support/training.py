@@ -34,9 +34,9 @@ from megatron.training.global_vars import get_tensorboard_writer
 
 from megatron_pp_ext import cpu, pretrain_gpt
 from megatron_pp_ext.cpu.flags import megatron_flags
-from megatron_pp_ext.integration import hooks, patching, releases
-from megatron_pp_ext.integration.core.global_names import global_parameters
-from megatron_pp_ext.job.rules import unknown_costs
+from megatron_pp_ext.job import flag_effects
+from megatron_pp_ext.megatron import hooks, patching, releases
+from megatron_pp_ext.megatron.core.parameters import global_parameters
 from tests.support import frozen
 
 patching.apply(hooks.launch_hooks(cpu=True))
@@ -56,7 +56,7 @@ def _known_help_texts(factory: ArgumentGroupFactory, configuration: type) -> dic
 # The parser reads the sources of all configurations, half a second on each rank: here once for all of them.
 ArgumentGroupFactory._get_field_docstrings = _known_help_texts
 MEGATRON_FLAGS = megatron_flags()
-unknown_costs.not_compiled()  # likewise: the tables of what each flag does
+flag_effects.not_compiled()  # likewise: the tables of what each flag does
 # It would parse all flags once more, for a package that is not there.
 ft_integration.setup = lambda: None
 

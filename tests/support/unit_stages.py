@@ -17,7 +17,7 @@ from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.runtime.recorder import StepRecorder
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule.actions import Kind, Schedule
-from megatron_pp_ext.schedule.unit_costs import UnitCosts
+from megatron_pp_ext.schedule.costs import UnitCosts
 from tests.support.module_stage import ModuleStage
 
 

@@ -9,8 +9,8 @@ from tests.support import ranks, training
 import torch
 
 from megatron_pp_ext import cpu
-from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.runners import choose
+from megatron_pp_ext.megatron import requested
+from megatron_pp_ext.megatron.runners import choose
 from tests.support.delayed import Reference
 from tests.support.samples import note_samples
 

@@ -10,8 +10,7 @@ from megatron_pp_ext.features.vocabulary.feature import SharedVocabulary
 from megatron_pp_ext.runtime import gradients_file
 from megatron_pp_ext.schedule.formats import run_record
 from megatron_pp_ext.schedule.formats.run_record import RunRecord
-from megatron_pp_ext.verification.tolerances import BITS, NORM, Arithmetic
-from megatron_pp_ext.verification.verdict import compare
+from megatron_pp_ext.verification.verdict import BITS, NORM_TOLERANCE, Arithmetic, compare
 
 UNTIED = "--untie-embeddings-and-output-weights"
 
@@ -39,8 +38,8 @@ STOCK = record(4.0, 4.0, 4.0)
         (record(4.0, 4.0, 4.01), "--clip-grad 0.1 --bf16", False),
         (record(4.0, 4.0, 4.01), "--clip-grad 0.1 --bf16 --num-experts 8", True),
         (record(4.0, 4.0, 4.0001), "--bf16", False),
-        (record(4.0, 4.0, 4.0, norms=(0.5, 0.5 * (1 + NORM / 2), 0.5)), "", True),
-        (record(4.0, 4.0, 4.0, norms=(0.5, 0.5 * (1 + NORM * 2), 0.5)), "", False),
+        (record(4.0, 4.0, 4.0, norms=(0.5, 0.5 * (1 + NORM_TOLERANCE / 2), 0.5)), "", True),
+        (record(4.0, 4.0, 4.0, norms=(0.5, 0.5 * (1 + NORM_TOLERANCE * 2), 0.5)), "", False),
         (record(4.0, 4.0, 4.0, norms=(0.5, None, 0.5)), "", False),
         (record(4.0, 4.0, math.nan), "--clip-grad 0.1", False),
         (RunRecord(({"lm loss": 4.0}, {}, {"lm loss": 4.0}), STOCK.norms), "", False),

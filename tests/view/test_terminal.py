@@ -1,7 +1,7 @@
 import pytest
 from rich.console import Console
 
-from megatron_pp_ext.features.offload.free_plans import with_share
+from megatron_pp_ext.features.offload.copies import with_share
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.simulate import simulate

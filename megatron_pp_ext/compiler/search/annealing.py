@@ -16,15 +16,14 @@ and then, ever more rarely (Kirkpatrick, Gelatt and Vecchi, Science 220, 1983).
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_pp_ext.compiler.search.integer_timing import time_orders
-from megatron_pp_ext.compiler.search.moves import rearranged
 from megatron_pp_ext.compiler.search.problem import Orders, Problem
-from megatron_pp_ext.compiler.search.tables import Integers, Tables, draw, generator, tables
+from megatron_pp_ext.compiler.search.tables import Integers, Tables, draw, generator, tables, time_orders
 from megatron_pp_ext.compiler.search.timed_order import (
     TimedOrder,
     ends,
     estimate,
     keep_move,
+    rearranged,
     timed_order,
     try_move,
     undo_move,

@@ -19,11 +19,10 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
 
 from megatron_pp_ext.schedule.actions import OF_STAGES, Kind, Schedule
-from megatron_pp_ext.schedule.columns import Arrays, Column, Lists
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.loops import Loop
 from megatron_pp_ext.schedule.placement import Placement
-from megatron_pp_ext.schedule.program import B, I, Program, W
+from megatron_pp_ext.schedule.program import Arrays, B, Column, I, Lists, Program, W
 
 TOLERANCE = 1e-9
 """The fraction by which rounding alone may take sums of fractional activations above a limit."""

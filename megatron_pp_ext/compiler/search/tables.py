@@ -1,4 +1,8 @@
-"""A problem as arrays, and random numbers, for the compiled loops."""
+"""A problem as arrays, for the compiled loops: random numbers, a heap of actions by time, and times in whole
+numbers.
+
+With ``heapq``, whose lists each move would make anew, the moves take about a tenth longer.
+"""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -6,8 +10,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_pp_ext.compiler.search.problem import Problem
+from megatron_pp_ext.compiler.search.problem import Orders, Problem
 from megatron_pp_ext.schedule.loops import part_of_loop
+from megatron_pp_ext.schedule.walk import Walk
 
 Integers = NDArray[np.int64]
 
@@ -74,3 +79,79 @@ def draw(state: NDArray[np.uint64], below: int) -> int:
     """
     state[0] = state[0] * _FACTOR + _STEP
     return np.int64(state[0] >> _UPPER) % below  # type: ignore[return-value]
+
+
+class Heap(NamedTuple):
+    """Room for every action; ``waits`` is whether an action is in the heap.
+
+    An item is a time multiplied by the number of actions, plus an action.
+    """
+
+    items: Integers
+    waits: NDArray[np.bool_]
+
+
+def heap_of(count: int) -> Heap:
+    """Return an empty heap for actions from 0 to ``count`` - 1."""
+    return Heap(np.empty(count, np.int64), np.zeros(count, np.bool_))
+
+
+@part_of_loop
+def push(heap: Heap, size: int, time: int, action: int) -> int:
+    """Add ``action`` to the ``size`` actions of the heap unless it is among them; return the new size."""
+    if heap.waits[action]:
+        return size
+    heap.waits[action] = True
+    items, at = heap.items, size
+    item = time * len(items) + action
+    while at and items[(at - 1) >> 1] > item:
+        items[at] = items[(at - 1) >> 1]
+        at = (at - 1) >> 1
+    items[at] = item
+    return size + 1
+
+
+@part_of_loop
+def pop(heap: Heap, size: int) -> int:
+    """Take the action of the least time, of equal ones the first, from the ``size`` of the heap."""
+    items = heap.items
+    action = items[0] % len(items)
+    heap.waits[action] = False
+    item = items[size - 1]
+    at = 0
+    while True:
+        below = 2 * at + 1
+        if below >= size - 1:
+            break
+        if below + 1 < size - 1 and items[below + 1] < items[below]:
+            below += 1
+        if items[below] >= item:
+            break
+        items[at] = items[below]
+        at = below
+    items[at] = item
+    return action
+
+
+class TimedOrders(NamedTuple):
+    """When each rank's actions start, in integer time units, and when the last of all ends.
+
+    The first start, of stage 0's F, is at time 0.
+    """
+
+    starts: list[Integers]
+    makespan: int
+
+
+def time_orders(problem: Problem, orders: Orders) -> TimedOrders | None:
+    """Time ``orders``, whose memory is not checked; None when the ranks wait for each other."""
+    walk = Walk(problem.program(orders, is_repeated=True))
+    if not walk.is_complete:
+        return None
+    by_kind = np.array(problem.duration).reshape(4, -1)
+    by_kind[1] = by_kind[1, ::-1].copy()  # a microbatch visits the I from the last stage on
+    no_head = 0, 0, 0
+    durations, delays = [*by_kind.T.ravel(), *no_head], (max(problem.delay), *no_head)
+    starts, ends = walk.times(durations, delays, kind=int)
+    of_actions = starts[walk.step_of[:-1]]
+    return TimedOrders(np.split(of_actions, walk.program.columns.bounds[1:-1]), int(ends.max()))

@@ -9,10 +9,10 @@ from megatron_pp_ext.features.feature import Feature
 
 if TYPE_CHECKING:
     from megatron_pp_ext.compiler.request import Request
-    from megatron_pp_ext.integration.requested import Pipeline
-    from megatron_pp_ext.integration.runners.sources import Guide
     from megatron_pp_ext.job.requested_job import RequestedJob
     from megatron_pp_ext.job.rules.rule import Rules
+    from megatron_pp_ext.megatron.requested import Pipeline
+    from megatron_pp_ext.megatron.runners.flushed import Guide
 
 
 class Guided(Feature):
@@ -25,7 +25,7 @@ class Guided(Feature):
         steps = job.flags.pipeline_profile_steps
         if steps is None:
             return request
-        from megatron_pp_ext.features.guided.options import profile_steps
+        from megatron_pp_ext.features.guided.order import profile_steps
 
         return request.with_option(profile_steps(steps, job.flags.train_iters))
 
@@ -35,11 +35,11 @@ class Guided(Feature):
         return RULES
 
     def guide(self, pipeline: Pipeline) -> Guide | None:
-        from megatron_pp_ext.features.guided.options import ProfileSteps
+        from megatron_pp_ext.features.guided.order import ProfileSteps
 
         steps = pipeline.request.option(ProfileSteps)
         if steps is None:
             return None
-        from megatron_pp_ext.features.guided.megatron.profile_guided import ProfileGuide
+        from megatron_pp_ext.features.guided.megatron import ProfileGuide
 
         return ProfileGuide(pipeline, steps)

@@ -11,14 +11,13 @@ from megatron_pp_ext.features.feature import Argument, Feature
 if TYPE_CHECKING:
     from megatron_pp_ext.compiler.make import Made, Make
     from megatron_pp_ext.compiler.request import Request
-    from megatron_pp_ext.features.offload.planner.estimates import Offloaded
-    from megatron_pp_ext.features.offload.planner.variants import OnHost
+    from megatron_pp_ext.features.offload.planner import Offloaded, OnHost
     from megatron_pp_ext.features.offload.runtime.operations import CopiesOfRank
-    from megatron_pp_ext.integration.requested import Pipeline
-    from megatron_pp_ext.integration.runners.step_parts import StepPart
     from megatron_pp_ext.job.requested_job import RequestedJob
     from megatron_pp_ext.job.rules.rule import Rules
-    from megatron_pp_ext.runtime.extension import RankOrder
+    from megatron_pp_ext.megatron.requested import Pipeline
+    from megatron_pp_ext.megatron.runners.flushed import StepPart
+    from megatron_pp_ext.runtime.operations import RankOrder
     from megatron_pp_ext.schedule.costs import CostModel
 
 
@@ -32,14 +31,14 @@ class Offloading(Feature):
         flags = job.pipeline
         if flags.pipeline_offload is None:
             return request
-        from megatron_pp_ext.features.offload.options import with_offload
+        from megatron_pp_ext.features.offload.order import with_offload
 
         limit, host_bytes = flags.pipeline_memory_limit, flags.pipeline_offload_host_bytes
         return with_offload(request, flags.pipeline_offload, limit, host_bytes=host_bytes)
 
     def arguments(self) -> tuple[Argument, ...]:
-        from megatron_pp_ext.features.offload.options import of_call
-        from megatron_pp_ext.schedule.names import AUTO
+        from megatron_pp_ext.features.offload.order import of_call
+        from megatron_pp_ext.schedule.entry import AUTO
 
         return (Argument("offload", of_call, lambda value: value == AUTO),)
 
@@ -49,9 +48,9 @@ class Offloading(Feature):
         return RULES
 
     def order(self, request: Request, costs: CostModel, before: Make) -> Made:
-        from megatron_pp_ext.features.offload.options import Offload
+        from megatron_pp_ext.features.offload.order import OffloadRequest
 
-        option = request.option(Offload)
+        option = request.option(OffloadRequest)
         if option is None:
             return before(request)
         from megatron_pp_ext.features.offload.order import offloaded
@@ -66,21 +65,21 @@ class Offloading(Feature):
         return CopiesOfRank(order)
 
     def require_possible(self, request: Request) -> None:
-        from megatron_pp_ext.features.offload.megatron.host_limit import require_free
+        from megatron_pp_ext.features.offload.megatron import require_free
 
         require_free(request)
 
     def step_parts(self, pipeline: Pipeline) -> Iterable[StepPart]:
-        from megatron_pp_ext.features.offload.megatron.host_activations import offloading
+        from megatron_pp_ext.features.offload.megatron import offloading
 
         yield offloading(pipeline)
 
     def addition(self) -> Offloaded:
-        from megatron_pp_ext.features.offload.planner.estimates import Offloaded
+        from megatron_pp_ext.features.offload.planner import Offloaded
 
         return Offloaded()
 
     def variants(self) -> OnHost:
-        from megatron_pp_ext.features.offload.planner.variants import OnHost
+        from megatron_pp_ext.features.offload.planner import OnHost
 
         return OnHost()

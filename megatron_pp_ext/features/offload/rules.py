@@ -1,7 +1,7 @@
 """The limits of planned offloading: flags that it does not support."""
 
 from megatron_pp_ext.job.rules.rule import Rule, Rules
-from megatron_pp_ext.schedule.names import AUTO
+from megatron_pp_ext.schedule.entry import AUTO
 
 RULES = (
     Rules(

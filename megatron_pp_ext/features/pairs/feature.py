@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from megatron_pp_ext.compiler.limits import Cut
     from megatron_pp_ext.compiler.make import Made, Make
     from megatron_pp_ext.compiler.request import Request
-    from megatron_pp_ext.features.pairs.runtime.operations import PairsOfRank
-    from megatron_pp_ext.integration.requested import Pipeline
-    from megatron_pp_ext.integration.runners.step_parts import StepPart
+    from megatron_pp_ext.features.pairs.runtime import PairsOfRank
     from megatron_pp_ext.job.requested_job import RequestedJob
     from megatron_pp_ext.job.rules.rule import Rules
-    from megatron_pp_ext.runtime.extension import RankOrder
+    from megatron_pp_ext.megatron.requested import Pipeline
+    from megatron_pp_ext.megatron.runners.flushed import StepPart
+    from megatron_pp_ext.runtime.operations import RankOrder
     from megatron_pp_ext.schedule.costs import CostModel, Costs
     from megatron_pp_ext.schedule.simulate import Timeline
 
@@ -31,10 +31,10 @@ class Pairing(Feature):
 
     def read(self, job: RequestedJob, request: Request) -> Request:
         """See ``Feature``: Megatron's own 1F1B has no place for pairs."""
-        from megatron_pp_ext.features.pairs.options import paired
+        from megatron_pp_ext.features.pairs.order import request_in_pairs
 
         has_place = request.ranks == 1 or not request.is_stock or request.placement.chunks > 1
-        return paired(request, job.parallel.overlap_moe_expert_parallel_comm and has_place)
+        return request_in_pairs(request, job.parallel.overlap_moe_expert_parallel_comm and has_place)
 
     def rules(self) -> tuple[Rules, ...]:
         from megatron_pp_ext.features.pairs.rules import RULES
@@ -42,7 +42,7 @@ class Pairing(Feature):
         return RULES
 
     def order(self, request: Request, costs: CostModel, before: Make) -> Made:
-        from megatron_pp_ext.features.pairs.options import Pairs
+        from megatron_pp_ext.features.pairs.order import Pairs
 
         if request.option(Pairs) is None:
             return before(request)
@@ -65,25 +65,21 @@ class Pairing(Feature):
     def extension(self, order: RankOrder) -> PairsOfRank | None:
         if all(len(step) == 1 for step in order.steps):
             return None
-        from megatron_pp_ext.features.pairs.runtime.operations import PairsOfRank
+        from megatron_pp_ext.features.pairs.runtime import PairsOfRank
 
         return PairsOfRank()
 
     def hooked(self) -> tuple[ModuleType, ...]:
-        from megatron_pp_ext.features.pairs.megatron import (
-            planned_stage,
-            recomputed_segments,
-            token_exchanges,
-        )
+        from megatron_pp_ext.features.pairs import megatron
 
-        return planned_stage, recomputed_segments, token_exchanges
+        return (megatron,)
 
     def config_checks(self, checks: Checks) -> Checks:
-        from megatron_pp_ext.features.pairs.megatron.config_checks import check_as_planned
+        from megatron_pp_ext.features.pairs.megatron import check_as_planned
 
         return check_as_planned(checks)
 
     def step_parts(self, pipeline: Pipeline) -> Iterable[StepPart]:
-        from megatron_pp_ext.features.pairs.megatron.planned_stage import planned
+        from megatron_pp_ext.features.pairs.megatron import planned
 
         yield planned

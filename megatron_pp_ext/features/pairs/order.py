@@ -1,4 +1,4 @@
-"""Orders in pairs: those that families define, and pairs that are added to an order without.
+"""Orders in pairs: those of families, and pairs for an order that has none.
 
 For the latter it is chosen which forwards run together with the backward after them.
 
@@ -9,21 +9,45 @@ without which the step is shorter.  The order of actions, and with it the memory
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from megatron_pp_ext.compiler.limits import Cut
 from megatron_pp_ext.compiler.make import Made, Make
-from megatron_pp_ext.compiler.request import Request
-from megatron_pp_ext.features.pairs.options import Pairs
+from megatron_pp_ext.compiler.request import Option, Request
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.entry import FLEX, FORWARD_ONLY, NO_PIPELINE
 from megatron_pp_ext.schedule.families import one_f_one_b
-from megatron_pp_ext.schedule.names import FLEX, FORWARD_ONLY, NO_PIPELINE
 from megatron_pp_ext.schedule.program import Program
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from megatron_pp_ext.schedule.walk import Walk
+
+_UNPROVED = (
+    "a pair takes {:.2f} of its forward and backward; no published run in pairs with a pipeline was compared "
+    "with this"
+)
+"""The note of an estimate in pairs; it takes ``Costs.pair``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs(Option):
+    """Forwards and backwards run in pairs where the order has a place for them.
+
+    A B in a pair leaves its weight gradients to where Megatron's plans of layers compute them.
+    """
+
+    splits_backward = True
+
+    def caution(self, ranks: int, costs: Costs) -> str:
+        return _UNPROVED.format(costs.pair) if ranks > 1 else ""
+
+
+def request_in_pairs(request: Request, is_paired: bool = True) -> Request:
+    """Return ``request`` with pairs, or as it is unless ``is_paired``."""
+    return request.with_option(Pairs()) if is_paired else request
+
 
 _ACTIONS = 200_000
 """The most actions that are timed to find pairs to dissolve; each attempt times the whole schedule."""

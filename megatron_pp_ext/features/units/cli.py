@@ -10,10 +10,9 @@ import typer
 
 from megatron_pp_ext.cli import lengths as by_length
 from megatron_pp_ext.cli import options as ask
-from megatron_pp_ext.cli.lengths_options import Lengths
+from megatron_pp_ext.cli.lengths import Lengths
 from megatron_pp_ext.cli.options import require_at_least
-from megatron_pp_ext.cli.progress import waiting
-from megatron_pp_ext.cli.report import console, report
+from megatron_pp_ext.cli.report import console, report, waiting
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.compiler.limits import LARGEST_FRACTION
 from megatron_pp_ext.compiler.make import make
@@ -22,12 +21,11 @@ from megatron_pp_ext.features.units.microbatches import Microbatches
 from megatron_pp_ext.features.units.options import SMALLEST, Slices
 from megatron_pp_ext.features.units.rates import OVERHEAD
 from megatron_pp_ext.schedule.actions import Kind, Schedule
-from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.names import AUTO, FLEX
+from megatron_pp_ext.schedule.costs import Costs, UnitCosts
+from megatron_pp_ext.schedule.entry import AUTO, FLEX
 from megatron_pp_ext.schedule.placement import Placement, loop
 from megatron_pp_ext.schedule.recorded import UnitNames
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
-from megatron_pp_ext.schedule.unit_costs import UnitCosts
 
 if TYPE_CHECKING:
     from megatron_pp_ext.features.units.plan import Plan
@@ -189,7 +187,7 @@ def show_comparison(
     The rows of ``flex`` are of parts of 1F1B's peak, as far as they can be kept.
     """
     from megatron_pp_ext.features.units.comparison import SEARCH, over_work, peak_tokens
-    from megatron_pp_ext.view import grouped_bars, terminal
+    from megatron_pp_ext.view import figure, terminal
 
     halves, count = times.costs(loop(ranks, 2)), lengths.count(None)
     headings = [
@@ -223,7 +221,7 @@ def show_comparison(
     console.print(table)
     console.print(_ABOUT, style="dim")
     for path in pictures.paths:
-        grouped_bars.draw(bars, path, "step over the work of the busiest rank", least=1.0)
+        figure.draw(bars, path, "step over the work of the busiest rank", least=1.0)
 
 
 def _planned(

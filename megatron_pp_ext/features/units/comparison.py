@@ -10,9 +10,8 @@ from megatron_pp_ext.features.units.orders import How
 from megatron_pp_ext.features.units.plan import BUDGET, Plan, Planner, Template, in_order
 from megatron_pp_ext.features.units.rates import LengthCosts
 from megatron_pp_ext.features.units.units import Units
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import Costs, UnitCosts
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
-from megatron_pp_ext.schedule.unit_costs import UnitCosts
 
 GIVEN, RULE, SEARCH = "given", "by rule", "searched"
 Share = Sequence[Sequence[int]]

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from megatron_pp_ext.compiler.make import Made, Make
     from megatron_pp_ext.compiler.request import Request
     from megatron_pp_ext.features.units.planner.estimates import Sliced
-    from megatron_pp_ext.integration.requested import Pipeline
-    from megatron_pp_ext.integration.runners.step_parts import StepPart
     from megatron_pp_ext.job.requested_job import RequestedJob
     from megatron_pp_ext.job.rules.rule import Rules
+    from megatron_pp_ext.megatron.requested import Pipeline
+    from megatron_pp_ext.megatron.runners.flushed import StepPart
     from megatron_pp_ext.schedule.costs import CostModel
 
 
@@ -63,7 +63,7 @@ class Units(Feature):
 
     def chosen(self, job: RequestedJob, read: ReadRequest, rows: Rows) -> Mapping[str, Any]:
         """See ``Feature``: the length of slices, unless each step is planned by itself."""
-        from megatron_pp_ext.schedule.names import AUTO
+        from megatron_pp_ext.schedule.entry import AUTO
 
         if job.pipeline.pipeline_slice_tokens != AUTO:
             return {}
@@ -92,7 +92,7 @@ class Units(Feature):
         return sliced(request, option, costs, before)
 
     def data_parts(self, pipeline: Pipeline) -> Iterable[StepPart]:
-        from megatron_pp_ext.features.units.megatron.shapes import announcing
+        from megatron_pp_ext.features.units.megatron.agreement import announcing
         from megatron_pp_ext.features.units.megatron.steps import in_units
 
         yield announcing(pipeline)

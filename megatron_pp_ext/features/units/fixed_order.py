@@ -14,13 +14,10 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_pp_ext.features.units.table import COPY, NOTHING, Floats, Integers, Table
-from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
-from megatron_pp_ext.schedule.columns import as_list
-from megatron_pp_ext.schedule.copy_steps import with_copies
+from megatron_pp_ext.schedule.actions import Action, Kind, Orders, Schedule
 from megatron_pp_ext.schedule.loops import Loop, part_of_loop
-from megatron_pp_ext.schedule.orders import Orders
-from megatron_pp_ext.schedule.program import KINDS, Program
-from megatron_pp_ext.schedule.walk import Walk
+from megatron_pp_ext.schedule.program import KINDS, Program, as_list
+from megatron_pp_ext.schedule.walk import Walk, with_copies
 
 ROUNDING = 1e-9
 """The part of a limit by which sums may be above it."""

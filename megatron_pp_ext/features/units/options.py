@@ -10,7 +10,7 @@ from megatron_pp_ext.features.units.orders import How
 from megatron_pp_ext.features.units.units import Units, equal_slices
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.typed_job import Job
-from megatron_pp_ext.schedule.names import AUTO
+from megatron_pp_ext.schedule.entry import AUTO
 from megatron_pp_ext.setting_error import SettingError
 
 ORDER_FLAG, SLICE_FLAG, OFF = "--pipeline-order", "--pipeline-slice-tokens", "off"

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
 from megatron_pp_ext.features.units.microbatches import Microbatches
-from megatron_pp_ext.schedule.costs import Costs, HeadCosts, StageCosts
-from megatron_pp_ext.schedule.unit_costs import UnitCosts
+from megatron_pp_ext.schedule.costs import Costs, HeadCosts, StageCosts, UnitCosts
 
 if TYPE_CHECKING:
     from megatron_pp_ext.features.units.units import Units

@@ -1,9 +1,9 @@
 """What an order of microbatches, and slices of sequences, do not support."""
 
-from megatron_pp_ext.job.attention_part import sees_later
+from megatron_pp_ext.job.parts import sees_later
 from megatron_pp_ext.job.requested_job import RequestedJob
-from megatron_pp_ext.job.rules.cuda_graphs import has_graphs
 from megatron_pp_ext.job.rules.rule import Rule, Rules
+from megatron_pp_ext.job.rules.schedules import has_graphs
 
 
 def is_ordered(job: RequestedJob) -> bool:

@@ -8,10 +8,9 @@ from numpy.typing import NDArray
 
 from megatron_pp_ext.features.units.rates import LEAST, LengthCosts
 from megatron_pp_ext.schedule.actions import OF_STAGES
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import Costs, UnitCosts
 from megatron_pp_ext.schedule.launch_order import WORK
 from megatron_pp_ext.schedule.program import KINDS, B, F, I, S, T, W
-from megatron_pp_ext.schedule.unit_costs import UnitCosts
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from megatron_pp_ext.compiler.make import Made, Make
     from megatron_pp_ext.compiler.request import Option, Request
     from megatron_pp_ext.features.vocabulary.runtime.operations import PartOfRank
-    from megatron_pp_ext.integration.requested import Pipeline
-    from megatron_pp_ext.integration.runners.step_parts import StepPart
     from megatron_pp_ext.job.requested_job import RequestedJob
     from megatron_pp_ext.job.rules.rule import Rules
-    from megatron_pp_ext.runtime.extension import RankOrder
+    from megatron_pp_ext.megatron.requested import Pipeline
+    from megatron_pp_ext.megatron.runners.flushed import StepPart
+    from megatron_pp_ext.runtime.operations import RankOrder
     from megatron_pp_ext.schedule.costs import CostModel
 
 

@@ -3,12 +3,14 @@
 from dataclasses import dataclass, replace
 
 from megatron_pp_ext.compiler.request import Option, Request
-from megatron_pp_ext.features.vocabulary.names import SHARED
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.typed_job import Job
-from megatron_pp_ext.schedule.names import AUTO
+from megatron_pp_ext.schedule.entry import AUTO
 from megatron_pp_ext.setting_error import SettingError
+
+SHARED = "shared"
+"""Every rank has an equal part of the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)

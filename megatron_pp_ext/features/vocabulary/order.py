@@ -12,7 +12,7 @@ from megatron_pp_ext.features.vocabulary.share import share, share_evaluation, w
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import CostModel, Costs
-from megatron_pp_ext.schedule.names import FORWARD_ONLY
+from megatron_pp_ext.schedule.entry import FORWARD_ONLY
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 

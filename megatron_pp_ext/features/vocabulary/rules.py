@@ -1,8 +1,8 @@
 """The limits of vocabulary parallelism: flags that it does not support."""
 
-from megatron_pp_ext.features.vocabulary.names import SHARED
+from megatron_pp_ext.features.vocabulary.options import SHARED
 from megatron_pp_ext.job.rules.rule import Rule, Rules
-from megatron_pp_ext.job.rules.split_backward import gathers_weights
+from megatron_pp_ext.job.rules.schedules import gathers_weights
 
 RULES = (
     Rules(

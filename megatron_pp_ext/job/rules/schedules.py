@@ -1,12 +1,204 @@
-"""What a schedule of this package does not support."""
+"""What schedules of this package, backwards in two halves, CUDA graphs and measuring do not support."""
 
 from megatron_pp_ext.job import layers
-from megatron_pp_ext.job.requested_job import RequestedJob
-from megatron_pp_ext.job.rules import cuda_graphs, split_backward
-from megatron_pp_ext.job.rules.cuda_graphs import has_graphs
+from megatron_pp_ext.job.requested_job import ENGINE, RequestedJob
 from megatron_pp_ext.job.rules.rule import Rule, Rules
-from megatron_pp_ext.schedule.names import AUTO
+from megatron_pp_ext.schedule.entry import AUTO
 from megatron_pp_ext.schedule.placement import FIRST
+
+CONFIG = (
+    Rules(
+        title="In the model's config",
+        subject="a schedule of megatron_pp_ext",
+        rows=(
+            Rule(
+                "num_microbatches_with_partial_activation_checkpoints in the model's config",
+                "it counts microbatches in stock's order",
+                "leave it out",
+                when=lambda job: job.is_set("num_microbatches_with_partial_activation_checkpoints"),
+            ),
+            Rule(
+                "dynamic_context_parallel in the model's config",
+                "the context-parallel groups of each microbatch join other pipelines",
+                "leave it out",
+                when=lambda job: job.is_set("dynamic_context_parallel"),
+            ),
+            Rule(
+                "delay_wgrad_compute in the model's config",
+                "layers would leave weight gradients where no schedule looks for them",
+                "leave it out",
+                when=lambda job: job.flags.delay_wgrad_compute,
+            ),
+        ),
+    ),
+)
+
+
+def has_graphs(job: RequestedJob, kind: str | None = None) -> bool:
+    """Whether CUDA graphs are captured, or those of a ``kind``."""
+    found = job.precision.cuda_graph_impl
+    return found != "none" if kind is None else found == kind
+
+
+CUDA_GRAPHS = Rules(
+    title="With CUDA graphs",
+    when=lambda job: job.pipeline.has_schedule and has_graphs(job),
+    subject="--cuda-graph-impl {cuda_graph_impl}",
+    rows=(
+        Rule(
+            "--pipeline-schedule {pipeline_schedule}",
+            "without a flush no step is like the first one",
+            "choose a schedule that flushes, or leave the graphs out",
+            when=lambda job: not job.pipeline.can.flushes,
+        ),
+        Rule(
+            "a schedule that changes",
+            "a graph holds one order",
+            "choose a schedule that stays as it is, such as 1f1b",
+            when=lambda job: job.changes_its_order,
+        ),
+        Rule("--rampup-batch-size", "a graph holds one number of microbatches"),
+        Rule("--step-batch-size-schedule", "a graph holds one number of microbatches"),
+        Rule(
+            "--cuda-graph-warmup-steps 0",
+            "the first step finds the order, which graphs are made for",
+            "set it to 1 or more",
+        ),
+        Rule("--pipeline-offload", "the host waits for copies, and saved tensors are the graph's"),
+        Rule(
+            "--recompute-granularity full",
+            "a layer that runs again would take the graph of another microbatch",
+            "choose selective, or --cuda-graph-impl full_iteration",
+            when=lambda job: has_graphs(job, "transformer_engine") and job.memory.recomputes_layers,
+        ),
+        Rule(
+            "--pipeline-trace",
+            "actions within a graph have no times",
+            when=lambda job: has_graphs(job, "full_iteration") and job.is_set("--pipeline-trace"),
+        ),
+        Rule(
+            "--mtp-num-layers",
+            "a V moves the losses of predictions to another rank, which a graph adds up",
+            "choose a schedule that is no V, such as interleaved",
+            when=lambda job: has_graphs(job, "full_iteration") and job.is_v and job.model.mtp_num_layers,
+        ),
+    ),
+)
+
+
+LAYER_SEEDS = (
+    Rules(
+        title="With `--pipeline-layer-seeds`",
+        when=lambda job: job.flags.pipeline_layer_seeds,
+        subject="--pipeline-layer-seeds",
+        rows=(Rule("--init-model-with-meta-device", "weights are drawn after the model is built there"),),
+    ),
+)
+
+
+MEASURING = (
+    Rules(
+        title="With `--profile-pipeline`",
+        when=lambda job: job.flags.profile_pipeline is not None,
+        subject="--profile-pipeline",
+        fix="leave it out",
+        rows=(
+            Rule("--pipeline-schedule", "it measures layers under Megatron's own schedules"),
+            Rule(
+                "--recompute-granularity full",
+                "layers would run twice, and keep no activations to be measured",
+            ),
+            Rule("--mtp-num-layers", "its layers are not in a profile"),
+            Rule("--train-iters 1", "the first step only warms up", "set it to 2 or more"),
+        ),
+    ),
+    Rules(
+        title="In a rehearsal",
+        when=lambda job: job.flags.rehearse_pipeline is not None,
+        subject="--rehearse-pipeline",
+        fix="leave it out",
+        rows=(
+            Rule(
+                "--pipeline-schedule auto",
+                "it goes by the memory that all ranks have free",
+                "choose flex, and give it the limit",
+            ),
+            Rule(
+                "--pipeline-schedule {pipeline_schedule}",
+                "it never flushes",
+                "choose another schedule",
+                when=lambda job: not job.pipeline.can.flushes,
+            ),
+            Rule("--pipeline-trace", "a rank that runs alone has no step of all ranks"),
+            Rule("--pipeline-profile-steps", "ranks are measured together there"),
+            Rule("--profile-pipeline", "it measures under Megatron's own schedules"),
+            Rule(
+                "--pipeline-model-parallel-layout {pipeline_model_parallel_layout}",
+                "its messages have two lengths",
+                "put the m next to the L",
+                when=lambda job: layers.predicts_before_the_end(job),
+            ),
+        ),
+    ),
+    Rules(
+        title="What a rehearsal needs",
+        rows=(
+            Rule(
+                "--rehearse-pipeline",
+                "needs --fake-process-group",
+                "start it with mpp rehearse",
+                when=lambda job: job.flags.rehearse_pipeline is not None and not job.flags.fake_process_group,
+            ),
+        ),
+    ),
+)
+
+
+def engine(job: RequestedJob) -> str:
+    """Return the version of Transformer Engine on the machine that trains."""
+    return job.releases.get(ENGINE, "")
+
+
+def gathers_weights(job: RequestedJob) -> bool:
+    """Whether weights are cut into more parts than tensor-parallel ranks, and gathered for each use."""
+    return (job.flags.tensor_parallel_num_weight_shards or 0) > job.parallel.tensor_model_parallel_size
+
+
+SPLIT_BACKWARD = Rules(
+    title="Where the backward is split",
+    when=lambda job: job.splits and job.pipeline.has_schedule,
+    subject="--pipeline-schedule {pipeline_schedule}",
+    rows=(
+        Rule(
+            "--transformer-impl transformer_engine",
+            "layers of Transformer Engine {engine} cannot leave their weight gradient for later",
+            "install transformer-engine 2.3 or newer, or add --transformer-impl local",
+            releases="transformer-engine<2.3",
+            words=(engine,),
+        ),
+        Rule(
+            "--tp-comm-overlap",
+            "with --fp8-recipe mxfp8 gradients are gathered for W into buffers that later layers overwrite",
+            "choose another recipe, or leave it out",
+            when=lambda job: (
+                job.parallel.tp_comm_overlap and job.precision.fp8 and job.precision.fp8_recipe == "mxfp8"
+            ),
+        ),
+        Rule("--overlap-dispatch-backward-with-experts-wgrad", "schedules defer weight gradients themselves"),
+        Rule(
+            "--tensor-parallel-num-weight-shards",
+            "a weight that is gathered for each use has no gradient to leave for later",
+            when=gathers_weights,
+        ),
+        Rule(
+            "--expert-tensor-parallel-num-weight-shards",
+            "a weight that is gathered for each use has no gradient to leave for later",
+            when=lambda job: (
+                (job.flags.expert_tensor_parallel_num_weight_shards or 0) > job.parallel.expert_tensor
+            ),
+        ),
+    ),
+)
 
 
 def schedule(job: RequestedJob) -> str:
@@ -240,8 +432,8 @@ RULES = (
             ),
         ),
     ),
-    cuda_graphs.RULES,
-    split_backward.RULES,
+    CUDA_GRAPHS,
+    SPLIT_BACKWARD,
     Rules(
         title="Under a V",
         when=lambda job: job.pipeline.has_schedule and job.is_v,

@@ -21,8 +21,7 @@ from typing import Protocol
 import numpy as np
 
 from megatron_pp_ext.pipedream.partition.antichains import Array, States
-from megatron_pp_ext.pipedream.partition.cost_formulas import Formula, StageLoad
-from megatron_pp_ext.pipedream.partition.in_flight import versions
+from megatron_pp_ext.pipedream.partition.cost_formulas import Formula, StageLoad, versions
 
 _BLOCK = 32
 """The number of first states that are computed together: enough for numpy, and few enough for the cache."""

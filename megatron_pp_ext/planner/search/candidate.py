@@ -1,24 +1,90 @@
-"""One way to run a model on a number of GPUs, and its spelling in Megatron's flags."""
+"""One way to run a model on a number of GPUs, its variants, and its spelling in Megatron's flags.
 
-from collections.abc import Sequence
+A feature has ``Variants`` (``Feature.variants``).  A candidate that they have changed has their ``Choice``.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from megatron_pp_ext.compiler.limits import Limit
 from megatron_pp_ext.compiler.request import Option, Request, of_sizes
-from megatron_pp_ext.job import memory_limit, options
-from megatron_pp_ext.job.flag_words import spelled
+from megatron_pp_ext.features import FEATURES
+from megatron_pp_ext.job import options
+from megatron_pp_ext.job import pipeline as memory_limit
+from megatron_pp_ext.job.flag_table import spelled
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.typed_job import PLACES, Job
-from megatron_pp_ext.planner.search import variants
-from megatron_pp_ext.planner.search.variants import Choice
 from megatron_pp_ext.planner.step.model_description import flag
 from megatron_pp_ext.planner.step.programs import placement_of
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.file_names import as_written
-from megatron_pp_ext.schedule.names import NO_PIPELINE
+from megatron_pp_ext.schedule.costs import as_written
+from megatron_pp_ext.schedule.entry import NO_PIPELINE
 from megatron_pp_ext.schedule.placement import Placement, linear, v
+
+if TYPE_CHECKING:
+    from megatron_pp_ext.planner.search.replays import Evaluated, Replays
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a feature has chosen for a candidate.
+
+    ``word`` is part of the candidate's name.  ``arguments`` are those of Megatron that it sets, as pairs of a
+    name and a value, and ``record`` has its entries in a JSON file, by ``Variants.entries``.
+    """
+
+    word: str
+    arguments: tuple[tuple[str, Any], ...]
+    record: tuple[tuple[str, Any], ...]
+
+
+class Variants:
+    """What one feature offers to a search.
+
+    ``arguments`` and ``entries`` are the names in its choices.  ``label`` is the word of a choice, with what
+    it stands for.
+    """
+
+    arguments: tuple[str, ...] = ()
+    entries: tuple[str, ...] = ()
+    label: tuple[str, str] = ("", "")
+
+    def refuse(self, asked: RequestedJob) -> None:
+        """Raise ValueError, in one line, for flags that choose what a search has to choose."""
+
+    def are_tried(self, job: Job) -> bool:
+        """Whether a search for ``job`` tries them; the largest stage of a rank is then all that it keeps."""
+        return False
+
+    def replayed(
+        self, replays: "Replays", candidate: "Candidate", limit: float, room: Callable[[float], float]
+    ) -> "Evaluated | None":
+        """Return a variant of ``candidate`` that fits; None if there is none.  See ``Replays.replayed``."""
+        return None
+
+
+def offered() -> list[Variants]:
+    """Return what all features offer."""
+    return list(filter(None, (feature.variants() for feature in FEATURES)))
+
+
+def tried(job: Job) -> tuple[Variants, ...]:
+    """Return those that a search for ``job`` tries."""
+    return tuple(variants for variants in offered() if variants.are_tried(job))
+
+
+def arguments() -> Iterator[str]:
+    """Yield the arguments of Megatron that choices set."""
+    for variants in offered():
+        yield from variants.arguments
+
+
+def entries() -> Iterator[str]:
+    """Yield the entries of choices in a JSON file."""
+    for variants in offered():
+        yield from variants.entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +114,7 @@ class Candidate:
     ``expert_tensor`` is the tensor-parallel size of experts, None where it is that of the other layers.
     ``layout`` is --pipeline-model-parallel-layout, None for stages as Megatron cuts them, and ``pattern``
     --hybrid-layer-pattern, None where it is the user's.  ``limit`` is the memory limit of ``flex``, for all
-    ranks or for each (``job.memory_limit``).  ``options`` are those of features that the user asks for.
+    ranks or for each (``job.pipeline``).  ``options`` are those of features that the user asks for.
     ``stock`` are the schedules that Megatron's own are, without --pipeline-schedule.  ``choice`` is what a
     feature has chosen, None where none has.
     """
@@ -161,7 +227,7 @@ class Candidate:
         """Return it for a JSON file."""
         fields = as_written(self)
         del fields["choice"], fields["options"], fields["stock"]
-        return fields | dict.fromkeys(variants.entries()) | dict(self.choice.record if self.choice else ())
+        return fields | dict.fromkeys(entries()) | dict(self.choice.record if self.choice else ())
 
     def _values(self) -> dict[str, Any]:
         entry = catalog.ENTRIES.get(self.schedule)
@@ -180,7 +246,7 @@ class Candidate:
             "pipeline_schedule": None if self.pipeline == 1 or self.schedule in self.stock else self.schedule,
             "pipeline_memory_limit": None if self.limit is None else memory_limit.spelled(self.limit),
             **{name: value for name, value in options.as_flags(self._request).items() if name in PLACES},
-            **dict.fromkeys(variants.arguments()),
+            **dict.fromkeys(arguments()),
             **dict(self.choice.arguments if self.choice else ()),
             "micro_batch_size": self.micro_batch,
             "global_batch_size": self.micro_batch * self.data * self.microbatches,
@@ -223,7 +289,7 @@ def alone(asked: RequestedJob) -> RequestedJob:
         pipeline_schedule=None,
         num_virtual_stages_per_pipeline_rank=None,
         pipeline_memory_limit=None,
-        **dict.fromkeys([*options.permitted(asked), *variants.arguments()]),
+        **dict.fromkeys([*options.permitted(asked), *arguments()]),
     )
 
 

@@ -9,18 +9,17 @@ from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.compiler.limits import Limit, requested_budget
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
-from megatron_pp_ext.job import memory_limit
+from megatron_pp_ext.job import pipeline
 from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.search.configurations import Space
 from megatron_pp_ext.planner.search.lower_bounds import slices_of
-from megatron_pp_ext.planner.search.replays import Evaluated
-from megatron_pp_ext.planner.search.workloads import Workloads
+from megatron_pp_ext.planner.search.replays import Evaluated, Workloads
 from megatron_pp_ext.planner.step.estimate import StepModel, memory_beside
 from megatron_pp_ext.planner.step.programs import Prepared
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import CostModel, Costs
-from megatron_pp_ext.schedule.names import FLEX
+from megatron_pp_ext.schedule.entry import FLEX
 
 COMPILED, TRIALS = 2, 100
 """The number of the best candidates for which ``flex`` is compiled, and the orders that each may try."""
@@ -64,7 +63,7 @@ class Compiler:
         self._limit, self._margin = limit, margin
         self._given = space.job.pipeline.pipeline_memory_limit
         if self._given is not None:
-            memory_limit.numbers(self._given)
+            pipeline.numbers(self._given)
 
     def compiled(self, cut: Candidate) -> Evaluated | str:
         """Return ``cut`` with the estimate of its compiled order, or why there is none."""
@@ -93,7 +92,7 @@ class Compiler:
         with other stages than ``cut``.  So one number for all ranks competes with one for each.
         """
         if self._given is not None:
-            limit = memory_limit.read(self._given, cut.pipeline)
+            limit = pipeline.read_limit(self._given, cut.pipeline)
             amounts = requested_budget(limit, cut.pipeline, cut.microbatches, whole).ranks
             if all(map(le, amounts, available)):
                 return [limit]
@@ -120,7 +119,7 @@ class Compiler:
                 lower = tuple(amount - over for amount in limit) if isinstance(limit, tuple) else limit - over
                 return self._within(cut, lower, whole, is_last=True)
             gigabytes = estimated.fullest.total / 1e9
-            text = memory_limit.spelled(limit)
+            text = pipeline.spelled(limit)
             return f"within --pipeline-memory-limit {text} it needs {gigabytes:.1f} GB: lower it"
         return Evaluated(replace(cut, limit=limit), estimated)
 

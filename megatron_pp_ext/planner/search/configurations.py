@@ -1,20 +1,79 @@
-"""All legal ways to run a model on a number of GPUs."""
+"""All legal ways to run a model on a number of GPUs, and the flag to change where there is none.
+
+It then goes through schedules and memory limits; how many data-parallel ranks and microbatches there are
+follows from the GPUs and the batch.
+"""
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from megatron_pp_ext.features.pairs.options import Pairs
+from megatron_pp_ext.features.pairs.order import Pairs
 from megatron_pp_ext.features.units import options as units_options
 from megatron_pp_ext.features.vocabulary.options import choices
-from megatron_pp_ext.job import options
+from megatron_pp_ext.job import layers, options
 from megatron_pp_ext.job.layers import joined, spread
 from megatron_pp_ext.job.sizes import require_divisible
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.search.candidate import Candidate, Recompute
+from megatron_pp_ext.planner.step.model_description import flag
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.names import NO_PIPELINE
+from megatron_pp_ext.schedule.entry import NO_PIPELINE
+from megatron_pp_ext.schedule.formats import costs_file
+
+_SIZES = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "micro_batch_size",
+)
+"""The sizes that change the costs of a stage; the experts' only in a model with experts."""
+
+KEPT = frozenset((*_SIZES, "expert_tensor_parallel_size", "recompute_granularity"))
+"""The arguments that stay as they are."""
+
+
+def stages(job: Job, arguments: Collection[str]) -> int:
+    """Return the number of stages into which the file of --pipeline-costs, or a flag, cuts the model.
+
+    ``arguments`` are those that the user sets.  ValueError where these leave a size open, for tensor
+    parallelism other than a search's, and for stages that ranks cannot share evenly.
+    """
+    file, parallel = job.pipeline.pipeline_costs, job.parallel
+    assert file is not None
+    sizes = [name for name in _SIZES if job.model.num_experts or name != "expert_model_parallel_size"]
+    left_open = [flag(name) for name in sizes if name not in arguments]
+    if left_open:
+        raise ValueError(
+            f"--pipeline-costs {file} has stages of one size, which a search keeps, but not "
+            f"{', '.join(left_open)}: give what the stages were measured with"
+        )
+    if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
+        raise ValueError(
+            f"--pipeline-costs {file} of stages without --sequence-parallel: a search has it wherever there "
+            "is tensor parallelism: measure the stages with it, and give it"
+        )
+    ranks = parallel.pipeline_model_parallel_size
+    # Without a | in it, Megatron cuts a pattern for the ranks, and builds no more stages.
+    uncut = ranks if job.model.pattern else len(costs_file.read(file).stages)
+    count = layers.stages_described(job) or uncut
+    if count % ranks:
+        raise ValueError(
+            f"--pipeline-costs {file} has {count} stages, which --pipeline-model-parallel-size {ranks} does "
+            f"not divide: measure {ranks} or {2 * ranks} stages"
+        )
+    return count
+
+
+def described(job: Job, count: int) -> str:
+    """Return the fixed and the free sizes of a search of ``count`` measured stages, in words."""
+    sizes = ", ".join(f"{flag(name)} {job.value(name)}" for name in _SIZES)
+    return (
+        f"The {count} stages in {job.pipeline.pipeline_costs} and {sizes} stay; schedules and memory limits "
+        "are tried.  Other --gpus and batches have other data-parallel sizes and microbatches."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,3 +268,83 @@ def _is_legal(job: Job, stage_ranks: int) -> bool:
 def _divisors(number: int) -> list[int]:
     low = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
     return low + [number // size for size in reversed(low) if size * size != number]
+
+
+_NEIGHBOURS = 64
+"""The number of nodes, fewer and more, among which a number of GPUs that works is looked for."""
+
+_FIELDS = {
+    "tensor_model_parallel_size": "tensor",
+    "context_parallel_size": "context",
+    "expert_model_parallel_size": "expert",
+    "expert_tensor_parallel_size": "expert_tensor",
+    "pipeline_model_parallel_size": "pipeline",
+    "num_virtual_stages_per_pipeline_rank": "chunks",
+    "micro_batch_size": "micro_batch",
+}
+"""The arguments that may rule everything out, and where candidates have them."""
+
+
+def reason(space: Space) -> str:
+    """Return the error for a ``space`` without any candidate.
+
+    It names the flags of the user that are impossible even by themselves, or else those of which any one
+    has to change, or else the nearest numbers of GPUs that work.
+    """
+    names = [name for name in _FIELDS if name in space.fixed]
+    for name in names if _works(_without(space, names)) else ():
+        alone = _without(space, [other for other in names if other != name])
+        if not _works(alone):
+            return _to_change(space, [name], alone)
+    together = [name for name in names if _works(_without(space, [name]))]
+    if together:
+        return _to_change(space, together, space)
+    return _other_gpus(space)
+
+
+def _to_change(space: Space, names: Iterable[str], wider: Space) -> str:
+    """Return the sentence that one of the flags ``names`` has to change, and to what, given ``wider``."""
+    flags, ways = [], []
+    for name in names:
+        sizes = {
+            getattr(candidate, _FIELDS[name]) or candidate.tensor
+            for candidate in _without(wider, [name]).sized()
+        }
+        values = sorted(map(int, sizes))
+        flags.append(f"{flag(name)} {space.job.value(name)}")
+        ways.append(f"{flag(name)} to {_listed(values)}")
+    return (
+        f"nothing is legal on {space.gpus} GPUs with {' and '.join(flags)} and --global-batch-size "
+        f"{space.batch}: set {', or '.join(ways)}"
+    )
+
+
+def _listed(values: list[int]) -> str:
+    *first, last = map(str, values)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _other_gpus(space: Space) -> str:
+    distances = range(1, _NEIGHBOURS * space.gpus_per_node)
+    below = next((space.gpus - d for d in distances if d < space.gpus and _on(space, space.gpus - d)), None)
+    above = next((space.gpus + d for d in distances if _on(space, space.gpus + d)), None)
+    nearest = " and ".join(str(number) for number in (below, above) if number)
+    return (
+        f"no combination of parallel sizes divides --gpus {space.gpus} and --global-batch-size "
+        f"{space.batch} for this model" + (f": nearest that work are {nearest}" if nearest else "")
+    )
+
+
+def _on(space: Space, gpus: int) -> bool:
+    """Whether ``space`` has a candidate on so many GPUs, which fill their nodes."""
+    fills_nodes = gpus <= space.gpus_per_node or gpus % space.gpus_per_node == 0
+    return fills_nodes and _works(replace(space, gpus=gpus))
+
+
+def _without(space: Space, names: Iterable[str]) -> Space:
+    """Return ``space`` with the arguments ``names`` left to the search."""
+    return replace(space, fixed=frozenset(space.fixed) - frozenset(names))
+
+
+def _works(space: Space) -> bool:
+    return any(True for _ in space.sized())

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_pp_ext.job.flag_words import by_name
+from megatron_pp_ext.job.flag_table import by_name
 
 BATCH_SCRIPT = str(Path(__file__).parents[2] / "jobs/scripts/slurm_one_task_per_node.sbatch")
 """The package's own batch script by its whole path, so that jobs can be submitted from any folder."""

@@ -1,19 +1,229 @@
-"""Replays of candidates, with the layout that makes the step of each shortest where layouts are searched.
+"""Replays of candidates, with the cut of each that makes its step shortest where layouts are searched.
 
 Candidates that do not fit can be tried in the ways that features offer (``variants``).
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from itertools import repeat
+from operator import mul
+from statistics import fmean
 from typing import NamedTuple
 
-from megatron_pp_ext.planner.layout.cut import Cut
-from megatron_pp_ext.planner.search.candidate import Candidate
-from megatron_pp_ext.planner.search.candidate_cuts import CandidateCuts, least_in_order
-from megatron_pp_ext.planner.search.variants import Variants
-from megatron_pp_ext.planner.search.workloads import Workloads, step_of
-from megatron_pp_ext.planner.step.estimate import Estimate, RankMemory, StepModel
-from megatron_pp_ext.planner.step.workload import Workload
+from megatron_pp_ext.costs.model_parts import ModelParts
+from megatron_pp_ext.costs.optimizers import model_state
+from megatron_pp_ext.costs.system import System
+from megatron_pp_ext.job.typed_job import Job
+from megatron_pp_ext.planner.layout import climb
+from megatron_pp_ext.planner.layout.cut import Cut, bounds, even
+from megatron_pp_ext.planner.layout.rows import ModelStages, StageSeconds, fewest
+from megatron_pp_ext.planner.search.candidate import Candidate, Variants
+from megatron_pp_ext.planner.search.lower_bounds import MeanRank, ModelSums, least_memory_sharing, mean_rank
+from megatron_pp_ext.planner.step.estimate import Estimate, RankMemory, StepModel, memory_beside
+from megatron_pp_ext.planner.step.programs import Prepared, short_program, whole_program
+from megatron_pp_ext.planner.step.workload import Workload, model_on, stages_of_ranks
+from megatron_pp_ext.schedule.placement import Placement
+from megatron_pp_ext.schedule.timing import CriticalPath
+
+
+class Workloads:
+    """The workloads of candidates for the model of ``job`` on ``system``."""
+
+    def __init__(self, job: Job, system: System) -> None:
+        self._system = system
+        self._described = lru_cache(maxsize=8)(partial(Candidate.described, job=job))
+        self._models: dict[tuple[object, ...], ModelParts] = {}
+        self._sums: dict[tuple[object, ...], ModelSums] = {}
+        self._seconds: dict[tuple[object, ...], StageSeconds] = {}
+        self._stages: dict[tuple[object, ...], ModelStages] = {}
+
+    def work(
+        self, candidate: Candidate, placement: Placement | None = None, layers: tuple[int, ...] | None = None
+    ) -> Workload:
+        """Return its stages with their costs.
+
+        They are placed by ``placement`` and have ``layers`` layers each, or as the candidate says.
+        """
+        job = self._described(candidate)
+        model = self._model(candidate, job)
+        placed = placement or candidate.placement
+        return Workload(job, self._system, placed, candidate.data, layers, model)
+
+    def mean(self, candidate: Candidate, placement: Placement) -> MeanRank:
+        """Return the average of its ranks, with even stages where these make a difference."""
+        job = self._described(_without_layout(candidate))
+        sums, least = self._sums_of(candidate, job), fewest(job, placement)
+        cut = even(len(sums.model.layers), least)
+        sizes = candidate.data, cut, sums.model
+        return mean_rank(Workload(job, self._system, placement, *sizes), sums, least)
+
+    def stages(self, candidate: Candidate, placement: Placement) -> ModelStages:
+        """Return the stages that its model can be cut into; candidates with the same ones share them."""
+        alike = *_costs_of_a_layer(candidate), candidate.recompute, placement.splits_head
+        key = *alike, placement
+        if key not in self._stages:
+            job = self._described(_without_layout(candidate))
+            if alike not in self._seconds:
+                model = self._model(candidate, job)
+                self._seconds[alike] = StageSeconds(job, model, placement.splits_head)
+            self._stages[key] = ModelStages(job, self._seconds[alike], placement)
+        return self._stages[key]
+
+    def _model(self, candidate: Candidate, job: Job) -> ModelParts:
+        """Return the parts of its model; candidates that share the costs of a layer share a model."""
+        key = _costs_of_a_layer(candidate)
+        if key not in self._models:
+            self._models[key] = model_on(job, self._system)
+        return self._models[key]
+
+    def _sums_of(self, candidate: Candidate, job: Job) -> ModelSums:
+        """Return the sums over the layers of its model."""
+        key = _costs_of_a_layer(candidate)
+        if key not in self._sums:
+            self._sums[key] = ModelSums(self._model(candidate, job))
+        return self._sums[key]
+
+
+def _without_layout(candidate: Candidate) -> Candidate:
+    return candidate if candidate.layout is None else replace(candidate, layout=None)
+
+
+def _costs_of_a_layer(candidate: Candidate) -> tuple[object, ...]:
+    """Return all of a candidate that the costs of a layer follow from."""
+    return (
+        candidate.tensor,
+        candidate.context,
+        candidate.expert,
+        candidate.expert_tensor,
+        candidate.micro_batch,
+        candidate.recompute.modules,
+    )
+
+
+def step_of(candidate: Candidate, work: Workload, margin: float, order: Prepared | None = None) -> StepModel:
+    """Return the model of the step with the stages of ``work``, in the candidate's order or another."""
+    return StepModel(work, order or order_of(candidate), candidate.schedule, candidate.microbatches, margin)
+
+
+def order_of(candidate: Candidate, most: int | None = None) -> Prepared:
+    """Return the candidate's schedule, for ``most`` microbatches at most."""
+    count = min(candidate.microbatches, most or candidate.microbatches)
+    sizes = candidate.pipeline, count, candidate.chunks, candidate.splits_head, candidate.options
+    program = whole_program if most is None else short_program
+    return program(candidate.schedule, *sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateCuts:
+    """The cuts of ``candidate`` into ``stages``, on ranks of ``limit`` bytes.  Each is looked at once.
+
+    ``left`` is the part of its activations that each rank keeps on the device, all where it is empty.
+    """
+
+    candidate: Candidate
+    stages: ModelStages
+    workloads: Workloads
+    margin: float
+    limit: float
+    left: tuple[float, ...] = ()
+    _works: dict[Cut, Workload] = field(default_factory=dict)
+    _memories: dict[Cut, tuple[RankMemory, ...]] = field(default_factory=dict)
+    _ranks: dict[tuple[object, ...], RankMemory] = field(default_factory=dict)
+
+    def work(self, cut: Cut) -> Workload:
+        """Return the stages of ``cut``."""
+        if cut not in self._works:
+            candidate = replace(self.candidate, layout=self.stages.layout_for(cut))
+            self._works[cut] = self.workloads.work(candidate, layers=self.stages.layers_of(cut))
+        return self._works[cut]
+
+    def laid_out(self, cut: Cut) -> Candidate:
+        """Return the candidate with the layout of ``cut``."""
+        return replace(self.candidate, layout=self.stages.layout(cut))
+
+    def mean(self) -> RankMemory:
+        """Return a lower bound on the mean memory of the ranks, where stages have equally many layers."""
+        candidate, placement = self.candidate, self.stages.placement
+        mean = self.workloads.mean(candidate, placement)
+        shared, order = mean.work.head, order_of(candidate, 2 * candidate.pipeline)
+        peaks = order.in_flight.peaks(mean.work.parts, shared.activation if shared else 0.0)
+        whole = fmean(map(mul, peaks, self.left or repeat(1.0)))
+        return mean.memory(candidate.microbatches, self.margin, whole * order.timer.schedule.share)
+
+    def memory(self, cut: Cut) -> tuple[RankMemory, ...]:
+        """Return the memory of the ranks for a few microbatches."""
+        if cut not in self._memories:
+            self._memories[cut] = tuple(self._of_ranks(self.work(cut)))
+        return self._memories[cut]
+
+    def _of_ranks(self, work: Workload) -> Iterator[RankMemory]:
+        """Yield ``short_memory`` rank by rank; cuts that give a rank the same stages share one entry."""
+        order, kinds = order_of(self.candidate, 2 * self.candidate.pipeline), work.model.kinds
+        if order.timer.schedule.units:
+            yield from step_of(self.candidate, work, self.margin, order).memory()
+            return
+        layers = [kinds[first:end] for _, first, end in bounds(tuple(work.layers))]
+        logits = work.head.activation if work.head else 0.0
+        splits = order.timer.schedule.splits_backward
+        for rank, stages in enumerate(stages_of_ranks(work.placement)):
+            key = rank, work.job.pipeline.pipeline_model_parallel_layout, *(layers[stage] for stage in stages)
+            if key not in self._ranks:
+                parts = [work.parts[stage] for stage in stages]
+                state = model_state(work.job, work.summed(parts), work.sharing)
+                activations = order.in_flight.peak(rank, parts, logits) * (
+                    self.left[rank] if self.left else 1.0
+                )
+                peaks = activations, order.peak_messages[rank]
+                self._ranks[key] = memory_beside(
+                    work, state, work.loss_bytes(rank), *peaks, self.margin, splits=splits
+                )
+            yield self._ranks[key]
+
+    def least(self, cut: Cut) -> RankMemory:
+        """Return a lower bound on the fullest rank's memory."""
+        if self.candidate.splits_head and not self.left:
+            return least_in_order(self.candidate, self.work(cut), self.margin)
+        return max(self.memory(cut), key=lambda rank: rank.total)
+
+    def fitted(self) -> Cut | None:
+        """Return the first cut to try: even, except where memory demands otherwise."""
+        return climb.fitted(self.stages, self.stages.start, self._totals, self.limit)
+
+    def shortened(self, cut: Cut) -> Cut:
+        """Return the cut with the shortest pipeline that moves reach from ``cut``."""
+        timer = order_of(self.candidate).timer
+
+        def replay(cut: Cut) -> CriticalPath:
+            return timer.critical_path(self.work(cut).costs)
+
+        def fits(cut: Cut) -> bool:
+            return max(self._totals(cut)) <= self.limit
+
+        return climb.shortened(self.stages, cut, self.candidate.microbatches, replay, fits).cut
+
+    def _totals(self, cut: Cut) -> list[float]:
+        """Return the bytes of each rank under ``cut``; infinite where Megatron cannot build it."""
+        if not self.stages.can_be(cut):
+            return [float("inf")] * self.candidate.pipeline
+        return [rank.total for rank in self.memory(cut)]
+
+
+def short_memory(candidate: Candidate, work: Workload, margin: float) -> tuple[RankMemory, ...]:
+    """Return the memory of the ranks for a few microbatches.
+
+    More of them need no less memory, and a short order is built sooner.
+    """
+    order = order_of(candidate, 2 * candidate.pipeline)
+    return step_of(candidate, work, margin, order).memory()
+
+
+def least_in_order(candidate: Candidate, work: Workload, margin: float) -> RankMemory:
+    """Return a lower bound on the fullest rank's memory, without building the whole schedule."""
+    if candidate.splits_head:
+        return least_memory_sharing(work, candidate.schedule, candidate.microbatches, margin)
+    return max(short_memory(candidate, work, margin), key=lambda rank: rank.total)
+
 
 IMPROVED = 0.1
 """The part of a step by which another layout is taken to shorten it at most: longer ones are not improved."""

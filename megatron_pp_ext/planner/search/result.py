@@ -1,14 +1,75 @@
-"""The results of a search, and its counts."""
+"""What a search looks at and finds, the processor time that it may take, and why the others are slower."""
 
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from math import inf
 from typing import Self
 
-from megatron_pp_ext.planner.search.budget import Stopped
 from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.search.replays import Evaluated
 from megatron_pp_ext.planner.step.estimate import RankMemory
+
+_BEFORE_COMPILING = 0.75
+"""The part of them for replays where orders are compiled after."""
+
+
+@dataclass
+class SearchBudget:
+    """A budget of ``seconds`` of processor time from now on; ``clock`` counts this process's."""
+
+    seconds: float = inf
+    clock: Callable[[], float] = time.process_time
+    _start: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._start = self.clock()
+
+    @property
+    def used(self) -> float:
+        """The seconds that are used."""
+        return self.clock() - self._start
+
+    @property
+    def words(self) -> str:
+        """The most that a search costs, in words."""
+        if self.seconds == inf:
+            return "without a limit"
+        return f"for at most {self.seconds:g} s of a processor (--cpu-seconds)"
+
+    def is_spent(self, leaves_some: bool = False, has_result: bool = True) -> bool:
+        """Whether all seconds are used; with ``leaves_some`` all but a reserve for compiling.
+
+        A search that has no result yet may take twice as long.
+        """
+        if not has_result:
+            return self.used > 2 * self.seconds
+        return self.used > self.seconds * (_BEFORE_COMPILING if leaves_some else 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """Why a search ended before its end: ``left`` candidates have no step below ``least_seconds``.
+
+    ``untried`` are arguments that leave something to the search, which it had no time to try.
+    """
+
+    why: str
+    left: int
+    least_seconds: float
+    untried: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        reasons = [self.why]
+        if self.left:
+            untried = "1 other was" if self.left == 1 else f"{self.left:,} others were"
+            reasons.append(
+                f"{untried} not looked at, none of which takes less than {self.least_seconds:.4g} s"
+            )
+        reasons += [f"--{name.replace('_', '-')} was not tried" for name in self.untried]
+        return "; ".join(reasons if reasons[1:] else [self.why, "not all orders were compiled"])
+
 
 LEVELS = (1.0, 0.75, 0.5, 0.375, 0.25)
 """The fractions of the memory for each of which the frontier holds the shortest step."""
@@ -80,3 +141,33 @@ class Compiles(Enum):
     NEVER = "never"
     TOO = "too"
     ONLY = "only"
+
+
+_NAMED = 0.002
+"""The least difference, as a fraction of the best step, that is named."""
+
+
+def why(best: Evaluated, other: Evaluated) -> str:
+    """Return where ``other`` loses its seconds, the largest loss first; empty for the best itself."""
+    losses = [
+        (gain, name)
+        for (name, more), (_, less) in zip(_seconds(other), _seconds(best), strict=True)
+        if (gain := more - less) > _NAMED * best.estimate.step_seconds
+    ]
+    recompute = other.candidate.recompute
+    reasons = []
+    for gain, name in sorted(losses, reverse=True):
+        is_recomputing = name == "work" and recompute.granularity and recompute != best.candidate.recompute
+        reasons.append(f"{name} +{gain:.3g} s" + (f" ({recompute.name})" if is_recomputing else ""))
+    return ", ".join(reasons)
+
+
+def _seconds(evaluated: Evaluated) -> list[tuple[str, float]]:
+    """Return the parts of a step: an average rank's work and idling, and the time after the pipeline."""
+    estimate = evaluated.estimate
+    idle = estimate.bubble * estimate.pipeline_seconds
+    return [
+        ("work", estimate.pipeline_seconds - idle),
+        ("bubble", idle),
+        ("reductions and update", estimate.other_seconds),
+    ]

@@ -12,13 +12,13 @@ from typing import Any
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.costs import system
 from megatron_pp_ext.costs.system import System
-from megatron_pp_ext.job import options, our_flags, pipeline
+from megatron_pp_ext.job import flag_table, options, pipeline
 from megatron_pp_ext.job.layers import spread
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.planner.step.estimate import MARGIN, Estimate, estimate_request
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.names import AUTO
+from megatron_pp_ext.schedule.entry import AUTO
 
 _MOST_ACTIONS = 30_000
 """The actions of all alternatives that are timed; a thousand take 10 to 30 milliseconds."""
@@ -104,7 +104,7 @@ def compared(
     schedule, ranks = asked.pipeline.pipeline_schedule, asked.parallel.pipeline_model_parallel_size
     if ranks == 1 or _is_stock(asked) or not catalog.abilities(schedule).flushes:
         return None
-    own = [flag.removeprefix("--").replace("-", "_") for flag in our_flags.flags()]
+    own = [flag.removeprefix("--").replace("-", "_") for flag in flag_table.flags()]
     plain = asked.with_arguments(
         **{name: None for name in own if name != "pipeline_costs"},
         pipeline_model_parallel_layout=None,

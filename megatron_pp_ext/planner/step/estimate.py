@@ -1,31 +1,111 @@
-"""Estimates of a training step: the models of time and of memory, put together.
+"""Estimates of a training step: the models of time and of memory, put together, with a flush and without.
+
+A step ends with an update, ``Updates.interval`` microbatches after the one before.  With --pipeline-replicas
+a rank of the workload stands for all replicas of its stage, which cost the same; the ranks here are the
+replicas one by one, by stage, as training numbers them.
 
 The step's pipeline is replayed action by action with the seconds of every stage.  The step also takes the
 time that ranks wait for gradients that are not reduced under later work, for the update, and for weights that
 are not gathered under the first forward.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from operator import mul
+from typing import NamedTuple
 
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import Request
-from megatron_pp_ext.costs.state import ModelState
+from megatron_pp_ext.costs.optimizers import ModelState
 from megatron_pp_ext.costs.system import System
-from megatron_pp_ext.job import updates
+from megatron_pp_ext.job import sizes
 from megatron_pp_ext.job.typed_job import Job
-from megatron_pp_ext.planner.step.additions import additions
+from megatron_pp_ext.pipedream.pace import seconds_of_an_update
 from megatron_pp_ext.planner.step.error_band import Band, band
-from megatron_pp_ext.planner.step.model_operations import model_operations
-from megatron_pp_ext.planner.step.programs import Prepared
-from megatron_pp_ext.planner.step.unflushed import Unflushed
-from megatron_pp_ext.planner.step.workload import Workload
+from megatron_pp_ext.planner.step.model_description import model_operations
+from megatron_pp_ext.planner.step.programs import InFlight, Prepared
+from megatron_pp_ext.planner.step.workload import Workload, additions
 from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import CostModel
+from megatron_pp_ext.schedule.families import pipedream
+from megatron_pp_ext.schedule.families.pipedream import Replicas, Updates
+from megatron_pp_ext.schedule.launch_order import walk_over
+from megatron_pp_ext.schedule.messages import SENDS_AHEAD
 from megatron_pp_ext.schedule.placement import Placement
+from megatron_pp_ext.schedule.simulate import most_buffers
 from megatron_pp_ext.schedule.timing import RankSpan
+
+
+class Kept(NamedTuple):
+    """The memory of a replica of ``stage``: activations, message buffers, old versions of weights; bytes."""
+
+    stage: int
+    activations: float
+    messages: int
+    versions: int
+
+
+@dataclass(frozen=True)
+class Unflushed:
+    """The stages of ``work`` with ``updates`` between their microbatches."""
+
+    work: Workload
+    updates: Updates
+
+    def kept(self) -> Iterator[Kept]:
+        """Yield the memory of every rank once the pipeline is full."""
+        replicas, (in_flight, buffers) = self.updates.replicas, _full(self.updates.replicas)
+        for rank, messages in enumerate(buffers):
+            stage = replicas.stage_of(rank)
+            activations = in_flight.peak(rank, [self.work.parts[stage]])
+            yield Kept(stage, activations, messages, self.updates.copies(stage))
+
+    @cached_property
+    def updating(self) -> list[float]:
+        """The seconds in which each stage reduces its gradients and updates its weights, unless hidden.
+
+        If one weight is on two stages, all wait for each other, and for the sum of its gradients.
+        """
+        waits = map(self.work.exposed, range(self.updates.replicas.stages))
+        tied = self.work.tied_seconds
+        return [wait.reduction + wait.update + wait.gathering + tied for wait in waits]
+
+    @cached_property
+    def working(self) -> list[float]:
+        """The seconds that a replica of each stage computes between two updates."""
+        counts = self.updates.replicas.counts
+        return [
+            self.updates.interval // count * (stage.forward + stage.seconds(Kind.B))
+            for count, stage in zip(counts, self.work.costs.stages, strict=True)
+        ]
+
+    @property
+    def busiest(self) -> tuple[int, float]:
+        """The stage whose replicas are busiest, with the seconds of a step if they never waited."""
+        busy = [sum(pair) for pair in zip(self.working, self.updating, strict=True)]
+        return busy.index(max(busy)), max(busy)
+
+    def seconds(self, updating: Sequence[float]) -> float:
+        """Return the seconds of a step in a long run whose stages update in ``updating`` seconds."""
+        updates = self.updates
+        return seconds_of_an_update(
+            updates.replicas, updates.interval, self.work.costs, updating, updates.waits
+        )
+
+
+@lru_cache(maxsize=8)
+def _full(replicas: Replicas) -> tuple[InFlight, tuple[int, ...]]:
+    """Return the activations in flight on every rank, and its message buffers, in a full pipeline.
+
+    It is as long as it takes every rank to have its most in flight, and to have sent as many messages as may
+    be under way.
+    """
+    orders = pipedream.orders(replicas, (replicas.ranks + SENDS_AHEAD) * max(replicas.counts))
+    walk = walk_over(replicas.placed(orders))
+    return InFlight(walk.program), most_buffers(walk)
+
 
 MARGIN = 0.05
 """The memory that allocators leave unused and that is not modelled, as a fraction of the memory that comes
@@ -252,7 +332,7 @@ class StepModel:
     @property
     def _unflushed(self) -> Unflushed:
         """The steps of a schedule that never flushes."""
-        return Unflushed(self.work, updates.described(self.work.job, self.name, self.microbatches))
+        return Unflushed(self.work, sizes.described(self.work.job, self.name, self.microbatches))
 
 
 def _unflushed_pace(unflushed: Unflushed) -> Pace:

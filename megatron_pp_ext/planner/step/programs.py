@@ -1,16 +1,114 @@
-"""Schedules prepared for the estimates of time and memory; each is built once."""
+"""Schedules prepared for the estimates of time and memory, with the most bytes that each rank keeps.
 
+They depend only on the order of the rank's own actions.  ``simulate`` computes the same, with
+times.
+
+A forward and a backward that run together take turns by layer, so that one frees what the other keeps.
+Between them there is never more than a layer too much, which is counted as if it were the whole forward: a
+stage may have few layers.  Without a pipeline it has many, and that layer does not count.
+"""
+
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
+from typing import Any
+
+import numpy as np
 
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import Option, of_sizes
-from megatron_pp_ext.planner.step.activation_peaks import InFlight
+from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
-from megatron_pp_ext.schedule.buffers import most_buffers
 from megatron_pp_ext.schedule.placement import Placement, linear
+from megatron_pp_ext.schedule.program import F, I, Program, S, T, W, as_list
+from megatron_pp_ext.schedule.simulate import most_buffers
 from megatron_pp_ext.schedule.timing import ScheduleTimer
+
+
+class InFlight:
+    """The microbatches that each rank has in flight at every moment, before the bytes of a chunk are known.
+
+    A moment is a row of four numbers for each chunk: microbatches between F and I, microbatches between I
+    and W, whether an I is running, and whether a whole backward is.  The last number of the row counts the
+    microbatches between S and T.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._placement = program.placement
+        self._moments = [_moments(program, rank) for rank in range(program.ranks)]
+
+    def peaks(self, parts: Sequence[Part], from_s_to_t: float = 0.0) -> tuple[float, ...]:
+        """Return the most bytes that each rank keeps at one time, for stages that cost ``parts``.
+
+        Of a microbatch between S and T it keeps ``from_s_to_t``.
+        """
+        of_ranks = map(self._placement.stages_of, range(self._placement.ranks))
+        return tuple(
+            self.peak(rank, [parts[stage] for stage in stages], from_s_to_t)
+            for rank, stages in enumerate(of_ranks)
+        )
+
+    def waiting(self, parts: Sequence[Part]) -> tuple[float, ...]:
+        """Return the most bytes that wait for W on each rank at one time, for stages that cost ``parts``."""
+        stages_of = self._placement.stages_of
+        return tuple(
+            float(
+                (
+                    moments[:, 1:-1:4] @ np.array([parts[s].after_input_gradient for s in stages_of(rank)])
+                ).max()
+            )
+            for rank, moments in enumerate(self._moments)
+        )
+
+    def peak(self, rank: int, parts: Sequence[Part], from_s_to_t: float = 0.0) -> float:
+        """Return the most bytes that ``rank`` keeps at one time; ``parts`` are the costs of its stages."""
+        bytes_each = [
+            value
+            for part in parts
+            for value in (
+                part.after_forward,
+                part.after_input_gradient,
+                max(0.0, part.after_input_gradient + part.workspace - part.after_forward),
+                part.workspace_in_whole,
+            )
+        ]
+        return float((self._moments[rank] @ np.array([*bytes_each, from_s_to_t])).max())
+
+
+def _moments(program: Program, rank: int) -> Any:
+    """Return an array of moments x (4 x chunks + 1); see ``InFlight``."""
+    placement, columns = program.placement, slice(*program.columns.bounds[rank : rank + 2])
+    chunks = placement.chunks
+    now = [0] * (4 * chunks + 1)
+    is_whole, joined = program.ranks == 1, 0
+    moments: set[tuple[int, ...]] = {tuple(now)}
+    for stage, kind in zip(
+        as_list(program.columns.stage[columns]), as_list(program.columns.kind[columns]), strict=True
+    ):
+        if kind in (S, T):
+            now[-1] += 1 if kind == S else -1
+            moments.add(tuple(now))
+            continue
+        at = 4 * (stage // placement.ranks)
+        if kind == F:
+            now[at] += 1
+            # Without a pipeline, a forward while another microbatch is in flight runs with its backward.
+            joined = int(is_whole and now[at] > 1)
+            moments.add((now[0] - joined, *now[1:]))
+            continue
+        during = [*now]
+        if kind == W:
+            now[at + 1] -= 1
+            continue
+        during[at + (2 if kind == I else 3)] = 1
+        during[0] -= joined
+        moments.add(tuple(during))
+        now[at], joined = now[at] - 1, 0
+        if kind == I:
+            now[at + 1] += 1
+            moments.add(tuple(now))
+    return np.array(sorted(moments))
 
 
 class Prepared:

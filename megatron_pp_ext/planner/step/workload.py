@@ -1,36 +1,109 @@
-"""A model placed on ranks: what every stage and every rank computes and keeps, whatever the order.
+"""A model placed on ranks: what every stage and every rank computes, keeps and exchanges, whatever the order.
 
 ``estimate`` adds what depends on the order: when actions run, and how many microbatches are in flight.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron_pp_ext.costs.costs_of_stages import hop_seconds
-from megatron_pp_ext.costs.model_parts import ModelParts, model_parts
-from megatron_pp_ext.costs.optimizers import update_seconds
+from megatron_pp_ext.costs.model_parts import ModelParts, model_parts, pair
+from megatron_pp_ext.costs.optimizers import ModelState, Sharing, model_state, update_seconds
 from megatron_pp_ext.costs.part import Part
-from megatron_pp_ext.costs.stage_parts import (
+from megatron_pp_ext.costs.stages import (
     every_token,
     head_costs,
     head_part,
+    hop_seconds,
     message_bytes,
     stage_parts,
 )
-from megatron_pp_ext.costs.state import ModelState, Sharing, model_state
 from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.costs.system_kernels import SystemKernelSeconds
-from megatron_pp_ext.features.pairs.costs import pair
-from megatron_pp_ext.job import replicas, sizes, stage_costs
+from megatron_pp_ext.features import FEATURES
+from megatron_pp_ext.job import sizes, stage_costs
 from megatron_pp_ext.job.layers import by_stage
 from megatron_pp_ext.job.typed_job import Job
-from megatron_pp_ext.planner.step.additions import additions
-from megatron_pp_ext.planner.step.traffic import Waits, waits
+from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.messages import EMBEDS_AHEAD
 from megatron_pp_ext.schedule.placement import Placement
+
+if TYPE_CHECKING:
+    from megatron_pp_ext.planner.step.estimate import Estimate
+
+
+class Addition:
+    """The part of a feature in estimates; this one adds nothing."""
+
+    def costs(self, work: "Workload", costs: Costs) -> Costs:
+        """Return the ``costs`` of the stages of ``work`` with what the feature's actions take."""
+        return costs
+
+    def in_step(self, work: "Workload", schedule: Schedule, costs: Costs) -> Costs:
+        """Return the ``costs`` of a microbatch as those of the actions of ``schedule``."""
+        return costs
+
+    def activations(
+        self, work: "Workload", schedule: Schedule, peaks: tuple[float, ...]
+    ) -> tuple[float, ...]:
+        """Return the most bytes of activations of each rank, which are ``peaks`` without the feature."""
+        return peaks
+
+    def completed(self, estimate: "Estimate", work: "Workload", schedule: Schedule) -> "Estimate":
+        """Return the ``estimate`` of one step of ``schedule`` with what the feature knows of it."""
+        return estimate
+
+    def unmeasured(self, schedule: Schedule) -> Iterator[str]:
+        """Yield what steps of ``schedule`` have and no published step had, in words (``error_band``)."""
+        yield from ()
+
+    def lines(self, estimate: "Estimate") -> Iterator[str]:
+        """Yield what people should read of the ``estimate`` after the memory of its ranks."""
+        yield from ()
+
+
+def additions() -> list[Addition]:
+    """Return the parts of all features that have one."""
+    return list(filter(None, (feature.addition() for feature in FEATURES)))
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """Seconds of a rank besides its actions: gradients are reduced, weights gathered, and weights updated."""
+
+    reduction: float
+    gathering: float
+    update: float
+
+
+def waits(job: Job, system: System, part: Part, sharing: Sharing) -> Waits:
+    """Return the seconds that a rank whose stages add up to ``part`` waits in a step without overlap."""
+    parallel, precision = job.parallel, job.precision
+    groups = (
+        (part.parameters, sharing.dense, parallel.tensor_model_parallel_size),
+        (part.expert_parameters, sharing.expert, parallel.expert_ranks),
+    )
+    out = sum(system.gather_seconds(precision.gradient_size * size, *group) for size, *group in groups)
+    # All weights of experts are operands.
+    operands = (
+        max(0.0, part.fp8_parameters - part.expert_parameters),
+        min(part.fp8_parameters, part.expert_parameters),
+    )
+    less = precision.weight_size - precision.gathered_size
+    back = sum(
+        system.gather_seconds(precision.weight_size * size - less * operand, *group)
+        for (size, *group), operand in zip(groups, operands, strict=True)
+    )
+    is_sharded = job.memory.shards_state
+    state = model_state(job, part, sharing)
+    return Waits(
+        reduction=out if is_sharded else 2 * out,
+        gathering=back if is_sharded else 0.0,
+        update=update_seconds(job, system, state.update, state.gradients),
+    )
+
 
 _BUCKET = 40e6
 """The fewest weights in a bucket of Megatron's gradient buffers, or a million for each data-parallel rank
@@ -72,7 +145,7 @@ class Workload:
         model: ModelParts | None = None,
     ) -> None:
         self.job, self.placement, self.data = job, placement, data
-        parallel, replicated = job.parallel, replicas.requested_replicas(job)
+        parallel, replicated = job.parallel, sizes.requested_replicas(job)
         self.tensor, self.context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
         # The copies that there are of each stage.
         self._copies = replicated.counts if replicated else (data,) * placement.ranks

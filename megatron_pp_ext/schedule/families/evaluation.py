@@ -7,8 +7,7 @@ microbatches), without its condition that p divides m.
 """
 
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
-from megatron_pp_ext.schedule.entry import require_pipeline
-from megatron_pp_ext.schedule.names import FORWARD_ONLY
+from megatron_pp_ext.schedule.entry import FORWARD_ONLY, require_pipeline
 from megatron_pp_ext.schedule.placement import Placement
 
 

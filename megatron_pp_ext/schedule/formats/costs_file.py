@@ -20,8 +20,7 @@ from pathlib import Path
 
 from megatron_pp_ext.files import write_json
 from megatron_pp_ext.json_input import naming, read_as
-from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.file_names import as_written
+from megatron_pp_ext.schedule.costs import Costs, as_written
 
 
 def write(costs: Costs, path: str | Path) -> None:

@@ -1,17 +1,38 @@
-"""The costs of each layer of a model, which are the input of the partitioner.
+"""The costs of each layer of a model, as JSON or as PipeDream's ``graph.txt``; the partitioner reads them.
 
 Layers depend on one another as a chain or as any directed acyclic graph.  ``profile_file`` has the form of
 the file.
+
+The file has one line for each layer, with times in milliseconds, sizes in bytes, and several outputs in
+brackets, and one line for each edge, which begins with a tab:
+
+    node2 -- LSTM(...) -- forward_compute_time=2.2, backward_compute_time=4.5, activation_size=[6.0; 1.0], ...
+        node2 -- node3
+
+The fourth field is ``parameter_size``.
+
+As in PipeDream's optimizer, nodes that only stand for the data are left out: a node called
+``Input...`` that reads nothing, and a node called ``__getitem__...`` that nothing reads.
+
+    {"layers": [{"name": "embedding", "forward_seconds": 0.0002, "backward_seconds": 0.0004,
+                 "activation_bytes": 4194304, "parameter_bytes": 1048576, "saved_bytes": 4325376,
+                 "symbol": "E"}, ...],
+     "edges": [["embedding", "layer 1"], ...]}
+
+The names are those of ``ProfiledLayer``.  ``saved_bytes`` and ``symbol`` may be left out, and ``edges`` where
+the layers are a chain.
 """
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
-from typing import ClassVar, Self
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
-from megatron_pp_ext.json_input import STRICT, require_printable
+from megatron_pp_ext.files import read_text, write_json
+from megatron_pp_ext.json_input import STRICT, naming, parse_as, require_printable
 
 MOST = 1e18
 """The most seconds or bytes of a layer, with which the partitioner's sums and products stay finite."""
@@ -149,3 +170,110 @@ def _sorted(count: int, edges: list[tuple[int, int]], names: list[str]) -> list[
         sorter.done(number)
         ready += sorter.get_ready()
     return order
+
+
+_FIELDS = {
+    "forward_compute_time": 1e-3,
+    "backward_compute_time": 1e-3,
+    "activation_size": 1.0,
+    "parameter_size": 1.0,
+}
+"""The fields, and the factors that convert them to seconds and bytes."""
+
+
+def read_graph_txt(text: str) -> Profile:
+    """Return the profile in ``text``; ValueError, naming line or layer, for anything that is not as above."""
+    layers: dict[str, ProfiledLayer] = {}
+    kinds: dict[str, str] = {}
+    edges: list[tuple[str, str]] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        words = line.strip().split(" -- ")
+        if line.startswith("\t"):
+            if len(words) != 2:
+                raise ValueError(f"line {number}: {line.strip()!r} is no edge: write 'node1 -- node2'")
+            edges.append((words[0], words[1]))
+            continue
+        if len(words) < 3:
+            raise ValueError(
+                f"line {number}: {line.strip()!r} is no layer: write 'node1 -- name -- fields', and a tab "
+                "before an edge"
+            )
+        if words[0] in layers:
+            raise ValueError(f"line {number}: {words[0]} comes twice: names must differ, rename one")
+        layers[words[0]] = _layer(words[0], words[2])
+        kinds[words[0]] = words[1]
+    readers, read_ones = {a for a, _ in edges}, {b for _, b in edges}
+    data = {
+        name
+        for name, kind in kinds.items()
+        if (kind.startswith("Input") and name not in read_ones)
+        or (kind.startswith("__getitem__") and name not in readers)
+    }
+    return Profile.graph(
+        [layer for name, layer in layers.items() if name not in data],
+        [(a, b) for a, b in edges if a not in data and b not in data],
+    )
+
+
+def _layer(name: str, text: str) -> ProfiledLayer:
+    fields = dict(part.split("=", 1) for part in text.split(", ") if "=" in part)
+    values = []
+    for field, unit in _FIELDS.items():
+        if field not in fields:
+            raise ValueError(f"layer {name!r}: {field} is missing: add it or profile again")
+        try:
+            values.append(unit * sum(float(word) for word in fields[field].strip("[]").split(";")))
+        except ValueError:
+            raise ValueError(
+                f"layer {name!r}: {field} is {fields[field]!r}, but must be a number: profile again"
+            ) from None
+    forward, backward, activation, parameter = values
+    return ProfiledLayer(name, forward, backward, activation, parameter)
+
+
+def write(profile: Profile, path: Path) -> None:
+    """Write ``profile`` to ``path`` as JSON."""
+    rows = [
+        {name: value for name, value in asdict(layer).items() if value not in (None, "")}
+        for layer in profile.layers
+    ]
+    content: dict[str, Any] = {"layers": rows}
+    if not profile.is_chain:
+        content["edges"] = [[profile.layers[a].name, profile.layers[b].name] for a, b in profile.edges]
+    write_json(path, content)
+
+
+def read(path: str | Path) -> Profile:
+    """Return the profile in ``path``: JSON if it begins with a brace, else PipeDream's ``graph.txt``.
+
+    ValueError, naming the file, for anything that is neither.
+    """
+    with naming(path):
+        try:
+            text = read_text(Path(path))
+        except UnicodeDecodeError:
+            raise ValueError("not a text: give a JSON profile or PipeDream's graph.txt") from None
+        profile = _read_json(text) if text.lstrip().startswith("{") else read_graph_txt(text)
+        if len(profile.layers) > 1 and not profile.edges:
+            raise ValueError(
+                f"no edges, so that none of {len(profile.layers)} layers reads another: write an edge for "
+                "each that does, in graph.txt with a tab before 'node1 -- node2'"
+            )
+        return profile
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    __pydantic_config__: ClassVar = STRICT
+
+    layers: tuple[ProfiledLayer, ...]
+    edges: tuple[tuple[str, str], ...] | None = None
+
+
+def _read_json(text: str) -> Profile:
+    content = parse_as(_Content, text, "write {'layers': [...]}")
+    if content.edges is None:
+        return Profile.chain(content.layers)
+    return Profile.graph(content.layers, content.edges)

@@ -7,8 +7,7 @@ from typing import ClassVar, NamedTuple
 
 from megatron_pp_ext.files import write_whole
 from megatron_pp_ext.json_input import STRICT, naming, read_as
-from megatron_pp_ext.schedule.costs import HeadCosts, StageCosts
-from megatron_pp_ext.schedule.file_names import as_written, in_files
+from megatron_pp_ext.schedule.costs import HeadCosts, StageCosts, as_written, in_files
 
 
 class Collective(NamedTuple):

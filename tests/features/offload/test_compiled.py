@@ -5,8 +5,8 @@ import json
 import pytest
 
 from megatron_pp_ext.compiler.compile import placements_of
-from megatron_pp_ext.features.offload import compiled
-from megatron_pp_ext.features.offload.compiled import planned, published_orders, shortest_within
+from megatron_pp_ext.features.offload import order
+from megatron_pp_ext.features.offload.order import planned, published_orders, shortest_within
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.costs import Costs
@@ -40,8 +40,8 @@ def test_nothing_keeps_less_than_a_forward_alone():
 @pytest.fixture
 def plans(monkeypatch):
     """The orders whose copies are planned."""
-    seen, plan = [], compiled.least_copies
-    monkeypatch.setattr(compiled, "least_copies", lambda *step: seen.append(step[0].schedule) or plan(*step))
+    seen, plan = [], order.least_copies
+    monkeypatch.setattr(order, "least_copies", lambda *step: seen.append(step[0].schedule) or plan(*step))
     return seen
 
 

@@ -6,14 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pp_ext.features.offload.free_plans import (
+from megatron_pp_ext.features.offload.copies import (
+    forwards_ahead,
     over,
     share_offloaded,
     with_share,
+    with_whole_share,
     within,
+    within_limits,
     without_copies,
 )
-from megatron_pp_ext.features.offload.longer_plans import forwards_ahead, with_whole_share, within_limits
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.check import check
 from tests.features.offload.test_free_plans import costs_of

@@ -9,9 +9,9 @@ from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.compiler.source import Source
 from megatron_pp_ext.costs.part import Part
-from megatron_pp_ext.features.offload import options, order
+from megatron_pp_ext.features.offload import order
+from megatron_pp_ext.features.offload.copies import share_offloaded
 from megatron_pp_ext.features.offload.feature import Offloading
-from megatron_pp_ext.features.offload.free_plans import share_offloaded
 from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.costs import CostModel, Costs, StageCosts
 from megatron_pp_ext.schedule.simulate import simulate
@@ -26,7 +26,7 @@ MODEL = CostModel(lambda placement: Costs.per_rank(RANKS, placement.chunks))
 
 def built(name, pipeline_offload, pipeline_memory_limit=None):
     request = named(name, RANKS, MICROBATCHES)
-    request = options.with_offload(request, pipeline_offload, pipeline_memory_limit)
+    request = order.with_offload(request, pipeline_offload, pipeline_memory_limit)
     schedule = make(request, MODEL).schedule
     check(schedule)
     costs = order.with_copy_seconds(MODEL.of(schedule.placement))
@@ -43,10 +43,10 @@ def test_a_share_leaves(name):
 
 
 def test_people_are_told_by_how_much_a_step_grows():
-    request = options.with_offload(named("v-half", RANKS, MICROBATCHES), "1", None)
+    request = order.with_offload(named("v-half", RANKS, MICROBATCHES), "1", None)
     note = make(request, MODEL).note
     assert re.fullmatch(r"copies to the host make steps \d\.\d% longer by the estimate", note)
-    free = options.with_offload(named("v-half", RANKS, MICROBATCHES), "0.25", None)
+    free = order.with_offload(named("v-half", RANKS, MICROBATCHES), "0.25", None)
     assert not make(free, MODEL).note
 
 
@@ -61,7 +61,7 @@ def test_auto_sends_what_costs_no_time_or_as_little_as_keeps_the_limit():
 def test_the_compiler_chooses_by_itself():
     """A quarter of what 1F1B keeps is one microbatch: an order alone that keeps it has hardly a pipeline."""
     request = named("flex", RANKS, MICROBATCHES, limit=0.375)
-    request = options.with_offload(request, "auto", 0.375)
+    request = order.with_offload(request, "auto", 0.375)
     schedule = make(request, MODEL).schedule
     check(schedule)
     assert schedule.name == "flex" and schedule.copies
@@ -71,7 +71,7 @@ def test_the_compiler_chooses_by_itself():
 
 @pytest.mark.parametrize(("limit", "is_compiled"), [wide((0.375, False)), (1.0, True)])
 def test_an_order_without_copies_is_compiled_where_its_bound_is_no_longer_than_the_step(limit, is_compiled):
-    request = options.with_offload(named("flex", RANKS, MICROBATCHES, limit=limit), "auto", limit)
+    request = order.with_offload(named("flex", RANKS, MICROBATCHES, limit=limit), "auto", limit)
     made = []
 
     def alone(request):
@@ -107,7 +107,7 @@ def test_bytes_go_over_the_host_link():
 def test_what_a_forward_keeps_is_known_where_it_is_counted_in_bytes():
     part = Part(forward_seconds=1, input_gradient_seconds=1, weight_gradient_seconds=1, parameters=7.0)
     assert part.costs().parameters == 7, "so that copies of an estimated stage are planned in bytes"
-    request = options.with_offload(named("1f1b", 2, 4), 0.5, None)
+    request = order.with_offload(named("1f1b", 2, 4), 0.5, None)
     costs = Costs((StageCosts(1, 1, 1, activation=3e9, parameters=7.0),) * 2)
     assert Source(request, CostModel.fixed(costs)).kept_bytes == (3e9, 3e9)
     assert Source(request, CostModel.fixed(Costs.per_rank(2, 1))).kept_bytes == ()
@@ -117,7 +117,7 @@ def test_models_that_the_estimate_does_not_know_are_planned_at_unit_costs():
     def unknown(placement):
         raise ValueError("not modelled")
 
-    request = options.with_offload(named("v-half", RANKS, MICROBATCHES), 0.5, None)
+    request = order.with_offload(named("v-half", RANKS, MICROBATCHES), 0.5, None)
     schedule = make(request, CostModel(unknown)).schedule
     assert len(schedule.copies.reloads) == schedule.placement.stages * MICROBATCHES / 2
 
@@ -130,7 +130,7 @@ def test_costs_are_asked_for_when_the_schedule_is_requested():
         asked.append(placement.splits_head)
         return MODEL.of(placement)
 
-    request = options.with_offload(named("v-half", RANKS, MICROBATCHES), 0.5, None)
+    request = order.with_offload(named("v-half", RANKS, MICROBATCHES), 0.5, None)
     source = Source(request, CostModel(known_for_now))
     assert asked == [False]
     assert source.schedule(MICROBATCHES + 1).copies
@@ -145,6 +145,6 @@ def test_a_vocabulary_that_ranks_share_leaves_room_for_copies(is_known):
         return Costs.per_rank(RANKS).with_split_head(1.0, RANKS)
 
     request = replace(named("1f1b", RANKS, MICROBATCHES), splits_head=True)
-    schedule = make(options.with_offload(request, 0.5, None), CostModel(costs)).schedule
+    schedule = make(order.with_offload(request, 0.5, None), CostModel(costs)).schedule
     check(schedule)
     assert schedule.placement.splits_head and len(schedule.copies.reloads) == RANKS * MICROBATCHES / 2

@@ -4,7 +4,7 @@ import pytest
 
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
-from megatron_pp_ext.features.pairs.options import Pairs, paired
+from megatron_pp_ext.features.pairs.order import Pairs, request_in_pairs
 from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.planner.step.model_description import asked_of, describe
 
@@ -34,11 +34,11 @@ def test_the_flag_is_read(flags: dict[str, object], has_pairs: bool) -> None:
 
 
 def test_pairs_are_asked_for_once() -> None:
-    request = paired(named("dualpipe-v", 2, 8))
+    request = request_in_pairs(named("dualpipe-v", 2, 8))
     assert request.with_option(Pairs()) == request
-    assert paired(named("dualpipe-v", 2, 8), is_paired=False) == named("dualpipe-v", 2, 8)
+    assert request_in_pairs(named("dualpipe-v", 2, 8), is_paired=False) == named("dualpipe-v", 2, 8)
 
 
 def test_a_family_without_pairs_is_refused() -> None:
     with pytest.raises(ValueError, match="leave pairs out, or use one of: 1f1b"):
-        make(paired(named("zb-h1", 2, 8)))
+        make(request_in_pairs(named("zb-h1", 2, 8)))

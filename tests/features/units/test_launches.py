@@ -14,13 +14,11 @@ from megatron_pp_ext.features.units.rates import LengthCosts
 from megatron_pp_ext.features.units.units import Units, whole
 from megatron_pp_ext.runtime.plan import plan_orders, plan_rank
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.actions import Schedule
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.actions import Announced, Schedule
+from megatron_pp_ext.schedule.costs import Costs, UnitCosts
 from megatron_pp_ext.schedule.families import pipedream
-from megatron_pp_ext.schedule.families.round_robin import Replicas
-from megatron_pp_ext.schedule.orders import Announced
+from megatron_pp_ext.schedule.families.pipedream import Replicas
 from megatron_pp_ext.schedule.placement import Placement, linear
-from megatron_pp_ext.schedule.unit_costs import UnitCosts
 from tests.launches.test_cannot_hang import assert_finishes_strictly
 from tests.support.few_sends import seconds_of, step_seconds
 

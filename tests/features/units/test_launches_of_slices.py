@@ -12,9 +12,9 @@ from megatron_pp_ext.features.units.plan import Planner
 from megatron_pp_ext.features.units.rates import LengthCosts, StageRates
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.schedule.costs import UnitCosts
 from megatron_pp_ext.schedule.placement import Placement, linear, v
 from megatron_pp_ext.schedule.simulate import simulate
-from megatron_pp_ext.schedule.unit_costs import UnitCosts
 from tests.launches.test_cannot_hang import assert_finishes_strictly
 from tests.support.few_sends import step_seconds
 

@@ -5,7 +5,7 @@ import pytest
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.features.units.options import Ordering, Slices, are_by_length, slices, with_order
 from megatron_pp_ext.job import call, pipeline
-from megatron_pp_ext.job.call_words import in_words_of_call
+from megatron_pp_ext.job.model_config import in_words_of_call
 from tests.features.units.test_estimates import asked
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
-from megatron_pp_ext.features.pairs.options import paired
+from megatron_pp_ext.features.pairs.order import request_in_pairs
 from megatron_pp_ext.features.units.comparison import peak_tokens, side_by_side, timeline
 from megatron_pp_ext.features.units.microbatches import Microbatches
 from megatron_pp_ext.features.units.plan import Planner, Template, in_order, plan
@@ -81,7 +81,7 @@ def test_plans_are_valid_and_never_longer_than_what_they_start_from(name, ranks,
 
 
 def test_pairs_are_planned_with_what_they_take():
-    schedule = make(paired(named("dualpipe-v", 4, 9))).schedule
+    schedule = make(request_in_pairs(named("dualpipe-v", 4, 9))).schedule
     found, costs = planned(schedule, replace(costs_of(schedule.placement), pair=0.7), step(9), budget=SHORT)
     check(found.schedule)
     assert found.schedule.paired == schedule.paired

@@ -12,7 +12,7 @@ from megatron_pp_ext.planner.search.configurations import record
 from megatron_pp_ext.planner.search.lower_bounds import bounds, least_memory
 from megatron_pp_ext.planner.search.result import Compiles
 from megatron_pp_ext.planner.step.estimate import estimate_request
-from megatron_pp_ext.schedule.names import FLEX
+from megatron_pp_ext.schedule.entry import FLEX
 from tests.planner.test_configuration_search import (
     A100,
     estimated,

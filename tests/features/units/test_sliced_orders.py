@@ -10,14 +10,13 @@ from hypothesis import strategies as some
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
-from megatron_pp_ext.features.offload.options import Offload
-from megatron_pp_ext.features.pairs.options import paired
+from megatron_pp_ext.features.offload.order import OffloadRequest
+from megatron_pp_ext.features.pairs.order import request_in_pairs
 from megatron_pp_ext.features.units.microbatches import Microbatches
 from megatron_pp_ext.features.units.options import Slices
 from megatron_pp_ext.features.units.plan import Planner
 from megatron_pp_ext.features.units.rates import LengthCosts
-from megatron_pp_ext.features.units.shift import more, require_chain_order, shifted
-from megatron_pp_ext.features.units.sliced_orders import of_equal_slices
+from megatron_pp_ext.features.units.sliced_orders import more, of_equal_slices, require_chain_order, shifted
 from megatron_pp_ext.features.units.units import cut, equal_slices, ordered
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
@@ -170,7 +169,7 @@ def test_slices_go_with_pairs_and_a_split_head_but_not_with_copies() -> None:
     in_slices = named("1f1b", 4, 4).with_option(Slices(1, 4))
     split = make(replace(in_slices, splits_head=True), CostModel.fixed(costs)).schedule
     assert sum(action.kind is Kind.T for action in split) == 4 * 4 * 4
-    pairs = make(paired(named("dualpipe-v", 4, 8)).with_option(Slices(1, 3))).schedule
+    pairs = make(request_in_pairs(named("dualpipe-v", 4, 8)).with_option(Slices(1, 3))).schedule
     assert pairs.paired and pairs.microbatches == 24
     with pytest.raises(ValueError, match="not copied to the host"):
-        make(in_slices.with_option(Offload(0.5)), CostModel.fixed(costs))
+        make(in_slices.with_option(OffloadRequest(0.5)), CostModel.fixed(costs))

@@ -7,15 +7,14 @@ from random import Random
 import pytest
 
 from megatron_pp_ext.compiler.bounds import lower_bound
-from megatron_pp_ext.features.offload.free_plans import with_share
+from megatron_pp_ext.features.offload.copies import with_share
 from megatron_pp_ext.features.vocabulary.share import share, share_evaluation, without_weight_gradients
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind, Schedule
+from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind, Orders, Schedule
 from megatron_pp_ext.schedule.check import InvalidSchedule, check
 from megatron_pp_ext.schedule.costs import Costs, HeadCosts, StageCosts
-from megatron_pp_ext.schedule.formats import costs_file, csv_file, trace_file, trace_reading
+from megatron_pp_ext.schedule.formats import costs_file, csv_file, trace_file
 from megatron_pp_ext.schedule.messages import Exchange, Exchanged, planned_launches
-from megatron_pp_ext.schedule.orders import Orders
 from megatron_pp_ext.schedule.placement import linear, loop, v, wave
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from tests.support.random_orders import random_schedule
@@ -214,7 +213,7 @@ def test_files_keep_it(name: str, tmp_path) -> None:
     assert costs_file.read(tmp_path / "costs.json") == costs
     timeline = simulate(schedule, costs)
     trace_file.write_timeline(tmp_path / "trace.json", timeline)
-    step = trace_reading.read(tmp_path / "trace.json")
+    step = trace_file.read(tmp_path / "trace.json")
     assert step.placement == schedule.placement
     assert step.timeline().schedule.orders == schedule.orders
 

@@ -15,7 +15,7 @@ from tests.support.samples import note_samples
 # isort: split
 from megatron.training import arguments
 
-from megatron_pp_ext.features.offload.megatron import host_activations
+from megatron_pp_ext.features.offload import megatron
 from tests.hunt.faults.strike import Strike, count_calls
 
 install()
@@ -37,7 +37,7 @@ class Orders:
 def be_rank(rank: int, orders: Orders) -> dict[str, Any]:
     """Train; return the losses, those of evaluations, and how many calls each moment has."""
     note_samples(orders.samples / str(rank))
-    host_activations.SMALLEST = 1  # storages of a tiny model move, too
+    megatron.SMALLEST = 1  # storages of a tiny model move, too
     if orders.strike:
         _wait_for_seconds_only()
     calls = count_calls(orders.strike if rank == orders.victim else None)

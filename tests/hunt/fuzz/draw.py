@@ -3,7 +3,7 @@
 from functools import cache
 from random import Random
 
-from megatron_pp_ext.schedule.names import AUTO, FLEX
+from megatron_pp_ext.schedule.entry import AUTO, FLEX
 from megatron_pp_ext.verification.reference_runs import SCHEDULE_FLAGS
 from tests.hunt.fuzz.factors import FACTORS, FLAGS, Row, is_legal, levels
 from tests.hunt.fuzz.job import STOCK, has_checkpoint, is_cut

@@ -9,8 +9,8 @@ from random import Random
 from megatron_pp_ext.features.pairs.order import in_pairs
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.entry import AUTO, FLEX
 from megatron_pp_ext.schedule.formats import costs_file, csv_file
-from megatron_pp_ext.schedule.names import AUTO, FLEX
 from megatron_pp_ext.schedule.placement import Placement, Shape
 from megatron_pp_ext.verification.reference_runs import stock_flags
 from tests.hunt.fuzz.factors import DATA, FLAGS, Row

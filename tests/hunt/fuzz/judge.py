@@ -11,8 +11,7 @@ from dataclasses import replace
 import torch
 
 from megatron_pp_ext.schedule.formats.run_record import RunRecord
-from megatron_pp_ext.verification.tolerances import Arithmetic
-from megatron_pp_ext.verification.verdict import LOSS, compare, relative
+from megatron_pp_ext.verification.verdict import LOSS, Arithmetic, compare, relative
 from tests.hunt.fuzz.noise import SILENCE, Noise
 from tests.support import rounding
 from tests.support.comparison import Result

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_pp_ext.integration.core.global_names import global_parameters
+from megatron_pp_ext.megatron.core.parameters import global_parameters
 from megatron_pp_ext.verification.verdict import relative
 from tests.support import rounding, training
 from tests.support.comparison import Result

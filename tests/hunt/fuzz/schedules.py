@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from random import Random
 
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.names import AUTO, FLEX
+from megatron_pp_ext.schedule.entry import AUTO, FLEX
 from megatron_pp_ext.schedule.placement import Shape
 from tests.hunt.fuzz.factors import Row
 from tests.hunt.fuzz.job import CSV, CSV_ANY_ORDER, file_of

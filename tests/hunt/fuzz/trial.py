@@ -21,8 +21,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_pp_ext.features.offload.megatron import host_activations
-from megatron_pp_ext.verification.tolerances import Arithmetic
+from megatron_pp_ext.features.offload import megatron
+from megatron_pp_ext.verification.verdict import Arithmetic
 from tests.hunt.fuzz import job, judge, samples, stores
 from tests.hunt.fuzz.factors import Row, is_legal
 from tests.hunt.fuzz.noise import BOUNDLESS, DRAWS, SILENCE, LastBits, Noise, between
@@ -101,7 +101,7 @@ class Trials:
         self._train = train
         self._stock_of = lru_cache(_KEPT)(self._run_stock)
         samples.write(folder)
-        host_activations.SMALLEST = 1  # small models, too, have something that leaves the device
+        megatron.SMALLEST = 1  # small models, too, have something that leaves the device
 
     def __call__(self, row: Row) -> Outcome:
         """Run the case; whatever goes wrong is in the outcome."""

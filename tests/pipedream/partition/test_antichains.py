@@ -6,8 +6,7 @@ from itertools import chain, pairwise
 import pytest
 
 from megatron_pp_ext.pipedream.partition import antichains
-from megatron_pp_ext.pipedream.partition.antichains import states_of
-from megatron_pp_ext.pipedream.partition.branches import groups_of
+from megatron_pp_ext.pipedream.partition.antichains import groups_of, states_of
 from megatron_pp_ext.schedule.formats.profile import Profile, ProfiledLayer
 
 

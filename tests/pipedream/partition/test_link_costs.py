@@ -10,13 +10,12 @@ from benchmarks.planner.chains import random_chain
 from megatron_pp_ext.pipedream.partition.cost_formulas import FORMULAS
 from megatron_pp_ext.pipedream.partition.partitioner import Partition, partition
 from megatron_pp_ext.pipedream.partition.recurrence import Level
-from megatron_pp_ext.schedule.formats import graph_txt
-from megatron_pp_ext.schedule.formats.profile import Profile, ProfiledLayer
+from megatron_pp_ext.schedule.formats.profile import Profile, ProfiledLayer, read_graph_txt
 from reference import vgg16
 from tests.support import rounding
 from tests.support.link_judge import StageWork, makespan, seconds_of_a_microbatch, stages_of
 
-MODELS = {"VGG-16": graph_txt.read(vgg16.graph_txt())} | {f"random {at}": random_chain(at) for at in range(2)}
+MODELS = {"VGG-16": read_graph_txt(vgg16.graph_txt())} | {f"random {at}": random_chain(at) for at in range(2)}
 
 DEEP = 16
 """With so many times as many microbatches in flight as PipeDream keeps, queues do not run empty."""

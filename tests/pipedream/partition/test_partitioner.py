@@ -12,13 +12,18 @@ from hypothesis import strategies as st
 from megatron_pp_ext.pipedream.partition.cost_formulas import FORMULAS, StageLoad, reference
 from megatron_pp_ext.pipedream.partition.partitioner import MOST_STATE, Partition, partition
 from megatron_pp_ext.pipedream.partition.recurrence import Level
-from megatron_pp_ext.schedule.formats import graph_txt
-from megatron_pp_ext.schedule.formats.profile import LEAST_SECONDS, MOST, Profile, ProfiledLayer
+from megatron_pp_ext.schedule.formats.profile import (
+    LEAST_SECONDS,
+    MOST,
+    Profile,
+    ProfiledLayer,
+    read_graph_txt,
+)
 from reference import vgg16
 from tests.support import rounding
 from tests.support.every_pipeline import Oracle
 
-VGG16 = graph_txt.read(vgg16.graph_txt())
+VGG16 = read_graph_txt(vgg16.graph_txt())
 
 numbers = st.integers(0, 9).map(float)
 layers = st.builds(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_pp_ext.schedule.formats import graph_txt, profile_file
+from megatron_pp_ext.schedule.formats.profile import read, read_graph_txt
 from reference import vgg16
 
 FIELDS = "forward_compute_time=1.5, backward_compute_time=2.5, activation_size=8.0, parameter_size=4.0"
@@ -13,7 +13,7 @@ def text(*lines: str) -> str:
 
 
 def test_vgg16():
-    profile = graph_txt.read(vgg16.graph_txt())
+    profile = read_graph_txt(vgg16.graph_txt())
     assert [layer.name for layer in profile.layers] == [f"node{number}" for number in range(2, 42)]
     assert profile.seconds == pytest.approx(0.672535)
     assert len(profile.edges) == 40 and not profile.is_chain
@@ -23,7 +23,7 @@ def test_vgg16():
 
 
 def test_order_in_the_file_does_not_matter():
-    profile = graph_txt.read(text("b -- B -- FIELDS", "a -- A -- FIELDS", "\ta -- b"))
+    profile = read_graph_txt(text("b -- B -- FIELDS", "a -- A -- FIELDS", "\ta -- b"))
     assert [layer.name for layer in profile.layers] == ["a", "b"]
     assert profile.is_chain
 
@@ -31,7 +31,7 @@ def test_order_in_the_file_does_not_matter():
 def test_what_is_only_data_is_left_out():
     """The inputs, and items of a tuple that nobody takes."""
     several = FIELDS.replace("8.0", "[8.0; 2.0; 1.0]")
-    profile = graph_txt.read(
+    profile = read_graph_txt(
         text(
             "n1 -- Input0 -- FIELDS",
             f"n2 -- LSTM(1024, 1024) -- {several}",
@@ -77,5 +77,5 @@ def test_refusals(lines, message, tmp_path):
     file = tmp_path / "graph.txt"
     file.write_text(text(*lines))
     with pytest.raises(ValueError, match=r"graph\.txt: ") as error:
-        profile_file.read(file)
+        read(file)
     assert message in str(error.value)

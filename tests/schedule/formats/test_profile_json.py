@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from megatron_pp_ext.schedule.formats import profile_file
-from megatron_pp_ext.schedule.formats.profile import Profile, ProfiledLayer
+from megatron_pp_ext.schedule.formats.profile import Profile, ProfiledLayer, read, write
 
 LAYER = {
     "name": "a",
@@ -24,8 +23,8 @@ def test_there_and_back(edges, tmp_path):
         ProfiledLayer("c", 1, 2, 3, 4, 0),
     ]
     profile = Profile.graph(layers, edges)
-    profile_file.write(profile, tmp_path / "profile.json")
-    assert profile_file.read(tmp_path / "profile.json") == profile
+    write(profile, tmp_path / "profile.json")
+    assert read(tmp_path / "profile.json") == profile
 
 
 def test_kept_bytes_stand_in_for_what_was_not_measured():
@@ -72,5 +71,5 @@ def test_refusals(content, message, tmp_path):
     file = tmp_path / "profile.json"
     file.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
     with pytest.raises(ValueError, match=r"profile\.json: ") as error:
-        profile_file.read(file)
+        read(file)
     assert message in str(error.value)

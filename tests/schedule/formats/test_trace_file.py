@@ -6,15 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_pp_ext.features.offload.free_plans import with_share
+from megatron_pp_ext.features.offload.copies import with_share
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.actions import Action, Kind
+from megatron_pp_ext.schedule.actions import Action, Kind, Label, Span
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
-from megatron_pp_ext.schedule.formats import trace_file, trace_reading
+from megatron_pp_ext.schedule.formats import trace_file
 from megatron_pp_ext.schedule.placement import linear
 from megatron_pp_ext.schedule.recorded import Measured, RankRecord, Reduction, UnitNames
 from megatron_pp_ext.schedule.simulate import simulate
-from megatron_pp_ext.schedule.spans import Label, Span
 
 
 @pytest.fixture
@@ -86,7 +85,7 @@ def test_recorded_steps_have_flows_too_and_are_read_back(timeline, tmp_path):
     ]
     path = tmp_path / "trace.json"
     trace_file.write(path, "v-half", timeline.schedule.placement, records)
-    step = trace_reading.read(path)
+    step = trace_file.read(path)
     again = step.timeline()
     assert again.schedule == replace(timeline.schedule, name=step.name)
     assert [e.start for e in again.events[1]] == pytest.approx([e.start for e in timeline.events[1]])
@@ -109,7 +108,7 @@ def test_a_whole_backward_sends_its_gradient(tmp_path):
 def test_simulated_steps_are_read_back(timeline, tmp_path):
     units = UnitNames("weeks", "crates")
     trace_file.write_timeline(tmp_path / "a.json", timeline, units)
-    step = trace_reading.read(tmp_path / "a.json")
+    step = trace_file.read(tmp_path / "a.json")
     assert step.units == units
     assert step.timeline().schedule == timeline.schedule
     assert step.timeline().makespan == pytest.approx(timeline.makespan)
@@ -129,7 +128,7 @@ def test_copies_have_tracks_of_their_own_and_are_read_back(tmp_path):
     assert all(event["dur"] == pytest.approx(0.25e6) and event["tid"] >= 2 for event in copies)
     names = {event["args"]["name"] for event in found if event["name"] == "thread_name"}
     assert names == {"actions", "copies to the host", "copies from the host"}
-    step = trace_reading.read(tmp_path / "trace.json")
+    step = trace_file.read(tmp_path / "trace.json")
     assert step.timeline().makespan == pytest.approx(timeline.makespan)
     for record, row in zip(step.records, timeline.copies, strict=True):
         about = [(dict(label.about), times) for label, *times in record.spans]
@@ -137,7 +136,7 @@ def test_copies_have_tracks_of_their_own_and_are_read_back(tmp_path):
         assert there == {copied[:2]: pytest.approx(copied.out) for copied in row}
         assert len(record.spans) == 2 * len(row)
     trace_file.write(tmp_path / "again.json", step.name, step.placement, step.records)
-    again = trace_reading.read(tmp_path / "again.json").records
+    again = trace_file.read(tmp_path / "again.json").records
     assert [_labels(record) for record in again] == [_labels(record) for record in step.records]
 
 
@@ -147,14 +146,14 @@ def _labels(record: RankRecord) -> list[Label]:
 
 def test_spans_without_a_track_stand_with_the_actions_and_are_read_back(timeline, tmp_path):
     trace_file.write_timeline(tmp_path / "trace.json", timeline)
-    step = trace_reading.read(tmp_path / "trace.json")
+    step = trace_file.read(tmp_path / "trace.json")
     spans = (Span(Label("exchange", "dispatch"), 1.0, 4.0), Span(Label("exchange", "combine"), 2.0, 3.0))
     records = [step.records[0]._replace(spans=spans), *step.records[1:]]
     trace_file.write(tmp_path / "again.json", step.name, step.placement, records)
     events = json.loads((tmp_path / "again.json").read_text())["traceEvents"]
     shown = [(event["ph"], event["name"]) for event in events if event.get("cat") == "exchange"]
     assert shown == [("b", "dispatch"), ("e", "dispatch"), ("b", "combine"), ("e", "combine")]
-    first, *others = trace_reading.read(tmp_path / "again.json").records
+    first, *others = trace_file.read(tmp_path / "again.json").records
     assert first.spans == tuple(span._replace(start=pytest.approx(span.start)) for span in spans)
     assert not any(record.spans for record in others)
 
@@ -209,7 +208,7 @@ def test_what_is_no_trace_is_refused_in_one_short_line(name, content, tmp_path):
     path = tmp_path / "a.json"
     path.write_bytes(written if isinstance(written, bytes) else changed(content, *written))
     with pytest.raises(ValueError, match=message) as error:
-        trace_reading.read(path)
+        trace_file.read(path)
     assert "is no trace that this package wrote" in str(error.value)
     assert str(error.value).isprintable()
     assert len(str(error.value)) < len(str(path)) + 300
@@ -217,7 +216,7 @@ def test_what_is_no_trace_is_refused_in_one_short_line(name, content, tmp_path):
 
 def test_a_trace_may_be_compressed(timeline, content, tmp_path):
     (tmp_path / "a.json.gz").write_bytes(gzip.compress(json.dumps(content).encode()))
-    assert trace_reading.read(tmp_path / "a.json.gz").timeline().schedule == timeline.schedule
+    assert trace_file.read(tmp_path / "a.json.gz").timeline().schedule == timeline.schedule
 
 
 def test_what_is_measured_of_a_rank_is_read_back(tmp_path):
@@ -243,7 +242,7 @@ def test_what_is_measured_of_a_rank_is_read_back(tmp_path):
     trace_file.write(path, "gpipe", linear(2), records)
     begun = [event["id"] for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "b"]
     assert len(set(begun)) == len(begun) == 6  # viewers join events with the same id
-    step = trace_reading.read(path)
+    step = trace_file.read(path)
     assert [record.clock_error for record in step.records] == [0.0, 0.125]
     assert [record.device_bytes for record in step.records] == [2**30, None]
     assert [record.events[0].start for record in step.records] == pytest.approx([0.5, 0.0])

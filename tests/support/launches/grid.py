@@ -9,7 +9,7 @@ from megatron_pp_ext.features.vocabulary.share import share, share_evaluation
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.families import pipedream
-from megatron_pp_ext.schedule.families.round_robin import Replicas
+from megatron_pp_ext.schedule.families.pipedream import Replicas
 from megatron_pp_ext.schedule.placement import linear, loop, v, wave
 from tests.support.offloaded import half, with_offloaded
 

@@ -8,21 +8,16 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from megatron_pp_ext.features.offload.runtime.copy_streams import Timed
-from megatron_pp_ext.features.offload.runtime.copy_streams import Transfer as Copied
-from megatron_pp_ext.features.offload.runtime.host_buffers import HostBuffers
+from megatron_pp_ext.features.offload.runtime.host_buffers import HostBuffers, Timed
+from megatron_pp_ext.features.offload.runtime.host_buffers import Transfer as Copied
 from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations
-from megatron_pp_ext.features.vocabulary.runtime.embedding import SharedEmbedding
-from megatron_pp_ext.features.vocabulary.runtime.exchanges import Exchanges
-from megatron_pp_ext.features.vocabulary.runtime.output import SharedOutput
-from megatron_pp_ext.features.vocabulary.runtime.part import SharedVocabulary
-from megatron_pp_ext.features.vocabulary.runtime.rows import Rows
+from megatron_pp_ext.features.vocabulary.runtime.exchanges import Exchanges, Rows, SharedEmbedding
+from megatron_pp_ext.features.vocabulary.runtime.output import SharedOutput, SharedVocabulary
 from megatron_pp_ext.runtime.channels import DIMENSIONS, Channels
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import RankPlan, plan_rank
 from megatron_pp_ext.runtime.rank import Rank
-from megatron_pp_ext.schedule.actions import Kind, Schedule
-from megatron_pp_ext.schedule.orders import Announced
+from megatron_pp_ext.schedule.actions import Announced, Kind, Schedule
 from tests.support.launches.entries import Collective, Copy, Entry, HostWait, Kernel, Launches, Transfer, Wait
 
 

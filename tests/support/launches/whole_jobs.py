@@ -17,10 +17,10 @@ import torch.distributed as dist
 from megatron.core.transformer.moe import token_dispatcher
 
 from megatron_pp_ext import cpu
-from megatron_pp_ext.features.pairs.runtime.operations import Pair
-from megatron_pp_ext.integration.runners import flushed
+from megatron_pp_ext.features.pairs.runtime import Pair
+from megatron_pp_ext.megatron.runners import flushed
 from megatron_pp_ext.pipedream import flush_free
-from megatron_pp_ext.runtime.operations.operation import Recorded
+from megatron_pp_ext.runtime.operations import Recorded
 from megatron_pp_ext.runtime.rank import Rank
 from tests.support import training
 from tests.support.launches.entries import Collective, Entry, HostWait, Kernel, Launches, Transfer, Wait

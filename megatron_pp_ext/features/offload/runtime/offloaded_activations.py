@@ -25,8 +25,14 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_pp_ext.features.offload.runtime.copy_streams import CopyEngines, Timed, Transfer
-from megatron_pp_ext.features.offload.runtime.host_buffers import Completion, HostBuffer, HostBuffers
+from megatron_pp_ext.features.offload.runtime.host_buffers import (
+    Completion,
+    CopyEngines,
+    HostBuffer,
+    HostBuffers,
+    Timed,
+    Transfer,
+)
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner, watching
 
 

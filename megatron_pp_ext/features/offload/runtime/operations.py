@@ -1,4 +1,4 @@
-"""Copies of activations to the host and back (``schedule.copies``), and their places in a plan."""
+"""Copies of activations to the host and back (``schedule.actions``), and their places in a plan."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -6,12 +6,9 @@ from dataclasses import dataclass, replace
 
 from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations
 from megatron_pp_ext.runtime.activation_meter import Owner
-from megatron_pp_ext.runtime.extension import Extension, RankOrder
-from megatron_pp_ext.runtime.operations.compute import Compute
-from megatron_pp_ext.runtime.operations.operation import Operation
+from megatron_pp_ext.runtime.operations import Compute, Extension, Operation, RankOrder
 from megatron_pp_ext.runtime.rank import Rank
-from megatron_pp_ext.schedule.actions import Action, Kind
-from megatron_pp_ext.schedule.copies import label
+from megatron_pp_ext.schedule.actions import Action, Kind, label
 
 
 @dataclass(frozen=True, slots=True)

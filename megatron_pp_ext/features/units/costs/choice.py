@@ -12,16 +12,15 @@ from dataclasses import replace
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import LARGEST, Request
 from megatron_pp_ext.costs import system
-from megatron_pp_ext.costs.costs_of_stages import stage_costs, stage_seconds
+from megatron_pp_ext.costs.stages import stage_costs, stage_seconds
 from megatron_pp_ext.features.units.options import SLICE_FLAG, SMALLEST, Slices
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule.actions import UnitName
-from megatron_pp_ext.schedule.costs import CostModel, Costs, StageCosts
-from megatron_pp_ext.schedule.names import AUTO
+from megatron_pp_ext.schedule.costs import CostModel, Costs, StageCosts, UnitCosts
+from megatron_pp_ext.schedule.entry import AUTO
 from megatron_pp_ext.schedule.simulate import simulate
-from megatron_pp_ext.schedule.unit_costs import UnitCosts
 from megatron_pp_ext.setting_error import SettingError
 
 CostsOf = Callable[[Job], Costs]

@@ -27,11 +27,11 @@ from megatron_pp_ext.features.units.megatron.layers import Calls, named, with_pr
 from megatron_pp_ext.features.units.options import SLICE_FLAG
 from megatron_pp_ext.features.units.runtime import prefixes
 from megatron_pp_ext.features.units.runtime.prefixes import Slice, at_work_on
-from megatron_pp_ext.integration.core.mirrored_chunks import as_chunk
-from megatron_pp_ext.integration.runners.message_groups import device
-from megatron_pp_ext.integration.runners.model_stage import StepInputs
+from megatron_pp_ext.megatron.core.placed_models import as_chunk
+from megatron_pp_ext.megatron.runners.model_stage import StepInputs
+from megatron_pp_ext.megatron.runners.transport import device
 from megatron_pp_ext.runtime.activation_meter import Owner
-from megatron_pp_ext.runtime.first_rank import print_rank_0
+from megatron_pp_ext.runtime.rank import print_rank_0
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.setting_error import SettingError
 

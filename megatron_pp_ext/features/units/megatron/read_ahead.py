@@ -17,7 +17,7 @@ import torch
 from megatron_pp_ext.features.units.megatron.agreement import Documents, UnknownLengths
 from megatron_pp_ext.features.units.microbatches import Microbatches
 from megatron_pp_ext.features.units.options import Ordering, lengths_of_batch
-from megatron_pp_ext.integration.runners.model_stage import ForwardStep, StepInputs
+from megatron_pp_ext.megatron.runners.model_stage import ForwardStep, StepInputs
 
 _FIX = "or leave the order out"
 

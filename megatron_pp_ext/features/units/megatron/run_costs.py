@@ -9,15 +9,14 @@ parameters.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_pp_ext.features.guided.options import ProfileSteps
+from megatron_pp_ext.features.guided.order import ProfileSteps
 from megatron_pp_ext.features.units.microbatches import Microbatches
 from megatron_pp_ext.features.units.options import Ordering
 from megatron_pp_ext.features.units.rates import EQUAL_AT, LengthCosts
-from megatron_pp_ext.integration.requested import Pipeline
-from megatron_pp_ext.integration.runners.step_parts import Step
-from megatron_pp_ext.runtime.first_rank import print_rank_0
-from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.unit_costs import UnitCosts
+from megatron_pp_ext.megatron.requested import Pipeline
+from megatron_pp_ext.megatron.runners.flushed import Step
+from megatron_pp_ext.runtime.rank import print_rank_0
+from megatron_pp_ext.schedule.costs import Costs, UnitCosts
 
 _LENGTH = 4096
 """The length at which the model's arithmetic is asked, and half of it: any two lengths tell a line."""

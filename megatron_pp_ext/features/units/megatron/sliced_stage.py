@@ -1,18 +1,57 @@
 """A stage that works on slices of sequences; ``ModelStage`` works on whole ones."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules as stock_schedules
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-from megatron_pp_ext.features.units.megatron import router_losses
 from megatron_pp_ext.features.units.megatron.layers import Call, Calls, calling
 from megatron_pp_ext.features.units.options import SLICE_FLAG
 from megatron_pp_ext.features.units.runtime.prefixes import Sequence, Slice, at_work_on
 from megatron_pp_ext.features.units.units import Units
-from megatron_pp_ext.integration.runners.model_stage import ModelStage, step_of_one_call
+from megatron_pp_ext.megatron.runners.model_stage import ModelStage, step_of_one_call
 from megatron_pp_ext.runtime.activation_meter import Owner
+
+
+def _logged() -> dict[str, torch.Tensor]:
+    """Return the sums of layers, by the names of the losses, that Megatron prints after a step."""
+    try:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    except ImportError:  # an older release
+        tracker = parallel_state.get_moe_layer_wise_logging_tracker()
+        return {name: entry["values"] for name, entry in tracker.items()}
+    return {name: entry.values for name, entry in get_moe_metrics_tracker()._metrics.items()}
+
+
+@contextmanager
+def of_part(share: float, config: Any = None) -> Iterator[None]:
+    """Let the routers' losses of a slice count by its ``share`` of the tokens of its microbatch.
+
+    Megatron takes them for those of a microbatch: it adds them to a log, here and where layers are
+    recomputed, and multiplies their gradients by a scale, the same in all backwards, that it sets in every
+    forward.  With the ``config`` of a model the context surrounds a backward.  Where losses are counted by
+    tokens, gradients have the weight of their tokens already.
+    """
+    scale = MoEAuxLossAutoScaler.main_loss_backward_scale
+    if config is None or config.calculate_per_token_loss:
+        scale = None
+    before = {name: values.clone() for name, values in _logged().items()}
+    if scale is not None:
+        scale = scale.clone()  # Megatron writes the next one into it
+        MoEAuxLossAutoScaler.set_loss_scale(scale * share)
+    try:
+        yield
+    finally:
+        if scale is not None:
+            MoEAuxLossAutoScaler.set_loss_scale(scale)
+        for name, values in _logged().items():
+            earlier = before.get(name, torch.zeros_like(values))
+            values.copy_(earlier + (values - earlier) * share)
 
 
 @dataclass(slots=True)
@@ -116,7 +155,7 @@ class SlicedStage(ModelStage):
             output, state.loss_function = step_of_one_call(step, iterator, model, SLICE_FLAG)
             return output, None
 
-        with calling(state.call), at_work_on(here), router_losses.of_part(self._share(unit)):
+        with calling(state.call), at_work_on(here), of_part(self._share(unit)):
             output, _ = self._stock_forward(forward_step, unit, activation, [])
         if here.sequence is not None:
             here.sequence.end_forward(here.end)
@@ -175,7 +214,7 @@ class SlicedStage(ModelStage):
         state, here = self._slice(unit)
         if self._is_last:
             gradient = self._part_of_gradient(state, unit, here)
-        with at_work_on(here), router_losses.of_part(self._share(unit), self.inputs.config):
+        with at_work_on(here), of_part(self._share(unit), self.inputs.config):
             of_input = super()._backward(unit, gradient)
         self._end(unit, is_chain_over=self._units.is_first(unit))
         return of_input

@@ -17,7 +17,14 @@ import torch.distributed as dist
 from megatron_pp_ext.compiler.limits import without_messages
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import Request, evaluation
-from megatron_pp_ext.features.units.megatron.agreement import Agreed, Documents, agree, of_all
+from megatron_pp_ext.features.units.megatron.agreement import (
+    Agreed,
+    Documents,
+    KnownShapes,
+    agree,
+    of_all,
+    size_of,
+)
 from megatron_pp_ext.features.units.megatron.layers import Calls
 from megatron_pp_ext.features.units.megatron.probe import require_known_operations
 from megatron_pp_ext.features.units.megatron.read_ahead import (
@@ -28,7 +35,6 @@ from megatron_pp_ext.features.units.megatron.read_ahead import (
     require_read,
 )
 from megatron_pp_ext.features.units.megatron.run_costs import RunCosts
-from megatron_pp_ext.features.units.megatron.shapes import KnownShapes, size_of
 from megatron_pp_ext.features.units.megatron.sliced_stage import SlicedStage
 from megatron_pp_ext.features.units.microbatches import Microbatches
 from megatron_pp_ext.features.units.options import (
@@ -44,18 +50,16 @@ from megatron_pp_ext.features.units.orders import by_rule
 from megatron_pp_ext.features.units.plan import BUDGET, Planner, Template
 from megatron_pp_ext.features.units.rates import OVERHEAD
 from megatron_pp_ext.features.units.units import Units, cut_alike, in_order_of
-from megatron_pp_ext.integration.requested import Pipeline
-from megatron_pp_ext.integration.runners.flushed import require_same_schedule
-from megatron_pp_ext.integration.runners.message_groups import shapes_of, sizes_of
-from megatron_pp_ext.integration.runners.model_stage import StepInputs
-from megatron_pp_ext.integration.runners.step_parts import Step, StepPart
-from megatron_pp_ext.runtime.first_rank import print_rank_0
+from megatron_pp_ext.megatron.requested import Pipeline
+from megatron_pp_ext.megatron.runners.flushed import Step, StepPart, require_same_schedule
+from megatron_pp_ext.megatron.runners.model_stage import StepInputs
+from megatron_pp_ext.megatron.runners.transport import shapes_of, sizes_of
 from megatron_pp_ext.runtime.plan import plan_rank
+from megatron_pp_ext.runtime.rank import print_rank_0
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.actions import Schedule
-from megatron_pp_ext.schedule.orders import Announced
+from megatron_pp_ext.schedule.actions import Announced, Schedule
+from megatron_pp_ext.schedule.loops import without_collection
 from megatron_pp_ext.schedule.simulate import simulate
-from megatron_pp_ext.schedule.without_collection import without_collection
 from megatron_pp_ext.setting_error import SettingError, StepError
 
 REPLAYS = "moe_enable_routing_replay", "enable_routing_replay"

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from megatron_pp_ext.features.units.costs.choice import of_slices
 from megatron_pp_ext.job.typed_job import Job
-from megatron_pp_ext.planner.step.additions import Addition
+from megatron_pp_ext.planner.step.workload import Addition
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
 

@@ -8,10 +8,8 @@ these, every rank computes its part of the logits.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron_pp_ext.features.vocabulary.runtime.part import SharedVocabulary
-from megatron_pp_ext.runtime.extension import Extension
-from megatron_pp_ext.runtime.operations.compute import Compute
-from megatron_pp_ext.runtime.operations.operation import Operation, Recorded
+from megatron_pp_ext.features.vocabulary.runtime.output import SharedVocabulary
+from megatron_pp_ext.runtime.operations import Compute, Extension, Operation, Recorded
 from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.schedule.actions import Action, Kind
 from megatron_pp_ext.schedule.messages import Exchange, Launch, Message

@@ -22,8 +22,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_pp_ext.features.vocabulary.runtime.exchanges import Exchanges
-from megatron_pp_ext.features.vocabulary.runtime.rows import Rows
+from megatron_pp_ext.features.vocabulary.runtime.exchanges import Exchanges, Rows, SharedEmbedding
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule.messages import Exchange, Exchanged
 
@@ -269,3 +268,22 @@ class SharedOutput:
         largest, total = self._over_all(state)
         losses = largest + total.log() - state.of_all[:, 2].sum(dim=0)
         return self._head.gradient(microbatch, losses[:, 0])[:, None]
+
+
+_OF_EMBEDDING = {Exchanged.TOKENS, Exchanged.EMBEDDED, Exchanged.INPUT}
+
+
+@dataclass
+class SharedVocabulary:
+    """Its parts of the embedding and of the output layer.
+
+    All ranks launch their exchanges in one order, in groups that carry nothing else.
+    """
+
+    embedding: SharedEmbedding
+    output: SharedOutput
+
+    def launch(self, exchange: Exchange) -> None:
+        """Begin an exchange with the other ranks; later computation does not wait for it."""
+        part = self.embedding if exchange.what in _OF_EMBEDDING else self.output
+        part.launch(exchange)

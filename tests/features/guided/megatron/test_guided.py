@@ -14,17 +14,16 @@ from megatron.core.utils import unwrap_model
 from megatron_pp_ext.compiler.limits import Budget
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.compiler.source import Source
+from megatron_pp_ext.features.guided import megatron
 from megatron_pp_ext.features.guided.feature import Guided
-from megatron_pp_ext.features.guided.megatron import profile_guided
-from megatron_pp_ext.features.guided.options import ProfileSteps
-from megatron_pp_ext.features.guided.order import may_keep
-from megatron_pp_ext.integration import requested
-from megatron_pp_ext.integration.runners import tracing
-from megatron_pp_ext.runtime import clock_offset
+from megatron_pp_ext.features.guided.order import ProfileSteps, may_keep
+from megatron_pp_ext.megatron import requested
+from megatron_pp_ext.megatron.runners import tracing
+from megatron_pp_ext.runtime import recorder
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import CostModel, Costs, StageCosts
-from megatron_pp_ext.schedule.formats import trace_reading
+from megatron_pp_ext.schedule.formats import trace_file
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from tests.support.clock import TICK, Clock
 from tests.support.comparison import assert_same_bits, run, stock
@@ -43,13 +42,13 @@ UNEVEN = (1, 5, 2, 6, 1, 3, 1, 1)
 @pytest.fixture
 def log(said_by: Callable[[ModuleType], Path]) -> Path:
     """The lines that rank 0 logs about the change."""
-    return said_by(profile_guided)
+    return said_by(megatron)
 
 
 @pytest.fixture
 def uneven(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measurements as of stages that take very different times, so that there is much to gain."""
-    measure = profile_guided.measured_costs
+    measure = megatron.measured_costs
 
     def measured(steps) -> Costs:
         stages = measure(steps).stages
@@ -60,7 +59,7 @@ def uneven(monkeypatch: pytest.MonkeyPatch) -> None:
             )
         )
 
-    monkeypatch.setattr(profile_guided, "measured_costs", measured)
+    monkeypatch.setattr(megatron, "measured_costs", measured)
 
 
 def test_the_change_leaves_no_trace_in_losses(log: Path, uneven: None, tmp_path: Path) -> None:
@@ -74,13 +73,13 @@ def test_the_change_leaves_no_trace_in_losses(log: Path, uneven: None, tmp_path:
         changed,
     )
     assert re.search(r"m = 8: measured \S+ ms before and \S+ ms under the compiled", gained)
-    assert trace_reading.read(file).timeline().schedule.orders != catalog.build("v-half", 4, 8).orders
+    assert trace_file.read(file).timeline().schedule.orders != catalog.build("v-half", 4, 8).orders
 
 
 def slow_last_stage(chunks: list[torch.nn.Module]) -> None:
     """Let layer 8 take time in its forward, and twice as long in its backward; the clocks of ranks differ."""
     initialize_by_layer(chunks)
-    clock = clock_offset.now = Clock(1000.0 * torch.distributed.get_rank())
+    clock = recorder.now = Clock(1000.0 * torch.distributed.get_rank())
 
     def take_time(module: torch.nn.Module, args, output) -> None:
         clock.pass_by(SLOW)
@@ -95,13 +94,13 @@ def slow_last_stage(chunks: list[torch.nn.Module]) -> None:
 
 def test_what_is_measured_is_what_stages_take(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A slow layer makes its stage cost more in F and in I, not in W, and the other stage nothing."""
-    simulate = profile_guided.simulate
+    simulate = megatron.simulate
 
     def keep(schedule: Schedule, costs: Costs) -> Timeline:
         (tmp_path / "costs").write_bytes(pickle.dumps(costs))
         return simulate(schedule, costs)
 
-    monkeypatch.setattr(profile_guided, "simulate", keep)
+    monkeypatch.setattr(megatron, "simulate", keep)
     file = tmp_path / "trace.json"
     flags = ("--pipeline-model-parallel-size", "2", "--train-iters", "4", "--pipeline-schedule", "1f1b")
     train(2, [*flags, *MEASURED, "--pipeline-trace", str(file)], initialize=slow_last_stage)
@@ -116,7 +115,7 @@ def test_what_is_measured_is_what_stages_take(monkeypatch: pytest.MonkeyPatch, t
     assert costs.message == 4 * 32 * 32
     # On one clock, a message and a step take no 1000 seconds, by which the clocks of the ranks differ.
     assert costs.hop < 100
-    step = trace_reading.read(file)
+    step = trace_file.read(file)
     assert step.timeline().makespan < 100
     assert [record.clock_error > 0 for record in step.records] == [False, True]
 
@@ -125,7 +124,7 @@ def test_what_is_measured_is_what_stages_take(monkeypatch: pytest.MonkeyPatch, t
 def test_a_better_layout_is_advised_for_the_next_start(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss takes as long as four layers, so that the first stage is to have six of eight."""
     took = Costs((StageCosts(4, 4, 4), StageCosts(8, 8, 8)))
-    monkeypatch.setattr(profile_guided, "measured_costs", lambda steps: took)
+    monkeypatch.setattr(megatron, "measured_costs", lambda steps: took)
     flags = ["--pipeline-model-parallel-size", "2", "--train-iters", "4", "--pipeline-schedule", "1f1b"]
     train(2, [*flags, *MEASURED])
     advised, *_ = log.read_text().splitlines()
@@ -136,7 +135,7 @@ def test_a_better_layout_is_advised_for_the_next_start(log: Path, monkeypatch: p
     )
     assert found and found[1] == "Et*6|t*2L" and float(found[2]) == pytest.approx(25, abs=5)
     log.write_text("")
-    monkeypatch.setattr(profile_guided, "measured_costs", lambda steps: Costs((StageCosts(6, 6, 6),) * 2))
+    monkeypatch.setattr(megatron, "measured_costs", lambda steps: Costs((StageCosts(6, 6, 6),) * 2))
     train(2, [*flags, *MEASURED, "--pipeline-model-parallel-layout", found[1]])
     assert "at the next start" not in log.read_text()
 
@@ -184,7 +183,7 @@ def test_the_old_schedule_stays_unless_another_is_shorter(
 
     flags = ["--pipeline-model-parallel-size", "2", "--train-iters", "4", *MEASURED]
     flags += ["--global-batch-size", "1", "--pipeline-schedule", "flex", "--pipeline-memory-limit", "1.5"]
-    monkeypatch.setattr(profile_guided, "measured_costs", partial(costs, activation))
+    monkeypatch.setattr(megatron, "measured_costs", partial(costs, activation))
     train(2, flags)
     (line,) = log.read_text().splitlines()
     assert re.search(f"m = 1, measured in steps 2-3: flex stays, {reason}", line)
@@ -193,8 +192,8 @@ def test_the_old_schedule_stays_unless_another_is_shorter(
 def test_the_gain_that_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Medians for each number of microbatches; before the change without the step that counted bytes."""
     lines: list[str] = []
-    monkeypatch.setattr(profile_guided, "print_rank_0", lines.append)
-    durations = profile_guided._StepDurations()
+    monkeypatch.setattr(megatron, "print_rank_0", lines.append)
+    durations = megatron._StepDurations()
     for microbatches, seconds in ((8, 0.9), (8, 0.1), (8, 0.1), (8, 0.13), (4, 0.05)):
         durations.add_before(microbatches, seconds)
     durations.wait_for(5)
@@ -217,7 +216,7 @@ def test_bytes_are_counted_in_the_first_measured_step_alone(monkeypatch: pytest.
     def recording(group, model, forward_only, counting) -> None:
         counted[done + 1] = counting
 
-    monkeypatch.setattr(profile_guided, "print_rank_0", lambda line: None)
+    monkeypatch.setattr(megatron, "print_rank_0", lambda line: None)
     monkeypatch.setattr(tracing, "recording", recording)
     request = named("1f1b", 2, 8)
     chosen = requested.Pipeline(

@@ -6,10 +6,10 @@ from contextlib import nullcontext
 import pytest
 
 from megatron_pp_ext.compiler.request import named
+from megatron_pp_ext.features.offload import megatron
 from megatron_pp_ext.features.offload.feature import Offloading
-from megatron_pp_ext.features.offload.megatron import host_activations, host_limit
-from megatron_pp_ext.features.offload.megatron.host_activations import HostActivations
-from megatron_pp_ext.features.offload.options import Offload
+from megatron_pp_ext.features.offload.megatron import HostActivations
+from megatron_pp_ext.features.offload.order import OffloadRequest
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.schedule import catalog
 from tests.support.offloaded import half, with_offloaded
@@ -20,8 +20,8 @@ def test_more_than_the_host_has_is_refused() -> None:
         "--pipeline-offload-host-bytes is 1001, but this machine has 1000 bytes free for each of its ranks"
     )
     with pytest.raises(ValueError, match=expected):
-        host_limit.usable_bytes(1001, 1000)
-    assert [host_limit.usable_bytes(limit, 1000) for limit in (1000, None)] == [1000, 500]
+        megatron.usable_bytes(1001, 1000)
+    assert [megatron.usable_bytes(limit, 1000) for limit in (1000, None)] == [1000, 500]
 
 
 PLAN = plan_rank(with_offloaded(catalog.build("gpipe", 2, 6), half), 1)
@@ -54,7 +54,7 @@ def test_memory_for_a_plan_is_pinned_before_its_first_step() -> None:
     ],
 )
 def test_what_left_in_the_first_step_is_held_against_the_plan(kept, sent, line, caplog, capsys, monkeypatch):
-    monkeypatch.setattr(host_activations, "SMALLEST", 1 << 20)
+    monkeypatch.setattr(megatron, "SMALLEST", 1 << 20)
     host = HostActivations(1e9, kept)
     for _ in range(2):
         moved = host.before(PLAN)
@@ -69,12 +69,16 @@ def test_what_left_in_the_first_step_is_held_against_the_plan(kept, sent, line, 
 
 @pytest.mark.parametrize("is_counted", [True, False])
 def test_a_limit_is_held_against_the_machine_once_its_ranks_are_counted(is_counted, monkeypatch) -> None:
-    monkeypatch.setattr(host_limit, "host_bytes", lambda: 1000)
+    monkeypatch.setattr(megatron, "host_bytes", lambda: 1000)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if is_counted:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     request = named("1f1b", 2, 4)
-    for plain in (request, request.with_option(Offload(0.5)), request.with_option(Offload(0.5, 1000.0))):
+    for plain in (
+        request,
+        request.with_option(OffloadRequest(0.5)),
+        request.with_option(OffloadRequest(0.5, 1000.0)),
+    ):
         Offloading().require_possible(plain)
     with pytest.raises(ValueError, match="lower it") if is_counted else nullcontext():
-        Offloading().require_possible(request.with_option(Offload(0.5, 1001.0)))
+        Offloading().require_possible(request.with_option(OffloadRequest(0.5, 1001.0)))

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_pp_ext.features.offload.megatron import host_activations
+from megatron_pp_ext.features.offload import megatron
 from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations
-from megatron_pp_ext.integration.runners import sources
-from megatron_pp_ext.schedule.copies import Kept
+from megatron_pp_ext.megatron.runners import flushed
+from megatron_pp_ext.schedule.actions import Kept
 from tests.support.comparison import assert_close, assert_same_bits, run, stock, traced
 from tests.support.offloaded import everything, half, with_offloaded
 from tests.support.tiers import first
@@ -38,15 +38,15 @@ class Moving(OffloadedActivations):
 
 def must_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the ranks that are forked from here move storages of any size, and fail where none moves."""
-    monkeypatch.setattr(host_activations, "SMALLEST", 1)
-    monkeypatch.setattr(host_activations, "OffloadedActivations", Moving)
+    monkeypatch.setattr(megatron, "SMALLEST", 1)
+    monkeypatch.setattr(megatron, "OffloadedActivations", Moving)
 
 
 def leave(leaves: Callable[[Kept], bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ``leaves`` say what leaves in each of their training steps, whether a plan would have it or not."""
-    schedule = sources.Requested.schedule
+    schedule = flushed.Requested.schedule
     monkeypatch.setattr(
-        sources.Requested, "schedule", lambda self, inputs: with_offloaded(schedule(self, inputs), leaves)
+        flushed.Requested, "schedule", lambda self, inputs: with_offloaded(schedule(self, inputs), leaves)
     )
     must_move(monkeypatch)
 

@@ -4,12 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_pp_ext.features.offload.planner.host_replays import offloaded
+from megatron_pp_ext.features.offload.planner import offloaded
 from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.planner.search.best_first import Search
 from megatron_pp_ext.planner.search.lower_bounds import least_memory
-from megatron_pp_ext.planner.search.replays import Replays
-from megatron_pp_ext.planner.search.workloads import Workloads
+from megatron_pp_ext.planner.search.replays import Replays, Workloads
 from megatron_pp_ext.planner.step.estimate import MARGIN, StepModel, estimate_request
 from megatron_pp_ext.planner.step.model_description import asked_of
 from megatron_pp_ext.planner.step.programs import Prepared

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from megatron_pp_ext.features.offload.runtime.copy_streams import CopyStreams, Transfer
+from megatron_pp_ext.features.offload.runtime.host_buffers import CopyStreams, Transfer
 
 
 class Stream:

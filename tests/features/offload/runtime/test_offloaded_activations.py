@@ -12,7 +12,7 @@ from megatron_pp_ext.features.offload.runtime.offloaded_activations import Offlo
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter
 from megatron_pp_ext.runtime.recorder import StepRecorder
 from megatron_pp_ext.runtime.split import STORE
-from megatron_pp_ext.schedule.copies import label
+from megatron_pp_ext.schedule.actions import label
 from tests.support.copy_engines import Threads
 from tests.support.saved_rows import BYTES, FIRST, ROWS, SECOND, WIDTH, rows, saved
 from tests.support.split_linear import SplitLinear

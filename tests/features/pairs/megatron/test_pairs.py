@@ -22,9 +22,8 @@ from megatron_pp_ext.runtime import split
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.formats import costs_file, csv_file, trace_reading
-from megatron_pp_ext.schedule.idle_time import idle_times
-from megatron_pp_ext.schedule.recorded import RankRecord, RecordedStep
+from megatron_pp_ext.schedule.formats import costs_file, csv_file, trace_file
+from megatron_pp_ext.schedule.recorded import RankRecord, RecordedStep, idle_times
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support import frozen, rounding
 from tests.support.comparison import TWICE_USED, Result, assert_same_bits, both_gradients, run, stock
@@ -134,7 +133,7 @@ def watched(schedule: str) -> tuple[Schedule, list[Seen], RecordedStep]:
         file = Path(folder, "trace.json")
         words = [*flags.split(), PAIRS, "--pipeline-schedule", schedule, "--train-iters", "2"]
         runs = train(world_size, [*words, "--pipeline-trace", str(file)], initialize=_watch, grab=_seen)
-        step = trace_reading.read(file)
+        step = trace_file.read(file)
     return catalog.build(schedule, 2, 4, paired=True), [run.grabbed for run in runs], step
 
 
@@ -214,13 +213,13 @@ def flex(folder: Path) -> tuple[str, ...]:
 @pytest.mark.wide
 def test_flex_chooses_pairs_where_they_pay(tmp_path: Path) -> None:
     assert_same_bits(*in_pairs("experts", "flex", beside=flex(tmp_path)))
-    assert trace_reading.read(tmp_path / "trace.json").paired
+    assert trace_file.read(tmp_path / "trace.json").paired
 
 
 def test_flex_has_no_pairs_without_the_flag(tmp_path: Path) -> None:
     words = [*MODELS["experts"][1].split(), "--pipeline-schedule", "flex", *flex(tmp_path)]
     train(4, [*words, "--train-iters", "1"])
-    assert not trace_reading.read(tmp_path / "trace.json").paired
+    assert not trace_file.read(tmp_path / "trace.json").paired
 
 
 @pytest.mark.wide

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
 
-from megatron_pp_ext.features.pairs.megatron import recomputed_segments
+from megatron_pp_ext.features.pairs import megatron
 from tests.features.pairs.megatron.test_pairs import MODELS, PAIRS, in_pairs
 from tests.support.comparison import assert_same_bits, run
 from tests.support.tiers import first
@@ -99,7 +99,7 @@ def test_segments_are_those_of_megatrons_methods(
     method: str, size: int, count: int, found: list[int]
 ) -> None:
     config = SimpleNamespace(recompute_method=method, recompute_num_layers=size)
-    assert list(recomputed_segments.sizes(config, count)) == found
+    assert list(megatron.sizes(config, count)) == found
 
 
 @pytest.mark.wide

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from megatron_pp_ext.features.units.megatron.shapes import AnnouncedShapes
-from megatron_pp_ext.integration.runners.model_stage import StepInputs
+from megatron_pp_ext.features.units.megatron.agreement import AnnouncedShapes
+from megatron_pp_ext.megatron.runners.model_stage import StepInputs
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.orders import Announced
+from megatron_pp_ext.schedule.actions import Announced
 
 from tests.support.ranks import RankError, run_ranks  # isort: skip  (the stand-ins come before Megatron)
 import torch.distributed as dist

@@ -10,16 +10,14 @@ from tests.support.flags import PP4, read
 
 # isort: split
 from megatron_pp_ext.compiler.request import named
-from megatron_pp_ext.features.guided.options import ProfileSteps
+from megatron_pp_ext.features.guided.order import ProfileSteps
 from megatron_pp_ext.features.units.megatron import run_costs
 from megatron_pp_ext.features.units.megatron.run_costs import RunCosts
 from megatron_pp_ext.features.units.microbatches import Microbatches
 from megatron_pp_ext.features.units.options import Ordering
 from megatron_pp_ext.features.units.rates import EQUAL_AT, LengthCosts
-from megatron_pp_ext.integration.requested import Pipeline
-from megatron_pp_ext.integration.settings import Settings
-from megatron_pp_ext.schedule.costs import CostModel, Costs
-from megatron_pp_ext.schedule.unit_costs import UnitCosts
+from megatron_pp_ext.megatron.requested import Pipeline, Settings
+from megatron_pp_ext.schedule.costs import CostModel, Costs, UnitCosts
 
 STEP = Microbatches.of([[40, 3], [100], [7, 7, 7]])
 

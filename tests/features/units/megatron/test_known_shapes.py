@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_pp_ext.features.units.megatron.agreement import Agreed
-from megatron_pp_ext.features.units.megatron.shapes import KnownShapes, sizes_of
+from megatron_pp_ext.features.units.megatron.agreement import Agreed, KnownShapes, sizes_of
 
 from tests.support.ranks import RankError, run_ranks  # isort: skip  (the stand-ins come before Megatron)
 

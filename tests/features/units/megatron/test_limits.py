@@ -10,7 +10,7 @@ from megatron_pp_ext.features.units.options import Ordering
 from megatron_pp_ext.features.units.plan import Planner
 from megatron_pp_ext.features.units.rates import LengthCosts
 from megatron_pp_ext.features.units.units import whole
-from megatron_pp_ext.integration.requested import Pipeline
+from megatron_pp_ext.megatron.requested import Pipeline
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import v

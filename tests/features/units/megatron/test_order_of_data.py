@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 import megatron_pp_ext
 from megatron_pp_ext.features.units.megatron import steps
-from megatron_pp_ext.integration.requested import Pipeline
+from megatron_pp_ext.megatron.requested import Pipeline
 from tests.support import own_loop
 from tests.support.observing_loops import LOOPS, trained
 

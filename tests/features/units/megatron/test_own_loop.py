@@ -15,9 +15,8 @@ from megatron_pp_ext.features.units.plan import Plan, Planner, Template
 from megatron_pp_ext.features.units.rates import LengthCosts
 from megatron_pp_ext.features.units.units import Units, whole
 from megatron_pp_ext.schedule.actions import Kind
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import Costs, UnitCosts
 from megatron_pp_ext.schedule.simulate import simulate
-from megatron_pp_ext.schedule.unit_costs import UnitCosts
 
 from tests.support.ranks import RankError, run_ranks  # isort: skip  (the stand-ins come before Megatron)
 import torch.distributed as dist

@@ -7,11 +7,10 @@ import torch
 
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
 from megatron_pp_ext.features.vocabulary import order
-from megatron_pp_ext.features.vocabulary.megatron.first_and_last_stage import Head
-from megatron_pp_ext.features.vocabulary.megatron.model_vocabulary import ModelVocabulary
-from megatron_pp_ext.integration import start_up
-from megatron_pp_ext.integration.trainer.model_costs import costs_of
+from megatron_pp_ext.features.vocabulary.megatron.model_vocabulary import Head, ModelVocabulary
 from megatron_pp_ext.job.requested_job import RequestedJob
+from megatron_pp_ext.megatron import start_up
+from megatron_pp_ext.megatron.start_up import costs_of
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support.flags import PP4, arguments, assert_refused, read, requested_by
 from tests.support.tiers import first

@@ -4,7 +4,7 @@ import pytest
 
 from megatron_pp_ext.features.vocabulary.share import share
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.recorded_costs import measured_costs
+from megatron_pp_ext.schedule.recorded import measured_costs
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support.comparison import assert_close, run, stock, traced
 from tests.support.tiers import wide

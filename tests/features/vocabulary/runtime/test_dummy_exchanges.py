@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from megatron_pp_ext.features.vocabulary.runtime.dummy_exchanges import DummyExchanges
+from megatron_pp_ext.features.vocabulary.runtime.exchanges import DummyExchanges
 from tests.support.ranks import run_ranks
 
 SHAPE = (3, 2, 4)

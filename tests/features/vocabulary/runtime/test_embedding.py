@@ -3,9 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from megatron_pp_ext.features.vocabulary.runtime.embedding import SharedEmbedding
-from megatron_pp_ext.features.vocabulary.runtime.exchanges import Exchanges
-from megatron_pp_ext.features.vocabulary.runtime.rows import Rows
+from megatron_pp_ext.features.vocabulary.runtime.exchanges import Exchanges, Rows, SharedEmbedding
 from megatron_pp_ext.schedule.messages import Exchange, Exchanged
 from tests.support.ranks import run_ranks
 

@@ -7,11 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_pp_ext.features.vocabulary.runtime.embedding import SharedEmbedding
-from megatron_pp_ext.features.vocabulary.runtime.exchanges import Exchanges
-from megatron_pp_ext.features.vocabulary.runtime.output import SharedOutput
-from megatron_pp_ext.features.vocabulary.runtime.part import SharedVocabulary
-from megatron_pp_ext.features.vocabulary.runtime.rows import Rows
+from megatron_pp_ext.features.vocabulary.runtime.exchanges import Exchanges, Rows, SharedEmbedding
+from megatron_pp_ext.features.vocabulary.runtime.output import SharedOutput, SharedVocabulary
 from megatron_pp_ext.features.vocabulary.share import share, share_evaluation, without_weight_gradients
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import plan_rank

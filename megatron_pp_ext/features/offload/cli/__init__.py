@@ -1,1 +1,0 @@
-"""The feature's part in the output of ``mpp``."""

@@ -1,1 +1,0 @@
-"""What a rank does at run time."""
