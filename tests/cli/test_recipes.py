@@ -151,7 +151,7 @@ REFUSED = {
     "ModelZoo qwen3-next": (
         f"{COMMON} --num-layers 48 --hidden-size 2048 --num-attention-heads 16 {SIZES} --vocab-size 151936 "
         "--no-weight-decay-cond-type qwen3_next --linear-attention-type gated_delta_net",
-        "argument --no-weight-decay-cond-type: invalid choice: 'qwen3_next'",
+        "--linear-attention-type is none of Megatron's",
     ),
     "Megatron-LM kimi-k2 of an earlier Megatron": (
         f"{COMMON} --num-layers 8 --hidden-size 7168 --num-attention-heads 64 {SIZES} --vocab-size 163840 "

@@ -15,7 +15,7 @@ from megatron.training.global_vars import destroy_global_vars
 
 from megatron_pp_ext import cpu, pretrain_gpt
 from megatron_pp_ext.megatron import releases
-from megatron_pp_ext.megatron.trainer.agreement import failed_check
+from megatron_pp_ext.setting_error import failed_check
 
 DATA = ("--mock-data",)
 

@@ -23,7 +23,7 @@ from unittest import mock
 
 from megatron_pp_ext import cpu
 from megatron_pp_ext.job import flag_table
-from megatron_pp_ext.megatron.trainer.agreement import failed_check
+from megatron_pp_ext.setting_error import failed_check
 
 if __name__ == "__main__":
     cpu.install()  # before anything imports Megatron

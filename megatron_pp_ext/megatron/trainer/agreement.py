@@ -11,7 +11,6 @@ for a rank that was refused.
 import contextlib
 import hashlib
 import json
-import linecache
 import os
 import sys
 from argparse import ArgumentParser, Namespace
@@ -177,19 +176,6 @@ def _named(ranks: Sequence[int]) -> str:
             runs.append([rank])
     spelled = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(spelled)}"
-
-
-def failed_check(error: Exception) -> str:
-    """Return in one line which check of Megatron's raised ``error``, since many of them have no message."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    message = " ".join(str(error).split())
-    if trace is None:
-        return message
-    frame, line = trace.tb_frame, trace.tb_lineno
-    check = message or linecache.getline(frame.f_code.co_filename, line).strip().rstrip(",\\ ")
-    return f"{check} ({frame.f_globals.get('__name__')}, line {line})"
 
 
 _READ = ("pipeline_costs",)

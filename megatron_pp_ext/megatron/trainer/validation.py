@@ -29,9 +29,10 @@ from megatron_pp_ext.megatron.core.optimizer import describe
 from megatron_pp_ext.megatron.patching import hook
 from megatron_pp_ext.megatron.requested import Settings
 from megatron_pp_ext.megatron.start_up import comparison, settings, show_compiling, summary
-from megatron_pp_ext.megatron.trainer.agreement import failed_check, refused
+from megatron_pp_ext.megatron.trainer.agreement import refused
 from megatron_pp_ext.megatron.trainer.placed_data import one_of_each
 from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.setting_error import failed_check
 
 
 @hook("megatron.training.arguments:add_megatron_arguments", "parser", "the --pipeline-schedule flags")

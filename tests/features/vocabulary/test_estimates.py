@@ -189,7 +189,10 @@ def _flex(vocabulary, **sizes):
         ({"pipeline_schedule": None}, "has no effect under Megatron's own schedules"),
         ({"mtp_num_layers": 1}, "multi-token prediction has logits of its own"),
         ({"pipeline_schedule": "csv:a.csv"}, "does not support --pipeline-schedule csv:a.csv"),
-        ({"pipeline_schedule": "pipedream-2bw"}, "does not support --pipeline-schedule pipedream-2bw"),
+        (
+            {"pipeline_schedule": "pipedream-2bw", "untie_embeddings_and_output_weights": True},
+            "does not support --pipeline-schedule pipedream-2bw",
+        ),
     ],
 )
 def test_refusals_are_one_line(changed, message):
