@@ -24,11 +24,6 @@ LARGEST_FRACTION = 8.0
 """The largest limit that is read as a fraction; a larger one is an amount of memory."""
 
 
-def of_each_rank(limit: float | Sequence[float], ranks: int) -> tuple[float, ...]:
-    """Return ``limit`` as one for each rank."""
-    return (limit,) * ranks if isinstance(limit, float | int) else tuple(limit)
-
-
 @dataclass(frozen=True, slots=True)
 class Budget:
     """The memory budget of each of the ``ranks``, in the unit of ``StageCosts.activation``.
@@ -56,7 +51,7 @@ def requested_budget(limit: Limit, ranks: int, microbatches: int, costs: Costs) 
     limits activations alone, as in the papers.  A larger number is an amount in the unit of
     ``StageCosts.activation`` and holds activations and messages.  All ranks have numbers of one kind.
     """
-    numbers = of_each_rank(limit, ranks)
+    numbers = (limit,) * ranks if isinstance(limit, float | int) else tuple(limit)
     if not all(0 < number <= LARGEST_FRACTION for number in numbers):
         return Budget(numbers)
     whole = kept_by_1f1b(ranks, microbatches, costs)

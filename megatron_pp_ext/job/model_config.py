@@ -53,11 +53,6 @@ def arguments(*configs: Any, **explicit: Any) -> Namespace:
     return flag_table.parse([], {**values, **explicit})[0]
 
 
-def setting_of(argument: str) -> str:
-    """Return the name in a model's config of the flag ``argument``."""
-    return next((setting for setting, name in _RENAMED.items() if name == argument), argument)
-
-
 def _activation(config: Any) -> dict[str, bool]:
     """Return the arguments of the activation function, which a config has as a function and two settings."""
     function = getattr(config, "activation_func", None)
@@ -135,5 +130,5 @@ def _setting(flag: re.Match[str]) -> str:
     action = flag_table.parser()._option_string_actions.get(flag[0])
     if action is None or flag[0] in flag_table.flags():
         return flag[0]
-    name = setting_of(action.dest)
+    name = next((setting for setting, name in _RENAMED.items() if name == action.dest), action.dest)
     return f"{name}=False" if action.const is False else name

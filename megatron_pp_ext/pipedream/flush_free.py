@@ -79,7 +79,7 @@ class WeightVersions:
     def using(self, version: int) -> Iterator[None]:
         """Compute a forward or a backward with ``version`` of the weights; KeyError if it was not kept."""
         data = self._own()
-        self._put(self._data(version, data))
+        self._put(data if version == self.newest else self._kept[version])
         references = _References(self.parameters, watching())
         try:
             with torch.autograd.graph.saved_tensors_hooks(references.pack, references.unpack):
@@ -96,15 +96,8 @@ class WeightVersions:
         for version in self._kept.keys() - versions:
             del self._kept[version]
         if self.newest in versions:
-            self._keep_newest()
+            self._kept[self.newest] = [data.clone() for data in self._own()]
         self.newest += 1
-
-    def _data(self, version: int, newest: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the data of the weights under ``version``, where ``newest`` is the parameters' data."""
-        return newest if version == self.newest else self._kept[version]
-
-    def _keep_newest(self) -> None:
-        self._kept[self.newest] = [data.clone() for data in self._own()]
 
     def _own(self) -> list[torch.Tensor]:
         return [parameter.data for parameter in self.parameters]

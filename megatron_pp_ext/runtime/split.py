@@ -72,15 +72,15 @@ class OwnPart:
             self._shape, dtype=self.part.dtype, device=self.part.device
         )
         # A gather fills whole rows; along another dimension the parts lie one after the other, to be moved.
-        gathered = whole.narrow(0, 0, self._length) if self._dim == 0 else self._apart()
+        if self._dim == 0:
+            gathered = whole.narrow(0, 0, self._length)
+        else:
+            gathered = self.part.new_empty((dist.get_world_size(self._group), *self.part.shape))
         work = dist.all_gather_into_tensor(
             gathered.view(-1, *self.part.shape[1:]), self.part, group=self._group, async_op=True
         )
         assert work is not None
         self._under_way = work, whole, gathered
-
-    def _apart(self) -> torch.Tensor:
-        return self.part.new_empty((dist.get_world_size(self._group), *self.part.shape))
 
     def take(self) -> torch.Tensor:
         """Return the whole tensor, once its gather is done; launch it now where nobody has."""

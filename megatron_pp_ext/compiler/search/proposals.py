@@ -209,8 +209,11 @@ class Proposer:
 
     def __init__(self, cut: Cut) -> None:
         self.cut, self.bound = cut, cut.bound()
-        self._problem = cut.problem(cut.room)
-        self._families = families_of(self._problem)
+        self._problem = problem = cut.problem(cut.room)
+        self._families: list[Start] = [
+            (problem.orders(schedule), f"published {schedule.name}")
+            for schedule in published(problem.placement, problem.microbatches)
+        ]
 
     def from_families(self) -> list[Proposal]:
         """Return the shortest families that keep the limits, or else the order that always does."""
@@ -269,14 +272,6 @@ class Proposer:
             problem = cut.problem(budgets)
         progress_log.end()
         return proposals
-
-
-def families_of(problem: Problem) -> list[Start]:
-    """Return the published orders that ``problem`` has, whether or not they keep its limits."""
-    return [
-        (problem.orders(schedule), f"published {schedule.name}")
-        for schedule in published(problem.placement, problem.microbatches)
-    ]
 
 
 def published(placement: Placement, microbatches: int) -> Iterator[Schedule]:

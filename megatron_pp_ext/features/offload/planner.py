@@ -66,7 +66,9 @@ class Offloaded(Addition):
 
     def completed(self, estimate: "Estimate", work: "Workload", schedule: Schedule) -> "Estimate":
         """See ``Addition``: the host memory of activations."""
-        return replace(estimate, host_bytes=kept_on_host(work, schedule)) if schedule.copies else estimate
+        if not schedule.copies:
+            return estimate
+        return replace(estimate, host_bytes=simulate(schedule, work.costs).peak_on_host)
 
     def lines(self, estimate: "Estimate") -> Iterator[str]:
         if estimate.host_bytes:
@@ -76,11 +78,6 @@ class Offloaded(Addition):
 def kept_on_device(work: "Workload", schedule: Schedule) -> tuple[float, ...]:
     """Return the most bytes of activations that each rank keeps on its device."""
     return simulate(schedule, work.costs).peak_activations
-
-
-def kept_on_host(work: "Workload", schedule: Schedule) -> tuple[float, ...]:
-    """Return the most bytes of activations that each rank has on the host."""
-    return simulate(schedule, work.costs).peak_on_host
 
 
 SHARES = (0.25, 0.5, 0.75, 1.0)

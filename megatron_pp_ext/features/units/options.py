@@ -83,7 +83,6 @@ class Slices(Option):
     count: int = 1
 
     evaluates: ClassVar[bool] = True
-    orders_lengths: ClassVar[bool] = True
 
     @property
     def word(self) -> str:

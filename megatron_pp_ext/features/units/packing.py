@@ -161,7 +161,9 @@ def _balanced(
         parts = partition(costs, replicas * microbatches)
         sums = [sum(of(part)) for part in parts]
         found = [[parts[at] for at in group] for group in partition(sums, replicas, equal_sizes=True)]
-    if most_tokens is None or _fits(found, lengths, most_tokens):
+    if most_tokens is None or all(
+        sum(lengths[place] for place in part) <= most_tokens for share in found for part in share
+    ):
         return found
     return _within(lengths, costs, replicas, microbatches, most_tokens)
 
@@ -170,10 +172,6 @@ def _balanced(
 def _shares(costs: tuple[float, ...], replicas: int) -> list[list[int]]:
     """Return the documents of each replica, which are the same for any number of microbatches."""
     return partition(costs, replicas)
-
-
-def _fits(found: Balanced, lengths: Sequence[int], most_tokens: int) -> bool:
-    return all(sum(lengths[place] for place in part) <= most_tokens for share in found for part in share)
 
 
 def _within(

@@ -209,9 +209,7 @@ class Planner:
         numbers = [number for chain in plan.order for number in plan.cut.chains[chain]]
         return replace(plan, schedule=replace(plan.schedule, durations=table.durations(np.array(numbers))))
 
-    def chosen_tokens(
-        self, documents: Sequence[Sequence[int]], limits: Sequence[float], by: By = "cost"
-    ) -> int:
+    def chosen_tokens(self, documents: Sequence[Sequence[int]], limits: Sequence[float]) -> int:
         """Return the size of units whose step is shortest where chains go light-heavy-light.
 
         Small units fill the pipeline sooner and keep less, and their ``overhead`` makes the step longer.
@@ -219,7 +217,7 @@ class Planner:
         """
         seconds, refused = dict[int, float](), list[InfeasibleLimit]()
         for size in _sizes(documents):
-            units = self.cut(documents, size, by)
+            units = self.cut(documents, size)
             search = _Listed(units, self.table(units), self.placement, limits, self.splits_backward)
             try:
                 seconds[size] = search.climbed(len(_PACES))[0]
@@ -263,13 +261,11 @@ class Planner:
         search = _Listed(plan.cut, table, self.placement, self._no_limits, self.splits_backward)
         return replace(plan, seconds=seconds, lower_bound=min(search.lower_bound, seconds))
 
-    def chosen_in_family(
-        self, make: Callable[[int], Schedule], documents: Sequence[Sequence[int]], by: By = "cost"
-    ) -> int:
+    def chosen_in_family(self, make: Callable[[int], Schedule], documents: Sequence[Sequence[int]]) -> int:
         """Return the size of units whose step is shortest in the order of a family; see ``in_family``."""
 
         def seconds(size: int) -> float:
-            plan = self.in_family(make, self.cut(documents, size, by))
+            plan = self.in_family(make, self.cut(documents, size))
             return simulate(plan.schedule, self.costs(plan.units)).makespan
 
         return min(_sizes(documents), key=seconds)

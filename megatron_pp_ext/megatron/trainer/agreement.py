@@ -66,7 +66,9 @@ def meet(report: str, judge: Judge, patience: timedelta, store: dist.Store | Non
     except RuntimeError:
         pass  # some rank has not come
     if not shared.check([_ANSWER]):
-        shared.set(_ANSWER, judge([_report_of(rank, shared) for rank in range(world_size)]))
+        ranks = map(str, range(world_size))
+        reports = [shared.get(name).decode() if shared.check([name]) else None for name in ranks]
+        shared.set(_ANSWER, judge(reports))
     answer = shared.get(_ANSWER).decode()
     if answer:
         _wait_until_heard(shared, world_size, is_host=rank == 0 and store is None and not _is_served())
@@ -93,10 +95,6 @@ def _rendezvous(rank: int, world_size: int, patience: timedelta) -> dist.Store:
 def _is_served() -> bool:
     """Whether torchrun serves the store at MASTER_ADDR."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _report_of(rank: int, shared: dist.Store) -> str | None:
-    return shared.get(str(rank)).decode() if shared.check([str(rank)]) else None
 
 
 def _wait_until_heard(shared: dist.Store, world_size: int, is_host: bool) -> None:
@@ -229,7 +227,8 @@ def values(args: Namespace, pipeline: requested.Pipeline | None) -> dict[str, st
         spelled = "given" if value is True or isinstance(value, Path) else str(value)
         shared[f"{action.option_strings[0]} is"] = CSV_PREFIX if spelled.startswith(CSV_PREFIX) else spelled
         if action.dest in _READ:
-            shared[f"the content of {action.option_strings[0]} has the digest"] = _digest(value)
+            digest = hashlib.sha256(read_bytes(value)).hexdigest()[:12]
+            shared[f"the content of {action.option_strings[0]} has the digest"] = digest
     if args.pipeline_model_parallel_layout is not None:
         shared["--pipeline-model-parallel-layout is"] = str(args.pipeline_model_parallel_layout)
     if pipeline is None:
@@ -245,7 +244,3 @@ def values(args: Namespace, pipeline: requested.Pipeline | None) -> dict[str, st
     if pipeline.source is not None:
         shared["the schedule's digest is"] = pipeline.source.ordinary.digest[:12]
     return shared
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(read_bytes(path)).hexdigest()[:12]

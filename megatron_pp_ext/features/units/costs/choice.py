@@ -18,7 +18,7 @@ from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule.actions import UnitName
-from megatron_pp_ext.schedule.costs import CostModel, Costs, StageCosts, UnitCosts
+from megatron_pp_ext.schedule.costs import CostModel, Costs, UnitCosts
 from megatron_pp_ext.schedule.entry import AUTO
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.setting_error import SettingError
@@ -40,8 +40,12 @@ def of_slices(costs_of: CostsOf, job: Job, slices: int, names: Sequence[UnitName
     kinds = [
         Costs(
             tuple(
-                _with_prefix(stage, 2 * number * squares, *seconds)
-                for stage, seconds in zip(alone.stages, attention, strict=True)
+                replace(
+                    stage,
+                    forward=stage.forward + 2 * number * squares * forward,
+                    input_gradient=stage.input_gradient + 2 * number * squares * backward,
+                )
+                for stage, (forward, backward) in zip(alone.stages, attention, strict=True)
             ),
             head=alone.head,
         )
@@ -71,14 +75,6 @@ def _attention(costs_of: CostsOf, job: Job) -> list[tuple[float, float]]:
         )
         for whole, half in zip(stages, halves, strict=True)
     ]
-
-
-def _with_prefix(stage: StageCosts, squares: float, forward: float, input_gradient: float) -> StageCosts:
-    return replace(
-        stage,
-        forward=stage.forward + squares * forward,
-        input_gradient=stage.input_gradient + squares * input_gradient,
-    )
 
 
 MACHINE = "h100"

@@ -276,12 +276,10 @@ class KnownShapes:
                 f"{error}, or keep the order of the data (order='given'), whose messages announce their "
                 "shapes: in the first steps all shapes followed from the batches"
             ) from error
-        if shapes and self._follow is None and inputs.announced is not None:
-            self._learn(inputs.announced, shapes)
-
-    def _learn(self, announced: Mapping[int, set[Shape]], shapes: Sequence[Shape]) -> None:
-        """Compare what a step has announced; equal shapes tell nothing of how others would be padded."""
-        if announced != {number: {shape} for number, shape in enumerate(shapes)}:
+        if not shapes or self._follow is not None or inputs.announced is None:
+            return
+        # Equal shapes tell nothing of how others would be padded.
+        if inputs.announced != {number: {shape} for number, shape in enumerate(shapes)}:
             self._follow = False
         elif len(set(shapes)) > 1:
             self._follow = True
