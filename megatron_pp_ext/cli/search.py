@@ -414,7 +414,6 @@ def accepted(
 
 
 def _question(candidate: "Candidate", asked: RequestedJob, words: Sequence[str], gpus: int) -> Question:
-    """Return the question about the command that starts ``candidate``."""
     flags, job = candidate.flags(words), candidate.applied_to(asked)
     return ask_megatron.question(flags, job, for_world(job, gpus), gpus, environment(flags))
 

@@ -161,7 +161,6 @@ class Report:
         )
 
     def _room(self) -> str:
-        """Report how much memory a rank may take."""
         offered = self.system.memory_bytes
         free = f", {1 - self.limit / offered:.0%} stay free" if self.limit < offered else ""
         measured = f"; measured peaks were up to {self.above:.0%} above their estimates"

@@ -225,7 +225,6 @@ class HookFunction:
     """As in ``Place``."""
 
     def __call__(self, stock: Any) -> Any:
-        """Return the replacement of ``stock``."""
         return self.wrap(stock)
 
 

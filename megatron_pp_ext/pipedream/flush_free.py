@@ -229,7 +229,6 @@ class _Place:
         return plan_orders(self.replicas.placed(orders, inputs.announces), self._rank, flushes)
 
     def make_stage(self, inputs: StepInputs) -> ModelStage:
-        """Return this rank's stage."""
         is_last = self.stage == self.replicas.stages - 1
         return ModelStage(inputs, self.stage, 0, vp_stage=None, is_last=is_last, last=None)
 

@@ -192,7 +192,6 @@ class _Unpacker:
         self._tensor_at = tensor_at
 
     def value(self, described: Any) -> Any:
-        """Return the value that ``described`` is; see ``_Packer.described``."""
         if not isinstance(described, list):
             return described
         kind, *about = described

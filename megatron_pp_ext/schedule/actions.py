@@ -103,7 +103,6 @@ class Copies:
     frees: Mapping[Kept, Action] = field(default_factory=dict, hash=False)
 
     def __bool__(self) -> bool:
-        """Whether anything is offloaded."""
         return bool(self.reloads)
 
     def __str__(self) -> str:
@@ -278,7 +277,6 @@ class Schedule:
         return hashlib.sha256(f"{shape}\n{text}".encode()).hexdigest()
 
     def __iter__(self) -> Iterator[Action]:
-        """Yield all actions, rank after rank."""
         for order in self.orders:
             yield from order
 

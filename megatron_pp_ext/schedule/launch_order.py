@@ -71,7 +71,6 @@ def late(walk: Walk, numbers: Column, starts: Column, ends: Column, orders: Orde
 
 
 def _actions_of(walk: Walk, numbers: Column) -> dict[int, list[int]]:
-    """Return the numbers of the actions of each step, in the order of ``numbers``."""
     actions: dict[int, list[int]] = {}
     step_of = as_list(walk.step_of)
     for number in as_list(numbers):

@@ -150,7 +150,6 @@ class ScheduleTimer:
         return max(as_list(self._times_of_each(every, costs)[1]))
 
     def _times_of_each(self, seconds: Iterable[float], costs: Costs) -> tuple[Column, Column]:
-        """Return ``times`` where each action has its own ``seconds``."""
         copies = [stage.copy for stage in costs.stages]
         return self.walk.times_of_each(list(seconds), _delays(costs), costs.of_pair, copies)
 
@@ -191,7 +190,6 @@ class ScheduleTimer:
 
     @cached_property
     def _work(self) -> list[Counter[int]]:
-        """How often each rank has which duration."""
         places = as_list(self.walk.steps.place)
         return [Counter(map(places.__getitem__, dict.fromkeys(steps))) for steps in self.steps]
 

@@ -181,7 +181,6 @@ class _StepDurations:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether steps under the new schedule are still to be measured."""
         return bool(self._to_come)
 
     def wait_for(self, steps: int) -> None:
@@ -190,7 +189,6 @@ class _StepDurations:
             self._to_come = steps
 
     def add_before(self, microbatches: int, seconds: float) -> None:
-        """Add a step under the old schedule."""
         self._before[microbatches].append(seconds)
 
     def add_after(self, microbatches: int, seconds: float) -> None:

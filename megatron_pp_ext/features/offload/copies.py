@@ -399,7 +399,6 @@ class _Places:
         self.reloads: dict[Kept, int] = {}
 
     def actions(self, places: dict[Kept, int]) -> dict[Kept, Action]:
-        """Return the first actions at ``places``."""
         return {activation: self._copies.launches[place][0] for activation, place in places.items()}
 
     def keeps(self, limit: float) -> bool:

@@ -189,7 +189,6 @@ def _least_kept(order: Sequence[Action], costs: Costs) -> float:
 
 
 def _waiting(order: Sequence[Action]) -> Iterator[int]:
-    """Yield how many weight gradients wait after each action."""
     count = 0
     for action in order:
         count += (action.kind is Kind.I) - (action.kind is Kind.W)

@@ -70,7 +70,6 @@ def _seconds(timing: Timing, table: Table, entry: Entry, until: float, actions: 
 
 @part_of_loop
 def _change(changes: Changes, trial: int, order: Integers, gaps: Floats) -> None:
-    """Change ``order`` or ``gaps`` as the random numbers of a ``trial`` say."""
     count = len(order)
     kind, first, last = (
         changes.draws[trial, 0],

@@ -286,11 +286,9 @@ def judged(fixed: Fixed, table: Table, order: Integers, limits: Floats) -> float
 
 @Loop
 def _time_order(fixed: Fixed, table: Table, order: Integers, patience: float) -> float:
-    """Run ``timed`` as a compiled loop that Python can call."""
     return timed(fixed, table, order, patience)
 
 
 @Loop
 def _excess_of(fixed: Fixed, table: Table, order: Integers, limits: Floats) -> float:
-    """Run ``excess`` as a compiled loop that Python can call."""
     return excess(fixed.memory, table, order, limits)

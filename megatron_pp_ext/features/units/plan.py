@@ -345,12 +345,10 @@ class _InTemplate:
         self.work: list[float] = table.work.tolist()
 
     def by_rule(self) -> Order:
-        """Return the order by the rule of the schedule's family."""
         some = orders.by_rule(self.work, self._placement)
         return min(some, key=lambda order: self._best_weights(order)[0]) if some[1:] else some[0]
 
     def searched(self, known: Sequence[Order], budget: float) -> list[Order]:
-        """Return the best orders that are found from the ``known`` ones."""
         movable, table, limits = self._template.movable, self._table.by_row, self._limits
         steps, memory, *_ = movable.fixed
         actions = len(steps.before) + len(steps.weights.row) + len(memory.slot) * bool(len(limits))
@@ -471,7 +469,6 @@ class _Listed:
         return lower_bound(self._listing, self._table)
 
     def climbed(self, passes: int) -> tuple[float, Climb]:
-        """Return the shortest step of so many ``passes``, and its chains and actions."""
         self._require_limits()
         work: list[float] = self._listing.chains.seconds.tolist()
         rule = orders.light_heavy_light(work)

@@ -173,7 +173,6 @@ def _listed(
 
 
 def _families(units: Units, placement: Placement, costs: Costs) -> Iterator[tuple[str, Timeline]]:
-    """Yield the step of every family with this placement."""
     for name, entry in catalog.ENTRIES.items():
         if not entry.accepts(placement.chunks):
             continue

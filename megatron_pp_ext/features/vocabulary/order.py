@@ -142,7 +142,6 @@ class _Compiler:
         return self._shared(least_limits(self.costs, placement), placement)
 
     def needed(self, schedule: Schedule) -> tuple[float, ...]:
-        """Return the memory of each rank."""
         return self.simulated(schedule).peak_memory
 
     def simulated(self, schedule: Schedule) -> Timeline:

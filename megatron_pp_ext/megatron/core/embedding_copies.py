@@ -143,7 +143,6 @@ class _Link:
         self._wire = wire_of(group, weight.device)
 
     def sum(self, numbers: torch.Tensor) -> None:
-        """Give both ranks the sum of their ``numbers``."""
         if self._has_embedding:
             numbers.add_(self._received(numbers))
         else:

@@ -130,7 +130,6 @@ class _CountedTensors(dict[Any, Any]):
             meter.hold(owner, state, self._counted[tag])
 
     def pop(self, tag: Any) -> Any:  # type: ignore[override]
-        """Return the entry of ``tag`` and forget it."""
         self._counted.pop(tag, None)
         self._watched.pop(tag, None)
         return super().pop(tag)

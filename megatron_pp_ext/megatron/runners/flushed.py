@@ -228,7 +228,6 @@ class FlushedSteps:
             )
 
     def _kind(self, inputs: StepInputs) -> tuple[int, bool, Hashable]:
-        """Return the key that all steps of one plan share."""
         phase = None if inputs.forward_only else self._source.phase(inputs)
         return inputs.microbatches, inputs.forward_only, phase
 

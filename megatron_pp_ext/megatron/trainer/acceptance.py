@@ -156,7 +156,6 @@ def _environment(world_size: int, variables: Mapping[str, str]) -> Iterator[None
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep what Megatron prints out of the answers."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield
 

@@ -93,7 +93,6 @@ def _rendezvous(rank: int, world_size: int, patience: timedelta) -> dist.Store:
 
 
 def _is_served() -> bool:
-    """Whether torchrun serves the store at MASTER_ADDR."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 

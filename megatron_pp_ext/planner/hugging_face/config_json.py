@@ -56,7 +56,6 @@ _FUNCTIONS = {**vars(attention), **vars(mlp), **vars(family), **vars(hybrid)}
 
 
 def _parts(words: str) -> Iterator[Callable[[Keys], Arguments]]:
-    """Yield the functions that ``words`` name, or the groups of them."""
     for word in words.split():
         if word in _TABLE["groups"]:
             yield from _parts(_TABLE["groups"][word])

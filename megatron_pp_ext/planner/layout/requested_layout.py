@@ -112,7 +112,6 @@ def _require_choice(job: RequestedJob) -> None:
 
 
 def _chunks(job: Job) -> int:
-    """Return the chunks a rank for which the layout is made."""
     name, virtual_stages = job.pipeline.pipeline_schedule, job.pipeline.num_virtual_stages_per_pipeline_rank
     if virtual_stages is not None:
         return virtual_stages

@@ -322,7 +322,6 @@ class Search:
         return max(levels, default=0.0) * self._limit
 
     def _offer(self, evaluated: Evaluated) -> None:
-        """Add ``evaluated`` to the best and to the frontier where it belongs there."""
         sizes = evaluated.candidate.apart_from_schedule
         alike = sorted([*self._alike.get(sizes, []), evaluated], key=_step)
         self._alike[sizes] = [member for member in alike if _step(member) <= _step(alike[0]) * (1 + ALIKE)]

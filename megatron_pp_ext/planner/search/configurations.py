@@ -342,7 +342,6 @@ def _on(space: Space, gpus: int) -> bool:
 
 
 def _without(space: Space, names: Iterable[str]) -> Space:
-    """Return ``space`` with the arguments ``names`` left to the search."""
     return replace(space, fixed=frozenset(space.fixed) - frozenset(names))
 
 

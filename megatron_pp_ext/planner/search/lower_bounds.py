@@ -147,12 +147,10 @@ class ModelSums:
 
 
 def _seconds(part: Part) -> float:
-    """Return the seconds of a forward and of a whole backward."""
     return part.forward_seconds + part.backward_seconds - part.overlapped_in_whole
 
 
 def _shortest_run(seconds: NDArray[np.float64], count: int) -> float:
-    """Return the least sum of ``count`` neighbours."""
     before = np.concatenate([[0.0], seconds.cumsum()])
     return float((before[count:] - before[: len(before) - count]).min())
 

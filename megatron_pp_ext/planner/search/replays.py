@@ -78,7 +78,6 @@ class Workloads:
         return self._models[key]
 
     def _sums_of(self, candidate: Candidate, job: Job) -> ModelSums:
-        """Return the sums over the layers of its model."""
         key = _costs_of_a_layer(candidate)
         if key not in self._sums:
             self._sums[key] = ModelSums(self._model(candidate, job))

@@ -118,7 +118,6 @@ class _Steps:
         return self._planner.plan(units, how, template=self._template, limits=limits).seconds
 
     def slowest(self, shares: Sequence[Microbatches], how: How) -> float:
-        """Return the seconds of the replica that takes longest."""
         if how != "search":
             return max(self._planned(share, how) for share in shares)
         # A search never makes a step longer, so that only the slowest by the rule have to be searched.

@@ -331,7 +331,6 @@ class StepModel:
 
     @property
     def _unflushed(self) -> Unflushed:
-        """The steps of a schedule that never flushes."""
         return Unflushed(self.work, sizes.described(self.work.job, self.name, self.microbatches))
 
 

@@ -62,7 +62,6 @@ class _Arrival:
         self.copy, self.memory = copy, memory
 
     def wait(self) -> None:
-        """Let later computation wait for the copy."""
         self.copy.wait()
         self.memory.clear()
 

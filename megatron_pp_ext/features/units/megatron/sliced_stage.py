@@ -173,7 +173,6 @@ class SlicedStage(ModelStage):
         return output, tokens
 
     def _share(self, unit: int) -> float:
-        """Return the part of its microbatch's tokens that ``unit`` has."""
         one = self._units.units[unit]
         return one.tokens / sum(self._units.documents[one.microbatch])
 
