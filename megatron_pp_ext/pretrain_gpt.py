@@ -38,12 +38,7 @@ Batch = dict[str, Any]
 FIELDS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 # The batches of these flags differ from those that get_batch below returns.
-UNSUPPORTED = (
-    "sft",
-    "fim_data",
-    "hybrid_context_parallel",
-    "dataloader_inter_document_masking",
-)
+UNSUPPORTED = ("sft", "fim_data", "hybrid_context_parallel", "dataloader_inter_document_masking")
 
 
 def dataset_config(args: Namespace) -> GPTDatasetConfig:

@@ -58,8 +58,7 @@ class Lengths:
         ),
     ] = None
     plan_budget: Annotated[
-        float | None,
-        typer.Option(help="Milliseconds of a core for the search of an order.  [default: 50]"),
+        float | None, typer.Option(help="Milliseconds of a core for the search of an order.  [default: 50]")
     ] = None
 
     def __post_init__(self) -> None:

@@ -123,10 +123,7 @@ def lacks_costs() -> tuple[Rules, ...]:
         rows=tuple(_rules("stages", f"{_LEAVE_OUT}, or {_MEASURE}")),
     )
     measured = Rules(
-        title="",
-        when=_lacks_parameters,
-        subject="the planner",
-        rows=tuple(_rules("stages", _ADD_PARAMETERS)),
+        title="", when=_lacks_parameters, subject="the planner", rows=tuple(_rules("stages", _ADD_PARAMETERS))
     )
     always = Rules(
         title="In `mpp estimate` and `mpp search`",

@@ -163,9 +163,7 @@ def _places_without_padding(buffers: Iterable[Any]) -> Iterator[None]:
 
 
 DATASET_HELPERS = Workaround(
-    "a wheel has the helpers built and no Makefile",
-    EVERY,
-    "tests/integration/test_dataset_helpers.py",
+    "a wheel has the helpers built and no Makefile", EVERY, "tests/integration/test_dataset_helpers.py"
 )
 
 

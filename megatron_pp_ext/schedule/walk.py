@@ -82,11 +82,7 @@ class Walk:
         return as_list(self.program.make.order(self.step_of[:-1]))
 
     def times(
-        self,
-        durations: Column,
-        delays: Sequence[float],
-        place: Column | None = None,
-        kind: type = float,
+        self, durations: Column, delays: Sequence[float], place: Column | None = None, kind: type = float
     ) -> tuple[Column, Column]:
         """Return the starts and the ends of all steps by their numbers; both are 0 for no step.
 

@@ -216,9 +216,7 @@ def cut_into_segments(
 
 
 @hook(
-    f"{_PLANS}:TransformerLayerSchedulePlan.run",
-    "f_layer b_layer f_input b_grad is_last_layer_in_bwd",
-    _WHY,
+    f"{_PLANS}:TransformerLayerSchedulePlan.run", "f_layer b_layer f_input b_grad is_last_layer_in_bwd", _WHY
 )
 def forward_without_graph(
     stock: Callable[..., Any],

@@ -185,13 +185,7 @@ def _within(
     for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
         fills_empty = left <= sum(not part for share in found for part in share)
         cells = [
-            (
-                fills_empty and bool(found[replica][at]),
-                sum(work[replica]),
-                work[replica][at],
-                replica,
-                at,
-            )
+            (fills_empty and bool(found[replica][at]), sum(work[replica]), work[replica][at], replica, at)
             for replica in range(replicas)
             for at in range(microbatches)
             if tokens[replica][at] + lengths[place] <= most_tokens

@@ -452,12 +452,7 @@ class _Listed:
     """A step of ``units`` whose actions have no order yet."""
 
     def __init__(
-        self,
-        units: Units,
-        table: Table,
-        placement: Placement,
-        limits: Sequence[float],
-        splits_backward: bool,
+        self, units: Units, table: Table, placement: Placement, limits: Sequence[float], splits_backward: bool
     ) -> None:
         self.rules = free_rules(placement, splits_backward)
         self._listing = listing_of(units, table, placement, limits, self.rules)

@@ -441,10 +441,7 @@ RULES = (
         why="a V has both ends of the model on one rank",
         fix="say where they go: --pipeline-model-parallel-layout '{layout_of_v}'",
         words=(layout_of_v,),
-        rows=(
-            Rule("--decoder-first-pipeline-num-layers"),
-            Rule("--decoder-last-pipeline-num-layers"),
-        ),
+        rows=(Rule("--decoder-first-pipeline-num-layers"), Rule("--decoder-last-pipeline-num-layers")),
     ),
     Rules(
         title="With stages between the ends",

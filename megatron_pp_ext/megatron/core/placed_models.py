@@ -275,11 +275,7 @@ _MAMBA = f"self config mamba_stack_spec {_RATIOS}"
 _WHY = "chunks of a V or wave from the other end, whoever builds them"
 
 
-@hook(
-    "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
-    (_GPT, f"{_GPT} logit_dtype"),
-    _WHY,
-)
+@hook("megatron.core.models.gpt.gpt_model:GPTModel.__init__", (_GPT, f"{_GPT} logit_dtype"), _WHY)
 @hook(
     "megatron.core.models.hybrid.hybrid_model:HybridModel.__init__",
     (_HYBRID, f"{_HYBRID} logit_dtype"),

@@ -97,11 +97,7 @@ def record_forward(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return output, tokens
 
 
-@hook(
-    f"{_STOCK}:backward_step",
-    (f"{_BACKWARD} config", f"{_BACKWARD} model_type config"),
-    _OF_STOCK,
-)
+@hook(f"{_STOCK}:backward_step", (f"{_BACKWARD} config", f"{_BACKWARD} model_type config"), _OF_STOCK)
 def record_backward(
     stock: Callable[..., Any], input_tensor: Any, output_tensor: Any, *args: Any, **kwargs: Any
 ) -> Any:

@@ -148,9 +148,7 @@ def _chosen(job: RequestedJob) -> tuple[RequestedJob, str]:
     if job.pipeline.finds_layout:
         job, layout = requested.loaded().layout(job, _data_parallel_size(job), start_up.vocabulary(job))
     values = options.chosen(
-        job,
-        lambda other: request_of(other, _data_parallel_size(other)),
-        lambda: start_up.vocabulary(job),
+        job, lambda other: request_of(other, _data_parallel_size(other)), lambda: start_up.vocabulary(job)
     )
     if not job.pipeline.has_schedule and job.flags.rehearse_pipeline is not None:
         values |= {"pipeline_schedule": stock_schedule(job)}

@@ -264,8 +264,7 @@ class MeanRank:
         busy = microbatches * (max(mean, busiest) + vocabulary)
         split = max(busy, microbatches * (mean + vocabulary) + way(*least.forwards))
         whole = max(
-            busy,
-            microbatches * (mean + logits) + way(least.first, least.middle) + (ranks - 1) / 2 * work.hop,
+            busy, microbatches * (mean + logits) + way(least.first, least.middle) + (ranks - 1) / 2 * work.hop
         )
         if work.placement.shape is Shape.LINEAR:
             whole = max(whole, ranks * mean / (1 - (1 - 1 / microbatches) ** ranks))

@@ -63,12 +63,7 @@ def length_costs(job: Job, system: System, request: Request) -> LengthCosts:
 
 
 def steps_by_length(
-    job: Job,
-    system: System,
-    request: Request,
-    lengths: Sequence[int],
-    draws: int = DRAWS,
-    seed: int = 0,
+    job: Job, system: System, request: Request, lengths: Sequence[int], draws: int = DRAWS, seed: int = 0
 ) -> StepsByLength:
     """Return the steps of ``request`` to be expected for documents drawn from ``lengths``.
 

@@ -108,10 +108,7 @@ def _simulated(timeline: Timeline, events: Sequence[Event], peak: float) -> Rank
 
 
 def _write(
-    path: Path,
-    step: RecordedStep,
-    curves: Sequence[_Curve],
-    simulated: dict[str, Any] | None = None,
+    path: Path, step: RecordedStep, curves: Sequence[_Curve], simulated: dict[str, Any] | None = None
 ) -> None:
     """Write ``step`` with one memory curve a rank; ``simulated`` only a simulated step has."""
     records = step.records

@@ -102,7 +102,7 @@ def agree(
             problem=(
                 "no rank of this pipeline has a data iterator, and an order of microbatches is planned by "
                 "their lengths; leave the order out"
-            ),
+            )
         )
     report = report._replace(are_trusted=report.are_trusted and bool(report.sizes))
     planned = report
@@ -183,14 +183,13 @@ def _of_pipeline(reports: Sequence[_Report]) -> _Report:
     if other is None:
         sizes = {one.sizes for one in known if one.sizes}
         return first._replace(
-            sizes=sizes.pop() if len(sizes) == 1 else (),
-            are_trusted=all(one.are_trusted for one in reports),
+            sizes=sizes.pop() if len(sizes) == 1 else (), are_trusted=all(one.are_trusted for one in reports)
         )
     return first._replace(
         problem=(
             f"pipeline ranks {first.rank} and {other.rank} read microbatches of different lengths in this "
             "step; give all ranks of a pipeline the same data, or leave the order out"
-        ),
+        )
     )
 
 
@@ -206,7 +205,7 @@ def _of_several(reports: Sequence[_Report], work: Work) -> _Report:
             problem=(
                 f"pipelines that share experts have {' and '.join(map(str, counts))} microbatches in this "
                 "step; give all of them as many"
-            ),
+            )
         )
     are_trusted = all(one.are_trusted for one in reports)
     return reports[0]._replace(documents=_heaviest(found, work), are_trusted=are_trusted)

@@ -283,11 +283,7 @@ class ByLength(PlannedSteps):
         inputs.shapes = shapes_of(inputs, ((units.rows, unit.tokens) for unit in units.units))
         changes: list[torch.Tensor] = []
         step.make_stage = partial(
-            SlicedStage,
-            units=units,
-            calls=self._calls,
-            knows_documents=units.rows == 1,
-            changes=changes,
+            SlicedStage, units=units, calls=self._calls, knows_documents=units.rows == 1, changes=changes
         )
         numbers, in_order = units.of_microbatch, range(inputs.microbatches)
         reads = sorted(in_order, key=lambda microbatch: numbers[microbatch][0])
