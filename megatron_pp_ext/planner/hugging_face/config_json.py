@@ -12,7 +12,6 @@ from typing import Any
 
 from megatron_pp_ext.json_input import did_you_mean, short
 from megatron_pp_ext.planner.hugging_face import attention_keys as attention
-from megatron_pp_ext.planner.hugging_face import expert_keys as hybrid
 from megatron_pp_ext.planner.hugging_face import expert_keys as mlp
 from megatron_pp_ext.planner.hugging_face import family_keys as family
 from megatron_pp_ext.planner.hugging_face.attention_keys import Arguments
@@ -52,7 +51,7 @@ class ModelType:
         return arguments, keys
 
 
-_FUNCTIONS = {**vars(attention), **vars(mlp), **vars(family), **vars(hybrid)}
+_FUNCTIONS = {**vars(attention), **vars(mlp), **vars(family)}
 
 
 def _parts(words: str) -> Iterator[Callable[[Keys], Arguments]]:

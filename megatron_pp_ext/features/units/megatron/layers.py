@@ -1,7 +1,7 @@
 """What slices change within a model: its arguments, its attention and its rotary positions.
 
 Hooks of torch's modules do it, so that every class of attention which is called with a query, a key and a
-value has slices, those of users included.  They do nothing unless a slice runs (``runtime.prefixes``).
+value has slices, those of users included.  They do nothing unless a slice runs (``units.runtime``).
 """
 
 import inspect
@@ -22,7 +22,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import unwrap_model
 
-from megatron_pp_ext.features.units.runtime.prefixes import Slice, running
+from megatron_pp_ext.features.units.runtime import Slice, running
 from megatron_pp_ext.setting_error import SettingError
 
 

@@ -22,11 +22,11 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.moe.router import Router
 from megatron.core.utils import unwrap_model
 
+from megatron_pp_ext.features.units import runtime as prefixes
 from megatron_pp_ext.features.units.megatron.agreement import seen_by_any
 from megatron_pp_ext.features.units.megatron.layers import Calls, named, with_prefix
 from megatron_pp_ext.features.units.options import SLICE_FLAG
-from megatron_pp_ext.features.units.runtime import prefixes
-from megatron_pp_ext.features.units.runtime.prefixes import Slice, at_work_on
+from megatron_pp_ext.features.units.runtime import Slice, at_work_on
 from megatron_pp_ext.megatron.core.placed_models import as_chunk
 from megatron_pp_ext.megatron.runners.model_stage import StepInputs
 from megatron_pp_ext.megatron.runners.transport import device
