@@ -10,7 +10,6 @@ from megatron_pp_ext.costs import system
 from megatron_pp_ext.costs.model_parts import ModelParts
 from megatron_pp_ext.costs.stages import stage_parts
 from megatron_pp_ext.job import layers
-from megatron_pp_ext.job import layers as layout_text
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.layout.climb import Stages, fitted, levelled, shortened
 from megatron_pp_ext.planner.layout.cut import Cut, bounds
@@ -233,7 +232,7 @@ class ModelStages:
         """Return ``cut`` as --pipeline-model-parallel-layout."""
         letters = [*"t" * self.layers, *([self._prediction] if self._prediction else [])]
         stages = ["".join(letters[first:end]) for _, first, end in bounds(cut)]
-        return layout_text.spelled([f"E{stages[0]}", *stages[1:-1], f"{stages[-1]}L"])
+        return layers.spelled([f"E{stages[0]}", *stages[1:-1], f"{stages[-1]}L"])
 
     def with_prediction(self, cut: Cut) -> Cut:
         """Return ``cut``, of layers alone, with multi-token prediction in the last stage if there is any."""
