@@ -232,7 +232,7 @@ def _planned(
 
     microbatches = lengths.microbatches
     assert microbatches is not None
-    found, refused, least = list[tuple[Planner, Plan]](), list[InfeasibleLimit](), list[float]()
+    plans, refused, least = list[tuple[Planner, Plan]](), list[InfeasibleLimit](), list[float]()
     limits = None
     if request.is_compiled:
         limits = request.budget(lengths.costs(times, costs).of(microbatches)).ranks
@@ -256,10 +256,10 @@ def _planned(
             shortest = planner.cut(microbatches.documents, slicing.most_tokens or SMALLEST)
             least.append(max(map(truediv, planner.least_limits(shortest), limits or [inf])))
         else:
-            found.append((planner, plan))
-    if not found:
+            plans.append((planner, plan))
+    if not plans:
         raise _infeasible(request.limit, least) or refused[0]
-    planner, plan = min(found, key=lambda one: one[1].seconds)
+    planner, plan = min(plans, key=lambda entry: entry[1].seconds)
     timed = planner.timed(plan).schedule
     step = simulate(replace(timed, name=request.schedule), planner.costs(plan.units))
     work = _work(planner.rates.of(microbatches), planner.placement)

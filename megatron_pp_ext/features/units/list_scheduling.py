@@ -293,30 +293,30 @@ def listed(listing: Listing, table: Table, entry: Entry, until: float, actions: 
             free = state.free[rank]
             start, first, kind, stage = np.inf, 0, -1, -1
             for chunk in range(chunks - 1, -1, -1):
-                here = where.stages_of[rank, chunk]
-                done, place = state.inputs[here], state.forwards[here]
+                choice = where.stages_of[rank, chunk]
+                done, place = state.inputs[choice], state.forwards[choice]
                 ready = np.inf
-                if here == stages - 1:
+                if choice == stages - 1:
                     if done < units and state.back_at[done] < place:
-                        ready = max(free, state.forward_ends[here, state.back_at[done]])
-                elif done < state.inputs[here + 1]:
-                    ready = max(free, state.input_ends[here + 1, done] + table.delays[where.wire[here]])
+                        ready = max(free, state.forward_ends[choice, state.back_at[done]])
+                elif done < state.inputs[choice + 1]:
+                    ready = max(free, state.input_ends[choice + 1, done] + table.delays[where.wire[choice]])
                 if ready <= start and ready < np.inf:
-                    number = priority[I, here, each * state.back_at[done]]
+                    number = priority[I, choice, each * state.back_at[done]]
                     if ready < start or number < first:
-                        start, first, kind, stage = ready, number, I, here
-                if place == (state.forwards[here - 1] if here else units):
+                        start, first, kind, stage = ready, number, I, choice
+                if place == (state.forwards[choice - 1] if choice else units):
                     continue
                 ready = max(free, release)
-                if here:
-                    ready = state.forward_ends[here - 1, place] + table.delays[where.wire[here - 1]]
+                if choice:
+                    ready = state.forward_ends[choice - 1, place] + table.delays[where.wire[choice - 1]]
                     ready = max(free, ready)
                 if ready <= start:
-                    number = priority[F, here, each * place]
+                    number = priority[F, choice, each * place]
                     if ready < start or number < first:
-                        amount = table.kept[F * stages + here, state.unit_at[place]]
+                        amount = table.kept[F * stages + choice, state.unit_at[place]]
                         if _fits(ranks, state, rank, amount, state.chain_at[place], reserves):
-                            start, first, kind, stage = ready, number, F, here
+                            start, first, kind, stage = ready, number, F, choice
             if state.head[rank] < state.tail[rank] and free <= start:
                 number = state.queue[rank, state.head[rank]]
                 waiting = number // units

@@ -328,8 +328,8 @@ def in_template(
     if how == "rule" and not step.excess(rule):
         return step.plan(rule)
     elsewhere = [other(step.work, units.tokens) for other in orders.ELSEWHERE.values()]
-    known = list(map(list, dict.fromkeys(map(tuple, (rule, as_given, *elsewhere)))))
-    candidates = [*step.searched(known, budget), *known]
+    starts = list(map(list, dict.fromkeys(map(tuple, (rule, as_given, *elsewhere)))))
+    candidates = [*step.searched(starts, budget), *starts]
     best = min(candidates, key=step.judged)
     return step.listed(candidates) if step.excess(best) else step.plan(best)
 
@@ -353,7 +353,7 @@ class _InTemplate:
         some = orders.by_rule(self.work, self._placement)
         return min(some, key=lambda order: self._best_weights(order)[0]) if some[1:] else some[0]
 
-    def searched(self, known: Sequence[Order], budget: float) -> list[Order]:
+    def searched(self, orders: Sequence[Order], budget: float) -> list[Order]:
         """Return the best orders that are found from the ``known`` ones."""
         movable, table, limits = self._template.movable, self._table.by_row, self._limits
         steps, memory, *_ = movable.fixed
@@ -368,10 +368,10 @@ class _InTemplate:
             draws = random.random((trials, 3))
             changes = Changes(np.array(_OF_ORDER), draws, _WARMTH, random.random(trials))
             start = np.array([order])
-            found = Climb(start, np.zeros(1), changes, 0.0, start[0], np.zeros(len(order)), _NO_ACTIONS)
-            return climbed(timing, table, found), found.order.tolist()
+            state = Climb(start, np.zeros(1), changes, 0.0, start[0], np.zeros(len(order)), _NO_ACTIONS)
+            return climbed(timing, table, state), state.order.tolist()
 
-        starts = sorted(known, key=lambda order: climb(order, 0, 0)[0])[:_STARTS]
+        starts = sorted(orders, key=lambda order: climb(order, 0, 0)[0])[:_STARTS]
         return [climb(order, trials, seed)[1] for seed, order in enumerate(starts, 1)]
 
     def excess(self, order: Order) -> float:

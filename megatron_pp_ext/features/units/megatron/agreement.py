@@ -119,12 +119,12 @@ def agree(
     return Agreed(report.documents, planned.documents, "", report.sizes, planned.are_trusted)
 
 
-def of_all(own: Documents, inputs: StepInputs) -> tuple[Documents, ...]:
+def of_all(documents: Documents, inputs: StepInputs) -> tuple[Documents, ...]:
     """Return the lengths of all pipelines that share experts with this one, each once and in one order.
 
     Collective over the groups of those that meet, where experts are shared.
     """
-    return tuple(sorted(_of_experts({own}, inputs)))
+    return tuple(sorted(_of_experts({documents}, inputs)))
 
 
 def seen_by_any[T](seen: set[T], inputs: StepInputs) -> set[T]:
@@ -134,12 +134,12 @@ def seen_by_any[T](seen: set[T], inputs: StepInputs) -> set[T]:
     return _of_experts(seen, inputs)
 
 
-def _of_experts[T](found: set[T], inputs: StepInputs) -> set[T]:
+def _of_experts[T](values: set[T], inputs: StepInputs) -> set[T]:
     """Return what all pipelines that share experts with this one have found, whose ranks have the same."""
     if any(_size(getattr(inputs.groups, name, None)) > 1 for name in _EXPERTS):
         for name in (*_EXPERTS, *_PIPELINE):
-            found = set().union(*_gathered(found, getattr(inputs.groups, name, None)))
-    return found
+            values = set().union(*_gathered(values, getattr(inputs.groups, name, None)))
+    return values
 
 
 def _report(
@@ -169,22 +169,22 @@ def _of_pipeline(reports: Sequence[_Report]) -> _Report:
 
     Sizes on which these do not agree are not known.
     """
-    known = sorted(filter(_knows, reports), key=lambda one: one.rank)
-    if not known:
+    informed = sorted(filter(_knows, reports), key=lambda report: report.rank)
+    if not informed:
         return reports[0]
-    for one in known:
-        if one.problem:
-            return one
-    for one in known:
-        if one.unknown:
-            return one
-    first = known[0]
-    other = next((one for one in known if one.documents != first.documents), None)
+    for report in informed:
+        if report.problem:
+            return report
+    for report in informed:
+        if report.unknown:
+            return report
+    first = informed[0]
+    other = next((report for report in informed if report.documents != first.documents), None)
     if other is None:
-        sizes = {one.sizes for one in known if one.sizes}
+        sizes = {report.sizes for report in informed if report.sizes}
         return first._replace(
             sizes=sizes.pop() if len(sizes) == 1 else (),
-            are_trusted=all(one.are_trusted for one in reports),
+            are_trusted=all(report.are_trusted for report in reports),
         )
     return first._replace(
         problem=(
@@ -196,11 +196,11 @@ def _of_pipeline(reports: Sequence[_Report]) -> _Report:
 
 def _of_several(reports: Sequence[_Report], work: Work) -> _Report:
     """Return the report of pipelines with data of their own: the heaviest microbatch in each place."""
-    for one in reports:
-        if one.problem or one.unknown:
-            return one
-    found = [one.documents for one in reports if one.documents is not None]
-    counts = dict.fromkeys(map(len, found))
+    for report in reports:
+        if report.problem or report.unknown:
+            return report
+    documents = [report.documents for report in reports if report.documents is not None]
+    counts = dict.fromkeys(map(len, documents))
     if len(counts) > 1:
         return reports[0]._replace(
             problem=(
@@ -208,8 +208,8 @@ def _of_several(reports: Sequence[_Report], work: Work) -> _Report:
                 "step; give all of them as many"
             ),
         )
-    are_trusted = all(one.are_trusted for one in reports)
-    return reports[0]._replace(documents=_heaviest(found, work), are_trusted=are_trusted)
+    are_trusted = all(report.are_trusted for report in reports)
+    return reports[0]._replace(documents=_heaviest(documents, work), are_trusted=are_trusted)
 
 
 def _heaviest(some: Sequence[Documents], work: Work) -> Documents:
@@ -219,11 +219,11 @@ def _heaviest(some: Sequence[Documents], work: Work) -> Documents:
     return tuple(some[at][place] for place, at in enumerate(best))
 
 
-def _gathered[T](own: T, group: dist.ProcessGroup | None) -> list[T]:
+def _gathered[T](value: T, group: dist.ProcessGroup | None) -> list[T]:
     if _size(group) == 1:
-        return [own]
+        return [value]
     gathered: list[Any] = [None] * _size(group)
-    dist.all_gather_object(gathered, own, group=group)
+    dist.all_gather_object(gathered, value, group=group)
     return gathered
 
 
@@ -289,17 +289,17 @@ class KnownShapes:
 
 def sizes_of(data: Sequence[Sequence[Any] | None]) -> Sizes:
     """Return the sizes of the microbatches of a step, from the ``data`` of each chunk that reads some."""
-    own = next((batches for batches in data if batches is not None), ())
-    sizes = [size_of(batch) for batch in own]
+    first = next((batches for batches in data if batches is not None), ())
+    sizes = [size_of(batch) for batch in first]
     return tuple(size for size in sizes if size is not None) if None not in sizes else ()
 
 
 def size_of(batch: Any) -> tuple[int, int] | None:
     """Return how many sequences a batch has, and of how many tokens each; None where it has no such rows."""
     for name in _ROWS if isinstance(batch, Mapping) else ():
-        found = batch.get(name)
-        if isinstance(found, torch.Tensor) and found.dim() == 2 and not found.is_nested:
-            rows, tokens = found.shape
+        value = batch.get(name)
+        if isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_nested:
+            rows, tokens = value.shape
             return rows, tokens
     return None
 
@@ -353,8 +353,8 @@ class AnnouncedShapes:
 
     def _decide(self, seen: set[bool], inputs: StepInputs) -> None:
         """Take one shape for granted if no rank saw another; collective over those that meet."""
-        if found := seen_by_any(seen, inputs):
-            self._has_one_shape = False not in found
+        if answers := seen_by_any(seen, inputs):
+            self._has_one_shape = False not in answers
 
     def _plan(self, step: Step) -> RankPlan:
         """Return the plan with late receives, which is kept for the schedule's later steps."""

@@ -156,11 +156,11 @@ class _Probe:
         return hidden
 
     def _check_embedding(self) -> None:
-        given = {name: one for name, one in self._arguments(self.whole).items() if one is not None}
-        before = self.model.embedding(**given)
-        given["input_ids"][0, self.poisoned] += 1
-        given["input_ids"] %= int(getattr(self.model, "vocab_size", 2))
-        changes = (before != self.model.embedding(**given)).flatten(1).any(1)
+        arguments = {name: value for name, value in self._arguments(self.whole).items() if value is not None}
+        before = self.model.embedding(**arguments)
+        arguments["input_ids"][0, self.poisoned] += 1
+        arguments["input_ids"] %= int(getattr(self.model, "vocab_size", 2))
+        changes = (before != self.model.embedding(**arguments)).flatten(1).any(1)
         if any(changes[at] for at, token in enumerate(self._mine(self.whole)) if token != self.poisoned):
             raise _Refused("the embedding of a token depends on other tokens, which may be in another slice")
 
@@ -222,10 +222,10 @@ class _Probe:
         whole, parts = attention.forward(**{**call, **drawn}), list[torch.Tensor]()
         sequence = prefixes.Sequence(Owner(0, 0), len(self.whole))
         for tokens in (self.whole[: self.tokens], self.whole[self.tokens :]):
-            cut = {what: one[tokens.start : tokens.stop] for what, one in drawn.items()}
+            cut = {what: value[tokens.start : tokens.stop] for what, value in drawn.items()}
             with at_work_on(_slice(sequence, tokens)):
-                _, given = with_prefix(attention, (), {**call, **cut})
-                parts.append(attention.forward(**given))
+                _, arguments = with_prefix(attention, (), {**call, **cut})
+                parts.append(attention.forward(**arguments))
         error = (torch.cat(parts) - whole).float().abs().max() / whole.float().abs().max()
         if not error <= 8 * max(torch.finfo(whole.dtype).eps, 2**-10):
             raise _Refused(
@@ -267,7 +267,7 @@ def _aside(model: torch.nn.Module) -> Iterator[None]:
     modules = list(model.modules())
     modes = [module.training for module in modules]
     buffers = [dict(module._buffers) for module in modules]
-    copies = [{name: one.clone() for name, one in some.items() if one is not None} for some in buffers]
+    copies = [{name: copy.clone() for name, copy in some.items() if copy is not None} for some in buffers]
     tracker, meter = get_cuda_rng_tracker(), STORE.meter
     states, host, device = tracker.get_states(), torch.get_rng_state(), torch.cuda.get_rng_state()
     STORE.meter = None
@@ -280,8 +280,8 @@ def _aside(model: torch.nn.Module) -> Iterator[None]:
         for module, mode, some, copied in zip(modules, modes, buffers, copies, strict=True):
             module.training = mode
             module._buffers.update(some)
-            for name, one in copied.items():
-                module.get_buffer(name).copy_(one)
+            for name, copy in copied.items():
+                module.get_buffer(name).copy_(copy)
         STORE.meter = meter
         tracker.set_states(states)
         torch.set_rng_state(host)

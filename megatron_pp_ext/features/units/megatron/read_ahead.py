@@ -255,9 +255,9 @@ def _ends(tensor: torch.Tensor) -> Iterator[tuple[tuple[str, int], torch.Tensor]
         yield (first, end.data_ptr()), torch.cat((row[:_FIRST], row[_FIRST::_EVERY]))
 
 
-def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    count = min(len(one), len(other))
-    return one.dtype == other.dtype and torch.equal(one[:count], other[:count])
+def _are_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
+    count = min(len(first), len(second))
+    return first.dtype == second.dtype and torch.equal(first[:count], second[:count])
 
 
 def _other_use(name: str) -> RuntimeError:

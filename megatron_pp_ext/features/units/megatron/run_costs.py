@@ -85,8 +85,8 @@ class RunCosts:
             # Nothing states the length of the costs: they are those of a mean microbatch.
             length = max(1, int(mean))
         cut = costs.merged(self._pipeline.placement.stages)
-        found = LengthCosts.measured(cut, length, documents, self._of_model.equal_at)
-        return _with_messages_of(found, mean / (length * documents))
+        rates = LengthCosts.measured(cut, length, documents, self._of_model.equal_at)
+        return _with_messages_of(rates, mean / (length * documents))
 
     def _estimate(self) -> LengthCosts:
         placement, model = self._pipeline.placement, self._pipeline.settings.estimate
