@@ -73,8 +73,8 @@ def page(
 def _labels() -> dict[str, str]:
     """Return what the words of a configuration stand for, those of features before the numbers of a table."""
     at = list(_LABELS).index("MFU")
-    own, of_features = list(_LABELS.items()), [one.label for one in offered()]
-    return dict([*own[:at], *of_features, *own[at:]])
+    labels, of_features = list(_LABELS.items()), [variants.label for variants in offered()]
+    return dict([*labels[:at], *of_features, *labels[at:]])
 
 
 def _row(tag: str, cells: Sequence[str]) -> str:

@@ -121,9 +121,9 @@ class Feature:
         """
         return before(request)
 
-    def completed(self, request: Request, made: Made) -> Made:
-        """Return what was ``made`` by all passes with what the feature changes last."""
-        return made
+    def completed(self, request: Request, result: Made) -> Made:
+        """Return the ``result`` of all passes with the feature's last changes."""
+        return result
 
     def counted(self, request: Request, costs: Costs) -> Costs:
         """Return the ``costs`` by which the compiler orders ``request``.

@@ -135,8 +135,8 @@ class Megatron:
 
     def prepare(self, questions: Iterable[Question] = ()) -> None:
         """Begin to import Megatron, unless the answers to all ``questions`` are stored."""
-        asked = list(questions)
-        if self._process is None and _reason() is None and (not asked or not all(map(_stored, asked))):
+        batch = list(questions)
+        if self._process is None and _reason() is None and (not batch or not all(map(_stored, batch))):
             self._process = _start()
 
     def ask(self, question: Question) -> Verdict:
@@ -177,8 +177,8 @@ def unknown_words(words: Sequence[str]) -> Sequence[str] | None:
 
 def _without(words: Sequence[str], flags: Collection[str]) -> tuple[str, ...]:
     """Return ``words``, a command line, without ``flags`` and their values."""
-    kept = [(name, *values) for name, values in flag_table.by_name(words) if name not in flags]
-    return tuple(chain.from_iterable(kept))
+    rest = [(name, *values) for name, values in flag_table.by_name(words) if name not in flags]
+    return tuple(chain.from_iterable(rest))
 
 
 def _reason() -> str | None:

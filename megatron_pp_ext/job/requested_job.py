@@ -108,10 +108,10 @@ class RequestedJob(Job):
 
         With ``value``, whether that is its value, or among its values.
         """
-        found = self.argument(flag.removeprefix("--").replace("-", "_"))
+        setting = self.argument(flag.removeprefix("--").replace("-", "_"))
         if value is None:
-            return bool(found)
-        return value in map(str, found if isinstance(found, list | tuple | frozenset) else (found,))
+            return bool(setting)
+        return value in map(str, setting if isinstance(setting, list | tuple | frozenset) else (setting,))
 
     @property
     def is_v(self) -> bool:

@@ -241,7 +241,7 @@ class Packing:
     def balanced(self, groups: Groups, lengths: Sequence[int], replicas: int) -> Groups:
         """Return the same documents in the microbatches of the shortest step, balanced over replicas by cost.
 
-        ``given`` are Megatron's groups, in which each replica has as many ranks next to each other, all with
+        ``groups`` are Megatron's, in which each replica has as many ranks next to each other, all with
         the same documents.  They stay where no other step is shorter by simulation, each replica with its
         microbatches ordered by the rule of the schedule, and where documents do not fit.
         """
@@ -270,7 +270,7 @@ class Packing:
         ]
 
     def counts(self, microbatches: int, documents: int) -> list[int]:
-        """Return the numbers of microbatches to try, where Megatron has ``given`` of them.
+        """Return the numbers of microbatches to try, where Megatron has ``microbatches``.
 
         None is above the number of ``documents`` of a replica.
         """

@@ -354,7 +354,7 @@ class _InTemplate:
         return min(some, key=lambda order: self._best_weights(order)[0]) if some[1:] else some[0]
 
     def searched(self, orders: Sequence[Order], budget: float) -> list[Order]:
-        """Return the best orders that are found from the ``known`` ones."""
+        """Return the best orders that a search from ``orders`` reaches."""
         movable, table, limits = self._template.movable, self._table.by_row, self._limits
         steps, memory, *_ = movable.fixed
         actions = len(steps.before) + len(steps.weights.row) + len(memory.slot) * bool(len(limits))

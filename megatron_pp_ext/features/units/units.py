@@ -367,7 +367,7 @@ def cut_alike(
 
 
 def in_order_of(planned: Units, units: Units) -> Units:
-    """Return ``own`` units with their microbatches in the order of ``planned`` ones."""
+    """Return ``units`` with their microbatches in the order of ``planned`` ones."""
     place = {unit.microbatch: number for number, unit in enumerate(planned.units)}
     firsts = [units.units[chain.start].microbatch for chain in units.chains]
     return ordered(units, sorted(range(len(firsts)), key=lambda chain: place[firsts[chain]]))

@@ -30,9 +30,9 @@ def shared(request: Request, costs: CostModel, before: Make) -> Made:
     return _shorter_of_both(request, costs, before)
 
 
-def without_frozen_weight(made: Made) -> Made:
+def without_frozen_weight(result: Made) -> Made:
     """Leave out the weight gradients of an output layer that is frozen."""
-    return replace(made, schedule=without_weight_gradients(made.schedule))
+    return replace(result, schedule=without_weight_gradients(result.schedule))
 
 
 def _shared(request: Request, costs: CostModel, before: Make) -> Schedule:

@@ -36,8 +36,8 @@ CONFIG = (
 
 def has_graphs(job: RequestedJob, kind: str | None = None) -> bool:
     """Whether CUDA graphs are captured, or those of a ``kind``."""
-    found = job.precision.cuda_graph_impl
-    return found != "none" if kind is None else found == kind
+    graphs = job.precision.cuda_graph_impl
+    return graphs != "none" if kind is None else graphs == kind
 
 
 CUDA_GRAPHS = Rules(

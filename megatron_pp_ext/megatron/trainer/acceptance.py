@@ -106,8 +106,8 @@ def _check_optimizer(args: Namespace) -> None:
 
 def _differing(theirs: Namespace, ours: Namespace) -> dict[str, Any]:
     """Return the arguments of Megatron's that ``ours`` has with another value."""
-    found = {name: _plain(value) for name, value in vars(theirs).items() if hasattr(ours, name)}
-    return {name: value for name, value in found.items() if value != _plain(getattr(ours, name))}
+    values = {name: _plain(value) for name, value in vars(theirs).items() if hasattr(ours, name)}
+    return {name: value for name, value in values.items() if value != _plain(getattr(ours, name))}
 
 
 def _plain(value: Any) -> Any:

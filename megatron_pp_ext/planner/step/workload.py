@@ -253,22 +253,22 @@ class Workload:
     def _microbatches(self) -> int:
         return sizes.microbatches(self.job, self.data)
 
-    def summed(self, own: Sequence[Part]) -> Part:
-        """Return the sum of a rank's ``own`` stages, with the parameters of its part of a split head."""
-        first, *others = own
-        return sum(others, first) + self.head_parameters
+    def summed(self, parts: Sequence[Part]) -> Part:
+        """Return the sum of a rank's ``parts``, with the parameters of its part of a split head."""
+        first, *rest = parts
+        return sum(rest, first) + self.head_parameters
 
     @cached_property
     def by_rank(self) -> list[Part]:
         """The sum of the stages of each rank, with the parameters of its part of a split head."""
         sums = []
-        known: dict[tuple[int, ...], Part] = {}
+        cache: dict[tuple[int, ...], Part] = {}
         for stages in stages_of_ranks(self.placement):
-            own = [self.parts[stage] for stage in stages]
-            key = tuple(map(id, own))
-            if key not in known:
-                known[key] = self.summed(own)
-            sums.append(known[key])
+            parts = [self.parts[stage] for stage in stages]
+            key = tuple(map(id, parts))
+            if key not in cache:
+                cache[key] = self.summed(parts)
+            sums.append(cache[key])
         if self.placement.ranks == 1 and not self.job.model.untie_embeddings_and_output_weights:
             # A single rank has one copy of a tied weight.
             sums[0] = sums[0] + Part(parameters=-self._tied)
@@ -357,5 +357,5 @@ def _once[Made](compute: Callable[..., Made], *columns: Sequence[Any]) -> list[M
     """Return ``compute`` of every row, called once for rows of the same objects, as most stages have."""
     keys = [tuple(map(id, row)) for row in zip(*columns, strict=True)]
     distinct = dict(zip(keys, zip(*columns, strict=True), strict=True))
-    made = {key: compute(*row) for key, row in distinct.items()}
-    return [made[key] for key in keys]
+    results = {key: compute(*row) for key, row in distinct.items()}
+    return [results[key] for key in keys]

@@ -95,7 +95,7 @@ def chosen(job: RequestedJob, request: Request, rows: int) -> int:
     """Return the tokens of the slices with which a step of ``request`` is shortest by simulation.
 
     They divide the sequence, whose length they are where whole sequences are best.  The model is that of
-    ``asked``, whose embedding has ``rows`` rows.  ValueError where its costs are not known, and where no
+    ``job``, whose embedding has ``rows`` rows.  ValueError where its costs are not known, and where no
     length keeps the memory limit.
     """
     length = job.model.seq_length

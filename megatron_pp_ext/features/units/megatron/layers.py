@@ -218,7 +218,7 @@ _OTHERS = ("cu_seqlens_q_padded", "cu_seqlens_kv_padded", "tokens_per_sample")
 
 
 def cut(arguments: dict[str, Any], part: Slice) -> dict[str, Any]:
-    """Return the ``arguments`` of a model's forward for the tokens of ``here``.
+    """Return the ``arguments`` of a model's forward for the tokens of ``part``.
 
     A mask of attention keeps the columns of all tokens before.  Lengths of documents (``packed_seq_params``)
     become those of a pack, and are left out for a single document.  ValueError for a tensor of which it is
@@ -242,7 +242,7 @@ def _is_of_several(part: Slice) -> bool:
 
 
 def require_hidden(arguments: dict[str, Any], part: Slice) -> None:
-    """Raise ValueError where a mask lets a token of ``here`` see others than those up to it in its sequence.
+    """Raise ValueError where a mask lets a token of ``part`` see others than those up to it in its sequence.
 
     ``arguments`` are those of a whole microbatch, in whose mask True hides a key.
     """

@@ -151,7 +151,7 @@ def running() -> Slice | None:
 
 @contextmanager
 def at_work_on(part: Slice) -> Iterator[None]:
-    """Make ``one`` the slice that this rank works on."""
+    """Make ``part`` the slice that this rank works on."""
     global _running
     before, _running = _running, part
     try:
