@@ -20,7 +20,7 @@ from megatron_pp_ext.features.units.fixed_order import FixedOrder, no_fixed
 from megatron_pp_ext.features.units.list_scheduling import (
     ROUNDING,
     Listing,
-    Rules,
+    ListRules,
     free_rules,
     listing_of,
     lower_bound,
@@ -112,7 +112,7 @@ class Template:
         self.movable = FixedOrder(schedule) if moves_weights else self.fixed
 
     @cached_property
-    def rules(self) -> tuple[Rules, ...]:
+    def rules(self) -> tuple[ListRules, ...]:
         """The rules by which list scheduling follows the schedule; none where it cannot.
 
         Pairs and copies are planned for one order, and the parts of a split head have no place in another.

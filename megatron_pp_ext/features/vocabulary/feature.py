@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megatron_pp_ext.schedule.costs import CostModel
 
 
-class SharedVocabulary(Feature):
+class VocabularyParallelism(Feature):
     """``--pipeline-vocabulary``: the head is split over the ranks (``Request.splits_head``)."""
 
     name = "vocabulary"

@@ -111,7 +111,7 @@ def compared(
         num_layers_per_virtual_pipeline_stage=None,
         num_virtual_stages_per_pipeline_rank=None,
     )
-    timed = _Timed(machine, data, margin)
+    timed = _StepEstimates(machine, data, margin)
     stock = timed.step(plain, "stock 1F1B")
     shared = None
     # Compiling another order takes longer than all else here.
@@ -175,7 +175,7 @@ def _actions(request: Request) -> int:
     return request.finest.stages * request.microbatches * (3 if request.may_split_backward else 2)
 
 
-class _Timed:
+class _StepEstimates:
     """Steps that are estimated until they have too many actions together."""
 
     def __init__(self, machine: System, data: int, margin: float) -> None:

@@ -61,7 +61,7 @@ class Agreed(NamedTuple):
     are_trusted: bool = False
 
 
-class _Report(NamedTuple):
+class _DataReport(NamedTuple):
     """What is known of one pipeline's data: its lengths, or a problem that ends the step.
 
     ``rank`` is the pipeline rank that it comes from.  A rank that is given no data has no ``documents``.
@@ -94,7 +94,7 @@ def agree(
     a pipeline read different lengths, and where none has data.  The rank whose data raised something else
     raises that, as it would without an order.
     """
-    report, error = _report(read, sizes, _Report(inputs.group.rank(), are_trusted))
+    report, error = _report(read, sizes, _DataReport(inputs.group.rank(), are_trusted))
     for name in _PIPELINE:
         report = _of_pipeline(_gathered(report, getattr(inputs.groups, name, None)))
     if not _knows(report):
@@ -143,8 +143,8 @@ def _of_experts[T](values: set[T], inputs: StepInputs) -> set[T]:
 
 
 def _report(
-    read: Callable[[], Documents | None], sizes: Callable[[], Sizes], without_data: _Report
-) -> tuple[_Report, Exception | None]:
+    read: Callable[[], Documents | None], sizes: Callable[[], Sizes], without_data: _DataReport
+) -> tuple[_DataReport, Exception | None]:
     """Return what a rank knows of its data, and what that has raised itself."""
     try:
         documents = read()
@@ -160,11 +160,11 @@ def _report(
     return without_data._replace(documents=documents, sizes=sizes()), None
 
 
-def _knows(report: _Report) -> bool:
+def _knows(report: _DataReport) -> bool:
     return report.documents is not None or bool(report.problem or report.unknown)
 
 
-def _of_pipeline(reports: Sequence[_Report]) -> _Report:
+def _of_pipeline(reports: Sequence[_DataReport]) -> _DataReport:
     """Return the one report of ranks with the same data; a problem where they differ.
 
     Sizes on which these do not agree are not known.
@@ -194,7 +194,7 @@ def _of_pipeline(reports: Sequence[_Report]) -> _Report:
     )
 
 
-def _of_several(reports: Sequence[_Report], work: Work) -> _Report:
+def _of_several(reports: Sequence[_DataReport], work: Work) -> _DataReport:
     """Return the report of pipelines with data of their own: the heaviest microbatch in each place."""
     for report in reports:
         if report.problem or report.unknown:

@@ -46,7 +46,7 @@ class _NotKnown(Exception):
     """Why a model cannot be checked."""
 
 
-class _Refused(Exception):
+class _Defect(Exception):
     """What its slices would compute wrongly."""
 
 
@@ -69,7 +69,7 @@ def require_known_operations(
         try:
             with as_chunk(chunk if len(models) > 1 else None), _aside(model):
                 _Probe(model, inputs.config, tokens, inputs.groups.tp.rank() % tensor, tensor).run()
-        except _Refused as error:
+        except _Defect as error:
             refused.add(
                 f"slices of sequences cannot train this model: {error}; leave out {SLICE_FLAG}, or add "
                 "--pipeline-slice-check off if that does not matter"
@@ -103,7 +103,7 @@ class _Probe:
         }
 
     def run(self) -> None:
-        """Raise ``_Refused`` for what slices would get wrong, ``_NotKnown`` where that cannot be seen."""
+        """Raise ``_Defect`` for what slices would get wrong, ``_NotKnown`` where that cannot be seen."""
         self._require_forward()
         try:
             if self.is_first:
@@ -113,11 +113,11 @@ class _Probe:
             self._check_output(output, finite)
             for key, calls in of_whole.items():
                 if len(calls) > 1:
-                    raise _Refused(f"a forward calls a layer of attention {len(calls)} times")
+                    raise _Defect(f"a forward calls a layer of attention {len(calls)} times")
                 for call, other in zip(calls, of_slice[key], strict=True):
                     self._check_attention(self.attentions[key], call)
                     self._check_positions(call, other)
-        except (_Refused, _NotKnown):
+        except (_Defect, _NotKnown):
             raise
         except Exception as error:
             first, *_ = *str(error).splitlines(), ""
@@ -162,7 +162,7 @@ class _Probe:
         arguments["input_ids"] %= int(getattr(self.model, "vocab_size", 2))
         changes = (before != self.model.embedding(**arguments)).flatten(1).any(1)
         if any(changes[at] for at, token in enumerate(self._mine(self.whole)) if token != self.poisoned):
-            raise _Refused("the embedding of a token depends on other tokens, which may be in another slice")
+            raise _Defect("the embedding of a token depends on other tokens, which may be in another slice")
 
     def _forward(self, tokens: range, poisons: bool) -> tuple[dict[int, list[dict[str, Any]]], torch.Tensor]:
         """Return the arguments of each call of attention in a forward of ``tokens``, and the output."""
@@ -203,7 +203,7 @@ class _Probe:
             raise _NotKnown(f"its output has the shape {tuple(output.shape)}, or is no number for numbers")
         is_none = rows.flatten(1).isnan().any(1)
         if any(is_none[at] for at, token in enumerate(mine) if token != self.poisoned):
-            raise _Refused(
+            raise _Defect(
                 "outside of its attention (core_attention) the output of a token depends on other tokens, "
                 "which may be in another slice"
             )
@@ -228,7 +228,7 @@ class _Probe:
                 parts.append(attention.forward(**arguments))
         error = (torch.cat(parts) - whole).float().abs().max() / whole.float().abs().max()
         if not error <= 8 * max(torch.finfo(whole.dtype).eps, 2**-10):
-            raise _Refused(
+            raise _Defect(
                 f"{type(attention).__name__} gives other results in slices than for a whole sequence (by "
                 f"{error:.0%}): its tokens may see later ones, or meet outside of queries, keys and values"
             )
@@ -239,7 +239,7 @@ class _Probe:
             expected = call[what][self.tokens :].float().flatten(1)
             apart = (of_slice[what].float().flatten(1) - expected).norm(dim=1) / expected.norm(dim=1)
             if apart.median() > 0.1:
-                raise _Refused(
+                raise _Defect(
                     f"the {what} of a token is another in a slice than in the whole sequence: positions that "
                     "Megatron's rotary embeddings do not make begin anew in each slice"
                 )

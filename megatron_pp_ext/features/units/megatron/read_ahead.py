@@ -169,7 +169,7 @@ def _read(iterator: Any, count: int) -> list[Any]:
 
     RuntimeError where the data ends before, and where an item is what an earlier one was.
     """
-    items, memory = list[Any](), _Memory()
+    items, memory = list[Any](), _ItemMemory()
     for number in range(count):
         try:
             item = next(iterator)
@@ -191,7 +191,7 @@ class _Seen(NamedTuple):
     tensor: torch.Tensor
 
 
-class _Memory:
+class _ItemMemory:
     """The items of a step, and where their tensors are in memory.
 
     Two of them may share what stays, such as a mask or positions: so some numbers are compared.
