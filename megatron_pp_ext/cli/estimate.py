@@ -297,7 +297,7 @@ def show_by_length(expected: "StepsByLength", estimated: "Estimate") -> None:
 
 
 def _grounds_by_length(estimated: "Estimate") -> str:
-    """Return what such steps are to be trusted for: no published run had documents of different lengths."""
+    """Return the caution about such steps: no published run had documents of different lengths."""
     # Steps of measured stages, which have no band, are none of documents.
     assert estimated.band is not None
     return str(estimated.band.beyond("with documents of different lengths"))

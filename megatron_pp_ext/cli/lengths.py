@@ -206,7 +206,7 @@ def with_pairs(requests: dict[str, Request], times: ask.Times) -> dict[str, Requ
 
 
 def units(times: ask.Times) -> UnitNames:
-    """Return what 1 stands for, where microbatches differ."""
+    """Return the meaning of 1 where microbatches differ."""
     if times.costs_file is not None:
         return times.units
     return UnitNames(

@@ -82,7 +82,7 @@ class JobOptions:
         }
 
     def described(self) -> tuple[RequestedJob, list[str]]:
-        """Return what is asked and its flags; ValueError where it has no batch, or has replicas."""
+        """Return the job and its flags; ValueError where it has no batch, or has replicas."""
         from megatron_pp_ext.planner.search.candidate import with_search_defaults
 
         job, words = described(self.flags, self.model, self.sizes, with_search_defaults)

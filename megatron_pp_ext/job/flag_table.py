@@ -94,7 +94,7 @@ def names() -> list[str]:
 
 @cache
 def texts_or_numbers() -> dict[str, str]:
-    """Return what the values must be of arguments that are a text or a number, by their names."""
+    """Return the allowed values of arguments that are a text or a number, by their names."""
     rows = zip(names(), _table().values(), strict=True)
     return {name: row["text_or_number"] for name, row in rows if "text_or_number" in row}
 
@@ -160,7 +160,7 @@ def parse(words: Sequence[str], start: Mapping[str, Any]) -> tuple[Namespace, li
 
 
 def unknown(words: Sequence[str]) -> list[str]:
-    """Return the flags among ``words`` that have no row, and of which nobody says that they have no effect.
+    """Return the flags among ``words`` that have no row, and are not listed as without effect.
 
     ``words`` are those that ``parse`` has left; ``UnknownFlag`` for one that follows no flag.
     """

@@ -245,7 +245,7 @@ def read(job: RequestedJob, data: int) -> Request:
 
 
 def permitted(job: RequestedJob, names: Sequence[str]) -> list[str]:
-    """Return those of the schedules ``names`` that the rest of ``job`` does not rule out.
+    """Return the schedules of ``names`` that the rest of ``job`` does not rule out.
 
     ValueError, with the reason that rules out the first, where none is left.
     """
@@ -274,7 +274,7 @@ def permitted(job: RequestedJob, names: Sequence[str]) -> list[str]:
 
 
 def permitted_as_stock(job: RequestedJob, names: Sequence[str]) -> list[str]:
-    """Return those of the schedules ``names`` that Megatron runs without --pipeline-schedule, if it may."""
+    """Return the schedules of ``names`` that Megatron runs without --pipeline-schedule, if it may."""
     allowed = []
     for name, chunks in STOCK.items():
         chosen = job.with_arguments(

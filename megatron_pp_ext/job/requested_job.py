@@ -79,7 +79,7 @@ class RequestedJob(Job):
     """The versions of packages, by name, where the machine that trains is known; "0.0.0" means none."""
     placement: Placement | None = None
     chunks: int | None = None
-    """The chunks a rank, at most; known where the placement is not settled yet."""
+    """The chunks a rank, at most; known where the placement is still open."""
     splits: bool | None = None
     """Whether the backward is split into input and weight gradients."""
     from_file: Schedule | None = field(default=None, hash=False)

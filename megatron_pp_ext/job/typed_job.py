@@ -327,7 +327,7 @@ _READ = (*PLACES, *OTHER_NAMES, *IMPLY)
 
 
 def with_derived(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of ``arguments`` that a job has, with the values that Megatron derives."""
+    """Return the ``arguments`` that a job has, with the values that Megatron derives."""
     values = {name: arguments.get(name) for name in PLACES}
     for other, name in OTHER_NAMES.items():
         values[name] = values[name] or arguments.get(other)

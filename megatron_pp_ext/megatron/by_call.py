@@ -72,7 +72,7 @@ class InstallCall:
 
     @in_words_of_call()
     def pipeline(self) -> tuple[requested.Pipeline, InForce]:
-        """Return what the call requests; ValueError, in one line, if it cannot be."""
+        """Return the pipeline that the call requests; ValueError, in one line, if it cannot be."""
         request, model = self.request, CostModel(partial(_costs, self.costs))
         try:
             source = Source(request, model)

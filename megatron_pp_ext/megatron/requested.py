@@ -210,7 +210,7 @@ class Products:
     ) -> AbstractContextManager[None]:
         """Return a context around a step of Megatron's own schedule that measures every layer.
 
-        ``group`` is the pipeline's, and ``forward_only`` says whether the step is an evaluation.
+        ``group`` is the pipeline's, and ``forward_only`` is whether the step is an evaluation.
         """
         raise _not_loaded("--profile-pipeline")
 

@@ -232,7 +232,7 @@ class _ReplicaPlace:
         self.stage = replicas.stage_of(self._rank)
 
     def plan(self, orders: Sequence[Sequence[Action]], inputs: StepInputs, flushes: bool = True) -> RankPlan:
-        """Return what this rank does where all follow ``orders`` in a step with these ``inputs``."""
+        """Return this rank's operations where all follow ``orders`` in a step with these ``inputs``."""
         return plan_orders(self.replicas.placed(orders, inputs.announces), self._rank, flushes)
 
     def make_stage(self, inputs: StepInputs) -> ModelStage:

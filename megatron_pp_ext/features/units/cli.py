@@ -164,7 +164,7 @@ def show_schedule(
     """Print the step of ``request`` in units of slices and packs, and write the files.
 
     A family keeps its order, and ``flex`` gets the shortest one that is found for its memory limit.
-    ``costs`` are those of the request's finest stages, and ``units`` say what 1 stands for.
+    ``costs`` are those of the request's finest stages, and ``units`` the meaning of 1.
     InfeasibleLimit where no placement keeps the limit.
     """
     with waiting("planning units"):

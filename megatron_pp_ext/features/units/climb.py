@@ -36,7 +36,7 @@ class Changes(NamedTuple):
 
 
 class Climb(NamedTuple):
-    """What is tried first, ``orders[k]`` of the chains with ``paces[k]``, and changes of the best of them.
+    """The first trials, ``orders[k]`` of the chains with ``paces[k]``, and changes of the best of them.
 
     The climb ends at ``floor``.  ``order`` and ``gaps`` become those of the best entry, and ``actions`` those
     of its list schedule.
@@ -70,7 +70,7 @@ def _seconds(timing: Timing, table: Table, entry: EntryTimes, until: float, acti
 
 @part_of_loop
 def _change(changes: Changes, trial: int, order: Integers, gaps: Floats) -> None:
-    """Change ``order`` or ``gaps`` as the random numbers of a ``trial`` say."""
+    """Change ``order`` or ``gaps`` by the random numbers of a ``trial``."""
     count = len(order)
     kind, first, last = (
         changes.draws[trial, 0],

@@ -62,7 +62,7 @@ class OrderSteps(NamedTuple):
 
 
 class OrderMemory(NamedTuple):
-    """What the actions of all ranks keep, in the order in which the schedule has them.
+    """The memory that actions of all ranks keep, in the schedule's order.
 
     Rank r has those from ``bounds[r]`` to ``bounds[r + 1]``.  Each keeps what is in its ``row`` for the unit
     in its ``slot``.
@@ -74,7 +74,7 @@ class OrderMemory(NamedTuple):
 
 
 class Fixed(NamedTuple):
-    """What is timed: the steps, what actions keep, and the arrays of one pass, which the next uses again.
+    """The steps to time, the memory of actions, and the arrays of one pass, which the next uses again.
 
     ``ends`` are those of steps, and ``done[step]`` the W that the rank has done before the step.
     """

@@ -56,7 +56,7 @@ class Chains(NamedTuple):
 
 
 class Ranks(NamedTuple):
-    """What each rank may keep, the most that it has to keep of any one chain, and its work in seconds."""
+    """Each rank's limit, the most memory of any one chain that it needs, and its work in seconds."""
 
     limits: Floats
     largest: Floats
@@ -125,7 +125,7 @@ class State(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """What is listed: units in chains, the ranks that do them, and by which rules."""
+    """The units in chains, the ranks that do them, and the rules of the list."""
 
     where: Where
     chains: Chains
@@ -137,7 +137,7 @@ class Listing(NamedTuple):
 def listing_of(
     units: Units, table: Table, placement: Placement, limits: Sequence[float] | Floats, rules: ListRules
 ) -> Listing:
-    """Return what is listed for ``units`` with the costs of ``table``, within the ``limits`` of ranks."""
+    """Return the listing of ``units`` with the costs of ``table``, within the ``limits`` of ranks."""
     where = Where(
         np.array([placement.rank_of(stage) for stage in range(placement.stages)]),
         np.array([placement.stages_of(rank) for rank in range(placement.ranks)]),

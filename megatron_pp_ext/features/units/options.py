@@ -54,7 +54,7 @@ def lengths_of_batch(batch: Any) -> list[int]:
 class Ordering(Option):
     """How microbatches are ordered, and by which lengths.
 
-    ``costs_from`` is the file with what the stages cost at one length; empty where the model tells it, or a
+    ``costs_from`` is the file with what the stages cost at one length; empty where the model has them, or a
     call.  A request without this option has the order of the data, of which nothing is read ahead then.
     """
 

@@ -171,11 +171,11 @@ class Planner:
         return cut(documents, slice_tokens, by, self.rates.equal_at, self._multiple, self._rows)
 
     def costs(self, units: Units) -> UnitCosts:
-        """Return what actions of ``units`` cost, for ``simulate``."""
+        """Return the costs of actions of ``units``, for ``simulate``."""
         return self.rates.of(units, self.overhead)
 
     def table(self, units: Units) -> Table:
-        """Return what ``units`` take and keep."""
+        """Return the seconds and memory of ``units``."""
         return table_by_length(self.rates, units, self.overhead)
 
     def plan(

@@ -190,7 +190,7 @@ def _keeps(timeline: Timeline, limits: Sequence[float]) -> bool:
 def of_equal_slices(costs: Costs, slices: int) -> Costs:
     """Return the costs of a unit where all have the same, one of so many ``slices`` of a microbatch.
 
-    Each takes and keeps its part of what ``costs`` say of a microbatch; weights stay what they are.
+    Each takes and keeps its part of a microbatch's ``costs``; weights stay what they are.
     """
     stages = tuple(
         replace(

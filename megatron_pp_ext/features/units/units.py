@@ -146,7 +146,7 @@ class Units:
 
 
 def _check(units: Units) -> None:
-    """Raise ValueError unless ``units`` have every token once and chains are as their class says."""
+    """Raise ValueError unless ``units`` have every token once and chains are as in their class."""
     ends: dict[tuple[int, int], int] = {}
     slices, last = [0] * len(units.documents), dict[int, int]()
     for number, unit in enumerate(units.units):

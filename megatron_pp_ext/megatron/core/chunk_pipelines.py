@@ -58,7 +58,7 @@ class Mark:
 
 
 def arrived(name: str) -> Mark:
-    """Return what a mark is in a process that its config was copied into; ``of_model`` refuses its steps."""
+    """Return the mark of a process that its config was copied into; ``of_model`` refuses its steps."""
     _arrivals.append(name)
     return Mark(None, name)
 
@@ -95,7 +95,7 @@ def claim(config: Any, pipeline: Pipeline | None) -> None:
     """Let functions about the layers of ``config`` answer for ``pipeline``, or for stock's placement.
 
     Called before a model is built.  ValueError where the config has a model for another pipeline: nobody
-    could tell whose layers are meant.
+    could find whose layers are meant.
     """
     mark = getattr(config, _MARK, None)
     is_alone = pipeline is None and not any(_chunks.values())

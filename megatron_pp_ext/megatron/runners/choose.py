@@ -155,7 +155,7 @@ chunk_pipelines.arrive_by(_arrived)
 class StepsByModel:
     """A forward-backward function that runs each model by the pipeline that it was built for.
 
-    ``stock`` returns Megatron's own.  Models of different pipelines may take turns.
+    ``stock`` returns Megatron's own.  Models of different pipelines may alternate.
     """
 
     def __init__(self, stock: Callable[[], Callable[..., Any]]) -> None:
@@ -171,7 +171,7 @@ class StepsByModel:
 
 
 def runner_of(step: Callable[..., Any], model: Any, **kwargs: Any) -> PipelineRunner | None:
-    """Return what runs ``model`` where ``step`` is called with these arguments; None for Megatron's own."""
+    """Return the runner of ``model`` where ``step`` has these arguments; None for Megatron's own."""
     if not isinstance(step, StepsByModel):
         return step if isinstance(step, PipelineRunner) else None
     chunks = model if isinstance(model, list) else [model]

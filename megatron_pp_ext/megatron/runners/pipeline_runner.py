@@ -77,7 +77,7 @@ class Losses(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCall:
-    """What Megatron passes to its own forward-backward functions; ``p2p_communicator`` is not used."""
+    """The arguments of Megatron's forward-backward functions; ``p2p_communicator`` is not used."""
 
     forward_step_func: Callable[..., Any]
     data_iterator: Any
@@ -206,7 +206,7 @@ class PipelineRunner:
         return inputs
 
     def _run(self, inputs: StepInputs, recorder: Recorder | None) -> None:
-        """Run all actions of the step; RuntimeError where one left a weight gradient behind."""
+        """Run all actions of the step; RuntimeError where one left a weight gradient unfinished."""
         with inputs.data_parallel.step(), self._recording.actions(inputs, recorder):
             try:
                 self.steps.run(inputs, recorder or Unrecorded())

@@ -49,7 +49,7 @@ class _Unparsed(ValueError):
 def answer(
     flags: Sequence[str], world_size: int, variables: Mapping[str, str], shown: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return what Megatron does with a job of ``flags`` on ``world_size`` GPUs under such ``variables``.
+    """Return Megatron's answer to a job of ``flags`` on ``world_size`` GPUs under such ``variables``.
 
     The arguments ``shown`` take the place of others after the validation, before the config is made.
     ``refusal`` is its error in one line, empty where it starts; ``unknown`` are words that are none of its

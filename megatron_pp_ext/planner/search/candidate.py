@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a feature has chosen for a candidate.
+    """A feature's choice for a candidate.
 
     ``word`` is part of the candidate's name.  ``arguments`` are those of Megatron that it sets, as pairs of a
     name and a value, and ``record`` has its entries in a JSON file, by ``Variants.entries``.
@@ -41,7 +41,7 @@ class Choice:
 
 
 class Variants:
-    """What one feature offers to a search.
+    """The variants that one feature offers to a search.
 
     ``arguments`` and ``entries`` are the names in its choices.  ``label`` is the word of a choice, with what
     it stands for.
@@ -66,12 +66,12 @@ class Variants:
 
 
 def offered() -> list[Variants]:
-    """Return what all features offer."""
+    """Return the variants of all features."""
     return list(filter(None, (feature.variants() for feature in FEATURES)))
 
 
 def tried(job: Job) -> tuple[Variants, ...]:
-    """Return those that a search for ``job`` tries."""
+    """Return the variants that a search for ``job`` tries."""
     return tuple(variants for variants in offered() if variants.are_tried(job))
 
 
@@ -177,7 +177,7 @@ class Candidate:
 
     @property
     def describes_stages(self) -> bool:
-        """Whether it says which layers each stage has."""
+        """Whether it sets the layers of each stage."""
         return self.layout is not None or self.pattern is not None
 
     @property

@@ -251,7 +251,7 @@ class Space:
 
 
 def record(candidate: Candidate) -> dict[str, Any]:
-    """Return what ``candidate`` sets, as files of a search have it."""
+    """Return the settings of ``candidate``, as files of a search have them."""
     row = {**candidate.record(), "is_paired": Pairs() in candidate.options}
     slices = candidate.option(units_options.Slices)
     return row if slices is None else {**row, "slice_tokens": slices.tokens}

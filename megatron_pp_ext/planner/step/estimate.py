@@ -156,8 +156,8 @@ class Estimate:
     ``pipeline_seconds`` last from the first action of any rank to the last end, ``other_seconds`` are those
     that ranks wait before and after it.  ``bubble`` is the idle fraction of the ranks' time in the pipeline;
     ``utilisation`` is of the machine's peak, for model operations, which leave recomputation out; None where
-    only measurements of the stages are known.  ``band`` says how far published runs were from their
-    estimates, or is None where the stages cost what the file ``stages_from`` says.  ``note`` is what people
+    only measurements of the stages are known.  ``band`` is how far published runs were from their
+    estimates, or is None where costs of stages come from the file ``stages_from``.  ``note`` is what people
     should know of the schedule.  ``host_bytes`` are those of each rank's activations that are on its host,
     ``waiting_bytes`` the most of each rank's activations that wait for W at one time, and ``gather_bytes``
     those of its ``buffers`` in which W gathers what it reads.
@@ -199,7 +199,7 @@ class Estimate:
 
     @property
     def grounds(self) -> str:
-        """What the seconds are to be trusted for, in words."""
+        """The accuracy of the seconds, in words."""
         if self.band is None:
             return f"every stage takes what {self.stages_from} says; all else is estimated"
         return str(self.band)
@@ -229,7 +229,7 @@ def memory_beside(
 ) -> RankMemory:
     """Return the memory of a rank of ``work`` with this ``state`` and so many bytes for the loss.
 
-    ``splits`` says whether backwards come in two halves.
+    ``splits`` is whether backwards come in two halves.
     """
     buffers = messages * work.message + work.exchanged_bytes
     return RankMemory(
@@ -270,7 +270,7 @@ class StepModel:
     margin: float = MARGIN
 
     def memory(self) -> tuple[RankMemory, ...]:
-        """Return what every rank keeps."""
+        """Return the memory of every rank."""
         work, margin = self.work, self.margin
         if not catalog.abilities(self.name).flushes:
             return tuple(

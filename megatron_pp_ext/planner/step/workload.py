@@ -211,7 +211,7 @@ class Workload:
         return costs
 
     def together(self, parts: Sequence[Part]) -> float:
-        """Return what actions that run together take of their seconds, on average over ``parts``."""
+        """Return the share of their seconds that actions take together, on average over ``parts``."""
         return pair(self.job, parts)
 
     @property
@@ -239,7 +239,7 @@ class Workload:
         return share * moving + model.output_buffer
 
     def deferred_seconds(self, rank: int) -> float:
-        """Return what ``rank`` computes after its last backward: the deferred gradients of a step."""
+        """Return the seconds of a step's deferred gradients after the last backward of ``rank``."""
         return self._deferred * self.model.deferred.weight_gradient_seconds if rank == self.head_rank else 0.0
 
     @property
@@ -304,7 +304,7 @@ class Workload:
         return _once(partial(waits, self.job, self.system), self.by_rank, self._sharings)
 
     def exposed(self, rank: int) -> Waits:
-        """Return what ``rank`` waits where it hides what it may during its last backward and first forward.
+        """Return the seconds of ``rank`` that its last backward and first forward do not hide.
 
         The last bucket of gradients, and the first of weights, cannot be hidden.
         """

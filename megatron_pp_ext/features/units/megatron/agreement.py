@@ -42,11 +42,11 @@ _EXPERTS = "ep", "expt_tp"
 
 
 class UnknownLengths(ValueError):
-    """The lengths of a microbatch cannot be told from what the data iterator has yielded."""
+    """The lengths of a microbatch do not follow from the items of the data iterator."""
 
 
 class Agreed(NamedTuple):
-    """What all ranks plan by: the lengths of this pipeline's own data, and those to plan by.
+    """The lengths of this pipeline's data, and those by which all ranks plan.
 
     The two differ where pipelines share experts.  ``unknown`` is why no lengths are known, on any of the
     ranks; then both are empty.  ``sizes`` are those of the pipeline's own data, and ``are_trusted`` whether
@@ -62,7 +62,7 @@ class Agreed(NamedTuple):
 
 
 class _DataReport(NamedTuple):
-    """What is known of one pipeline's data: its lengths, or a problem that ends the step.
+    """The lengths of one pipeline's data, or a problem that ends the step.
 
     ``rank`` is the pipeline rank that it comes from.  A rank that is given no data has no ``documents``.
     """
@@ -82,10 +82,10 @@ def agree(
     sizes: Callable[[], Sizes] = tuple,
     are_trusted: bool = False,
 ) -> Agreed:
-    """Return what all ranks that meet in the step plan by; collective over their groups.
+    """Agree on the lengths by which all ranks of the step plan; collective over their groups.
 
     ``read`` reads this rank's data ahead and returns the lengths, None where the rank is given no data.  It
-    raises UnknownLengths where these cannot be told.  The ranks of a pipeline have the same data, and ranks
+    raises UnknownLengths where these do not follow.  The ranks of a pipeline have the same data, and ranks
     without data take the lengths of others.  Pipelines that share experts have data of their own: they plan
     by the heaviest microbatch in each place.  ``sizes`` returns those of what is read, and ``are_trusted`` is
     whether this rank trusts them.
@@ -128,14 +128,14 @@ def of_all(documents: Documents, inputs: StepInputs) -> tuple[Documents, ...]:
 
 
 def seen_by_any[T](seen: set[T], inputs: StepInputs) -> set[T]:
-    """Return what any rank of those that meet in a step has ``seen``; collective over their groups."""
+    """Return all that ranks of a step have ``seen``; collective over their groups."""
     for name in _PIPELINE:
         seen = set().union(*_gathered(seen, getattr(inputs.groups, name, None)))
     return _of_experts(seen, inputs)
 
 
 def _of_experts[T](values: set[T], inputs: StepInputs) -> set[T]:
-    """Return what all pipelines that share experts with this one have found, whose ranks have the same."""
+    """Return the ``values`` of all pipelines that share experts with this one; its ranks have the same."""
     if any(_size(getattr(inputs.groups, name, None)) > 1 for name in _EXPERTS):
         for name in (*_EXPERTS, *_PIPELINE):
             values = set().union(*_gathered(values, getattr(inputs.groups, name, None)))
@@ -145,7 +145,7 @@ def _of_experts[T](values: set[T], inputs: StepInputs) -> set[T]:
 def _report(
     read: Callable[[], Documents | None], sizes: Callable[[], Sizes], without_data: _DataReport
 ) -> tuple[_DataReport, Exception | None]:
-    """Return what a rank knows of its data, and what that has raised itself."""
+    """Return a rank's report on its data, and the exception that the data raised."""
     try:
         documents = read()
     except UnknownLengths as error:
@@ -248,7 +248,7 @@ class KnownShapes:
 
     @staticmethod
     def known_sizes(inputs: StepInputs, data: Sequence[Sequence[Any] | None]) -> Sizes:
-        """Return the sizes of a step's microbatches, as ``sizes_of``; empty where they tell no shapes."""
+        """Return the sizes of a step's microbatches, as ``sizes_of``; empty where no shapes follow."""
         sizes = sizes_of(data)
         return sizes if shapes_of(inputs, sizes) else ()
 
@@ -280,7 +280,7 @@ class KnownShapes:
             self._learn(inputs.announced, shapes)
 
     def _learn(self, announced: Mapping[int, set[Shape]], shapes: Sequence[Shape]) -> None:
-        """Compare what a step has announced; equal shapes tell nothing of how others would be padded."""
+        """Compare what a step has announced; equal shapes do not show how others would be padded."""
         if announced != {number: {shape} for number, shape in enumerate(shapes)}:
             self._follow = False
         elif len(set(shapes)) > 1:
@@ -308,7 +308,7 @@ type _Key = tuple[int, bool, Announced]
 
 
 def announcing(pipeline: Pipeline) -> StepPart:
-    """Return what lets messages of ``pipeline`` announce their shapes, in steps that know none.
+    """Return the part by which messages of ``pipeline`` announce their shapes, in steps that know none.
 
     An order that somebody has asked to be the data's takes no shape for granted.
     """

@@ -214,7 +214,7 @@ _ALONG_LAST = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask
 """The arguments of Megatron's models that have a number for each token, with the tokens last."""
 
 _OTHERS = ("cu_seqlens_q_padded", "cu_seqlens_kv_padded", "tokens_per_sample")
-"""What some releases know of documents beside their lengths, which a pack has not."""
+"""Fields of documents in some releases besides their lengths, which a pack lacks."""
 
 
 def cut(arguments: dict[str, Any], part: Slice) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class _NotKnown(Exception):
 
 
 class _Defect(Exception):
-    """What its slices would compute wrongly."""
+    """A result that slices would get wrong."""
 
 
 def require_known_operations(
@@ -135,7 +135,7 @@ class _Probe:
             raise _NotKnown(f"the model has other arguments than a GPT: {error}") from None
 
     def _arguments(self, tokens: range) -> dict[str, Any]:
-        """Return what the model is called with for these ``tokens``, whose words go round its vocabulary."""
+        """Return the model's arguments for these ``tokens``, whose words go round its vocabulary."""
         places = torch.arange(tokens.start, tokens.stop, device=self.device)[None]
         return {
             "input_ids": places % int(getattr(self.model, "vocab_size", 2)),
@@ -144,7 +144,7 @@ class _Probe:
         }
 
     def _mine(self, tokens: range) -> range:
-        """Return those of ``tokens`` whose hidden states this rank has."""
+        """Return the ``tokens`` whose hidden states this rank has."""
         count = len(tokens) // self.ranks
         return tokens[self.rank * count : (self.rank + 1) * count]
 

@@ -34,7 +34,7 @@ type Batches = list[Any] | None
 class Planned:
     """An iterator over ``batches``, which were read ahead from ``data``, for the loop.
 
-    It has nothing but ``next``, once in each call of the forward step, of which ``begin`` is told.
+    It has nothing but ``next``, once in each call of the forward step, which ``begin`` announces.
     RuntimeError where the loop reads more, or uses anything else that ``data`` has: that would be of data
     that is read already.
     """
@@ -184,7 +184,7 @@ def _read(iterator: Any, count: int) -> list[Any]:
 
 
 class _Seen(NamedTuple):
-    """What was at an end of ``tensor`` when it was read, which is kept so that its memory stays its own."""
+    """The numbers at an end of ``tensor`` when it was read; it is kept so that its memory stays its own."""
 
     microbatch: int
     numbers: torch.Tensor

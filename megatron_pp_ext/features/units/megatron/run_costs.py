@@ -19,7 +19,7 @@ from megatron_pp_ext.runtime.rank import print_rank_0
 from megatron_pp_ext.schedule.costs import Costs, UnitCosts
 
 _LENGTH = 4096
-"""The length at which the model's arithmetic is asked, and half of it: any two lengths tell a line."""
+"""The length at which the model's arithmetic is asked, and half of it: any two lengths give a line."""
 
 
 class RunCosts:

@@ -66,7 +66,7 @@ class _Loss:
 
 @dataclass(slots=True)
 class _Microbatch:
-    """What a stage knows of a microbatch whose slices are under way.
+    """The state of a microbatch whose slices are under way in a stage.
 
     ``remaining`` is the number of units that have yet to end.  On the last stage ``outputs`` are those of
     units, and ``latest`` is the loss of all that are known.  ``losses`` are those of the chains whose

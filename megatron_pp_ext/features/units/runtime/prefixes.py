@@ -88,7 +88,7 @@ class _Grow(torch.autograd.Function):
 
 @dataclass(slots=True)
 class Sequence:
-    """What the slices of one sequence of ``length`` tokens share on one stage; ``owner`` is the first one."""
+    """The state that slices of one sequence of ``length`` tokens share on a stage; the first is ``owner``."""
 
     owner: Owner
     length: int
