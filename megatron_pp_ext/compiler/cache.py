@@ -58,7 +58,7 @@ def spelled(placement: Placement, costs: Costs) -> list[object]:
 def in_cache[Result](
     name: str, lock: Lock, read: Callable[[], Result | None], compile: Callable[[], Result]
 ) -> Result:
-    """Return what ``read`` has of ``name``; else enter the lock, and ``compile``, which also stores it."""
+    """Return the result of ``read`` for ``name``, or lock and ``compile``, which also stores it."""
     stored = read()
     if stored is None:
         with lock(name):

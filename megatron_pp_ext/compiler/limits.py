@@ -166,7 +166,7 @@ class Cut:
 
     @cached_property
     def least(self) -> tuple[float, ...]:
-        """What each rank must keep in every order."""
+        """The memory that each rank needs in every order."""
         return least_limits(self.costs, self.placement, self.microbatches)
 
     @property
@@ -176,7 +176,7 @@ class Cut:
 
     @cached_property
     def room(self) -> tuple[float, ...]:
-        """What messages leave of each limit for activations at most."""
+        """The most memory for activations that messages leave of each limit."""
         return without_messages(self.placement, self.microbatches, self.costs, self.limits)
 
     def keeps(self, timeline: Timeline) -> bool:
@@ -188,5 +188,5 @@ class Cut:
         return lower_bound(self.placement, self.microbatches, self.costs, self.room, paired=paired)
 
     def problem(self, room: Sequence[float]) -> Problem:
-        """Return the problem in whole numbers in which activations have ``room``."""
+        """Return the problem in whole numbers with ``room`` for activations."""
         return problem_of(self.placement, self.microbatches, self.costs, room)

@@ -293,7 +293,7 @@ class ProductCosts:
         """Return the product with a rank's weight of ``read`` times ``result``.
 
         ``operands`` are the bytes of its input and its output's gradient, for each of the ``copies``;
-        ``is_cast`` says which of both a kernel casts, and ``parts`` are the ranks that each cast their
+        ``is_cast`` is which of both a kernel casts, and ``parts`` are the ranks that each cast their
         part of it.  The activations that it keeps between F and I are counted with the layers around it.
         """
         sizes, kernels = self._sizes, self._kernels

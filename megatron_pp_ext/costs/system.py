@@ -159,7 +159,7 @@ class System:
     one tile at a time. ``sustained`` has the share of these rates that training keeps up, 1 where it is left
     out: "clock" of products and attention, whose clock is lower under load than in the short measurement of
     one alone, "copy" of small kernels, which device memory bounds, "network", and "scale" (``at_scale``).
-    ``fp8_recipes`` are the values of --fp8-recipe with which products run; None, where nobody says, means all
+    ``fp8_recipes`` are the values of --fp8-recipe with which products run; None means all
     but mxfp8.  ``reserved_bytes`` of the memory are the driver's and the communicators'.  ``sources`` has for
     each field where it was read or how it was measured.
     """

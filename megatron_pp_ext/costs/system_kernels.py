@@ -141,7 +141,7 @@ _FUSED_BACKWARD = 2.5
 """The products in the backward of fused attention for each one of the forward (same source, section 4.1).
 
 On an H100 they run as fast as those of the forward: 518 and 529 TFLOP/s over 8,192 tokens (arXiv 2407.08608,
-figures 5 and 6, cuDNN).  A system says where they do not (``attention_backward_rates``)."""
+figures 5 and 6, cuDNN).  A system has its own rates where they do not (``attention_backward_rates``)."""
 
 _RANDOM_FORWARD = 1.5
 """The time that dropout's random numbers add to the forward of fused attention with heads of 128, and again
@@ -299,7 +299,7 @@ class SystemKernelSeconds(KernelSeconds):
         products read tensors with one scale in any layout, so nothing is written by columns
         (``nvte_is_non_tn_fp8_gemm_supported`` in transformer_engine/common/transformer_engine.cpp).
 
-        These kernels reach a larger part of the memory's rate than others, where a system says so.
+        These kernels reach a larger part of the memory's rate than others, where a system has such rates.
         """
         if not self._is_fp8:
             return 0.0

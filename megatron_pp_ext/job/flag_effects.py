@@ -44,21 +44,21 @@ def refused(estimate: str) -> dict[str, str]:
     return _by_name(table()["refused"][estimate])
 
 
-def is_asked(asked: RequestedJob, name: str) -> bool:
-    """Whether ``asked`` has another value of the argument ``name`` than Megatron gives it."""
+def is_asked(job: RequestedJob, name: str) -> bool:
+    """Whether ``job`` has another value of the argument ``name`` than Megatron gives it."""
     default = _defaults().get(name)
-    value = getattr(asked.args, name, default)
+    value = getattr(job.args, name, default)
     return bool(value != default)
 
 
-def not_counted(asked: RequestedJob) -> list[str]:
-    """Return the flags in ``asked`` that an estimate leaves out, each with its effect on a real step.
+def not_counted(job: RequestedJob) -> list[str]:
+    """Return the flags in ``job`` that an estimate leaves out, each with its effect on a real step.
 
     Such as ``--qk-layernorm (longer: kernels are added, or no longer fused or hidden)``.
     """
     lines = []
     for how, names in table()["bounds"].items():
-        flags = [flag(name) for name in names.split() if is_asked(asked, name)]
+        flags = [flag(name) for name in names.split() if is_asked(job, name)]
         if flags:
             lines.append(f"{', '.join(flags)} ({how})")
     return lines

@@ -103,7 +103,7 @@ def by_call(text: str) -> str:
 
 @cache
 def _arguments() -> re.Pattern[str]:
-    """Return what matches the flags of arguments, with a value after "=" or a word that some flag takes."""
+    """Return the pattern of arguments' flags, with a value after "=" or a word that some flag takes."""
     names = "|".join((*_ARGUMENTS, _SWITCH, *(name.replace("_", "-") for name in options.arguments())))
     flags = map(flag_table.parser()._option_string_actions.get, flag_table.flags())
     words = sorted({str(word) for flag in flags if flag is not None for word in flag.choices or ()} | {AUTO})

@@ -79,7 +79,7 @@ class RequestedJob(Job):
     """The versions of packages, by name, where the machine that trains is known; "0.0.0" means none."""
     placement: Placement | None = None
     chunks: int | None = None
-    """The chunks a rank, at most; known where the placement is not settled yet."""
+    """The chunks a rank, at most; known where the placement is still open."""
     splits: bool | None = None
     """Whether the backward is split into input and weight gradients."""
     from_file: Schedule | None = field(default=None, hash=False)
@@ -108,10 +108,10 @@ class RequestedJob(Job):
 
         With ``value``, whether that is its value, or among its values.
         """
-        found = self.argument(flag.removeprefix("--").replace("-", "_"))
+        setting = self.argument(flag.removeprefix("--").replace("-", "_"))
         if value is None:
-            return bool(found)
-        return value in map(str, found if isinstance(found, list | tuple | frozenset) else (found,))
+            return bool(setting)
+        return value in map(str, setting if isinstance(setting, list | tuple | frozenset) else (setting,))
 
     @property
     def is_v(self) -> bool:

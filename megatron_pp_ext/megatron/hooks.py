@@ -80,7 +80,7 @@ _ROWS = (
     ),
 )
 
-CPU = tuple(Hook((Place(path, (known,)),), wrap, why) for path, known, wrap, why in _ROWS)
+CPU = tuple(Hook((Place(path, (names,)),), wrap, why) for path, names, wrap, why in _ROWS)
 """Replacements without which Megatron does not run without a GPU, besides the stubs."""
 
 

@@ -376,7 +376,7 @@ def _fits(hook: Hook) -> bool:
 
 
 def advice(hooks: Iterable[Hook]) -> str:
-    """Return what to do where one of ``hooks`` does not fit, and the tried commit that comes nearest."""
+    """Return advice for where one of ``hooks`` does not fit, and the tried commit that comes nearest."""
     paths = [place.path for hook in hooks for place in hook.places]
     nearest = closest({path: parameters_here(path) for path in paths})
     return (

@@ -210,12 +210,12 @@ class Products:
     ) -> AbstractContextManager[None]:
         """Return a context around a step of Megatron's own schedule that measures every layer.
 
-        ``group`` is the pipeline's, and ``forward_only`` says whether the step is an evaluation.
+        ``group`` is the pipeline's, and ``forward_only`` is whether the step is an evaluation.
         """
         raise _not_loaded("--profile-pipeline")
 
-    def layout(self, asked: RequestedJob, data: int, rows: int) -> tuple[RequestedJob, str]:
-        """Return what is ``asked`` with a layout for ``auto``, and words about it.
+    def layout(self, job: RequestedJob, data: int, rows: int) -> tuple[RequestedJob, str]:
+        """Return ``job`` with a layout for ``auto``, and words about it.
 
         The job has ``data`` data-parallel ranks and an embedding of so many ``rows``.  ValueError where there
         is no layout to choose.
@@ -232,8 +232,8 @@ class Products:
         """
         return None
 
-    def comparison(self, asked: RequestedJob, data: int) -> Sequence[str]:
-        """Return lines about the step of what is ``asked`` with that of Megatron's own schedules."""
+    def comparison(self, job: RequestedJob, data: int) -> Sequence[str]:
+        """Return lines that compare the step of ``job`` with that of Megatron's own schedules."""
         return ()
 
 

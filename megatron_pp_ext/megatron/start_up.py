@@ -67,15 +67,15 @@ def summary(pipeline: Pipeline, model: CostModel) -> str:
     )
 
 
-def comparison(asked: RequestedJob, data: int) -> list[str]:
-    """Return lines about the step of what is ``asked``, on ``data`` data-parallel ranks, beside others.
+def comparison(job: RequestedJob, data: int) -> list[str]:
+    """Return lines that compare the step of ``job``, on ``data`` data-parallel ranks, with others.
 
     They are of a GPU, so that there are none for a job on CPUs, nor for a model that cannot be estimated.
     """
-    if asked.argument("distributed_backend") == "gloo":
+    if job.argument("distributed_backend") == "gloo":
         return []
     try:
-        return list(requested.loaded().comparison(asked, data))
+        return list(requested.loaded().comparison(job, data))
     except Exception:  # a job trains whatever is wrong with an estimate that it does not need
         return []
 
@@ -202,9 +202,9 @@ def _estimate(job: RequestedJob, placement: Placement) -> Costs:
 def vocabulary(job: RequestedJob) -> int:
     """The rows of the embedding; ValueError where neither a flag nor the tokenizer gives them."""
     sizes.require_vocabulary(job)
-    known = job.model.padded_vocab_size or job.model.vocab_size
+    size = job.model.padded_vocab_size or job.model.vocab_size
     try:
-        return int(known or build_tokenizer(copy.copy(job.args)).vocab_size)
+        return int(size or build_tokenizer(copy.copy(job.args)).vocab_size)
     except (AssertionError, ImportError, OSError) as error:  # a tokenizer's files or its library
         raise ValueError(
             f"cannot tell the size of the vocabulary: {error}; give --padded-vocab-size"

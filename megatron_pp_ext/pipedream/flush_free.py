@@ -183,7 +183,7 @@ class FlushFreeSteps:
 
     def __init__(self, pipeline: requested.Pipeline) -> None:
         self._pipeline = pipeline
-        self._place: tuple[_Place, Directions] | None = None
+        self._place: tuple[_ReplicaPlace, Directions] | None = None
         self._running: _RunningPipeline | None = None
 
     @property
@@ -201,7 +201,7 @@ class FlushFreeSteps:
     def run(self, inputs: StepInputs, recorder: Recorder) -> None:
         if self._place is None:
             assert self._pipeline.updates is not None
-            place = _Place(self._pipeline.updates.replicas, inputs.group, self._pipeline.settings)
+            place = _ReplicaPlace(self._pipeline.updates.replicas, inputs.group, self._pipeline.settings)
             # The groups are for evaluations: none can be made once messages are under way.
             self._place = place, place.message_groups()
         place, groups = self._place
@@ -215,7 +215,7 @@ class FlushFreeSteps:
         self._running.update(inputs, recorder)
 
 
-class _Place:
+class _ReplicaPlace:
     """The place of this rank among all replicas of the stages of its pipeline, whose group is ``group``."""
 
     def __init__(self, replicas: Replicas, group: dist.ProcessGroup, settings: Settings) -> None:
@@ -225,7 +225,7 @@ class _Place:
         self.stage = replicas.stage_of(self._rank)
 
     def plan(self, orders: Sequence[Sequence[Action]], inputs: StepInputs, flushes: bool = True) -> RankPlan:
-        """Return what this rank does where all follow ``orders`` in a step with these ``inputs``."""
+        """Return this rank's operations where all follow ``orders`` in a step with these ``inputs``."""
         return plan_orders(self.replicas.placed(orders, inputs.announces), self._rank, flushes)
 
     def make_stage(self, inputs: StepInputs) -> ModelStage:
@@ -242,7 +242,7 @@ class _Place:
 class _RunningPipeline:
     """The state that lasts from update to update: this rank's stage, weight versions, messages in flight."""
 
-    def __init__(self, pipeline: requested.Pipeline, place: _Place, inputs: StepInputs) -> None:
+    def __init__(self, pipeline: requested.Pipeline, place: _ReplicaPlace, inputs: StepInputs) -> None:
         assert pipeline.updates is not None
         settings = pipeline.settings
         self.done, self.total = 0, steps_to_come(settings, inputs)

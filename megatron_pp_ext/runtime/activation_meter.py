@@ -55,7 +55,7 @@ class Owner(NamedTuple):
     microbatch: int
 
 
-class _Kept:
+class _Handle:
     """Stands for a saved tensor in the autograd graph."""
 
     __slots__ = ("__weakref__", "tensor")
@@ -111,15 +111,15 @@ class ActivationMeter:
                 self._owner = _watching = None
                 self.peak_bytes = max(peak, self.peak_bytes + self._read_again(owner))
 
-    def pack(self, tensor: torch.Tensor) -> _Kept:
+    def pack(self, tensor: torch.Tensor) -> _Handle:
         """Return the object that autograd keeps in place of ``tensor``; see ``watching``."""
-        holder = _Kept(tensor)
+        holder = _Handle(tensor)
         if self._owner is not None:
             self.hold(self._owner, tensor, holder)
         return holder
 
     @staticmethod
-    def unpack(holder: _Kept) -> torch.Tensor:
+    def unpack(holder: _Handle) -> torch.Tensor:
         """Return the tensor that ``holder`` stands for."""
         return holder.tensor
 

@@ -88,7 +88,7 @@ _Mark = float | torch.Event
 """A moment, as seconds on this machine's clock or as a place in the device's queue of work."""
 
 
-class _Event(NamedTuple):
+class _Interval(NamedTuple):
     action: Action
     start: _Mark
     end: _Mark
@@ -109,7 +109,7 @@ class StepRecorder:
         self.meter = ActivationMeter(parameters)
         self._is_metered = True
         self._origin: tuple[float, torch.Event] | None = None
-        self._events: list[_Event] = []
+        self._events: list[_Interval] = []
         self._reductions: list[tuple[int, _Mark, _Mark]] = []
         self._reducing: dict[Hashable, _Mark] = {}
         self._spans: list[tuple[Label, _Mark, _Mark]] = []
@@ -146,7 +146,7 @@ class StepRecorder:
         with self.meter.forward(owner) if action.kind is Kind.F and self._is_metered else nullcontext():
             yield
         seconds = processor_seconds() - worked if self._origin is None else None
-        self._events.append(_Event(action, start, self._mark(), self.meter.live_bytes, seconds))
+        self._events.append(_Interval(action, start, self._mark(), self.meter.live_bytes, seconds))
 
     @contextmanager
     def span(self, label: Label) -> Iterator[None]:

@@ -385,5 +385,5 @@ class Orders:
         return all(self.rank_of(before, microbatch) != rank for before in range(stage))
 
     def is_repeated(self, stage: int, microbatch: int) -> bool:
-        """Whether the input of ``stage`` has a shape that its rank has been told."""
+        """Whether the input of ``stage`` has a shape that was announced to its rank."""
         return self.announced is Announced.FIRST and not self.is_announced(stage, microbatch)

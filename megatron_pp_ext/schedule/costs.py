@@ -390,7 +390,7 @@ class Costs:
 
 
 class CostModel:
-    """What the stages of a model cost under any placement; where that splits the head, without it.
+    """The costs of a model's stages under any placement; where that splits the head, without it.
 
     ``estimate`` returns this for a placement, for which it is asked once.  ``of_lengths`` returns the model
     for microbatches of so many tokens in each of so many sequences, where that is known.

@@ -212,7 +212,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class EqualityVerdict:
     """All rows of a comparison."""
 
     rows: tuple[Row, ...]
@@ -236,7 +236,7 @@ def compare(
     arithmetic: Arithmetic,
     again: RunRecord | None = None,
     gradients: bool = False,
-) -> Verdict:
+) -> EqualityVerdict:
     """Return the differences of ``run`` from ``stock``.
 
     ``again`` is a second run of stock, whose distance from the first widens the tolerances.  With
@@ -246,7 +246,7 @@ def compare(
     if again is not None:
         spread = {(row.name, row.step): row.difference for row in _rows(stock, again, arithmetic, gradients)}
         rows = [_with_noise(row, spread.get((row.name, row.step), 0.0)) for row in rows]
-    return Verdict(tuple(rows))
+    return EqualityVerdict(tuple(rows))
 
 
 def relative(first: float | None, second: float | None) -> float:

@@ -60,26 +60,26 @@ class OffloadRequest(Option):
 
 def with_offload(
     request: Request,
-    given: float | str,
+    value: float | str,
     limit: float | str | None,
     limit_names: pipeline.Names = pipeline.BY_FLAG,
     host_bytes: float | None = None,
 ) -> Request:
-    """Return ``request`` with what is ``given``, and with the ``limit`` that copies have to keep.
+    """Return ``request`` with the flag's ``value``, and with the ``limit`` that copies have to keep.
 
     ValueError, in one line, for a share that is not above 0 and at most 1.
     """
-    if given == AUTO:
+    if value == AUTO:
         if limit is not None and request.limit is None:
             request = replace(request, limit=pipeline.read_limit(limit, request.ranks, limit_names))
         return request.with_option(OffloadRequest(AUTO, host_bytes))
     try:
-        share = 0.0 if isinstance(given, bool) else float(given or 0)
+        share = 0.0 if isinstance(value, bool) else float(value or 0)
     except (TypeError, ValueError):
         share = 0.0
     if not 0 < share <= 1:
         raise SettingError(
-            f"--pipeline-offload is {given}, but must be a share above 0 and at most 1, or {AUTO}; give one, "
+            f"--pipeline-offload is {value}, but must be a share above 0 and at most 1, or {AUTO}; give one, "
             "such as 0.5"
         )
     return request.with_option(OffloadRequest(share, host_bytes))

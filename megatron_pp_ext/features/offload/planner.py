@@ -178,10 +178,10 @@ class OnHost(Variants):
     entries = ("offload",)
     label = ("host...", "the percentage of activations that wait on the host")
 
-    def refuse(self, asked: RequestedJob) -> None:
-        if asked.pipeline.pipeline_offload not in (None, AUTO):
+    def refuse(self, job: RequestedJob) -> None:
+        if job.pipeline.pipeline_offload not in (None, AUTO):
             raise ValueError(
-                f"--pipeline-offload is {asked.pipeline.pipeline_offload}, but a search chooses a share "
+                f"--pipeline-offload is {job.pipeline.pipeline_offload}, but a search chooses a share "
                 f"itself where memory asks for it: give {AUTO}, or ask mpp estimate"
             )
 

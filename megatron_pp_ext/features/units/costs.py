@@ -87,23 +87,23 @@ _LOSSES = 3
 """After how many candidates in a row that are longer than the best one no shorter slices are tried."""
 
 
-def chosen(asked: RequestedJob, request: Request, rows: int) -> int:
+def chosen(job: RequestedJob, request: Request, rows: int) -> int:
     """Return the tokens of the slices with which a step of ``request`` is shortest by simulation.
 
     They divide the sequence, whose length they are where whole sequences are best.  The model is that of
-    ``asked``, whose embedding has ``rows`` rows.  ValueError where its costs are not known, and where no
+    ``job``, whose embedding has ``rows`` rows.  ValueError where its costs are not known, and where no
     length keeps the memory limit.
     """
-    length = asked.model.seq_length
+    length = job.model.seq_length
     if request.is_stock or request.ranks == 1:
         return length
-    if not (length and asked.model.hidden_size and asked.model.num_attention_heads):
+    if not (length and job.model.hidden_size and job.model.num_attention_heads):
         raise SettingError(f"{SLICE_FLAG} {AUTO} needs the sizes of the model: give a number of tokens")
-    all_rules.refuse_to_predict(asked)
+    all_rules.refuse_to_predict(job)
     best, least, losses, reason = 0, float("inf"), 0, ValueError()
-    for tokens in _candidates(asked, request):
+    for tokens in _candidates(job, request):
         try:
-            seconds = _seconds(asked, request, rows, length // tokens)
+            seconds = _seconds(job, request, rows, length // tokens)
         except ValueError as error:  # a limit that shorter slices may keep
             reason = error
             continue
@@ -134,8 +134,8 @@ def _seconds(job: Job, request: Request, rows: int, slices: int) -> float:
     schedule = make(cut, CostModel(lambda placement: stage_costs(job, placement, rows))).schedule
     machine, stages = system.read(MACHINE), schedule.placement.stages
 
-    def costs_of(one: Job) -> Costs:
-        return stage_seconds(one, stages, rows, machine, request.data)
+    def costs_of(job: Job) -> Costs:
+        return stage_seconds(job, stages, rows, machine, request.data)
 
     return simulate(
         schedule, of_slices(costs_of, job, slices, schedule.units) if schedule.units else costs_of(job)

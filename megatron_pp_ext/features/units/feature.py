@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megatron_pp_ext.schedule.costs import CostModel
 
 
-class Units(Feature):
+class UnitPlanning(Feature):
     """``--pipeline-order``, and ``--pipeline-slice-tokens``: the order of units, and how they are cut."""
 
     name = "units"

@@ -20,7 +20,7 @@ from megatron_pp_ext.features.units.fixed_order import FixedOrder, no_fixed
 from megatron_pp_ext.features.units.list_scheduling import (
     ROUNDING,
     Listing,
-    Rules,
+    ListRules,
     free_rules,
     listing_of,
     lower_bound,
@@ -112,7 +112,7 @@ class Template:
         self.movable = FixedOrder(schedule) if moves_weights else self.fixed
 
     @cached_property
-    def rules(self) -> tuple[Rules, ...]:
+    def rules(self) -> tuple[ListRules, ...]:
         """The rules by which list scheduling follows the schedule; none where it cannot.
 
         Pairs and copies are planned for one order, and the parts of a split head have no place in another.
@@ -171,11 +171,11 @@ class Planner:
         return cut(documents, slice_tokens, by, self.rates.equal_at, self._multiple, self._rows)
 
     def costs(self, units: Units) -> UnitCosts:
-        """Return what actions of ``units`` cost, for ``simulate``."""
+        """Return the costs of actions of ``units``, for ``simulate``."""
         return self.rates.of(units, self.overhead)
 
     def table(self, units: Units) -> Table:
-        """Return what ``units`` take and keep."""
+        """Return the seconds and memory of ``units``."""
         return table_by_length(self.rates, units, self.overhead)
 
     def plan(
@@ -324,8 +324,8 @@ def in_template(
     if how == "rule" and not step.excess(rule):
         return step.plan(rule)
     elsewhere = [other(step.work, units.tokens) for other in orders.ELSEWHERE.values()]
-    known = list(map(list, dict.fromkeys(map(tuple, (rule, as_given, *elsewhere)))))
-    candidates = [*step.searched(known, budget), *known]
+    starts = list(map(list, dict.fromkeys(map(tuple, (rule, as_given, *elsewhere)))))
+    candidates = [*step.searched(starts, budget), *starts]
     best = min(candidates, key=step.judged)
     return step.listed(candidates) if step.excess(best) else step.plan(best)
 
@@ -348,7 +348,7 @@ class _InTemplate:
         some = orders.by_rule(self.work, self._placement)
         return min(some, key=lambda order: self._best_weights(order)[0]) if some[1:] else some[0]
 
-    def searched(self, known: Sequence[Order], budget: float) -> list[Order]:
+    def searched(self, orders: Sequence[Order], budget: float) -> list[Order]:
         movable, table, limits = self._template.movable, self._table.by_row, self._limits
         steps, memory, *_ = movable.fixed
         actions = len(steps.before) + len(steps.weights.row) + len(memory.slot) * bool(len(limits))
@@ -362,10 +362,10 @@ class _InTemplate:
             draws = random.random((trials, 3))
             changes = Changes(np.array(_OF_ORDER), draws, _WARMTH, random.random(trials))
             start = np.array([order])
-            found = Climb(start, np.zeros(1), changes, 0.0, start[0], np.zeros(len(order)), _NO_ACTIONS)
-            return climbed(timing, table, found), found.order.tolist()
+            state = Climb(start, np.zeros(1), changes, 0.0, start[0], np.zeros(len(order)), _NO_ACTIONS)
+            return climbed(timing, table, state), state.order.tolist()
 
-        starts = sorted(known, key=lambda order: climb(order, 0, 0)[0])[:_STARTS]
+        starts = sorted(orders, key=lambda order: climb(order, 0, 0)[0])[:_STARTS]
         return [climb(order, trials, seed)[1] for seed, order in enumerate(starts, 1)]
 
     def excess(self, order: Order) -> float:

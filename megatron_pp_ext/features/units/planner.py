@@ -22,7 +22,7 @@ class Sliced(Addition):
     def in_step(self, work: "Workload", schedule: Schedule, costs: Costs) -> Costs:
         """See ``Addition``.
 
-        ValueError where stages cost what a file says (--pipeline-costs), which is for whole sequences.
+        ValueError where costs come from a file (--pipeline-costs), which is for whole sequences.
         """
         if not schedule.units:
             return costs

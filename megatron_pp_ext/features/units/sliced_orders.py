@@ -42,20 +42,20 @@ def shifted(schedule: Schedule, units: Units) -> Schedule:
     count, delay, backwards = len(units), more(units), units.backwards
     paired: set[Action] = set()
 
-    def kept(order: Iterable[Action]) -> Iterator[Action]:
+    def moved(order: Iterable[Action]) -> Iterator[Action]:
         for actions in together(tuple(order), schedule.paired):
-            found = list[Action]()
+            pair = list[Action]()
             for action in actions:
                 if action.kind in _FORWARDS:
                     if action.microbatch < count:
-                        found.append(action)
+                        pair.append(action)
                 elif delay <= action.microbatch < count + delay:
-                    found.append(action._replace(microbatch=backwards[action.microbatch - delay]))
-            if len(found) > 1:
-                paired.add(found[0])
-            yield from found
+                    pair.append(action._replace(microbatch=backwards[action.microbatch - delay]))
+            if len(pair) > 1:
+                paired.add(pair[0])
+            yield from pair
 
-    orders = tuple(tuple(kept(order)) for order in schedule.orders)
+    orders = tuple(tuple(moved(order)) for order in schedule.orders)
     return replace(schedule, microbatches=count, orders=orders, paired=frozenset(paired), units=units.names)
 
 
@@ -99,16 +99,16 @@ def sliced(request: Request, option: Slices, costs: CostModel, before: Make) -> 
     """
     units = option.units(request.microbatches)
     if request.schedule == FORWARD_ONLY:
-        made = before(replace(request, microbatches=len(units)))
-        return replace(made, schedule=replace(made.schedule, units=units.names))
+        result = before(replace(request, microbatches=len(units)))
+        return replace(result, schedule=replace(result.schedule, units=units.names))
     if request.is_compiled:
         return _planned(request, units, option.count, costs)
     if request.from_file is not None:
-        made = before(replace(request, microbatches=len(units)))
-        require_chain_order(made.schedule, units)
-        return replace(made, schedule=replace(made.schedule, units=units.names))
-    made = before(replace(request, microbatches=len(units) + more(units)))
-    return replace(made, schedule=shifted(made.schedule, units))
+        result = before(replace(request, microbatches=len(units)))
+        require_chain_order(result.schedule, units)
+        return replace(result, schedule=replace(result.schedule, units=units.names))
+    result = before(replace(request, microbatches=len(units) + more(units)))
+    return replace(result, schedule=shifted(result.schedule, units))
 
 
 def _planned(request: Request, units: Units, slices: int, costs: CostModel) -> Made:
@@ -118,17 +118,17 @@ def _planned(request: Request, units: Units, slices: int, costs: CostModel) -> M
     finest = costs.of(request.finest)
     budget = request.budget(finest)
     of_slices = of_equal_slices(budget.counted(finest), slices)
-    found, refused = list[tuple[Timeline, str, float]](), list[InfeasibleLimit]()
+    plans, refused = list[tuple[Timeline, str, float]](), list[InfeasibleLimit]()
     for placement in request.placements:
         try:
-            found.append(compiled(units, placement, of_slices.merged(placement.stages), budget.ranks))
+            plans.append(compiled(units, placement, of_slices.merged(placement.stages), budget.ranks))
         except InfeasibleLimit as error:
             refused.append(error)
-    if not found:
+    if not plans:
         raise refused[0]
-    timeline, origin, _ = min(found, key=lambda one: one[0].makespan)
+    timeline, origin, _ = min(plans, key=lambda plan: plan[0].makespan)
     schedule = replace(timeline.schedule, name=request.schedule)
-    least = min(timeline.makespan, *(bound for *_, bound in found))
+    least = min(timeline.makespan, *(bound for *_, bound in plans))
     return Made(schedule, lower_bound=least, origin=f"{origin}, {schedule.placement.shape} placement")
 
 
@@ -189,7 +189,7 @@ def _keeps(timeline: Timeline, limits: Sequence[float]) -> bool:
 def of_equal_slices(costs: Costs, slices: int) -> Costs:
     """Return the costs of a unit where all have the same, one of so many ``slices`` of a microbatch.
 
-    Each takes and keeps its part of what ``costs`` say of a microbatch; weights stay what they are.
+    Each takes and keeps its part of a microbatch's ``costs``; weights stay what they are.
     """
     stages = tuple(
         replace(

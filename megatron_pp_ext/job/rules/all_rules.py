@@ -17,7 +17,7 @@ from megatron_pp_ext.job.rules.rule import refuse as refuse_by
 class Topic:
     """The rules of one file, under its name.
 
-    ``is_of_models`` says whether a model that is built, and trains without flags, is held against them too,
+    ``is_of_models`` is whether a model that is built, and trains without flags, is held against them too,
     and ``is_of_calls`` whether the arguments of ``install`` are, before there is a model.
     """
 

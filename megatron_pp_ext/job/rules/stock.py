@@ -19,8 +19,8 @@ def has_own_layers(job: RequestedJob) -> bool:
 
 def has_indexer(job: RequestedJob) -> bool:
     """Whether all sizes of sparse attention's indexer are given."""
-    own = job.attention
-    return bool(own.dsa_indexer_n_heads and own.dsa_indexer_head_dim and own.dsa_indexer_topk)
+    dsa = job.attention
+    return bool(dsa.dsa_indexer_n_heads and dsa.dsa_indexer_head_dim and dsa.dsa_indexer_topk)
 
 
 def pattern(job: RequestedJob) -> str | None:
@@ -240,8 +240,8 @@ def chunk_flag(job: RequestedJob) -> str:
 
 def described_twice(job: RequestedJob) -> str:
     """Return the flag that spreads layers over stages in another way than a pattern; empty without one."""
-    others = (*layers.SPREAD[len(layers.ENDS) :], *layers.CHUNKS, layers.LAYOUT)
-    return next(filter(job.is_set, others), "")
+    flags = (*layers.SPREAD[len(layers.ENDS) :], *layers.CHUNKS, layers.LAYOUT)
+    return next(filter(job.is_set, flags), "")
 
 
 def ends_alone(job: RequestedJob) -> str:

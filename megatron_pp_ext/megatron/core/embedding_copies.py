@@ -131,7 +131,7 @@ def sum_tied_gradients(
         present[1].copy_(present[0])
 
 
-class _Link:
+class _Tie:
     """Takes a copy's numbers between the rank of ``group`` that ``has_embedding`` and a ``peer``.
 
     This rank's copy is ``weight``.
@@ -165,7 +165,7 @@ class _Link:
         return received.to(numbers.device)
 
 
-def _link(chunks: Sequence[torch.nn.Module], pipeline: Pipeline, group: dist.ProcessGroup) -> _Link | None:
+def _link(chunks: Sequence[torch.nn.Module], pipeline: Pipeline, group: dist.ProcessGroup) -> _Tie | None:
     """Return the link between the first stage's copy and that of MTP on another rank.
 
     None on other ranks, and where Megatron's group has both (``_embedding_ranks``).
@@ -182,7 +182,7 @@ def _link(chunks: Sequence[torch.nn.Module], pipeline: Pipeline, group: dist.Pro
     has_embedding = group.rank() == home
     copy = chunks[0 if has_embedding else -1]  # Megatron predicts in a rank's last chunk alone
     weight = _model(copy).shared_embedding_or_output_weight()
-    return _Link(weight, group, has_embedding, other if has_embedding else home)
+    return _Tie(weight, group, has_embedding, other if has_embedding else home)
 
 
 @hook(

@@ -281,7 +281,7 @@ def _is_part(input: Any, gradient: Any) -> bool:
 
 
 def _layer(module: Any) -> Layer:
-    """Return what ``module`` does with the gradient of its input before it stores its weight's.
+    """Return the kind of ``module``, by its exchange of an input's gradient before its weight's.
 
     A product that scatters the result itself (userbuffers) leaves no message under way.
     """

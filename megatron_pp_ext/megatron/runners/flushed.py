@@ -55,7 +55,7 @@ StepPart = Callable[[Step], AbstractContextManager[None]]
 
 
 def step_parts(pipeline: Pipeline) -> list[StepPart]:
-    """Return what all features bring to the steps of ``pipeline``, in the order in which they are entered."""
+    """Return all features' parts of the steps of ``pipeline``, in the order in which they are entered."""
     return [
         *(part for feature in FEATURES for part in feature.data_parts(pipeline)),
         *(part for feature in FEATURES for part in feature.step_parts(pipeline)),
@@ -87,7 +87,7 @@ class StepSource(Protocol):
 
     @property
     def measured(self) -> Mapping[int, Sequence[Costs]]:
-        """What each microbatch has cost in the steps that were measured so far, the same on all ranks.
+        """The costs of each microbatch in the steps that were measured so far, the same on all ranks.
 
         Steps go by the number of training steps that the process had run before.
         """

@@ -77,7 +77,7 @@ class Losses(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCall:
-    """What Megatron passes to its own forward-backward functions; ``p2p_communicator`` is not used."""
+    """The arguments of Megatron's forward-backward functions; ``p2p_communicator`` is not used."""
 
     forward_step_func: Callable[..., Any]
     data_iterator: Any
@@ -112,9 +112,9 @@ class StepCall:
         refuse_multimodule(self.p2p_communicator, self.pg_collection)
         if len(self.iterators) != len(self.chunks):
             is_list = isinstance(self.data_iterator, list)
-            given = f"a list of {len(self.iterators)}" if is_list else "one iterator"
+            kind = f"a list of {len(self.iterators)}" if is_list else "one iterator"
             raise ValueError(
-                f"data_iterator is {given}, and this model has {len(self.chunks)} chunks on a rank; give a "
+                f"data_iterator is {kind}, and this model has {len(self.chunks)} chunks on a rank; give a "
                 "list of one iterator for each chunk"
             )
 
@@ -206,7 +206,7 @@ class PipelineRunner:
         return inputs
 
     def _run(self, inputs: StepInputs, recorder: Recorder | None) -> None:
-        """Run all actions of the step; RuntimeError where one left a weight gradient behind."""
+        """Run all actions of the step; RuntimeError where one left a weight gradient unfinished."""
         with inputs.data_parallel.step(), self._recording.actions(inputs, recorder):
             try:
                 self.steps.run(inputs, recorder or Unrecorded())
@@ -249,9 +249,9 @@ def _split_backwards(model: list[Any], config: Any) -> None:
         )
 
 
-def refuse_multimodule(*given: Any) -> None:
+def refuse_multimodule(*values: Any) -> None:
     """Raise ValueError for MIMO: stock's schedule carries messages between the pipelines of its modules."""
-    if any(type(one).__name__.startswith("MultiModule") for one in given):
+    if any(type(value).__name__.startswith("MultiModule") for value in values):
         raise ValueError(
             "schedules of megatron_pp_ext do not support MIMO, whose modules have pipelines of their own; "
             "train it under Megatron's own schedule"

@@ -65,33 +65,33 @@ def translate_flags(stock: Callable[..., Any], args: Namespace, defaults: Any = 
     """
     try:
         show_compiling()
-        job, found = read_flags(args)
-        if found is not None:
-            requested.loaded().require(found)
-            if args.rank == 0 and found.rehearsal is None:
-                found = replace(found, summary=_summary(found, job))
+        job, pipeline = read_flags(args)
+        if pipeline is not None:
+            requested.loaded().require(pipeline)
+            if args.rank == 0 and pipeline.rehearsal is None:
+                pipeline = replace(pipeline, summary=_summary(pipeline, job))
     except ValueError as error:
         raise refused(error) from error
     try:
         checks = args.check_for_nan_in_loss_and_grad
-        with one_of_each(args, found):
+        with one_of_each(args, pipeline):
             result = stock(args, defaults)
-        if found is not None and found.rehearsal is not None:
+        if pipeline is not None and pipeline.rehearsal is not None:
             # Megatron drops it with its fake process group, but the planned job makes these checks.
             args.check_for_nan_in_loss_and_grad = checks
     except (AssertionError, ValueError) as error:
         raise refused(f"Megatron refuses these flags: {failed_check(error)}") from error
     # Megatron saves its flags in every checkpoint; see `checkpoint_loading`.
-    args.pipeline_placement = describe(found.placement) if found and found.source else None
-    if found is not None:
+    args.pipeline_placement = describe(pipeline.placement) if pipeline and pipeline.source else None
+    if pipeline is not None:
         for feature in FEATURES:
-            feature.require_possible(found.request)
-        found = replace(
-            found,
-            predicting=layers.predicting_stage(job, found.placement.stages),
-            settings=settings(args, job, found),
+            feature.require_possible(pipeline.request)
+        pipeline = replace(
+            pipeline,
+            predicting=layers.predicting_stage(job, pipeline.placement.stages),
+            settings=settings(args, job, pipeline),
         )
-    requested.activate(found)
+    requested.activate(pipeline)
     return result
 
 
@@ -206,9 +206,9 @@ def _needed(job: RequestedJob, pipeline: requested.Pipeline | None) -> dict[str,
     return values
 
 
-def _summary(found: requested.Pipeline, job: RequestedJob) -> str:
-    lines = comparison(job, found.request.data)
-    return "\n".join((summary(found, start_up.costs_of(job)), *lines))
+def _summary(pipeline: requested.Pipeline, job: RequestedJob) -> str:
+    lines = comparison(job, pipeline.request.data)
+    return "\n".join((summary(pipeline, start_up.costs_of(job)), *lines))
 
 
 def _data_parallel_size(job: RequestedJob) -> int:

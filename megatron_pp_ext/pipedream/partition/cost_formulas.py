@@ -65,7 +65,7 @@ Formula = Callable[[StageLoad], Any]
 def links(stage: StageLoad) -> Any:
     """Return the seconds on full-duplex links, which cuts and all-reduce share while the worker computes.
 
-    Replicas take turns, so each does one microbatch of every r.  In that time its link sends the output (b)
+    Replicas alternate, so each does one microbatch of every r.  In that time its link sends the output (b)
     and the gradient of its input (a), and its part of a ring all-reduce; it receives as much.
 
     Levels are a tree of switches: a worker has one link to the switch of its machine, and a machine one to

@@ -229,4 +229,4 @@ def _misspelled(kind: str) -> str:
     def shape(name: str) -> tuple[list[str], int]:
         return re.findall(r"\d+", name), len(name.split("_"))
 
-    return did_you_mean(kind, [known for known in (*TYPES, *SAME) if shape(known) == shape(kind)], cutoff=0.8)
+    return did_you_mean(kind, [other for other in (*TYPES, *SAME) if shape(other) == shape(kind)], cutoff=0.8)

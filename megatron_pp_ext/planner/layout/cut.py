@@ -81,7 +81,7 @@ class Moves:
     def changes(self, work: Array, cut: Cut) -> Array:
         """Return by how many seconds each sum of work changes with each move: sums x source x target.
 
-        ``work`` (sums x stages x 4) says how often the ``Seconds`` of every stage are in a sum.  Moves that
+        ``work`` (sums x stages x 4) is how often the ``Seconds`` of every stage are in a sum.  Moves that
         are none are infinite.
         """
         by_stage = self.by_stage(work, cut)
@@ -185,7 +185,7 @@ def _choices(items: int, seconds: Seconds, least: Sequence[int], longest: float)
         return math.fsum(seconds(stage, first, end))
 
     most, end = longest * (1 + _ROUNDING), items
-    # A stage begins here at least, or those from it on would not have room for the rest.
+    # A stage begins here at least, or the rest would not fit into it and those after it.
     starts = [*before[:-1]]
     for stage in reversed(range(len(least))):
         start = end

@@ -126,7 +126,7 @@ FIRST, MIDDLE, LAST = range(3)
 class StageSeconds:
     """The seconds of stages of ``model``, the parts of ``job``'s model.
 
-    ``splits_head`` says whether all ranks split the head.  The items of a stage are layers, and multi-token
+    ``splits_head`` is whether all ranks split the head.  The items of a stage are layers, and multi-token
     prediction as the last item of the model.
     """
 
@@ -212,7 +212,7 @@ class ModelStages:
         return tuple(count - (stage == at) for stage, count in enumerate(cut))
 
     def layout_for(self, cut: Cut) -> str | None:
-        """Return the layout that says where multi-token prediction is; None where it is with the loss."""
+        """Return the layout with the place of multi-token prediction; None where it is with the loss."""
         return self.spelled(cut) if self._predicting(cut) not in (None, len(cut) - 1) else None
 
     def _predicting(self, cut: Cut) -> int | None:

@@ -251,10 +251,10 @@ class Space:
 
 
 def record(candidate: Candidate) -> dict[str, Any]:
-    """Return what ``candidate`` sets, as files of a search have it."""
-    found = {**candidate.record(), "is_paired": Pairs() in candidate.options}
+    """Return the settings of ``candidate``, as files of a search have them."""
+    row = {**candidate.record(), "is_paired": Pairs() in candidate.options}
     slices = candidate.option(units_options.Slices)
-    return found if slices is None else {**found, "slice_tokens": slices.tokens}
+    return row if slices is None else {**row, "slice_tokens": slices.tokens}
 
 
 def _is_legal(job: Job, stage_ranks: int) -> bool:

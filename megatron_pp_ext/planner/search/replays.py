@@ -43,7 +43,7 @@ class Workloads:
     ) -> Workload:
         """Return its stages with their costs.
 
-        They are placed by ``placement`` and have ``layers`` layers each, or as the candidate says.
+        They are placed by ``placement`` and have ``layers`` layers each, or as in the candidate.
         """
         job = self._described(candidate)
         model = self._model(candidate, job)

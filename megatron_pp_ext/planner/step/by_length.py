@@ -78,7 +78,7 @@ def steps_by_length(
     alike = by_length.of(Microbatches.of([[job.model.seq_length]])).units[0]
     mean = replace(alike, hop=by_length.hop, message=by_length.message, pair=by_length.pair)
     template = Template(make(request, CostModel.fixed(mean)).schedule)
-    steps = _Steps(template, by_length, request)
+    steps = _StepTimes(template, by_length, request)
     random, seconds, heaviest = Random(seed), list[list[float]](), list[float]()
     for _ in range(draws):
         shares = [
@@ -98,7 +98,7 @@ def steps_by_length(
     )
 
 
-class _Steps:
+class _StepTimes:
     """Times the steps of replicas under one schedule."""
 
     def __init__(self, template: Template, costs: LengthCosts, request: Request) -> None:

@@ -104,7 +104,7 @@ def _band(kind: str, unmeasured: tuple[str, ...]) -> Band:
 
 
 def _unmeasured(work: Workload, schedule: str, runs: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what ``work`` has and none of the runs of its kind had, which were as ``runs`` says.
+    """Yield what ``work`` has and none of the runs of its kind had, which are described by ``runs``.
 
     Megatron's own schedules count as one.
     """
