@@ -1,20 +1,4 @@
-"""Descriptions of the machines that a model may run on: the speed of products, copies and messages.
-
-The result is cut into tiles.  Each processor (SM, compute unit) works on a tile at a time, so that parts of
-tiles at the edge, and of a last wave that does not fill all processors, are lost; and a tile costs some time
-besides its loop over the inner dimension (NVIDIA, Matrix Multiplication Background User's Guide, sections
-2.3, 3.1 and 3.2).
-
-A description is JSON with the fields of ``System``, each figure with its source; some are shipped in
-``costs/systems``.  Rates are the ones that a well-tuned program reaches, not a data sheet's; peaks
-serve only to compute the utilisation.
-
-    {"name": "h100", "gpus_per_node": 8, "memory_bytes": 8e10,
-     "matrix_rates": {"bf16": [[8192, 8192, 8192, 7.2e14]]}, "copy_bytes_per_second": 3.35e12,
-     "node": {"bytes_per_second": 3.7e11, "latency_seconds": 3.4e-6},
-     "network": {"bytes_per_second": 5e10, "latency_seconds": 1.4e-5},
-     "sources": {"memory_bytes": "data sheet"}}
-"""
+"""Descriptions of the machines that a model may run on: the speed of products, copies and messages."""
 
 import json
 import math
@@ -74,6 +58,11 @@ def efficiency(
     where the number of ``processors`` is 0, not known.  Both constants above, and the ``around_loop`` of
     every system and type, are fitted to one half of the measured products, and hold for the other half
     (benchmarks/results/components.md).
+
+    The result is cut into tiles.  Each processor (SM, compute unit) works on a tile at a time, so that parts
+    of tiles at the edge, and of a last wave that does not fill all processors, are lost; and a tile costs
+    some time besides its loop over the inner dimension (NVIDIA, Matrix Multiplication Background User's
+    Guide, sections 2.3, 3.1 and 3.2).
     """
     if not processors:
         return 1.0
@@ -162,6 +151,16 @@ class System:
     ``fp8_recipes`` are the values of --fp8-recipe with which products run; None, where nobody says, means all
     but mxfp8.  ``reserved_bytes`` of the memory are the driver's and the communicators'.  ``sources`` has for
     each field where it was read or how it was measured.
+
+    A description is JSON with the fields of ``System``, each figure with its source; some are shipped in
+    ``costs/systems``.  Rates are the ones that a well-tuned program reaches, not a data sheet's; peaks serve
+    only to compute the utilisation.
+
+        {"name": "h100", "gpus_per_node": 8, "memory_bytes": 8e10,
+         "matrix_rates": {"bf16": [[8192, 8192, 8192, 7.2e14]]}, "copy_bytes_per_second": 3.35e12,
+         "node": {"bytes_per_second": 3.7e11, "latency_seconds": 3.4e-6},
+         "network": {"bytes_per_second": 5e10, "latency_seconds": 1.4e-5},
+         "sources": {"memory_bytes": "data sheet"}}
     """
 
     __pydantic_config__: ClassVar = STRICT

@@ -1,8 +1,7 @@
 """Every place where this package enters Megatron-LM.
 
-``core_hooks`` and ``trainer_hooks`` bring schedules into Megatron's two halves, ``workarounds.table`` has the
-workarounds of Megatron's own defects, and ``cpu_hooks`` the hooks for a machine without a GPU.
-``patching`` checks and replaces them, ``mpp doctor`` lists them.  This imports Megatron.
+``core_hooks`` has the hooks of schedules into megatron.core, ``TRAINER`` those into megatron.training, and
+``CPU`` those for a machine without a GPU.  ``patching`` checks and replaces them, ``mpp doctor`` lists them.
 """
 
 from megatron_pp_ext.cpu import checkpoint_writers, megatron_stubs

@@ -1,8 +1,7 @@
-"""The costs of actions: seconds of work, seconds on the wire, activations and messages kept, of each stage
-and unit.
+"""The costs of actions: seconds of work and of messages, activations and messages kept, by stage and unit.
 
-Times and memory may be in any units that are the same throughout; a Timeline has the same units.
-The papers' unit cost (every F, I and W takes 1, a message takes 0) is ``Costs.unit``.
+Times and memory may be in any units that are the same throughout; a Timeline has the same units. The papers'
+unit cost (every F, I and W takes 1, a message takes 0) is ``Costs.unit``.
 """
 
 import math
