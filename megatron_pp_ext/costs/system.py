@@ -139,7 +139,7 @@ class System:
     ``host_memory_bytes_per_second``, reading plus writing; where they are absent, nothing can be offloaded.
     ``gpus_per_host_link`` GPUs of one switch share the link (``host_beside_others``).
     ``processors`` are the SMs or compute units, 0 where product shapes make no difference, and
-    ``around_loop`` what a tile of each number format takes besides its loop (``product_shapes``);
+    ``around_loop`` what a tile of each number format takes besides its loop (``efficiency``);
     ``attention_rates`` has rows of (width of a head, operations a second, keys) of fused attention, which
     takes as long for each query as so many keys more than it sees would, and ``attention_backward_rates`` has
     such rows of its backward, which runs as fast as the forward where there are none;
@@ -223,7 +223,7 @@ class System:
     def rate(self, dtype: str, m: float, n: float, k: float, groups: float = 1) -> float:
         """Return the operations a second of ``groups`` products of m x k with k x n in a training step.
 
-        A row's rate over its shape's efficiency (``product_shapes``) scales the efficiency of this shape:
+        A row's rate over its shape's ``efficiency`` scales the efficiency of this shape:
         a mean of all rows, weighted by how near they are in the logarithms of the smallest dimension and of
         the number of operations, so that it is exact at a row, times the share of the clock that is
         sustained.

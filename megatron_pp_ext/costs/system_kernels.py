@@ -19,7 +19,7 @@ def attention_rate(
     """Return the operations a second of fused attention, whose masked ones do not count.
 
     They are those of its forward, or of its backward if ``is_backward``.  Heads have a ``width``, and
-    queries see so many ``keys`` on average; there are so many ``tiles`` of ``ATTENTION_TILE`` queries.
+    queries see so many ``keys`` on average; there are so many ``tiles`` of ``_ATTENTION_TILE`` queries.
     With them ``masked`` keys are computed, which do not count.  Rows are
     interpolated between widths.  None where it is not known.
     """

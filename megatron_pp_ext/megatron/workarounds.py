@@ -22,8 +22,7 @@ class Workaround(NamedTuple):
 
     ``defect`` states under which flags what goes wrong.  ``releases`` are those that have the defect.
     ``test`` fails without the workaround as long as Megatron has the defect: to see whether it can go, take
-    it out of the table in ``workarounds.table`` and run the test.  Its hooks are in its file, unless other
-    hooks of ours call it.
+    it out of ``WORKAROUNDS`` and run the test.  Its hooks follow it, unless other hooks of ours call it.
     """
 
     defect: str

@@ -200,7 +200,7 @@ class StepRecorder:
 def aligned(record: RankRecord, group: dist.ProcessGroup, device: torch.device) -> RankRecord:
     """Return ``record`` on the clock of ``group``'s first rank.
 
-    Collective over ``group``; see ``clock_offset.offset_to_first``.
+    Collective over ``group``; see ``offset_to_first``.
     """
     return record.moved(*offset_to_first(group, device))
 

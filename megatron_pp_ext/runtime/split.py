@@ -119,7 +119,7 @@ class WeightGradientStore:
     slot; outside, ``defer`` runs it at once, so a layer needs no second code path for
     schedules that do not split.
 
-    Work may read operands of which only this rank's part was kept (``own_part``).  Their gathers are launched
+    Work may read operands of which only this rank's part was kept (``OwnPart``).  Their gathers are launched
     before earlier work, so that they travel while that computes.
 
     The autograd engine may call from a thread of its own (it has one for each GPU), while the

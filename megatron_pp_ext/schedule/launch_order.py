@@ -132,7 +132,7 @@ def launch_order(orders: Orders) -> list[tuple[int, int, Action]]:
     Actions are sorted by their simulated ends, and by rank where these are equal, from the last rank on where
     the placement ``ends_on_last``; the two of a pair, which end together, follow each other as on their rank.
     Messages from actions that are not in ``orders`` were sent before these began.  Where inputs of stages
-    announce their shapes, their senders come later (``late_receives``); a head that ranks share goes with
+    announce their shapes, their senders come later (``late``); a head that ranks share goes with
     known shapes alone.
 
     Raises InvalidSchedule where the ranks of ``orders`` wait for each other.

@@ -173,7 +173,7 @@ class Timeline:
 
     @cached_property
     def peak_messages(self) -> tuple[int, ...]:
-        """The most message buffers each rank holds at one time; see ``buffers.most_buffers``."""
+        """The most message buffers each rank holds at one time; see ``most_buffers``."""
         return peak_messages(self.schedule)
 
     @cached_property

@@ -104,7 +104,7 @@ class ScheduleTimer:
 
     @cached_property
     def lenders(self) -> list[list[tuple[int, int]]]:
-        """The places (of I, of W) in each rank's order of I that run products of W; see ``beside``.
+        """The places (of I, of W) in each rank's order of I that run products of W; see ``lenders``.
 
         There are none where a step is shorter without, at usual costs: the choice follows from the schedule
         alone.

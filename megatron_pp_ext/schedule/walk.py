@@ -47,7 +47,7 @@ class Walk:
     """The ``steps`` of ``program``.
 
     ``step_of`` is the step of every action, 0 where it was not reached, and ``at[r]`` the action at which
-    rank r ended.  ``copies`` are those that ``copy_steps.with_copies`` has put into it.
+    rank r ended.  ``copies`` are those that ``with_copies`` has put into it.
 
     Without a clock it finds the steps of a program, in an order in which each follows all that it waits for,
     or the places at which the ranks wait for each other.  What an action waits for does not depend on costs,

@@ -319,7 +319,7 @@ def with_whole_share(schedule: Schedule, costs: Costs, share: float) -> Timeline
 def within_limits(schedule: Schedule, costs: Costs, limits: Sequence[float]) -> Timeline | None:
     """Return the shortest step found of ``schedule`` that keeps each rank within its limit, simulated.
 
-    Arguments are as for ``offload.within``, whose plan stays where it keeps the limits.  None where none
+    Arguments are as for ``within``, whose plan stays where it keeps the limits.  None where none
     does: activations between an I and its W stay on the device.
 
     A limit is kept at every place of a rank's order.  Where a plan that is free exceeds it, a rank reloads

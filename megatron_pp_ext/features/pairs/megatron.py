@@ -39,7 +39,7 @@ def check_as_planned(stock: Callable[[Any], None], self: Any) -> None:
 
     Megatron refuses --overlap-moe-expert-parallel-comm without virtual stages, since its own 1F1B has no
     pairs.  The plans of layers, which pairs are run by, do not care how many chunks a rank has.  It refuses
-    full recomputation, which ``recomputed_segments`` adds to the plans.  Every other check of pairs stays.
+    full recomputation, which ``cut_into_segments`` adds to the plans.  Every other check of pairs stays.
     Nothing changes where Megatron's own schedule runs.
     """
     pipeline = requested.pipeline()

@@ -213,7 +213,7 @@ def shortened(
     """Return ``cut`` after moves that each shorten the pipeline, until none does or ``replays`` are over.
 
     ``replay`` returns the critical path of a cut under the schedule, and ``fits`` whether a cut is allowed.
-    Only a move that shortens every path known so far is worth a replay; see ``critical_paths``.
+    Only a move that shortens every path known so far is worth a replay; see ``CriticalPaths``.
     """
     # Numba takes a while to import, and most jobs and estimates choose no layout.
 

@@ -6,7 +6,7 @@ time    a rank does all its F, I and W, and all S and T of a split head, one aft
 memory  weights, gradients and optimizer state, one microbatch's activations of all of a rank's stages, as
         the backward of its first stage waits for the forward of its last, and the fewest messages.  If ranks
         split the head, a microbatch's S falls between the two.  Where a search tries variants
-        (``variants``), those of one stage may be elsewhere while another runs, so that only the largest
+        (``Variants``), those of one stage may be elsewhere while another runs, so that only the largest
         stage's count.
 """
 
