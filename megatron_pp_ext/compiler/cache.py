@@ -1,12 +1,4 @@
-"""Compiled schedules on disk, and the turns in which the ranks of a machine compile: one works, the others
-read.
-
-The rest are the copies to the host, and where the order comes from.
-
-No file is trusted: one that is missing, cut off, of another version or without the digest that it should
-have counts as absent, and so does anything that is no file.  The schedule is then compiled again, and takes
-the place of the old one.
-"""
+"""Compiled schedules on disk.  Of the ranks of a machine one compiles, and the others read its result."""
 
 import hashlib
 import json
@@ -69,7 +61,12 @@ def in_cache[Result](
 
 
 def load(name: str) -> tuple[Schedule, str] | None:
-    """Return the schedule stored under ``name`` and its origin, or None, whatever is wrong with the files."""
+    """Return the schedule stored under ``name`` and its origin, or None, whatever is wrong with the files.
+
+    No file is trusted: one that is missing, cut off, of another version or without the digest that it should
+    have counts as absent, and so does anything that is no file.  The schedule is then compiled again, and
+    takes the place of the old one.
+    """
     rows, about = _files(name)
     try:
         notes = json.loads(read_text(about))

@@ -112,7 +112,7 @@ def _least_activations(stages: Sequence[StageCosts]) -> float:
 
 
 def least_messages(placement: Placement, rank: int, microbatches: int) -> int:
-    """Return the message buffers (``messages.most_buffers``) that ``rank`` holds at least, in any order.
+    """Return the message buffers (``simulate.most_buffers``) that ``rank`` holds at least, in any order.
 
     These are the sent messages that may be unfinished, and the one that an action takes.
     """

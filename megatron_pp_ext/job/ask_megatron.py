@@ -58,7 +58,7 @@ def question(
     """Return the question about ``words``, the command line of ``job`` on ``gpus`` GPUs.
 
     What the hooks of this package let Megatron see under the schedule of ``request`` stands in it: the chunks
-    that a schedule needs, one replica of each stage (``trainer.replica_samples``), and pairs that are no
+    that a schedule needs, one replica of each stage (``trainer.placed_data``), and pairs that are no
     concern of Megatron's own schedule (``features.pairs.megatron``).
     """
     ours, flags, shown = {*flag_table.flags()}, [], {}

@@ -1,10 +1,4 @@
-"""What each of Megatron's arguments does to a step's time and memory, and the rules about what the costs
-lack.
-
-``flag_effects.toml`` has those of all releases: those that the costs of a step count, those that change a
-step somewhat and are reported with an estimate (``bounds``), those with which it would be of something else
-and is refused, and those without effect.  An argument that has its default value is not asked.
-"""
+"""What each of Megatron's arguments does to a step's time and memory, and rules about what the costs lack."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
@@ -23,6 +17,10 @@ def table() -> Mapping[str, Any]:
     """Return the sections of ``flag_effects.toml``: names, with spaces between, by effect.
 
     But ``values`` has, by argument, the values that the costs of "stages" or of a "step" know, where not all.
+
+    ``flag_effects.toml`` has those of all releases: those that the costs of a step count, those that change a
+    step somewhat and are reported with an estimate (``bounds``), those with which it would be of something
+    else and is refused, and those without effect.  An argument that has its default value is not asked.
     """
     return flag_table.effects()
 

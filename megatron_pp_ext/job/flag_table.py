@@ -1,13 +1,6 @@
-"""The flags of Megatron and of this package: by release, as words of a command line, and parsed without
-Megatron.
+"""The flags of Megatron and of this package, as words of a command line, and parsed without Megatron.
 
 ``job.pipeline`` gives them their meaning.
-
-Each row of ``megatron_flags.json`` has the ``flags`` that set one argument, and of the argument its name
-``dest`` where that is not the first flag's, its ``default`` where it has one, and either the value that a
-flag ``sets`` by itself, or the ``type``, number (``nargs``, in argparse's words) and ``choices`` of the
-values after it.  They are those of the newest release: what another lacks or reads otherwise, the installed
-Megatron itself says (``ask_megatron``).  Flags without effect on a step are names in ``flag_effects.toml``.
 """
 
 import ast
@@ -282,7 +275,15 @@ _TYPES: dict[str | None, Callable[[str], Any]] = {
 
 @cache
 def rows() -> list[Row]:
-    """Return the rows of the table with all keys that argparse needs."""
+    """Return the rows of the table with all keys that argparse needs.
+
+    Each row of ``megatron_flags.json`` has the ``flags`` that set one argument, and of the argument its name
+    ``dest`` where that is not the first flag's, its ``default`` where it has one, and either the value that a
+    flag ``sets`` by itself, or the ``type``, number (``nargs``, in argparse's words) and ``choices`` of the
+    values after it.  They are those of the newest release: what another lacks or reads otherwise, the
+    installed Megatron itself says (``ask_megatron``).  Flags without effect on a step are names in
+    ``flag_effects.toml``.
+    """
     table = json.loads(FILE.read_text(encoding="utf-8"))
     return [{"dest": name_of(row["flags"][0]), "default": None} | row for row in table]
 

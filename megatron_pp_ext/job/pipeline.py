@@ -1,6 +1,4 @@
-"""The pipeline that Megatron's flags request. All front ends read it here, and none decides it again.
-
-``compiler.limits.requested_budget`` states the meaning of the numbers.
+"""The pipeline that Megatron's flags request.  All front ends read it from here, and none decides it again.
 
 Training, ``mpp estimate``, ``mpp search``, ``mpp schedule`` and ``mpp rehearse`` differ in where their flags
 come from and in what the stages cost; what the flags mean is the same for all of them.
@@ -46,7 +44,10 @@ BY_CALL = Names("--pipeline-ranks", "an amount in the unit of costs,")
 
 
 def read_limit(value: float | str, ranks: int, names: Names = BY_FLAG) -> Limit:
-    """Return ``value`` as a limit for ``ranks`` pipeline ranks; ValueError if it cannot be."""
+    """Return ``value`` as a limit for ``ranks`` pipeline ranks; ValueError if it cannot be.
+
+    ``compiler.limits.requested_budget`` states the meaning of the numbers.
+    """
     size, amount = names
     limits = numbers(value, names)
     if len(limits) == 1:

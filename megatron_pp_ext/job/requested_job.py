@@ -1,10 +1,4 @@
-"""A job with the flags that describe it, and what is known of its schedule and its machine.
-
-A part of a job (``job.parts``) has what training computes and what an estimate counts.  These are asked for
-in addition: by rules about what cannot be combined (``job.rules``), and where a job is started.
-
-Rules about what cannot be combined (``job.rules``) ask it.
-"""
+"""A job with the flags that no part of it has, and what is known of its schedule and its machine."""
 
 from argparse import Namespace
 from collections.abc import Mapping
@@ -19,7 +13,11 @@ from megatron_pp_ext.schedule.placement import Placement
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """Arguments under Megatron's names; None where no flag gives one, or a release has no such flag."""
+    """Arguments under Megatron's names; None where no flag gives one, or a release has no such flag.
+
+    No estimate counts them: rules about what cannot be combined (``job.rules``) ask for them, and the start
+    of a job.
+    """
 
     barrier_with_L1_time: bool | None = None
     ckpt_format: str | None = None

@@ -1,9 +1,4 @@
-"""The numbers that flags imply: data-parallel ranks, replicas of stages, microbatches, and updates of no
-flush.
-
-A training step of Megatron is one update.  Under ``pipedream`` and ``pipedream-2bw`` each stage updates
-its weights as soon as its own backwards are done.
-"""
+"""The numbers that flags imply: data-parallel ranks, replicas of stages, microbatches, updates."""
 
 from functools import lru_cache
 from math import gcd
@@ -76,6 +71,9 @@ def read(job: Job, microbatches: int) -> Updates:
 
     ``microbatches`` are those of a global batch, on which Megatron's optimizer, learning rate and logs base
     an update.
+
+    A training step of Megatron is one update.  Under ``pipedream`` and ``pipedream-2bw`` each stage updates
+    its weights as soon as its own backwards are done.
     """
     name, stages = job.pipeline.pipeline_schedule, of_stages(job)
     assert name is not None

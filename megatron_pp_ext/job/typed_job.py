@@ -1,8 +1,4 @@
-"""A job as it is asked: a model, and how to train it. It is read once; all that computes takes it.
-
-``Job.of`` fills it from whatever has arguments under Megatron's names: those of a command line,
-Megatron's own, those of a config (``job.model_config``).
-"""
+"""A job: a model, and how to train it.  It is read once; all that computes takes it."""
 
 import math
 from collections.abc import Mapping
@@ -253,6 +249,9 @@ class Job:
 
     It and its parts have no slots, since a search changes jobs by the thousand, and a dictionary is copied at
     once.
+
+    ``Job.of`` fills it from whatever has arguments under Megatron's names: those of a command line,
+    Megatron's own, those of a config (``job.model_config``).
     """
 
     model: Model = field(default_factory=Model)

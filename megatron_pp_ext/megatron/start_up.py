@@ -1,9 +1,4 @@
-"""What a run knows and logs at its start: settings from Megatron's arguments, costs of its stages, its
-caveats.
-
-Schedules are compiled from costs.  Where --pipeline-costs gives none, they follow from the arithmetic of
-the layers (``costs.costs_of_stages``).
-"""
+"""The start of a run: settings from Megatron's arguments, costs of its stages, and the lines that it logs."""
 
 import copy
 import functools
@@ -176,7 +171,11 @@ def _measured_by(pipeline: Pipeline) -> str | None:
 
 
 def costs_of(job: RequestedJob) -> CostModel:
-    """Return the costs of the stages of ``job``: those of --pipeline-costs, else the estimate."""
+    """Return the costs of the stages of ``job``: those of --pipeline-costs, else the estimate.
+
+    Schedules are compiled from costs.  Where --pipeline-costs gives none, they follow from the arithmetic of
+    the layers (``costs.stages``).
+    """
     if job.pipeline.pipeline_costs is None:
         return estimate(job)
     return CostModel(

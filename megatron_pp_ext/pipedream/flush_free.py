@@ -1,13 +1,4 @@
-"""Training steps that leave microbatches in flight for the next one: PipeDream and PipeDream-2BW.
-
-The newest weights stay where the optimizer knows them.  A copy of an older version is kept for as long
-as some microbatch needs it.  To compute with an old version its tensors take the place of
-the parameters' own (``Parameter.data``), which moves no data.
-
-Autograd keeps weights for the backward as well, and refuses to use them once the optimizer has
-written to them.  Inside ``using`` it therefore keeps a reference to the parameter instead of its numbers,
-and the backward finds the numbers of the version that is in place when it runs.
-"""
+"""Training steps that leave microbatches in flight for the next one: PipeDream and PipeDream-2BW."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -54,7 +45,16 @@ class _Reference(NamedTuple):
 
 
 class WeightVersions:
-    """The versions of the ``parameters`` that need a gradient; the others never change."""
+    """The versions of the ``parameters`` that need a gradient; the others never change.
+
+    The newest weights stay where the optimizer knows them.  A copy of an older version is kept for as long as
+    some microbatch needs it.  To compute with an old version its tensors take the place of the parameters'
+    own (``Parameter.data``), which moves no data.
+
+    Autograd keeps weights for the backward as well, and refuses to use them once the optimizer has written to
+    them.  Inside ``using`` it therefore keeps a reference to the parameter instead of its numbers, and the
+    backward finds the numbers of the version that is in place when it runs.
+    """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]

@@ -1,12 +1,4 @@
-"""What a planner's command line describes: a model by name or file, flags after ``--``, and sizes by option.
-
-The named ones are the files of ``planner/models``: a Hugging Face configuration each, with the source of its
-figures, the number of parameters as published, and the sequence length to plan with.
-
-Megatron would download a tokenizer that is not here.
-
-All of it becomes one line of Megatron's flags.  Later words win: flags after ``--`` over the model's own.
-"""
+"""The command line of a planner: a model by name or file, flags after ``--``, and sizes by option."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +22,11 @@ _MODELS = resources.files("megatron_pp_ext.planner") / "models"
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A named model: ``parameters`` as published, with their ``source``, and its arguments for Megatron."""
+    """A named model: ``parameters`` as published, with their ``source``, and its arguments for Megatron.
+
+    The models are the files of ``planner/models``: a Hugging Face configuration each, with the source of its
+    figures, the number of parameters as published, and the sequence length to plan with.
+    """
 
     name: str
     title: str
@@ -103,6 +99,8 @@ def size(job: RequestedJob) -> int:
     """Return the tokens of the tokenizer in the folder --tokenizer-model, or else of the model there.
 
     ValueError where there is no such folder, and where its files do not have the number.
+
+    Megatron would download a tokenizer that is not on this machine.
     """
     if not job.flags.tokenizer_model:
         raise ValueError(
@@ -178,6 +176,8 @@ def read(
     ``sizes`` are given by options, under the names of arguments.  ValueError where there is no model, for
     what contradicts itself, and for flags that the installed Megatron does not have, unless
     ``has_other_flags`` for those of a training script.
+
+    All of it becomes one line of Megatron's flags.  Later words win: flags after ``--`` over the model's own.
     """
     shipped = read_model(model) if model is not None else None
     if shipped is None and not flags:

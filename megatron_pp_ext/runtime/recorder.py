@@ -1,15 +1,4 @@
-"""Records the seconds and the live bytes of every action of a step, by the clock of the pipeline's first
-rank.
-
-The clocks of two machines have nothing in common.  Before the times of several ranks are compared, each
-rank requests the time from the first one.  The first rank reads its clock at some moment of the round
-trip; if that is taken to be the middle, the error is half the round trip at most.  The shortest of several
-round trips is used.
-
-On a GPU the host is ahead of its messages: it goes on as soon as a send or a receive is launched.
-Each side therefore reads its clock only around numbers that its host holds: the first rank once it holds
-the request's number, the others before they launch the request and once they hold the reply's number.
-"""
+"""Records the seconds and the live bytes of every action of a step, by the clock of the first rank."""
 
 import time
 from collections.abc import Hashable, Iterable, Iterator
@@ -55,6 +44,15 @@ def offset_to_first(group: dist.ProcessGroup, device: torch.device) -> Offset:
     """Measure the offset of this rank's clock from the clock of ``group``'s first rank.
 
     Collective over ``group``, whose ranks compute on ``device``; the host waits for every message.
+
+    The clocks of two machines have nothing in common.  Before the times of several ranks are compared, each
+    rank requests the time from the first one.  The first rank reads its clock at some moment of the round
+    trip; if that is taken to be the middle, the error is half the round trip at most.  The shortest of
+    several round trips is used.
+
+    On a GPU the host is ahead of its messages: it goes on as soon as a send or a receive is launched. Each
+    side therefore reads its clock only around numbers that its host holds: the first rank once it holds the
+    request's number, the others before they launch the request and once they hold the reply's number.
     """
     first, *peers = dist.get_process_group_ranks(group)
     number = torch.zeros(1, dtype=torch.float64, device=wire_of(group, device))
@@ -202,7 +200,7 @@ class StepRecorder:
 def aligned(record: RankRecord, group: dist.ProcessGroup, device: torch.device) -> RankRecord:
     """Return ``record`` on the clock of ``group``'s first rank.
 
-    Collective over ``group``; see ``clock_offset.offset_to_first``.
+    Collective over ``group``; see ``offset_to_first``.
     """
     return record.moved(*offset_to_first(group, device))
 

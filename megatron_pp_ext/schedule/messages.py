@@ -31,7 +31,7 @@ The proof holds for any such line, good or bad.  The line here is that of the en
 simulation of the schedule, so that a receive is posted in the action before its message arrives.  Where a
 receive is posted much later, its sender waits: few messages may be under way.  So where units take unlike
 times the simulation has them (``Schedule.durations``).  Where a message announces its shape, the host of its
-receiver stops in the receive, and the sender comes later in the line (``late_receives``).
+receiver stops in the receive, and the sender comes later in the line (``launch_order.late``).
 """
 
 from collections import Counter, deque

@@ -1,9 +1,4 @@
-"""Compare what two runs recorded: every loss, gradient norm and gradient, each with its tolerance and its
-reason.
-
-Both run the same kernels on the same numbers and sum each gradient over the microbatches in the same order,
-so most numbers have to agree to the last bit.  Each exception below is a sum that is taken in another order.
-"""
+"""Compares two runs by loss, gradient norm and gradient, each with its tolerance and reason."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -80,6 +75,10 @@ class Arithmetic:
     over which each gradient is summed.  ``sums`` is a feature's effect on these sums.  ``apart`` is how
     often a microbatch adds to the gradient of the output weight after its first time, where stock sums all
     of that first.
+
+    Both runs use the same kernels on the same numbers and sum each gradient over the microbatches in the same
+    order, so most numbers have to agree to the last bit.  Each exception is a sum that is taken in another
+    order.
     """
 
     precision: str = "fp32"

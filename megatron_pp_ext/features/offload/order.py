@@ -1,13 +1,5 @@
 """The pass of --pipeline-offload: the copies of activations to the host that a requested schedule gets.
 
-An order in which weight gradients wait fills its bubbles with them, but the operands of a W are on the device
-all the while, where no copy helps.  So the orders of the published families are tried with fewer and fewer of
-them waiting, on the ranks that are above their limit, until copies that take no time (``free_plans``) keep it
-or, at last, ranks wait for copies (``longer_plans``).
-
-A plan of copies takes longer than all else.  No copies make a step shorter than its order alone, so the
-order that is shortest alone is planned first, and none that is no shorter than what was found.
-
 All ranks plan them from the same costs, so that they agree without a message.
 """
 
@@ -131,6 +123,14 @@ def shortest_within(schedules: Sequence[Schedule], costs: Costs, limits: Sequenc
 
     ``costs`` are of the finest cut, with the seconds of copies (``StageCosts.copy``), and ``limits``
     are in the unit of their activations.  None where no order keeps the limits.
+
+    An order in which weight gradients wait fills its bubbles with them, but the operands of a W are on the
+    device all the while, where no copy helps.  So the orders of the published families are tried with fewer
+    and fewer of them waiting, on the ranks that are above their limit, until copies that take no time keep it
+    or, at last, ranks wait for copies.
+
+    A plan of copies takes longer than all else.  No copies make a step shorter than its order alone, so the
+    order that is shortest alone is planned first, and none that is no shorter than what was found.
     """
     heap: list[_Tried] = []
 

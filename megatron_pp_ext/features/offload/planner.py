@@ -1,9 +1,4 @@
-"""Offloading in the planner: what ranks keep on device and host, and the smallest share with which a
-candidate fits.
-
-The plans of ``free_plans`` make no step longer, and a smaller share of them is the better one.  Layers are
-spread as for any other candidate, within the memory that copies leave free.
-"""
+"""Offloading in the planner: what ranks keep on device and host, and the smallest share that fits."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -110,7 +105,11 @@ def parts_on_device(work: Workload, request: Request, order: Prepared) -> tuple[
 
 @dataclass(frozen=True, slots=True)
 class HostReplays:
-    """Replays candidates, as ``replays`` does, with activations on the host."""
+    """Replays candidates, as ``replays`` does, with activations on the host.
+
+    Plans of copies make no step longer, and a smaller share of them is the better one.  Layers are spread as
+    for any other candidate, within the memory that copies leave free.
+    """
 
     replays: Replays
 

@@ -44,7 +44,7 @@ class Weights(NamedTuple):
 
 
 class OrderSteps(NamedTuple):
-    """The steps, counted from 1, as in ``walk.Steps``.
+    """The steps, counted from 1, as in ``walk.WalkSteps``.
 
     A step is on ``rank`` and takes what is in its ``row`` (``Table.by_row``) for the unit in its ``slot``.
     In a pair, ``other_row`` and ``other_slot`` are those of its second action; elsewhere ``other_row`` is -1.

@@ -1,12 +1,4 @@
-"""Orders of equal slices: families keep their shape (Seq1F1B, arXiv 2406.03488); what a search would find is
-listed.
-
-A schedule for microbatches does the backward of microbatch j no earlier than its forward.  Of a sequence in k
-slices the last one's backward comes first, k - 1 forwards later than its first slice's could.  So the family
-makes an order for k - 1 microbatches more than there are units.  Its first k - 1 backwards are left out, as
-are its last k - 1 forwards, and backward number j + k - 1 is the jth in the units' own order.  An action then
-waits only for actions that it also waited for before, so ranks cannot come to wait for each other.
-"""
+"""Orders of equal slices: families that keep their shape (Seq1F1B, arXiv 2406.03488), and list schedules."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -36,6 +28,13 @@ def shifted(schedule: Schedule, units: Units) -> Schedule:
     """Return ``schedule``, which is for ``len(units) + more(units)`` microbatches or more, for ``units``.
 
     ValueError for schedules with copies to the host, which are planned for microbatches.
+
+    A schedule for microbatches does the backward of microbatch j no earlier than its forward.  Of a sequence
+    in k slices the last one's backward comes first, k - 1 forwards later than its first slice's could.  So
+    the family makes an order for k - 1 microbatches more than there are units.  Its first k - 1 backwards are
+    left out, as are its last k - 1 forwards, and backward number j + k - 1 is the jth in the units' own
+    order.  An action then waits only for actions that it also waited for before, so ranks cannot come to wait
+    for each other.
     """
     if schedule.copies:
         raise ValueError("activations of slices are not copied to the host: leave one of the two out")

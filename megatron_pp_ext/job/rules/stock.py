@@ -1,11 +1,4 @@
-"""What Megatron itself cannot run, under its own schedules as under others, and what a search refuses before.
-
-It ends with a traceback when the model is built or in the first step, or does not end at all.
-
-What Megatron refuses when it starts is asked of the installed one (``job.ask_megatron``).  Rules about
-stages are here all the same, since a search tries pipelines and chunks that no flag sets, and cannot ask for
-each of thousands of candidates.
-"""
+"""What Megatron itself cannot run, under any schedule, and what a search refuses before it asks Megatron."""
 
 from megatron_pp_ext.job import layers
 from megatron_pp_ext.job.requested_job import RequestedJob
@@ -231,6 +224,9 @@ RULES = (
         ),
     ),
 )
+"""Without a refusal Megatron ends with a traceback when the model is built or in the first step, or does not
+end at all.  What it refuses when it starts is asked of the installed one (``job.ask_megatron``).
+"""
 
 
 def chunk_flag(job: RequestedJob) -> str:
@@ -356,3 +352,6 @@ PLANNED = (
         ),
     ),
 )
+"""Megatron refuses these at its start.  But a search tries pipelines and chunks that no flag sets, and cannot
+ask for each of thousands of candidates.
+"""

@@ -1,14 +1,4 @@
-"""Which pipeline a model was built for, where a process has several, and checks of models as soon as they are
-built.
-
-A chunk is known by itself, so that its steps find their runner whatever is installed when they run.  A config
-carries a mark, so that functions which are asked about its layers answer for its placement.  A mark that was
-copied into another process, inside the config, has no pipeline there: whoever trains with that config learns
-that a schedule was asked for.
-
-A builder that goes round the functions which are placed would put other layers on a rank than the schedule
-runs there, and train another model without an error.
-"""
+"""The pipeline that a model was built for, where a process has several, and the check of its layers."""
 
 import functools
 import re
@@ -39,7 +29,13 @@ _MARK = "_megatron_pp_ext_pipeline"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mark:
-    """The pipeline of the models that are built from a config; stock's schedule where it has no name."""
+    """The pipeline of the models that are built from a config; stock's schedule where it has no name.
+
+    A chunk is known by itself, so that its steps find their runner whatever is installed when they run.  A
+    config carries a mark, so that functions which are asked about its layers answer for its placement.  A
+    mark that was copied into another process, inside the config, has no pipeline there: whoever trains with
+    that config learns that a schedule was asked for.
+    """
 
     pipeline: Pipeline | None
     name: str
@@ -218,6 +214,9 @@ def require_as_placed(model: Sequence[torch.nn.Module], pipeline: Pipeline, grou
     """Raise ValueError, on all ranks of the pipeline ``group``, unless all have the stages of the placement.
 
     ``model`` are the chunks of this rank.  Collective over ``group``.
+
+    A builder that goes round the functions which are placed would put other layers on a rank than the
+    schedule runs there, and train another model without an error.
     """
     gathered: list[list[Built]] = [[]] * group.size()
     dist.all_gather_object(gathered, [built(chunk) for chunk in model], group=group)

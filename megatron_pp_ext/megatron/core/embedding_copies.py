@@ -1,9 +1,8 @@
 """The copies of the embedding that one model has: equal at the start, one gradient for all, written once.
 
-A tied output weight is a copy, and multi-token prediction (MTP) embeds its tokens by another one.  Stock
-does this across the ranks of its embedding group.  Under a V the embedding and the output head are on one
-rank, where no group reaches them, and groups that are older than the schedule leave out the rank that
-predicts.
+A tied output weight is a copy, and multi-token prediction (MTP) embeds its tokens by another one.  Stock does
+this across the ranks of its embedding group.  Under a V the embedding and the output head are on one rank,
+where no group reaches them, and groups that are older than the schedule leave out the rank that predicts.
 """
 
 from collections.abc import Callable, Sequence

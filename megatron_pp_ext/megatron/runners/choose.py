@@ -1,10 +1,4 @@
-"""The choice of the runner of this process's steps, and what a model settles of the pipeline before its
-first.
-
-A call of ``install`` knows no model.  Before the first step there is one: its config and that of its data
-parallelism are held against the rules for flags, costs follow from its sizes where none were given, and
-features read what the config asks of them.
-"""
+"""The choice of the runner of this process's steps, and the binding of a requested pipeline to its model."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -47,6 +41,10 @@ def bind_to_model(
     """Return ``pipeline`` as the chunks ``model`` need it; ValueError where it cannot train them.
 
     A step has ``microbatch`` samples of ``sequence`` tokens in a microbatch.
+
+    A call of ``install`` knows no model.  Before the first step there is one: its config and that of its data
+    parallelism are held against the rules for flags, costs follow from its sizes where none were given, and
+    features read what the config asks of them.
     """
     request, config = pipeline.request, get_model_config(model[0])
     of_part = partial(getattr, part_of(model[0]))

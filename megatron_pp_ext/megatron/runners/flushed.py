@@ -43,9 +43,9 @@ class Step:
     make_stage: Callable[..., ModelStage] = ModelStage
     parts: list[object] = field(default_factory=list)
     measured: Mapping[int, Sequence[Costs]] = field(default_factory=dict)
-    """What microbatches have cost in measured steps (``sources.StepSource.measured``)."""
+    """What microbatches have cost in measured steps (``StepSource.measured``)."""
     free: Sequence[float] = ()
-    """The bytes that each rank has for the step (``sources.StepSource.free``); none if not measured."""
+    """The bytes that each rank has for the step (``StepSource.free``); none if not measured."""
     may_move_weights: bool = False
     """Whether W may have other places than in the schedule, here or in other replicas."""
 

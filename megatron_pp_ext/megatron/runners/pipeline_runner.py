@@ -1,13 +1,4 @@
-"""Megatron's forward-backward contract, which all runners keep.
-
-In the first training step Megatron records the order in which each rank's layers go forward and backward;
-from the second step on it brings pages back just before they are needed (transformer/moe/paged_stash.py).
-Any order works, as long as all steps have the same.
-
-``get_forward_backward_func`` returns a function that runs all microbatches of a training or evaluation step,
-and a ``PipelineRunner`` is such a function.  It does what stock does around the microbatches: timers,
-gradient finalization, the loss store on the last rank.  What it runs and how is that of its parts.
-"""
+"""Megatron's forward-backward contract, which all runners keep."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -30,7 +21,12 @@ from megatron_pp_ext.runtime.split import STORE
 
 
 def begin_step(config: Any, forward_only: bool) -> None:
-    """Announce a step to the pages, as stock's schedules do; an evaluation runs without pages."""
+    """Announce a step to the pages, as stock's schedules do; an evaluation runs without pages.
+
+    In the first training step Megatron records the order in which each rank's layers go forward and backward;
+    from the second step on it brings pages back just before they are needed (transformer/moe/paged_stash.py).
+    Any order works, as long as all steps have the same.
+    """
     if getattr(config, "moe_paged_stash", False):
         from megatron.core.transformer.moe.paged_stash import paged_stash_reset
 
@@ -159,6 +155,10 @@ class PipelineRunner:
     Called with what Megatron passes to its own forward-backward functions (keywords only).  All ranks of the
     job call the parts in the same steps and in the same order, so each of them may communicate, as long as it
     does so on every rank.
+
+    ``get_forward_backward_func`` returns a function that runs all microbatches of a training or evaluation
+    step, and a runner is such a function.  It does what stock does around the microbatches: timers, gradient
+    finalization, the loss store on the last rank.  What it runs and how is that of its parts.
     """
 
     def __init__(self, steps: Steps, recording: Recording, losses: Losses) -> None:

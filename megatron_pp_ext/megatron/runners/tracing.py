@@ -1,4 +1,4 @@
-"""Recording a training step, under our schedules and under stock's, and writing its trace.
+"""The recording of a training step, under our schedules and under stock's, and its trace.
 
 The executor reports the actions of our schedules.  Stock's schedules have none, so their actions are reported
 where they call ``forward_step`` and ``backward_step``.

@@ -1,12 +1,4 @@
-"""What all ranks of a job have to agree on, compared before any process group is made.
-
-The ranks meet at torch's rendezvous store, the one that the default process group is made with afterwards:
-it is reached over TCP from the hosts, so that no device takes part.  Where torchrun serves no store, rank 0
-does, and keeps serving it for the process group (``multi_tenant``).
-
-Ranks that disagree about the placement would wait for each other until the timeout, and so would all others
-for a rank that was refused.
-"""
+"""What all ranks of a job have to agree on, compared before any process group is made."""
 
 import contextlib
 import hashlib
@@ -56,6 +48,10 @@ def meet(report: str, judge: Judge, patience: timedelta, store: dist.Store | Non
     Every rank calls it once, at its own time, and waits for the others; when ``patience`` is over, ``judge``
     gets the reports that are there.  Without ``store`` the one that the environment describes is used.
     Raises RuntimeError if there is no store to be reached within ``patience``.
+
+    The ranks meet at torch's rendezvous store, the one that the default process group is made with
+    afterwards: it is reached over TCP from the hosts, so that no device takes part.  Where torchrun serves no
+    store, rank 0 does, and keeps serving it for the process group (``multi_tenant``).
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     shared = dist.PrefixStore("megatron_pp_ext", store or _rendezvous(rank, world_size, patience))
@@ -125,6 +121,9 @@ def require_agreement(
 
     ``values`` are texts by the words in front of them in that line, "the placement is".  The line comes from
     the rank that is refused, if one is, or names the ranks that have not come when ``patience`` is over.
+
+    Ranks that disagree about the placement would wait for each other until the timeout, and so would all
+    others for a rank that was refused.
     """
     try:
         problem = meet(json.dumps(values), partial(_judge, patience=patience), patience, store)

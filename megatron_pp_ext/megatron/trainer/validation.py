@@ -1,8 +1,7 @@
-"""The hooks of this package's flags: Megatron's parser, and its validation, where a schedule is read for all
-others.
+"""The hooks of this package's flags: Megatron's parser, and its validation, where the schedule is read.
 
-Everything that can be known to be wrong is refused here, before any process group exists, with the value,
-the rule and the fix in one line.
+Everything that can be known to be wrong is refused here, before any process group exists, with the value, the
+rule and the fix in one line.
 """
 
 import functools

@@ -1,8 +1,7 @@
 """A cut of a row of items into stages, cuts in balance, and what moving one item changes.
 
 The items are the layers of a model in order, and multi-token prediction after them.  The embedding, and the
-output layer with the loss, stay in the first and the last stage.  A move takes an item out of one stage and
-puts one into another; the stages between them keep their number of items and shift by one.
+output layer with the loss, stay in the first and the last stage.
 """
 
 import math
@@ -40,7 +39,10 @@ def times(cut: Cut, seconds: Seconds) -> Array:
 
 
 def moved(cut: Cut, source: int, target: int) -> Cut:
-    """Return ``cut`` with an item moved from stage ``source`` to stage ``target``."""
+    """Return ``cut`` with an item moved from stage ``source`` to stage ``target``.
+
+    The stages between them keep their number of items and shift by one.
+    """
     return tuple(count - (s == source) + (s == target) for s, count in enumerate(cut))
 
 

@@ -1,9 +1,4 @@
-"""The layout for which ``auto`` stands in --pipeline-model-parallel-layout, and the one that measured stages
-advise.
-
-It follows from flags and files alone, so that every rank of a job finds the same one before Megatron reads
-the flag.  No rank needs more memory for it than the fullest one does with equally many layers in all stages.
-"""
+"""The layout of --pipeline-model-parallel-layout auto, and the one that measured stages advise."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -47,6 +42,10 @@ def resolve(job: RequestedJob, data: int, vocabulary: int) -> tuple[RequestedJob
     ``data`` is the data-parallel size and ``vocabulary`` the number of rows of the embedding.  The costs of a
     layer are those of --pipeline-costs, which then has an object for each layer, or follow from its
     operations.  ValueError where there is nothing to choose, and where ``job.pipeline.read`` refuses the job.
+
+    It follows from flags and files alone, so that every rank of a job finds the same one before Megatron
+    reads the flag.  No rank needs more memory for it than the fullest one does with equally many layers in
+    all stages.
     """
     _require_choice(job)
     ranks, file = job.parallel.pipeline_model_parallel_size, job.pipeline.pipeline_costs

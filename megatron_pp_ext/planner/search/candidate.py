@@ -1,7 +1,4 @@
-"""One way to run a model on a number of GPUs, its variants, and its spelling in Megatron's flags.
-
-A feature has ``Variants`` (``Feature.variants``).  A candidate that they have changed has their ``Choice``.
-"""
+"""One way to run a model on a number of GPUs, its variants, and its spelling in Megatron's flags."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,8 +1,4 @@
-"""All legal ways to run a model on a number of GPUs, and the flag to change where there is none.
-
-It then goes through schedules and memory limits; how many data-parallel ranks and microbatches there are
-follows from the GPUs and the batch.
-"""
+"""All legal ways to run a model on a number of GPUs, and the flag to change where there is none."""
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence

@@ -1,7 +1,4 @@
-"""Replays of candidates, with the cut of each that makes its step shortest where layouts are searched.
-
-Candidates that do not fit can be tried in the ways that features offer (``variants``).
-"""
+"""Replays of candidates, with the cut of each that makes its step shortest where layouts are searched."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace

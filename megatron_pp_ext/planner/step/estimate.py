@@ -1,13 +1,4 @@
-"""Estimates of a training step: the models of time and of memory, put together, with a flush and without.
-
-A step ends with an update, ``Updates.interval`` microbatches after the one before.  With --pipeline-replicas
-a rank of the workload stands for all replicas of its stage, which cost the same; the ranks here are the
-replicas one by one, by stage, as training numbers them.
-
-The step's pipeline is replayed action by action with the seconds of every stage.  The step also takes the
-time that ranks wait for gradients that are not reduced under later work, for the update, and for weights that
-are not gathered under the first forward.
-"""
+"""Estimates of a training step, of its time and of its memory, with a flush and without."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -49,7 +40,12 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class Unflushed:
-    """The stages of ``work`` with ``updates`` between their microbatches."""
+    """The stages of ``work`` with ``updates`` between their microbatches.
+
+    A step ends with an update, ``Updates.interval`` microbatches after the one before.  With
+    --pipeline-replicas a rank of the workload stands for all replicas of its stage, which cost the same; the
+    ranks here are the replicas one by one, by stage, as training numbers them.
+    """
 
     work: Workload
     updates: Updates
@@ -261,6 +257,10 @@ class StepModel:
 
     ``name`` is what the schedule is called.  ``order`` may be that of fewer microbatches where memory alone
     is asked for.  ``margin`` is as ``MARGIN``.
+
+    The step's pipeline is replayed action by action with the seconds of every stage.  The step also takes the
+    time that ranks wait for gradients that are not reduced under later work, for the update, and for weights
+    that are not gathered under the first forward.
     """
 
     work: Workload

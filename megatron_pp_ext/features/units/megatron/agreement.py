@@ -1,14 +1,4 @@
-"""The lengths by which all ranks that meet in a step plan it, and the shapes of messages that follow from
-them.
-
-A loop may pad what it reads, or put something between.  So a step whose messages announce their shapes shows
-first whether all of them follow from the tensors that were read; then those of later steps are taken to do so
-too, on all ranks of the pipeline.
-
-The host of a rank that posts the receive of an announced message stops until its sender is there.  So such
-receives are posted late (``schedule.late_receives``).  And where a rank has several stages, a microbatch
-announces its shape to it only once, as soon as a step has shown that all stages hand on one shape.
-"""
+"""The lengths of a step's microbatches, on which all its ranks agree, and the shapes of messages."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -236,7 +226,12 @@ _ROWS = "tokens", "input_ids", "labels", "position_ids"
 
 
 class KnownShapes:
-    """Hands over the shapes of messages ahead, once a step has shown that they follow from batches."""
+    """Hands over the shapes of messages ahead, once a step has shown that they follow from batches.
+
+    A loop may pad what it reads, or put something between.  So a step whose messages announce their shapes
+    shows first whether all of them follow from the tensors that were read; then those of later steps are
+    taken to do so too, on all ranks of the pipeline.
+    """
 
     def __init__(self) -> None:
         self._follow: bool | None = None
@@ -316,7 +311,13 @@ def announcing(pipeline: Pipeline) -> StepPart:
 
 
 class AnnouncedShapes:
-    """Posts receives of announced messages late; with ``may_repeat`` it learns which can announce nothing."""
+    """Posts receives of announced messages late; with ``may_repeat`` it learns which can announce nothing.
+
+    The host of a rank that posts the receive of an announced message stops until its sender is there.  So
+    such receives are posted late (``schedule.launch_order``).  And where a rank has several stages, a
+    microbatch announces its shape to it only once, as soon as a step has shown that all stages hand on one
+    shape.
+    """
 
     def __init__(self, may_repeat: bool) -> None:
         self._has_one_shape: bool | None = None if may_repeat else False
