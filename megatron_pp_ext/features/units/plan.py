@@ -31,9 +31,8 @@ from megatron_pp_ext.features.units.microbatches import Microbatches
 from megatron_pp_ext.features.units.options import SMALLEST
 from megatron_pp_ext.features.units.orders import How, Order
 from megatron_pp_ext.features.units.rates import LengthCosts
-from megatron_pp_ext.features.units.sliced_orders import more, shifted
 from megatron_pp_ext.features.units.table import Floats, Table, table_by_length
-from megatron_pp_ext.features.units.units import By, Units, cut, ordered, whole
+from megatron_pp_ext.features.units.units import By, Units, cut, more, ordered, shifted, whole
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import CostModel, Costs, UnitCosts
 from megatron_pp_ext.schedule.loops import without_collection
