@@ -214,8 +214,8 @@ def _module(name: str) -> str:
 def room(module: str, depth: int = 1) -> str:
     """Return the package of ``module``, or at ``depth`` 2 the part of ``megatron``.
 
-    The table of features counts as a package at the bottom.  What features do counts as one on each level that
-    they add to, their options of commands belong to the commands, and PipeDream's partitioner stands alone.
+    The table of features counts as a package at the bottom.  What features do counts as one on each level
+    that they add to, their options of commands belong to the commands, and the partitioner stands alone.
     """
     parts = module.split(".")
     if depth == 1 and parts[1] == "pipedream" and parts[2:3] in (["pace"], ["partition"]):
