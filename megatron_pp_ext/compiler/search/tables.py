@@ -78,7 +78,7 @@ def draw(state: NDArray[np.uint64], below: int) -> int:
 
 
 class Heap(NamedTuple):
-    """Places for every action; ``waits`` is whether an action is in the heap.
+    """Memory for every action; ``waits`` is whether an action is in the heap.
 
     An item is a time multiplied by the number of actions, plus an action.
 
