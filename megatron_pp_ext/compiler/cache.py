@@ -83,7 +83,8 @@ def load(name: str) -> tuple[Schedule, str] | None:
 def store(name: str, schedule: Schedule, origin: str) -> None:
     """Store ``schedule`` under ``name`` with its ``origin``; a folder that cannot be written is no error.
 
-    Each file appears whole or not at all, and the notes, without which nothing is read, come last.
+    The order is a csv file; the notes have the copies to the host and the origin.  Each file appears whole or
+    not at all, and the notes, without which nothing is read, come last.
     """
     rows, about = _files(name)
     reloads, frees = schedule.copies.reloads, schedule.copies.frees

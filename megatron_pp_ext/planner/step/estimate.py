@@ -43,8 +43,8 @@ class Unflushed:
     """The stages of ``work`` with ``updates`` between their microbatches.
 
     A step ends with an update, ``Updates.interval`` microbatches after the one before.  With
-    --pipeline-replicas a rank of the workload stands for all replicas of its stage, which cost the same; the
-    ranks here are the replicas one by one, by stage, as training numbers them.
+    --pipeline-replicas a rank of the workload stands for all replicas of its stage, which cost the same;
+    these ranks are the replicas one by one, by stage, as training numbers them.
     """
 
     work: Workload

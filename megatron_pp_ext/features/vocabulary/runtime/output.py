@@ -99,7 +99,7 @@ class SharedOutput:
         T    gradient of the weight += g * (softmax - one-hot) of the token, times its hidden state
 
     From the m and l of all ranks come M = max(m) and L = sum(l * exp(m - M)).  The loss of the token is M +
-    log(L) less the logit of its label, which one rank has, and the softmax here is P * exp(m - M) / L.  The
+    log(L) less the logit of its label, which one rank has, and the softmax is P * exp(m - M) / L.  The
     gradient of the hidden state is the sum over the ranks of A * exp(m - M) / L, plus the label's row times
     its softmax less 1: that row is added by itself, so that nothing cancels where the model is sure.  All of
     it is multiplied by g, the gradient of the token's loss.  Frozen rows have no T, and no rank has to know g
