@@ -6,7 +6,7 @@
 #
 #   CONTAINER=IMAGE examples/llama3_70b_64gpus.sh [MORE FLAGS...]
 #
-#   CONTAINER   an image for pyxis in which megatron_pp_ext is installed (docs/slurm.md tells how to make one);
+#   CONTAINER   an image for pyxis in which megatron_pp_ext is installed (docs/slurm.md shows how to make one);
 #               empty runs without a container
 #   MOUNTS      what the container sees (the folder in which you call this script)
 #   SCRIPT      the pretrain_gpt.py of your Megatron-LM checkout (this package's own)

@@ -81,7 +81,6 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the public name that is asked for."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, attribute = _HOMES[name]

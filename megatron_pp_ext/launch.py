@@ -52,10 +52,10 @@ class AllProducts(Products):
 
         return profiling(group, chunks, forward_only)
 
-    def layout(self, asked: RequestedJob, data: int, rows: int) -> tuple[RequestedJob, str]:
+    def layout(self, job: RequestedJob, data: int, rows: int) -> tuple[RequestedJob, str]:
         from megatron_pp_ext.planner.layout import requested_layout
 
-        return requested_layout.resolve(asked, data, rows)
+        return requested_layout.resolve(job, data, rows)
 
     def better_layout(
         self, job: Job, data: int, costs: Costs, schedule: Schedule, name: str, free: float
@@ -64,8 +64,8 @@ class AllProducts(Products):
 
         return advised(job, data, costs, schedule, name, free)
 
-    def comparison(self, asked: RequestedJob, data: int) -> list[str]:
+    def comparison(self, job: RequestedJob, data: int) -> list[str]:
         from megatron_pp_ext.megatron import start_up
         from megatron_pp_ext.planner.step import comparison
 
-        return comparison.at_start(asked, data, lambda: start_up.vocabulary(asked))
+        return comparison.at_start(job, data, lambda: start_up.vocabulary(job))

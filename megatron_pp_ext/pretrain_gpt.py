@@ -38,12 +38,7 @@ Batch = dict[str, Any]
 FIELDS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 # The batches of these flags differ from those that get_batch below returns.
-UNSUPPORTED = (
-    "sft",
-    "fim_data",
-    "hybrid_context_parallel",
-    "dataloader_inter_document_masking",
-)
+UNSUPPORTED = ("sft", "fim_data", "hybrid_context_parallel", "dataloader_inter_document_masking")
 
 
 def dataset_config(args: Namespace) -> GPTDatasetConfig:
@@ -125,7 +120,7 @@ def get_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> Ba
     """Return the next microbatch: the fields are None on a stage that needs no data.
 
     Stages between the first and the last need some where attention stays within documents
-    (``hooks.stage_data``), and those with multi-token prediction always do.
+    (``workarounds.STAGE_DATA``), and those with multi-token prediction always do.
     """
     if not _reads(vp_stage):
         return dict.fromkeys(FIELDS)

@@ -1,8 +1,4 @@
-"""Turn a folder of text into training data for Megatron-LM, one token a byte, and the parts that --split
-cuts.
-
-Megatron cuts a data file by its sequences, of which every document has one or more.  A part that gets none of
-them would make its GPTDataset count tokens for ever.
+"""Turns a folder of text into training data for Megatron-LM, one token a byte; the parts that --split cuts.
 
     python -m megatron_pp_ext.text_data [SOURCE] PREFIX
 
@@ -11,10 +7,6 @@ every machine has. The data go to PREFIX.bin and PREFIX.idx. Bytes are token ids
 document, so no tokenizer has to be trained or downloaded: Megatron reads the data with
 
     --data-path PREFIX --tokenizer-type NullTokenizer --vocab-size 257
-
-Megatron divides training, validation and test data by sequences, and its default --split needs 501 of them or
-more.  So texts in fewer files are stored in several sequences each.  Where a text is too short for that, the
-command prints the --split that works.
 """
 
 import argparse
@@ -41,6 +33,9 @@ def empty_parts(lengths: npt.NDArray[np.int32], split: str) -> list[str]:
     """Return the ``PARTS`` that ``split`` requests and that get no token.
 
     ``lengths`` are the tokens of each sequence of one data file.
+
+    Megatron cuts a data file by its sequences, of which every document has one or more.  A part that gets
+    none of them would make its GPTDataset count tokens for ever.
     """
     # Megatron is imported here, so that what only needs the names above is quick.
     from megatron.core.datasets.blended_megatron_dataset_config import (
@@ -166,7 +161,12 @@ def _is_text(path: Path) -> bool:
 
 
 def _pieces(text: bytes, length: int) -> Iterator[bytes]:
-    """Cut ``text`` after the first line end after every ``length`` bytes, or else after twice as many."""
+    """Cut ``text`` after the first line end after every ``length`` bytes, or else after twice as many.
+
+    Megatron divides training, validation and test data by sequences, and its default --split needs 501 of
+    them or more.  So texts in fewer files are stored in several sequences each.  Where a text is too short
+    for that, the command prints the --split that works.
+    """
     start = 0
     while start < len(text):
         line_end = text.find(b"\n", start + length - 1, start + 2 * length)

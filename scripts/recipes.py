@@ -73,14 +73,14 @@ class Tried(NamedTuple):
 
 def unchanged(recipe: PipelinedRecipe) -> Tried:
     """Put the schedule that Megatron would run into ``recipe``."""
-    return _tried(recipe, stock_schedule(described.read(recipe.flags, recipe.model).asked))
+    return _tried(recipe, stock_schedule(described.read(recipe.flags, recipe.model).job))
 
 
 def replaced(recipe: PipelinedRecipe) -> Tried:
     """Put a schedule with two stages per rank into ``recipe``."""
     is_whole = recipe.has(OVERLAP) and recipe.precision == "mxfp8"
     name = "dualpipe-v" if recipe.has(PAIRS) else "1f1b-v" if is_whole else "v-half"
-    asked = described.read(recipe.flags, recipe.model).asked
+    asked = described.read(recipe.flags, recipe.model).job
     stages = 2 * asked.parallel.pipeline_model_parallel_size
     return _tried(
         recipe,
@@ -102,7 +102,7 @@ def even_layout(count: int, stages: int, predictions: int) -> str:
 
 
 def _tried(recipe: PipelinedRecipe, schedule: str, **changes: object) -> Tried:
-    asked = described.read(recipe.flags, recipe.model).asked
+    asked = described.read(recipe.flags, recipe.model).job
     asked = asked.with_arguments(pipeline_schedule=schedule, **changes)
     error, unproved = _error(recipe, asked), _error(recipe, asked.with_arguments(pipeline_unproved=True))
     return Tried(schedule, unproved, is_unproved=error != unproved)
@@ -141,7 +141,7 @@ def _name(recipe: PipelinedRecipe) -> str:
 
 
 def _stages(recipe: PipelinedRecipe) -> str:
-    job = described.read(recipe.flags, recipe.model).asked
+    job = described.read(recipe.flags, recipe.model).job
     return f"{job.parallel.pipeline_model_parallel_size} x {layers.chunks_requested(job) or 1}"
 
 

@@ -109,7 +109,7 @@ BELOW |= {
     "__main__": {"activation", "cpu", "launch", "launch_errors"},
     "pretrain_gpt": {"__main__", "cpu", "megatron", "text_data", "launch_errors"},
 }
-"""The rooms that each room may import, itself aside."""
+"""The packages that each package may import, itself aside."""
 
 TRAINING = {
     *("schedule", "compiler", "features", "job", "costs", "runtime", "cpu", "megatron", "activation"),
@@ -138,7 +138,7 @@ BELOW_IN_MEGATRON = {
     "by_call": {"core", "core_hooks", "patching", "requested", "start_up"},
     "__init__": {"hooks", "patching"},
 }
-"""The same for the rooms of ``megatron``."""
+"""The same for the packages and modules of ``megatron``."""
 
 
 @cache
@@ -212,10 +212,10 @@ def _module(name: str) -> str:
 
 
 def room(module: str, depth: int = 1) -> str:
-    """Return the room of ``module``, or at ``depth`` 2 the room within ``megatron``.
+    """Return the package of ``module``, or at ``depth`` 2 the part of ``megatron``.
 
-    The table of features is a room at the bottom.  What features do has a room on each level that they add
-    to, their options of commands are in that of commands, and PipeDream's partitioner is a room of its own.
+    The table of features counts as a package at the bottom.  What features do counts as one on each level
+    that they add to, their options of commands belong to the commands, and the partitioner stands alone.
     """
     parts = module.split(".")
     if depth == 1 and parts[1] == "pipedream" and parts[2:3] in (["pace"], ["partition"]):

@@ -17,7 +17,7 @@ from benchmarks.gpu.runs import SCHEDULES, compare
 SCHEDULED = {name: SCHEDULES[name] for name in ("v-half", "zb-h1")}
 
 LONG = "--seq-length 512 --max-position-embeddings 512"
-"""Tokens with which the largest storages are worth a copy (``host_activations.SMALLEST``)."""
+"""Tokens with which the largest storages are worth a copy (``features.offload.megatron.SMALLEST``)."""
 WIDE = "--hidden-size 2048"
 """With this nearly all of its storages are, which takes CPUs too long."""
 

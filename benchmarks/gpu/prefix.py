@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.measuring import in_turns
-from megatron_pp_ext.features.units.runtime.prefixes import Sequence
+from megatron_pp_ext.features.units.runtime import Sequence
 from megatron_pp_ext.runtime.activation_meter import Owner
 
 LENGTH, HEADS, WIDTH = 32_768, 32, 128

@@ -85,10 +85,7 @@ def _leave(message: str, code: int) -> None:
 
 
 app = typer.Typer(
-    cls=OneLineErrors,
-    help="Pipeline schedules for Megatron-LM.",
-    add_completion=False,
-    rich_markup_mode=None,
+    cls=OneLineErrors, help="Pipeline schedules for Megatron-LM.", add_completion=False, rich_markup_mode=None
 )
 
 

@@ -98,40 +98,40 @@ def estimate(
         raise ValueError(f"--world-size is {world_size}, but must be 1 or more: raise it")
     require_folder(json)
     machine = systems.read(system)
-    asked, words = described(flags, model, sizes)
-    asked = asked.with_arguments(micro_batch_size=asked.batch.micro_batch_size or 1)
+    job, words = described(flags, model, sizes)
+    job = job.with_arguments(micro_batch_size=job.batch.micro_batch_size or 1)
     from megatron_pp_ext.planner.step.comparison import compared
     from megatron_pp_ext.planner.step.estimate import estimate_request
     from megatron_pp_ext.planner.step.model_description import entries
 
-    gpus = world_size or smallest_world(asked)
+    gpus = world_size or smallest_world(job)
     with ask_megatron.Megatron() as megatron:
         with waiting("estimating"):
-            words, asked, chosen = with_layout(words, asked, gpus)
-            words, asked = with_choices(words, asked, gpus)
-            request = for_world(asked, gpus)
+            words, job, chosen = with_layout(words, job, gpus)
+            words, job = with_choices(words, job, gpus)
+            request = for_world(job, gpus)
             require_size(request)
             launch = Launch([*words, *missing(words)], gpus, machine.gpus_per_node)
             question = ask_megatron.question(
-                launch.flags, asked, request, gpus, launch_lines.environment(launch.flags)
+                launch.flags, job, request, gpus, launch_lines.environment(launch.flags)
             )
             if asks:
                 megatron.prepare([question])
-            estimated = estimate_request(asked, machine, request, margin)
-            beside = compared(asked, machine, request.data, estimated, margin)
+            estimated = estimate_request(job, machine, request, margin)
+            beside = compared(job, machine, request.data, estimated, margin)
         estimated.require_possible(machine)
-        if gpus > fewest_ranks(asked) and world_size is None:
-            ways = asked.parallel.expert_ranks
+        if gpus > fewest_ranks(job) and world_size is None:
+            ways = job.parallel.expert_ranks
             console.print(
                 f"on {gpus} GPUs, the fewest that share experts {ways} ways: --world-size sets others"
             )
-        counted = entries(asked)
+        counted = entries(job)
         if counted:
             whole, active = (counted[name] / 1e9 for name in ("parameters", "active_parameters"))
             console.print(
-                f"{whole:.4g}B parameters in {asked.precision.words}, of which a token uses {active:.4g}B"
+                f"{whole:.4g}B parameters in {job.precision.words}, of which a token uses {active:.4g}B"
             )
-        show(estimated, request, machine, gpus, asked)
+        show(estimated, request, machine, gpus, job)
         for line in beside.lines if beside else ():
             console.print(line)
         expected = None
@@ -139,16 +139,16 @@ def estimate(
             from megatron_pp_ext.planner.step.by_length import steps_by_length
 
             with waiting("planning steps of drawn lengths"):
-                expected = steps_by_length(asked, machine, request, drawn_from, draws, seed)
+                expected = steps_by_length(job, machine, request, drawn_from, draws, seed)
             show_by_length(expected, estimated)
-        without = not_counted(asked)
+        without = not_counted(job)
         show_not_counted(without)
         verdict = verdicts(megatron, [question])[0].require_accepted() if asks else None
     if chosen:
         console.print(chosen)
     show_launch("To train it:", launch, missing(words))
     if verdict is not None:
-        show_verdict(verdict, asked)
+        show_verdict(verdict, job)
     if json is not None:
         content = {
             "system": machine.name,
@@ -156,7 +156,7 @@ def estimate(
             "schedule": request.schedule,
             "microbatches": request.microbatches,
             "data_parallel_size": request.data,
-            "precision": asked.precision.words,
+            "precision": job.precision.words,
             **counted,
             **asdict(estimated),
             "by_length": expected and {**asdict(expected), "grounds": _grounds_by_length(estimated)},
@@ -174,9 +174,9 @@ def verdicts(megatron: Megatron, questions: Sequence[Question]) -> list[Verdict]
         return [megatron.ask(question) for question in questions]
 
 
-def show_verdict(verdict: Verdict, asked: RequestedJob) -> None:
+def show_verdict(verdict: Verdict, job: RequestedJob) -> None:
     """Report that Megatron accepts a job, or why nobody knows, and what it reads otherwise than the costs."""
-    unread = set() if asked.is_set("--use-megatron-fsdp") else {"data_parallel_sharding_strategy"}
+    unread = set() if job.is_set("--use-megatron-fsdp") else {"data_parallel_sharding_strategy"}
     for name in sorted(verdict.differs.keys() & flag_effects.counted() - unread):
         console.print(
             f"Megatron {verdict.release} reads {flag_effects.flag(name)} as {verdict.differs[name]}, which "
@@ -185,26 +185,26 @@ def show_verdict(verdict: Verdict, asked: RequestedJob) -> None:
     console.print(verdict.line)
 
 
-def with_layout(words: Sequence[str], asked: RequestedJob, gpus: int) -> tuple[list[str], RequestedJob, str]:
+def with_layout(words: Sequence[str], job: RequestedJob, gpus: int) -> tuple[list[str], RequestedJob, str]:
     """Return flags with a layout in the place of ``auto``, what they ask, and words about the layout."""
     from megatron_pp_ext.planner.layout import requested_layout
 
-    if not asked.pipeline.finds_layout:
-        return list(words), asked, ""
-    asked, chosen = requested_layout.resolve(asked, data_parallel_size(asked, gpus), asked.model.vocab_size)
+    if not job.pipeline.finds_layout:
+        return list(words), job, ""
+    job, chosen = requested_layout.resolve(job, data_parallel_size(job, gpus), job.model.vocab_size)
     flag, replaced = "--pipeline-model-parallel-layout", "--num-virtual-stages-per-pipeline-rank"
-    kept = [
+    rest = [
         word for name, values in by_name(words) if name not in (flag, replaced) for word in (name, *values)
     ]
-    return [*kept, flag, str(asked.pipeline.pipeline_model_parallel_layout)], asked, chosen
+    return [*rest, flag, str(job.pipeline.pipeline_model_parallel_layout)], job, chosen
 
 
-def with_choices(words: Sequence[str], asked: RequestedJob, gpus: int) -> tuple[list[str], RequestedJob]:
+def with_choices(words: Sequence[str], job: RequestedJob, gpus: int) -> tuple[list[str], RequestedJob]:
     """Return flags with what features choose where these leave it open, and what they ask then."""
-    found = options.chosen(asked, lambda one: for_world(one, gpus), lambda: asked.padded_vocabulary)
-    flags = {"--" + name.replace("_", "-"): str(value) for name, value in found.items()}
-    kept = [word for name, values in by_name(words) if name not in flags for word in (name, *values)]
-    return [*kept, *chain.from_iterable(flags.items())], asked.with_arguments(**found)
+    choices = options.chosen(job, lambda changed: for_world(changed, gpus), lambda: job.padded_vocabulary)
+    flags = {"--" + name.replace("_", "-"): str(value) for name, value in choices.items()}
+    rest = [word for name, values in by_name(words) if name not in flags for word in (name, *values)]
+    return [*rest, *chain.from_iterable(flags.items())], job.with_arguments(**choices)
 
 
 def show(estimated: "Estimate", request: Request, machine: System, gpus: int, job: Job) -> None:
@@ -297,7 +297,7 @@ def show_by_length(expected: "StepsByLength", estimated: "Estimate") -> None:
 
 
 def _grounds_by_length(estimated: "Estimate") -> str:
-    """Return what such steps are to be trusted for: no published run had documents of different lengths."""
+    """Return the caution about such steps: no published run had documents of different lengths."""
     # Steps of measured stages, which have no band, are none of documents.
     assert estimated.band is not None
     return str(estimated.band.beyond("with documents of different lengths"))

@@ -44,7 +44,8 @@ def made(request: Request, costs: CostModel) -> Made:
             raise
         all_costs = costs.of(request.finest)
         whole = kept_by_1f1b(ranks, request.microbatches, all_costs)
-        least = _least(ranks, replace(all_costs, message=0.0))
+        silent = replace(all_costs, message=0.0)
+        least = min(max(least_limits(silent, placement)) for placement in placements_of(ranks, silent))
         raise InfeasibleLimit(
             f"memory limit {limit:g} of 1f1b's peak is infeasible, a rank must keep one microbatch's "
             f"activations of all its stages: raise it to at least {least / whole:.4g}"
@@ -75,11 +76,6 @@ def timeline(request: Request, costs: Costs) -> Timeline:
     """Return the step of ``request``, whose memory limit holds activations alone."""
     schedule = make(request, CostModel.fixed(costs)).schedule
     return simulate(schedule, replace(costs, message=0.0).merged(schedule.placement.stages))
-
-
-def _least(ranks: int, costs: Costs) -> float:
-    """The least memory that every rank must have, in the placement that needs least."""
-    return min(max(least_limits(costs, placement)) for placement in placements_of(ranks, costs))
 
 
 def undominated(timelines: Sequence[Timeline]) -> list[Timeline]:

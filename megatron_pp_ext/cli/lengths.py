@@ -37,7 +37,7 @@ StepMicrobatches = Annotated[
 
 
 @dataclass(frozen=True)
-class Lengths:
+class LengthOptions:
     """The lengths of a step's documents; ValueError for options that lack them."""
 
     lengths: Annotated[
@@ -58,8 +58,7 @@ class Lengths:
         ),
     ] = None
     plan_budget: Annotated[
-        float | None,
-        typer.Option(help="Milliseconds of a core for the search of an order.  [default: 50]"),
+        float | None, typer.Option(help="Milliseconds of a core for the search of an order.  [default: 50]")
     ] = None
 
     def __post_init__(self) -> None:
@@ -126,7 +125,7 @@ def show_schedule(
     request: Request,
     costs: Costs,
     times: ask.Times,
-    lengths: Lengths,
+    lengths: LengthOptions,
     files: ask.Files,
     make_it: MakeIt,
     order: str | None,
@@ -152,7 +151,7 @@ def show_schedule(
     console.print(f"{shown}: {' '.join(map(str, plans[shown].order))}")
 
 
-def show_comparison(ranks: int, times: ask.Times, lengths: Lengths, pictures: ask.Pictures) -> None:
+def show_comparison(ranks: int, times: ask.Times, lengths: LengthOptions, pictures: ask.Pictures) -> None:
     """Print the step of all schedules of one or two chunks a rank with each order, and draw them."""
     from megatron_pp_ext.features.units.comparison import NAMES, over_work, peak_tokens
     from megatron_pp_ext.view import terminal
@@ -206,7 +205,7 @@ def with_pairs(requests: dict[str, Request], times: ask.Times) -> dict[str, Requ
 
 
 def units(times: ask.Times) -> UnitNames:
-    """Return what 1 stands for, where microbatches differ."""
+    """Return the meaning of 1 where microbatches differ."""
     if times.costs_file is not None:
         return times.units
     return UnitNames(
@@ -216,7 +215,7 @@ def units(times: ask.Times) -> UnitNames:
 
 
 def orders_of(
-    request: Request, rates: LengthCosts, lengths: Lengths, make_it: MakeIt
+    request: Request, rates: LengthCosts, lengths: LengthOptions, make_it: MakeIt
 ) -> tuple[dict[str, "Plan"], dict[str, Timeline]]:
     """Return the plan and the step with each order; a schedule is compiled for a mean microbatch."""
     from megatron_pp_ext.features.units.comparison import side_by_side, timeline

@@ -55,7 +55,7 @@ def described(
     flags: Sequence[str] | None,
     model: str | None,
     sizes: Mapping[str, int | None] | None = None,
-    complete: Callable[[RequestedJob], RequestedJob] = lambda asked: asked,
+    complete: Callable[[RequestedJob], RequestedJob] = lambda job: job,
 ) -> tuple[RequestedJob, list[str]]:
     """Return the job of the described model, with its vocabulary, and its flags.
 
@@ -64,22 +64,22 @@ def described(
     from megatron_pp_ext.planner import described as planners
     from megatron_pp_ext.planner.described import FROM_HUGGING_FACE, size
 
-    job = planners.read(flags or (), model, sizes)
-    _notify(job.notes)
-    asked = job.counted(complete)
-    if not asked.model.vocab_size and asked.flags.tokenizer_type in FROM_HUGGING_FACE:
-        asked = asked.with_arguments(vocab_size=size(asked))
-    elif not asked.model.vocab_size:
+    description = planners.read(flags or (), model, sizes)
+    _notify(description.notes)
+    job = description.counted(complete)
+    if not job.model.vocab_size and job.flags.tokenizer_type in FROM_HUGGING_FACE:
+        job = job.with_arguments(vocab_size=size(job))
+    elif not job.model.vocab_size:
         import warnings
 
         with waiting("asking Megatron's tokenizer"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from megatron_pp_ext.megatron.start_up import vocabulary
 
-            asked = asked.with_arguments(vocab_size=vocabulary(asked))
-    if not asked.precision.is_half:
+            job = job.with_arguments(vocab_size=vocabulary(job))
+    if not job.precision.is_half:
         _notify([_FULL_PRECISION])
-    return asked, job.words
+    return job, description.words
 
 
 def to_be_started(

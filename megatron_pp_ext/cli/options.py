@@ -20,7 +20,6 @@ from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.recorded import SECONDS, UnitNames
 
 Ranks = Annotated[int, typer.Option("-p", "--ranks", help="Pipeline-parallel size.")]
-Microbatches = Annotated[int, typer.Option("-m", "--microbatches", help="Microbatches a step.")]
 
 Script = Annotated[
     Path | None,

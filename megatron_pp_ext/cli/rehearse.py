@@ -75,14 +75,14 @@ def rehearse(
     from megatron_pp_ext.jobs.process import run_together
 
     described = to_be_started(flags, model, script)
-    job = described.words
+    words = described.words
     if print_only:
-        print_flags(job)
+        print_flags(words)
         return
     require_folder(json, costs, trace)
     machine = systems.read(system) if system is not None else None
-    asked = described.asked
-    size = asked.parallel.pipeline_model_parallel_size
+    job = described.job
+    size = job.parallel.pipeline_model_parallel_size
     if size < 2:
         raise ValueError(
             f"a rehearsal needs a pipeline, got --pipeline-model-parallel-size {size}; set it to 2 or more"
@@ -91,17 +91,17 @@ def rehearse(
         raise ValueError(
             f"--iterations wants 2 or more, --at-once 1 or more, got {iterations} and {at_once}; raise them"
         )
-    world = world_size or smallest_world(asked)
+    world = world_size or smallest_world(job)
     chosen = chosen_ranks(ranks, size)
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
         files = {rank: Path(folder, f"{rank}.json") for rank in chosen}
         environments = {
-            rank: {**launch_lines.environment(job), **environment(asked, rank, world)} for rank in chosen
+            rank: {**launch_lines.environment(words), **environment(job, rank, world)} for rank in chosen
         }
         for batch in batched(chosen, at_once):
             commands = {
                 rank: (
-                    training(rehearsal_flags(job, iterations, files[rank]), ranks=None, script=script),
+                    training(rehearsal_flags(words, iterations, files[rank]), ranks=None, script=script),
                     environments[rank],
                 )
                 for rank in batch
@@ -118,7 +118,7 @@ def rehearse(
         rehearsal_noise.require_quiet(measured.values())
     _show_seconds(rehearsal)
     if costs is not None:
-        sizes = stage_costs.sizes(asked)
+        sizes = stage_costs.sizes(job)
         costs_file.write(replace(rehearsal.timeline.costs, sizes=sizes), costs)
     if json is not None:
         write_json(json, numbers(rehearsal, measured))
@@ -128,15 +128,15 @@ def rehearse(
         trace_file.write_timeline(trace, rehearsal.timeline)
 
 
-def environment(asked: RequestedJob, rank: int, world: int) -> dict[str, str]:
+def environment(job: RequestedJob, rank: int, world: int) -> dict[str, str]:
     """Return the variables of torch.distributed for the first process of pipeline ``rank``."""
-    size, copy = asked.parallel.pipeline_model_parallel_size, fewest_ranks(asked)
+    size, copy = job.parallel.pipeline_model_parallel_size, fewest_ranks(job)
     if world < 1 or world % copy:
         raise ValueError(
             f"--world-size {world} is not a multiple of {copy}, the ranks of one copy of the model; "
             "correct it"
         )
-    distance = copy // size if asked.flags.use_tp_pp_dp_mapping else world // size
+    distance = copy // size if job.flags.use_tp_pp_dp_mapping else world // size
     variables = {
         "RANK": rank * distance,
         "WORLD_SIZE": world,

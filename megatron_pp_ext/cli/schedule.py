@@ -9,12 +9,12 @@ import typer
 from megatron_pp_ext.cli import lengths as by_length
 from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli.commands import app
-from megatron_pp_ext.cli.lengths import Lengths, StepMicrobatches
+from megatron_pp_ext.cli.lengths import LengthOptions, StepMicrobatches
 from megatron_pp_ext.cli.report import bound_of, console, print_units, report, require_size, show, waiting
 from megatron_pp_ext.compiler.compile import TRIALS
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
-from megatron_pp_ext.features.offload.cli import LEGEND, Offloading, some_limits
+from megatron_pp_ext.features.offload.cli import LEGEND, OffloadOptions, some_limits
 from megatron_pp_ext.features.pairs.order import Pairs, request_in_pairs
 from megatron_pp_ext.features.units import cli as in_units
 from megatron_pp_ext.features.units.cli import LEGEND as SLICES_LEGEND
@@ -71,8 +71,8 @@ def schedule(
     ] = None,
     *,
     times: ask.Times,
-    lengths: Lengths,
-    offload: Offloading,
+    lengths: LengthOptions,
+    offload: OffloadOptions,
     slicing: Slicing,
     files: ask.Files,
 ) -> None:
@@ -162,8 +162,8 @@ def compare(
     microbatches: StepMicrobatches = None,
     *,
     times: ask.Times,
-    lengths: Lengths,
-    offload: Offloading,
+    lengths: LengthOptions,
+    offload: OffloadOptions,
     slicing: Slicing,
     pictures: ask.Pictures,
 ) -> None:

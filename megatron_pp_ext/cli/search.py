@@ -73,27 +73,27 @@ class JobOptions:
         """The sizes that are given by options, under the names of arguments."""
         return {"global_batch_size": self.global_batch_size, "seq_length": self.seq_length}
 
-    def about(self, asked: RequestedJob) -> dict[str, str | int | None]:
+    def about(self, job: RequestedJob) -> dict[str, str | int | None]:
         """Return the model and the sizes for which the search is made, for people who read its result."""
         return {
             "model": self.model or "a model by flags",
-            "global_batch_size": asked.batch.global_batch_size,
-            "seq_length": asked.model.seq_length,
+            "global_batch_size": job.batch.global_batch_size,
+            "seq_length": job.model.seq_length,
         }
 
     def described(self) -> tuple[RequestedJob, list[str]]:
-        """Return what is asked and its flags; ValueError where it has no batch, or has replicas."""
+        """Return the job and its flags; ValueError where it has no batch, or has replicas."""
         from megatron_pp_ext.planner.search.candidate import with_search_defaults
 
-        asked, words = described(self.flags, self.model, self.sizes, with_search_defaults)
-        if not asked.batch.global_batch_size:
+        job, words = described(self.flags, self.model, self.sizes, with_search_defaults)
+        if not job.batch.global_batch_size:
             raise ValueError("no batch: give --global-batch-size")
-        if asked.pipeline.pipeline_replicas is not None:
+        if job.pipeline.pipeline_replicas is not None:
             raise ValueError(
-                f"--pipeline-replicas {asked.pipeline.pipeline_replicas}: a search gives all stages as many: "
+                f"--pipeline-replicas {job.pipeline.pipeline_replicas}: a search gives all stages as many: "
                 "leave it out; mpp partition finds replicas, and mpp estimate reports what they take"
             )
-        return asked, words
+        return job, words
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +150,9 @@ class Tried:
         _known(self.schedules)
 
     def space(
-        self, asked: RequestedJob, words: Sequence[str], gpus: int, gpus_per_node: int
+        self, job: RequestedJob, words: Sequence[str], gpus: int, gpus_per_node: int
     ) -> "tuple[Space, Compiles]":
-        """Return the configurations of what is ``asked``, whose flags are ``words``, and what is compiled.
+        """Return the configurations of ``job``, whose flags are ``words``, and which orders are compiled.
 
         ValueError for flags that leave nothing to search for, or contradict the options.
         """
@@ -161,35 +161,35 @@ class Tried:
         from megatron_pp_ext.planner.search.configurations import Space
         from megatron_pp_ext.planner.search.result import Compiles
 
-        for one in offered():
-            one.refuse(asked)
-        if asked.pipeline.pipeline_loss_rank is not None:
+        for variants in offered():
+            variants.refuse(job)
+        if job.pipeline.pipeline_loss_rank is not None:
             raise ValueError(
-                f"--pipeline-loss-rank {asked.pipeline.pipeline_loss_rank}: a search counts ranks from the "
+                f"--pipeline-loss-rank {job.pipeline.pipeline_loss_rank}: a search counts ranks from the "
                 "one with a V's embedding and head, and steps are the same either way: leave it out, and "
                 "add it to the command that you start, with a --pipeline-memory-limit by rank in reverse"
             )
-        names, compiles, stock = self._schedules(asked)
-        flag, is_measured = stages_flag(asked), asked.pipeline.pipeline_costs is not None
+        names, compiles, stock = self._schedules(job)
+        flag, is_measured = stages_flag(job), job.pipeline.pipeline_costs is not None
         if flag is not None and not is_measured:
             raise ValueError(
                 f"{flag} describes the stages, which a search changes: leave "
                 f"{'every | of it' if flag == '--hybrid-layer-pattern' else 'it'} out, or ask mpp estimate"
             )
-        is_uneven = self._is_uneven(asked)
+        is_uneven = self._is_uneven(job)
         fixed = fixed_arguments(words)
-        stages = configurations.stages(asked, fixed) if is_measured else None
+        stages = configurations.stages(job, fixed) if is_measured else None
         fixed |= configurations.KEPT if is_measured else frozenset()
         if compiles is Compiles.ONLY:
             fixed |= {"pipeline_schedule"}  # one rank alone has no order to compile
-        of_features = options.permitted(asked)
-        needs_pipeline = any(asked.value(name) is not None for name in of_features)
+        of_features = options.permitted(job)
+        needs_pipeline = any(job.value(name) is not None for name in of_features)
         if "pipeline_model_parallel_size" in fixed and needs_pipeline:
-            all_rules.refuse_without_pipeline(asked)
-        job = asked.changed(**of_features)
-        samples = asked.batch.sizes[0]
+            all_rules.refuse_without_pipeline(job)
+        changed = job.changed(**of_features)
+        samples = job.batch.sizes[0]
         space = Space(
-            job,
+            changed,
             gpus,
             gpus_per_node,
             samples,
@@ -198,18 +198,18 @@ class Tried:
             is_uneven,
             stages,
             stock,
-            has_pipeline="pipeline_model_parallel_size" not in fixed and not is_permitted(alone(asked)),
+            has_pipeline="pipeline_model_parallel_size" not in fixed and not is_permitted(alone(job)),
         )
         return space, compiles
 
-    def _schedules(self, asked: RequestedJob) -> "tuple[Sequence[str], Compiles, tuple[str, ...]]":
+    def _schedules(self, job: RequestedJob) -> "tuple[Sequence[str], Compiles, tuple[str, ...]]":
         """Return the families to try, whether to have schedules compiled, and which are Megatron's own.
 
         These are left where flags go with none of this package.
         """
         from megatron_pp_ext.planner.search.result import Compiles
 
-        names_given, flag = _known(self.schedules), asked.pipeline.pipeline_schedule
+        names_given, flag = _known(self.schedules), job.pipeline.pipeline_schedule
         if names_given and flag:
             raise ValueError(
                 f"--schedules {self.schedules} and --pipeline-schedule {flag} contradict each other: "
@@ -217,9 +217,9 @@ class Tried:
             )
         candidates = names_given or _known(flag or _ALL) or [*catalog.NAMES, FLEX]
         try:
-            names = permitted(asked, candidates)
+            names = permitted(job, candidates)
         except ValueError:
-            stock = () if flag else tuple(permitted_as_stock(asked, candidates))
+            stock = () if flag else tuple(permitted_as_stock(job, candidates))
             if not stock:
                 raise
             return stock, Compiles.NEVER, stock
@@ -228,7 +228,7 @@ class Tried:
             return catalog.NAMES, Compiles.ONLY, ()
         return families, Compiles.TOO if len(families) < len(names) else Compiles.NEVER, ()
 
-    def _is_uneven(self, asked: RequestedJob) -> bool:
+    def _is_uneven(self, job: RequestedJob) -> bool:
         """Whether layers may move between stages: not of a hybrid model, whose pattern takes no layout.
 
         Nor of stages that were measured.
@@ -236,12 +236,12 @@ class Tried:
         if self.layout not in ("auto", "even"):
             raise ValueError(f"--layout is {self.layout!r}, but must be auto or even: correct it")
         for part in ("embedding", "loss"):
-            if self.layout == "auto" and asked.value(f"account_for_{part}_in_pipeline_split"):
+            if self.layout == "auto" and job.value(f"account_for_{part}_in_pipeline_split"):
                 raise ValueError(
                     f"--account-for-{part}-in-pipeline-split says how layers are spread, which --layout auto "
                     "finds: leave it out, or add --layout even"
                 )
-        return self.layout == "auto" and asked.model.pattern is None and asked.pipeline.pipeline_costs is None
+        return self.layout == "auto" and job.model.pattern is None and job.pipeline.pipeline_costs is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +295,7 @@ def _known(schedules: str) -> list[str]:
 def search(
     context: typer.Context,
     *,
-    job: JobOptions,
+    job_options: JobOptions,
     machines: Machines,
     tried: Tried,
     outputs: Outputs,
@@ -307,8 +307,8 @@ def search(
 
     mpp search --model llama3-8b --gpus 64 --global-batch-size 256 -- --recompute-granularity selective ...
     """
-    if job.print_only:
-        print_flags(to_be_started(job.flags, job.model, sizes=job.sizes).words)
+    if job_options.print_only:
+        print_flags(to_be_started(job_options.flags, job_options.model, sizes=job_options.sizes).words)
         return
     from megatron_pp_ext.cli.search_report import Report
     from megatron_pp_ext.planner.search import configurations
@@ -325,37 +325,37 @@ def search(
     if measuring.measure:
         measuring.check(machines.gpus, system.gpus_per_node)
     tried.check()
-    asked, words = job.described()
-    samples = asked.batch.sizes[0]
+    job, words = job_options.described()
+    samples = job.batch.sizes[0]
     if samples > MOST_SEQUENCES * machines.gpus:
         raise ValueError(
             f"--global-batch-size {samples} is more than {MOST_SEQUENCES:,} for each of "
             f"{machines.gpus} GPUs: lower it, or give more --gpus"
         )
-    space, compiles = tried.space(asked, words, machines.gpus, system.gpus_per_node)
+    space, compiles = tried.space(job, words, machines.gpus, system.gpus_per_node)
     if space.stages is not None:
         console.print(configurations.described(space.job, space.stages))
-    limit = machines.bytes_of_memory or (1 - headroom(asked)) * system.memory_bytes
+    limit = machines.bytes_of_memory or (1 - headroom(job)) * system.memory_bytes
     budget = SearchBudget(machines.cpu_seconds or inf)
-    one = Search(space, system, limit, machines.margin, machines.top, compiles, budget)
+    run = Search(space, system, limit, machines.margin, machines.top, compiles, budget)
     filled_in = tuple(strip(missing(words)))
-    all_words, without = [*words, *filled_in], tuple(not_counted(asked))
+    all_words, without = [*words, *filled_in], tuple(not_counted(job))
     verdict = None
     with ask_megatron.Megatron() as megatron:
         if tried.asks:
             megatron.prepare()  # it is imported while the search goes on
         try:
-            best = run_with_bar(one)
+            best = run_with_bar(run)
         except KeyboardInterrupt:
-            if not one.result.best:
+            if not run.result.best:
                 typer.echo("mpp: interrupted before any configuration was found that fits", err=True)
             raise
         if tried.asks:
-            best, verdict = accepted(best, megatron, asked, all_words, machines.gpus)
+            best, verdict = accepted(best, megatron, job, all_words, machines.gpus)
     first = best.best[0]
     first.estimate.require_possible(system)
-    of_first = first.candidate.applied_to(asked), system, first.candidate.data
-    about = job.about(asked) | {"command": context.obj, "date": f"{datetime.now():%Y-%m-%d %H:%M}"}
+    of_first = first.candidate.applied_to(job), system, first.candidate.data
+    about = job_options.about(job) | {"command": context.obj, "date": f"{datetime.now():%Y-%m-%d %H:%M}"}
     report = Report(
         best,
         all_words,
@@ -363,7 +363,7 @@ def search(
         system,
         machines.gpus,
         limit,
-        above(asked),
+        above(job),
         measuring.script,
         filled_in,
         without,
@@ -371,10 +371,10 @@ def search(
     )
     report.show()
     if verdict is not None:
-        show_verdict(verdict, asked)
+        show_verdict(verdict, job)
     for path in outputs.paths:
         report.draw(path)
-    content = report.content() | entries(asked)
+    content = report.content() | entries(job)
     if measuring.measure:
         content["measured"] = _measured(report, measuring)
     if outputs.json is not None:
@@ -386,7 +386,7 @@ def search(
 
 
 def accepted(
-    result: "SearchResult", megatron: Megatron, asked: RequestedJob, words: Sequence[str], gpus: int
+    result: "SearchResult", megatron: Megatron, job: RequestedJob, words: Sequence[str], gpus: int
 ) -> "tuple[SearchResult, Verdict]":
     """Return ``result`` without the candidates that Megatron refuses, and its verdict on the best.
 
@@ -394,9 +394,9 @@ def accepted(
     """
     verdicts_on: dict[Candidate, Verdict] = {}
     while True:
-        shown = [one.candidate for one in (*result.best, *result.frontier)]
+        shown = [entry.candidate for entry in (*result.best, *result.frontier)]
         questions = {
-            candidate: _question(candidate, asked, words, gpus)
+            candidate: _question(candidate, job, words, gpus)
             for candidate in shown
             if candidate not in verdicts_on
         }
@@ -413,10 +413,9 @@ def accepted(
             verdicts_on[refused[0]].require_accepted()
 
 
-def _question(candidate: "Candidate", asked: RequestedJob, words: Sequence[str], gpus: int) -> Question:
-    """Return the question about the command that starts ``candidate``."""
-    flags, job = candidate.flags(words), candidate.applied_to(asked)
-    return ask_megatron.question(flags, job, for_world(job, gpus), gpus, environment(flags))
+def _question(candidate: "Candidate", job: RequestedJob, words: Sequence[str], gpus: int) -> Question:
+    flags, changed = candidate.flags(words), candidate.applied_to(job)
+    return ask_megatron.question(flags, changed, for_world(changed, gpus), gpus, environment(flags))
 
 
 def _measured(report: "Report", measuring: Measuring) -> list[dict[str, object]]:
@@ -445,14 +444,14 @@ def _measured(report: "Report", measuring: Measuring) -> list[dict[str, object]]
 def run_with_bar(search: "Search") -> "SearchResult":
     """Search, with a progress bar on a terminal, and elsewhere with a line now and then."""
 
-    def found() -> str:
+    def so_far() -> str:
         best = search.result.best
         return f", best so far {best[0].estimate.step_seconds:.4g} s" if best else ""
 
     most = search.budget.words
     if not console.is_terminal:
         with waiting(f"searching {most}") as take:
-            return search.run(lambda phase, done, total: take(f"{phase} {done:,} of {total:,}{found()}"))
+            return search.run(lambda phase, done, total: take(f"{phase} {done:,} of {total:,}{so_far()}"))
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         console=console, transient=True,
@@ -461,6 +460,6 @@ def run_with_bar(search: "Search") -> "SearchResult":
     with bar, heard(lambda line: bar.update(task, description=line)):
 
         def progress(phase: str, done: int, total: int) -> None:
-            bar.update(task, description=f"{most}: {phase}{found()}", completed=done, total=total)
+            bar.update(task, description=f"{most}: {phase}{so_far()}", completed=done, total=total)
 
         return search.run(progress)

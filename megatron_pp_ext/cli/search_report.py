@@ -71,10 +71,10 @@ def page(
 
 
 def _labels() -> dict[str, str]:
-    """Return what the words of a configuration stand for, those of features before the numbers of a table."""
+    """Return the meanings of a configuration's words, a feature's before the numbers of a table."""
     at = list(_LABELS).index("MFU")
-    own, of_features = list(_LABELS.items()), [one.label for one in offered()]
-    return dict([*own[:at], *of_features, *own[at:]])
+    labels, of_features = list(_LABELS.items()), [variants.label for variants in offered()]
+    return dict([*labels[:at], *of_features, *labels[at:]])
 
 
 def _row(tag: str, cells: Sequence[str]) -> str:
@@ -106,7 +106,7 @@ class Report:
     ``about`` states what was asked: the model, sequences a step and tokens a sequence, command and date.
     Peaks may be above their estimates by the part ``above``.  ``script`` is the user's training script,
     ``filled_in`` are those of ``words`` that the user did not give, ``not_counted`` what estimates are made
-    without.  ``compared`` has the best beside Megatron's own schedules at its sizes, where these differ.
+    without.  ``compared`` has the best with Megatron's own schedules at its sizes, where these differ.
     """
 
     result: SearchResult
@@ -161,7 +161,6 @@ class Report:
         )
 
     def _room(self) -> str:
-        """Report how much memory a rank may take."""
         offered = self.system.memory_bytes
         free = f", {1 - self.limit / offered:.0%} stay free" if self.limit < offered else ""
         measured = f"; measured peaks were up to {self.above:.0%} above their estimates"

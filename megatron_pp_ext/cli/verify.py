@@ -15,7 +15,7 @@ from megatron_pp_ext.jobs.command import words_of
 from megatron_pp_ext.planner.search.launch_lines import environment
 
 if TYPE_CHECKING:
-    from megatron_pp_ext.verification.verdict import Row, Verdict
+    from megatron_pp_ext.verification.verdict import EqualityVerdict, Row
 
 _OUR_SCRIPT = "megatron_pp_ext.pretrain_gpt"
 _GRADIENTS_SHOWN = 5
@@ -138,7 +138,7 @@ def _has_gpus(ranks: int) -> bool:
     return gpus > 0
 
 
-def _show(verdict: "Verdict", name: str) -> None:
+def _show(verdict: "EqualityVerdict", name: str) -> None:
     from megatron_pp_ext.verification.verdict import GRADIENT, LOSS, NORM
 
     table = folding("step", "", "stock 1F1B", name, "difference", "allowed")

@@ -140,11 +140,7 @@ def _window(
         return first_gradient + backward
     late = min(
         backward,
-        _most(
-            limit,
-            min(map(_until_weight, stage_costs)),
-            max(cost.seconds(Kind.B) for cost in stage_costs),
-        ),
+        _most(limit, min(map(_until_weight, stage_costs)), max(cost.seconds(Kind.B) for cost in stage_costs)),
     )
     return first_gradient + forward + backward - early + max(0.0, route.tails[stages[-1]] - late)
 

@@ -1,12 +1,4 @@
-"""Compiled schedules on disk, and the turns in which the ranks of a machine compile: one works, the others
-read.
-
-The rest are the copies to the host, and where the order comes from.
-
-No file is trusted: one that is missing, cut off, of another version or without the digest that it should
-have counts as absent, and so does anything that is no file.  The schedule is then compiled again, and takes
-the place of the old one.
-"""
+"""Compiled schedules on disk.  Of the ranks of a machine one compiles, and the others read its result."""
 
 import hashlib
 import json
@@ -58,7 +50,7 @@ def spelled(placement: Placement, costs: Costs) -> list[object]:
 def in_cache[Result](
     name: str, lock: Lock, read: Callable[[], Result | None], compile: Callable[[], Result]
 ) -> Result:
-    """Return what ``read`` has of ``name``; else enter the lock, and ``compile``, which also stores it."""
+    """Return the result of ``read`` for ``name``, or lock and ``compile``, which also stores it."""
     stored = read()
     if stored is None:
         with lock(name):
@@ -69,7 +61,12 @@ def in_cache[Result](
 
 
 def load(name: str) -> tuple[Schedule, str] | None:
-    """Return the schedule stored under ``name`` and its origin, or None, whatever is wrong with the files."""
+    """Return the schedule stored under ``name`` and its origin, or None, whatever is wrong with the files.
+
+    No file is trusted: one that is missing, cut off, of another version or without the digest that it should
+    have counts as absent, and so does anything that is no file.  The schedule is then compiled again, and
+    takes the place of the old one.
+    """
     rows, about = _files(name)
     try:
         notes = json.loads(read_text(about))
@@ -86,7 +83,8 @@ def load(name: str) -> tuple[Schedule, str] | None:
 def store(name: str, schedule: Schedule, origin: str) -> None:
     """Store ``schedule`` under ``name`` with its ``origin``; a folder that cannot be written is no error.
 
-    Each file appears whole or not at all, and the notes, without which nothing is read, come last.
+    The order is a csv file; the notes have the copies to the host and the origin.  Each file appears whole or
+    not at all, and the notes, without which nothing is read, come last.
     """
     rows, about = _files(name)
     reloads, frees = schedule.copies.reloads, schedule.copies.frees

@@ -145,7 +145,6 @@ def placements_of(ranks: int, costs: Costs) -> tuple[Placement, ...]:
 
 
 def _limits(ranks: int, memory_limit: float | Sequence[float]) -> tuple[float, ...]:
-    """Return one checked limit for each rank."""
     if isinstance(memory_limit, Sequence):
         limits = tuple(map(float, memory_limit))
         if len(limits) != ranks:

@@ -24,11 +24,6 @@ LARGEST_FRACTION = 8.0
 """The largest limit that is read as a fraction; a larger one is an amount of memory."""
 
 
-def of_each_rank(limit: float | Sequence[float], ranks: int) -> tuple[float, ...]:
-    """Return ``limit`` as one for each rank."""
-    return (limit,) * ranks if isinstance(limit, float | int) else tuple(limit)
-
-
 @dataclass(frozen=True, slots=True)
 class Budget:
     """The memory budget of each of the ``ranks``, in the unit of ``StageCosts.activation``.
@@ -56,7 +51,7 @@ def requested_budget(limit: Limit, ranks: int, microbatches: int, costs: Costs) 
     limits activations alone, as in the papers.  A larger number is an amount in the unit of
     ``StageCosts.activation`` and holds activations and messages.  All ranks have numbers of one kind.
     """
-    numbers = of_each_rank(limit, ranks)
+    numbers = (limit,) * ranks if isinstance(limit, float | int) else tuple(limit)
     if not all(0 < number <= LARGEST_FRACTION for number in numbers):
         return Budget(numbers)
     whole = kept_by_1f1b(ranks, microbatches, costs)
@@ -117,7 +112,7 @@ def _least_activations(stages: Sequence[StageCosts]) -> float:
 
 
 def least_messages(placement: Placement, rank: int, microbatches: int) -> int:
-    """Return the message buffers (``messages.most_buffers``) that ``rank`` holds at least, in any order.
+    """Return the message buffers (``simulate.most_buffers``) that ``rank`` holds at least, in any order.
 
     These are the sent messages that may be unfinished, and the one that an action takes.
     """
@@ -171,7 +166,7 @@ class Cut:
 
     @cached_property
     def least(self) -> tuple[float, ...]:
-        """What each rank must keep in every order."""
+        """The memory that each rank needs in every order."""
         return least_limits(self.costs, self.placement, self.microbatches)
 
     @property
@@ -181,7 +176,7 @@ class Cut:
 
     @cached_property
     def room(self) -> tuple[float, ...]:
-        """What messages leave of each limit for activations at most."""
+        """The most memory for activations that messages leave of each limit."""
         return without_messages(self.placement, self.microbatches, self.costs, self.limits)
 
     def keeps(self, timeline: Timeline) -> bool:
@@ -193,5 +188,5 @@ class Cut:
         return lower_bound(self.placement, self.microbatches, self.costs, self.room, paired=paired)
 
     def problem(self, room: Sequence[float]) -> Problem:
-        """Return the problem in whole numbers in which activations have ``room``."""
+        """Return the problem in whole numbers with ``room`` for activations."""
         return problem_of(self.placement, self.microbatches, self.costs, room)

@@ -120,12 +120,12 @@ def _made(request: Request, costs: CostModel, is_proved: bool) -> Made:
     before: Make = ordered
     for feature in FEATURES:
         before = _around(feature, costs, before)
-    made = before(request)
+    result = before(request)
     for feature in FEATURES:
-        made = feature.completed(request, made)
-    if not is_proved and not any(made.schedule is one for one in checked):
-        check(made.schedule)
-    return made
+        result = feature.completed(request, result)
+    if not is_proved and not any(result.schedule is schedule for schedule in checked):
+        check(result.schedule)
+    return result
 
 
 def _none(placement: Placement) -> Costs:
@@ -152,20 +152,20 @@ def _ordered(request: Request, costs: CostModel, is_proved: bool) -> Made:
 
 
 def _compiled(request: Request, costs: CostModel) -> Made:
-    known = costs.of(request.finest)
+    finest = costs.of(request.finest)
     for feature in FEATURES:
-        known = feature.counted(request, known)
-    budget = request.budget(known)
-    found = compile_schedule(
+        finest = feature.counted(request, finest)
+    budget = request.budget(finest)
+    result = compile_schedule(
         request.ranks,
         request.microbatches,
-        budget.counted(known),
+        budget.counted(finest),
         budget.ranks,
         placements=request.placements,
         trials=request.trials,
         lock=in_turn,
     )
-    return Made(found.timeline.schedule, lower_bound=found.lower_bound, origin=found.origin)
+    return Made(result.timeline.schedule, lower_bound=result.lower_bound, origin=result.origin)
 
 
 def _of_file(schedule: Schedule, request: Request) -> Schedule:

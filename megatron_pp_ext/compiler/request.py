@@ -27,8 +27,6 @@ class Option:
     """Whether weight gradients may come later than input gradients, in any order."""
     evaluates: ClassVar[bool] = False
     """Whether the feature is part of evaluations too."""
-    orders_lengths: ClassVar[bool] = False
-    """Whether the feature itself orders microbatches of unlike length, within the limit of a compiler."""
 
     @property
     def measured_by(self) -> str:

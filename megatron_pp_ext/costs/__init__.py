@@ -1,1 +1,1 @@
-"""The costs of training: seconds and bytes of layers, a file for each kind, and of stages."""
+"""The costs of training: seconds and bytes of layers and of stages, and descriptions of machines."""

@@ -1,26 +1,7 @@
-"""The costs of attention, a section for each kind: self-attention, latent and sparse attention, gated delta
-nets.
+"""The costs of attention, a section for each kind: self-attention, latent and sparse, gated delta nets.
 
 Operations are those of whole sequences, as of arXiv 2401.10241, table 3: the causal mask hides half of them.
 A sliding window (arXiv 2004.05150, section 3.1) hides more, and is counted in the same way.
-
-Models may also have: norms of queries and keys (arXiv 2302.05442, section 2), a gate of the output (arXiv
-2505.06708), sinks (arXiv 2508.10925, section 2.2), which ``core_attention`` counts.
-
-Every tensor-parallel rank has the weights that compress whole, but for Megatron's local layers and under
---mla-down-proj-fusion, which divide them and gather the results.  Fused kernels attend as fast as with equal
-heads of the mean width of keys and values: TensorRT-LLM's forward with heads of 192 and 128 on an H100 is
-compared in benchmarks/results/components.md.  YaRN (arXiv 2309.00071) changes only the angles.
-
-It goes by chunks of 64 tokens: inside a chunk everything is a product of matrices, and between chunks one
-state for each head is passed on.  Saved are the operands of flash-linear-attention's kernels and, for
-each token, a row of the inverse of its chunk's matrix (``ChunkGatedDeltaRuleFunction``, fla-core 0.6.0).
-
-Queries attend to compressed keys and values, whose expansion is absorbed into queries and results (arXiv
-2405.04434, appendix C), so that the product with its weight is one of activations, and waits for no W.
-Without --dsa-kernel-backend all scores are computed, in fp32, and kept.  With one, kernels are taken to reach
-the rate of fused attention over as many tokens as are chosen (FlashMLA's README has 640 TFLOP/s for such a
-forward on an H800).
 """
 
 from collections.abc import Callable, Mapping
@@ -108,7 +89,11 @@ _ROTARY = ("rope", "yarn", "mrope")
 
 
 def self_attention(costs: LayerCosts, window: int | None = None) -> Part:
-    """Return self-attention in which a token sees ``window`` tokens, or all of them."""
+    """Return self-attention in which a token sees ``window`` tokens, or all of them.
+
+    Models may also have norms of queries and keys (arXiv 2302.05442, section 2), a gate of the output (arXiv
+    2505.06708), and sinks (arXiv 2508.10925, section 2.2), which ``core`` counts.
+    """
     model, options, is_unfused = costs.job.model, costs.job.attention, costs.job.precision.is_unfused
     query = model.head_width * model.num_attention_heads
     keys = model.head_width * model.key_heads
@@ -184,7 +169,13 @@ _LATENT_KERNELS = 22
 
 
 def latent_attention(costs: LayerCosts, window: int | None = None) -> Part:
-    """Return multi-latent attention in which a token sees ``window`` tokens, or all of them."""
+    """Return multi-latent attention in which a token sees ``window`` tokens, or all of them.
+
+    Every tensor-parallel rank has the weights that compress whole, but for Megatron's local layers and under
+    --mla-down-proj-fusion, which divide them and gather the results.  Fused kernels attend as fast as with
+    equal heads of the mean width of keys and values: TensorRT-LLM's forward with heads of 192 and 128 on an
+    H100 is compared in benchmarks/results/components.md.  YaRN (arXiv 2309.00071) changes only the angles.
+    """
     model, latent = costs.job.model, costs.job.attention
     query = model.num_attention_heads * latent.query_width
     value = model.num_attention_heads * latent.v_head_dim
@@ -260,7 +251,13 @@ _DELTA_KERNELS = 28
 
 
 def gated_delta_net(costs: LayerCosts) -> Part:
-    """Return a gated delta net and its norm; its products have no biases."""
+    """Return a gated delta net and its norm; its products have no biases.
+
+    The rule goes by chunks of 64 tokens: inside a chunk everything is a product of matrices, and between
+    chunks one state for each head is passed on.  Saved are the operands of flash-linear-attention's kernels
+    and, for each token, a row of the inverse of its chunk's matrix (``ChunkGatedDeltaRuleFunction``, fla-core
+    0.6.0).
+    """
     delta_net, sizes = costs.job.attention, costs.sizes
     keys = delta_net.linear_num_key_heads * delta_net.linear_key_head_dim
     values = delta_net.linear_num_value_heads * delta_net.linear_value_head_dim
@@ -341,7 +338,14 @@ quotient, and three masks (``masked_softmax`` in megatron.core's dsa_masking).""
 
 
 def sparse_attention(costs: LayerCosts, chooses: bool = True) -> Part:
-    """Return sparse attention, with an indexer if it ``chooses`` keys itself."""
+    """Return sparse attention, with an indexer if it ``chooses`` keys itself.
+
+    Queries attend to compressed keys and values, whose expansion is absorbed into queries and results (arXiv
+    2405.04434, appendix C), so that the product with its weight is one of activations, and waits for no W.
+    Without --dsa-kernel-backend all scores are computed, in fp32, and kept.  With one, kernels are taken to
+    reach the rate of fused attention over as many tokens as are chosen (FlashMLA's README has 640 TFLOP/s for
+    such a forward on an H800).
+    """
     model, options, sizes = costs.job.model, costs.job.attention, costs.sizes
     core = _core(costs) + (_indexer(costs) if chooses else Part())
     if "core_attn" in costs.recomputed:

@@ -1,10 +1,4 @@
-"""What stages have besides layers: embedding, output layer with the loss, multi-token prediction, lasting
-buffers.
-
-Transformer Engine hands autograd a placeholder as the gradient of a weight where products add gradients to
-Megatron's buffers: one tensor for each shape of a weight, in the weight's precision (``get_dummy_wgrad`` in
-transformer_engine/pytorch/module/base.py, from release 2.4 on).
-"""
+"""The costs of stages besides layers: embedding, output layer with the loss, MTP, and lasting buffers."""
 
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.costs.products import LayerCosts, matrix
@@ -147,5 +141,9 @@ def gathered(costs: LayerCosts) -> float:
 
 
 def _has_placeholders(costs: LayerCosts) -> bool:
+    """Whether weights have placeholders: one tensor for each shape, in the weight's precision, which
+    Transformer Engine hands to autograd as the gradient where products add gradients to Megatron's buffers
+    (``get_dummy_wgrad`` in transformer_engine/pytorch/module/base.py, from release 2.4 on).
+    """
     precision = costs.job.precision
     return precision.gradient_accumulation_fusion and precision.transformer_impl != "local"

@@ -12,7 +12,7 @@ _SECONDS_PER_OPERATION = 1e-15
 
 
 class AttentionWork(NamedTuple):
-    """What attention computes, without its projections."""
+    """The operations of attention, without its projections."""
 
     operations: float
     """Those of the forward where no mask hides any."""

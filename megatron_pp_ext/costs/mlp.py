@@ -1,14 +1,4 @@
-"""The costs of a dense MLP, and of a layer of experts with its router and the shared expert.
-
-Gates are those of arXiv 2002.05202.  A fused kernel reads the first product's result, writes the second
-one's input, and keeps its own input.  Operation by operation a gate keeps every factor, and a clamp its input
-too (``glu`` in megatron.core.transformer.mlp).  Products of experts may do all of it themselves
-(``Precision.fuses_experts``).  An expert's result is multiplied by the router's
-probabilities, in the same kernel or in one that keeps both factors.
-
-Experts may work in a latent width, to which and from which every token is projected outside of them
-(LatentMoE, as in NVIDIA's Nemotron 3).
-"""
+"""The costs of a dense MLP, and of a layer of experts with its router and the shared expert."""
 
 from dataclasses import replace
 
@@ -18,7 +8,14 @@ from megatron_pp_ext.job.typed_job import Job
 
 
 def activation(costs: LayerCosts, inner: int, copies: float = 1, is_expert: bool = False) -> Part:
-    """Return the activation function of ``inner`` numbers a token, for ``copies`` times the tokens."""
+    """Return the activation function of ``inner`` numbers a token, for ``copies`` times the tokens.
+
+    Gates are those of arXiv 2002.05202.  A fused kernel reads the first product's result, writes the second
+    one's input, and keeps its own input.  Operation by operation a gate keeps every factor, and a clamp its
+    input too (``glu`` in megatron.core.transformer.mlp).  Products of experts may do all of it themselves
+    (``Precision.fuses_experts``).  An expert's result is multiplied by the router's probabilities, in the
+    same kernel or in one that keeps both factors.
+    """
     model = costs.job.model
     width = copies * costs.sizes.cut(inner)
     if is_expert and costs.job.precision.fuses_experts:
@@ -240,7 +237,10 @@ def _launches(costs: LayerCosts, local_experts: int) -> int:
 
 
 def _latent(costs: LayerCosts) -> Part:
-    """Return the projections of every token to the experts' width and back, if it is another."""
+    """Return the projections of every token to the experts' width and back, if it is another.
+
+    Experts may work in a latent width (LatentMoE, as in NVIDIA's Nemotron 3).
+    """
     model = costs.job.model
     if not model.moe_latent_size:
         return Part()

@@ -1,7 +1,4 @@
-"""The parts of a whole model: its layers in order, and what is around them.
-
-Such models are found by neural architecture search (arXiv 2411.19146, section 2.1).
-"""
+"""The parts of a whole model: its layers in order, and what is around them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -50,7 +47,10 @@ _LINEAR_KERNELS = 4
 
 
 def block(costs: LayerCosts, described: LayerBlock) -> Part:
-    """Return a layer as ``described``."""
+    """Return a layer as ``described``.
+
+    Models of such layers are found by neural architecture search (arXiv 2411.19146, section 2.1).
+    """
     groups = {"num_query_groups": described.attention.size, "group_query_attention": True}
     width = {"ffn_hidden_size": described.mlp.size}
     return _half(costs, described.attention, self_attention, groups) + _half(costs, described.mlp, mlp, width)

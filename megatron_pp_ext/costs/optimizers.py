@@ -1,5 +1,4 @@
-"""What optimizers keep for each weight and take for an update, and a rank's bytes of weights, gradients and
-state.
+"""What optimizers keep for each weight and take for an update, and the bytes of a rank's state.
 
 Adam: arXiv 1412.6980; Lion: arXiv 2302.06675; Muon: arXiv 2502.16982; adaptive Muon, which has the second
 moments of AdaMuon: arXiv 2507.11005.  All but Adam and SGD are for the matrices of layers; embedding, output

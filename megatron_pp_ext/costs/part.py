@@ -30,10 +30,7 @@ class Matrices:
     def times(self, count: float) -> "Matrices":
         """Return ``count`` such matrices."""
         return Matrices(
-            count * self.parameters,
-            count * self.operations,
-            count * self.expert_operations,
-            self.largest,
+            count * self.parameters, count * self.operations, count * self.expert_operations, self.largest
         )
 
 

@@ -1,14 +1,4 @@
-"""The costs of products with weights and of the collectives around them, for one microbatch on one tensor
-rank.
-
-Keller Jordan, Muon (kellerjordan.github.io/posts/muon), and arXiv 2502.16982 for language models.
-
-Operations follow arXiv 2401.10241, table 3, generalised to grouped queries, gated MLPs and experts.  Bytes
-are the tensors that autograd saves and that deferred weight gradients hold, without the small ones (the
-statistics of norms, masks, indices); ``tests/integration/test_model_costs.py`` compares them with the
-activation meter's count.  Under FP8 the inputs of products, and the operands that wait for W, are counted
-as one quantized copy, a byte for each number, and everything else as without FP8.
-"""
+"""The costs of products with weights and of the collectives around them, on one tensor rank."""
 
 from typing import Any
 
@@ -23,6 +13,8 @@ def matrix(memory: Memory, rows: float, columns: float) -> Part:
     An iteration of Muon has the products X X^T, A A and B X, where X has the shorter side first
     (``newton_schulz_step`` in emerging_optimizers.orthogonalized_optimizers.muon_utils).  A weight that joins
     queries, keys and values counts as one matrix, though Muon takes it apart by default.
+
+    Source: Keller Jordan, Muon (kellerjordan.github.io/posts/muon); arXiv 2502.16982 for language models.
     """
     if not memory.treats_matrices_apart:
         return Part()
@@ -85,6 +77,12 @@ class ProductCosts:
     multiple of the tokens that share a scale, nobody gathers quantized numbers (module/linear.py).
 
     ``largest_gathered`` are the bytes of the largest operand that is gathered again.
+
+    Operations follow arXiv 2401.10241, table 3, generalised to grouped queries, gated MLPs and experts.
+    Bytes are the tensors that autograd saves and that deferred weight gradients hold, without the small ones
+    (the statistics of norms, masks, indices); ``tests/integration/test_model_costs.py`` compares them with
+    the activation meter's count.  Under FP8 the inputs of products, and the operands that wait for W, are
+    counted as one quantized copy, a byte for each number, and everything else as without FP8.
     """
 
     def __init__(self, job: Job, sizes: ActivationSizes, kernels: KernelSeconds) -> None:
@@ -293,7 +291,7 @@ class ProductCosts:
         """Return the product with a rank's weight of ``read`` times ``result``.
 
         ``operands`` are the bytes of its input and its output's gradient, for each of the ``copies``;
-        ``is_cast`` says which of both a kernel casts, and ``parts`` are the ranks that each cast their
+        ``is_cast`` is which of both a kernel casts, and ``parts`` are the ranks that each cast their
         part of it.  The activations that it keeps between F and I are counted with the layers around it.
         """
         sizes, kernels = self._sizes, self._kernels

@@ -114,11 +114,7 @@ def _weights(job: Job, stage: StageCosts) -> Part:
 
 
 def _by_formulas(
-    job: Job,
-    model: ModelParts,
-    layers_by_stage: Sequence[int],
-    splits_head: bool,
-    predicting: int | None,
+    job: Job, model: ModelParts, layers_by_stage: Sequence[int], splits_head: bool, predicting: int | None
 ) -> list[Part]:
     ends, memory = list(accumulate(layers_by_stage)), job.memory
     how = memory.recompute_granularity, memory.recompute_method, memory.recompute_num_layers

@@ -1,20 +1,4 @@
-"""Descriptions of the machines that a model may run on: the speed of products, copies and messages.
-
-The result is cut into tiles.  Each processor (SM, compute unit) works on a tile at a time, so that parts of
-tiles at the edge, and of a last wave that does not fill all processors, are lost; and a tile costs some time
-besides its loop over the inner dimension (NVIDIA, Matrix Multiplication Background User's Guide, sections
-2.3, 3.1 and 3.2).
-
-A description is JSON with the fields of ``System``, each figure with its source; some are shipped in
-``costs/systems``.  Rates are the ones that a well-tuned program reaches, not a data sheet's; peaks
-serve only to compute the utilisation.
-
-    {"name": "h100", "gpus_per_node": 8, "memory_bytes": 8e10,
-     "matrix_rates": {"bf16": [[8192, 8192, 8192, 7.2e14]]}, "copy_bytes_per_second": 3.35e12,
-     "node": {"bytes_per_second": 3.7e11, "latency_seconds": 3.4e-6},
-     "network": {"bytes_per_second": 5e10, "latency_seconds": 1.4e-5},
-     "sources": {"memory_bytes": "data sheet"}}
-"""
+"""Descriptions of the machines that a model may run on: the speed of products, copies and messages."""
 
 import json
 import math
@@ -74,6 +58,11 @@ def efficiency(
     where the number of ``processors`` is 0, not known.  Both constants above, and the ``around_loop`` of
     every system and type, are fitted to one half of the measured products, and hold for the other half
     (benchmarks/results/components.md).
+
+    The result is cut into tiles.  Each processor (SM, compute unit) works on a tile at a time, so that parts
+    of tiles at the edge, and of a last wave that does not fill all processors, are lost; and a tile costs
+    some time besides its loop over the inner dimension (NVIDIA, Matrix Multiplication Background User's
+    Guide, sections 2.3, 3.1 and 3.2).
     """
     if not processors:
         return 1.0
@@ -150,7 +139,7 @@ class System:
     ``host_memory_bytes_per_second``, reading plus writing; where they are absent, nothing can be offloaded.
     ``gpus_per_host_link`` GPUs of one switch share the link (``host_beside_others``).
     ``processors`` are the SMs or compute units, 0 where product shapes make no difference, and
-    ``around_loop`` what a tile of each number format takes besides its loop (``product_shapes``);
+    ``around_loop`` what a tile of each number format takes besides its loop (``efficiency``);
     ``attention_rates`` has rows of (width of a head, operations a second, keys) of fused attention, which
     takes as long for each query as so many keys more than it sees would, and ``attention_backward_rates`` has
     such rows of its backward, which runs as fast as the forward where there are none;
@@ -159,9 +148,19 @@ class System:
     one tile at a time. ``sustained`` has the share of these rates that training keeps up, 1 where it is left
     out: "clock" of products and attention, whose clock is lower under load than in the short measurement of
     one alone, "copy" of small kernels, which device memory bounds, "network", and "scale" (``at_scale``).
-    ``fp8_recipes`` are the values of --fp8-recipe with which products run; None, where nobody says, means all
+    ``fp8_recipes`` are the values of --fp8-recipe with which products run; None means all
     but mxfp8.  ``reserved_bytes`` of the memory are the driver's and the communicators'.  ``sources`` has for
     each field where it was read or how it was measured.
+
+    A description is JSON with the fields of ``System``, each figure with its source; some are shipped in
+    ``costs/systems``.  Rates are the ones that a well-tuned program reaches, not a data sheet's; peaks serve
+    only to compute the utilisation.
+
+        {"name": "h100", "gpus_per_node": 8, "memory_bytes": 8e10,
+         "matrix_rates": {"bf16": [[8192, 8192, 8192, 7.2e14]]}, "copy_bytes_per_second": 3.35e12,
+         "node": {"bytes_per_second": 3.7e11, "latency_seconds": 3.4e-6},
+         "network": {"bytes_per_second": 5e10, "latency_seconds": 1.4e-5},
+         "sources": {"memory_bytes": "data sheet"}}
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -224,7 +223,7 @@ class System:
     def rate(self, dtype: str, m: float, n: float, k: float, groups: float = 1) -> float:
         """Return the operations a second of ``groups`` products of m x k with k x n in a training step.
 
-        A row's rate over its shape's efficiency (``product_shapes``) scales the efficiency of this shape:
+        A row's rate over its shape's ``efficiency`` scales the efficiency of this shape:
         a mean of all rows, weighted by how near they are in the logarithms of the smallest dimension and of
         the number of operations, so that it is exact at a row, times the share of the clock that is
         sustained.

@@ -1,11 +1,4 @@
-"""Estimates the seconds that the kernels and the collectives of a layer take on a machine.
-
-DeepEP, for one, sends a token into each node once, over the network, and from there to the ranks of the node
-(https://github.com/deepseek-ai/DeepEP, legacy documentation).
-
-A product runs at the rate of its shape, unless reading and writing its operands takes longer.  Copies count
-too, and collectives of the tensor-, context- and expert-parallel groups.
-"""
+"""The seconds that the kernels and the collectives of a layer take on a machine."""
 
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -26,7 +19,7 @@ def attention_rate(
     """Return the operations a second of fused attention, whose masked ones do not count.
 
     They are those of its forward, or of its backward if ``is_backward``.  Heads have a ``width``, and
-    queries see so many ``keys`` on average; there are so many ``tiles`` of ``ATTENTION_TILE`` queries.
+    queries see so many ``keys`` on average; there are so many ``tiles`` of ``_ATTENTION_TILE`` queries.
     With them ``masked`` keys are computed, which do not count.  Rows are
     interpolated between widths.  None where it is not known.
     """
@@ -116,6 +109,9 @@ def sent_once_seconds(
     Each token goes to the ranks that have one of its experts, which are spread evenly over ``ranks`` that are
     ``stride`` apart.  Links within nodes and between them work at the same time.  ``backend`` is the
     dispatcher's, whose host's time counts; none for its kernels alone.
+
+    DeepEP, for one, sends a token into each node once, over the network, and from there to the ranks of the
+    node (https://github.com/deepseek-ai/DeepEP, legacy documentation).
     """
     if ranks < 2 or size <= 0:
         return 0.0
@@ -141,7 +137,7 @@ _FUSED_BACKWARD = 2.5
 """The products in the backward of fused attention for each one of the forward (same source, section 4.1).
 
 On an H100 they run as fast as those of the forward: 518 and 529 TFLOP/s over 8,192 tokens (arXiv 2407.08608,
-figures 5 and 6, cuDNN).  A system says where they do not (``attention_backward_rates``)."""
+figures 5 and 6, cuDNN).  A system has its own rates where they do not (``attention_backward_rates``)."""
 
 _RANDOM_FORWARD = 1.5
 """The time that dropout's random numbers add to the forward of fused attention with heads of 128, and again
@@ -200,6 +196,9 @@ class SystemKernelSeconds(KernelSeconds):
 
     Megatron's ranks count tensor, context, data and pipeline parallelism from the inside outwards, so
     tensor-parallel neighbours are 1 apart and context-parallel ones a tensor-parallel size.
+
+    A product runs at the rate of its shape, unless reading and writing its operands takes longer.  Copies
+    count too, and collectives of the tensor-, context- and expert-parallel groups.
     """
 
     def __init__(self, system: System, job: Job) -> None:
@@ -299,7 +298,7 @@ class SystemKernelSeconds(KernelSeconds):
         products read tensors with one scale in any layout, so nothing is written by columns
         (``nvte_is_non_tn_fp8_gemm_supported`` in transformer_engine/common/transformer_engine.cpp).
 
-        These kernels reach a larger part of the memory's rate than others, where a system says so.
+        These kernels reach a larger part of the memory's rate than others, where a system has such rates.
         """
         if not self._is_fp8:
             return 0.0

@@ -5,11 +5,9 @@ Megatron-LM has no CPU mode. It does little on a GPU that a CPU cannot do, thoug
 their CPU equivalents, so that a laptop, a CI runner or a test can run the real training loop, with real
 process groups and real checkpoints. Nothing here is meant to be fast.
 
-Each file has one task: ``devices`` puts tensors on the CPU, ``streams`` stands in for queues, events and
-memory counters, ``generators`` keeps random states, ``gloo`` replaces nccl, ``flags`` picks the Megatron
-flags that a CPU needs, ``checkpoint_writers`` forks processes that Megatron would start afresh, and
-``orphans`` ends them with their rank. Hooks into Megatron itself are in ``attention``,
-``checkpoint_writers``, ``norms`` and ``optimizer``; ``megatron.hooks`` lists them.
+Each file has one task: ``torch_stubs`` stands in for torch.cuda, ``gloo`` replaces nccl, ``flags`` picks the
+Megatron flags that a CPU needs, and ``checkpoint_writers`` forks processes that Megatron would start afresh.
+Hooks into Megatron are in ``megatron_stubs`` and ``checkpoint_writers``; ``megatron.hooks`` lists them.
 """
 
 import sys

@@ -1,13 +1,4 @@
-"""Fork the processes that write checkpoints from the ranks, and end them with their rank.
-
-A rank that is killed does not stop the processes that it started. The one that writes checkpoints, and the
-one that keeps its results, would wait for ever for a rank that is gone. Linux can send such processes a
-signal when the rank ends, and other systems cannot, but all of them close the pipes of a process that ends.
-
-Megatron starts these processes as fresh interpreters, each of which imports the training script and Megatron
-again.  On a CPU that takes longer than the training of a small model, and these imports find no stubs of
-torch.cuda.
-"""
+"""The processes that write checkpoints: forked from the ranks, and ended with their rank."""
 
 import functools
 import importlib
@@ -25,7 +16,13 @@ _reading = _writing = -1
 
 
 def leave_no_orphans() -> None:
-    """Let every process that is forked from now on, however far from this one, end with this one."""
+    """Let every process that is forked from now on, however far from this one, end with this one.
+
+    A rank that is killed does not stop the processes that it started. The one that writes checkpoints, and
+    the one that keeps its results, would wait for ever for a rank that is gone. Linux can send such processes
+    a signal when the rank ends, and other systems cannot, but all of them close the pipes of a process that
+    ends.
+    """
     global _reading, _writing
     if _reading < 0:
         _reading, _writing = os.pipe()
@@ -56,6 +53,10 @@ def fork_checkpoint_writers(argv: Sequence[str]) -> None:
     the process groups start their threads, so that the fork is safe. Megatron ends the process that writes
     after the last step; the one that it makes for a checkpoint after that is forked, too. A Megatron that
     starts them in another way goes on doing so. They end with this process, however that ends.
+
+    Megatron starts these processes as fresh interpreters, each of which imports the training script and
+    Megatron again.  On a CPU that takes longer than the training of a small model, and these imports find no
+    stubs of torch.cuda.
     """
     flags = {word.partition("=")[0] for word in argv}
     if "--save" not in flags:

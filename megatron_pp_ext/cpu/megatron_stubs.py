@@ -1,22 +1,4 @@
-"""Megatron's functions that need a GPU, as a CPU runs them: attention, norms, and the distributed optimizer.
-
-With --context-parallel-size n, rank r holds two of the 2n pieces of a sequence, r and 2n - 1 - r, so that
-causal attention is the same work for all ranks. Only Transformer Engine's attention looks beyond these
-pieces. On a CPU the keys and values of all ranks are gathered instead, which takes the memory that context
-parallelism is there to save. A mask of the batch gets its columns in the order of the gathered pieces; where
-there is none, it follows from their positions.
-
-With --sequence-parallel a norm gets a part of the sequence on each tensor-parallel rank, so the gradients of
-its weight and bias have to be summed over these ranks. Megatron does so for the parameters that have the
-attribute ``sequence_parallel``, which the norms of Apex and Transformer Engine set. The norms of torch, which
-Megatron takes where neither is installed, do not set it, and Megatron refuses to make them.
-
-On a GPU machine Megatron's Adam comes from Apex or Transformer Engine, which count steps once a group.
-Without them it is torch's, which counts steps once a parameter. With torch's, Megatron saves a distributed
-optimizer and then cannot load it: it reads the step of a fresh optimizer, which has none yet; it looks for
-the step where a checkpoint holds none, or sets it back to zero; and it lets all parameters share one counter,
-which each of them would increase.
-"""
+"""Megatron's functions that need a GPU, for a CPU: attention, norms, and the distributed optimizer."""
 
 import copy
 from collections.abc import Callable
@@ -61,7 +43,14 @@ def attend_to_all_ranks(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Give this rank's queries (sequence, batch, heads, head) the keys and values of all ranks."""
+    """Give this rank's queries (sequence, batch, heads, head) the keys and values of all ranks.
+
+    With --context-parallel-size n, rank r holds two of the 2n pieces of a sequence, r and 2n - 1 - r, so that
+    causal attention is the same work for all ranks. Only Transformer Engine's attention looks beyond these
+    pieces. On a CPU the keys and values of all ranks are gathered instead, which takes the memory that
+    context parallelism is there to save. A mask of the batch gets its columns in the order of the gathered
+    pieces; where there is none, it follows from their positions.
+    """
     group = getattr(self.pg_collection, "cp", None)
     if group is not None and group.size() > 1:
         # Megatron's gather along the first dimension, whose gradients are summed over the ranks.
@@ -89,7 +78,13 @@ def _beyond(places: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def mark_for_sequence_parallelism(
     make: Callable[..., Any], cls: type, config: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Make the norm of a model that is not sequence-parallel, and mark its parameters."""
+    """Make the norm of a model that is not sequence-parallel, and mark its parameters.
+
+    With --sequence-parallel a norm gets a part of the sequence on each tensor-parallel rank, so the gradients
+    of its weight and bias have to be summed over these ranks. Megatron does so for the parameters that have
+    the attribute ``sequence_parallel``, which the norms of Apex and Transformer Engine set. The norms of
+    torch, which Megatron takes where neither is installed, do not set it, and Megatron refuses to make them.
+    """
     if not config.sequence_parallel:
         return make(cls, config, *args, **kwargs)
     plain = copy.copy(config)
@@ -102,7 +97,14 @@ def mark_for_sequence_parallelism(
 
 @around
 def give_state(state_dict: Callable[..., Any], self: Any) -> Any:
-    """Give an Adam that has not stepped the state with which it would begin its first step."""
+    """Give an Adam that has not stepped the state with which it would begin its first step.
+
+    On a GPU machine Megatron's Adam comes from Apex or Transformer Engine, which count steps once a group.
+    Without them it is torch's, which counts steps once a parameter. With torch's, Megatron saves a
+    distributed optimizer and then cannot load it: it reads the step of a fresh optimizer, which has none yet;
+    it looks for the step where a checkpoint holds none, or sets it back to zero; and it lets all parameters
+    share one counter, which each of them would increase.
+    """
     adam = self.optimizer
     if isinstance(adam, torch.optim.Adam) and not adam.state:
         for group in adam.param_groups:

@@ -1,19 +1,4 @@
-"""Stubs of torch.cuda: tensors, random state, streams, events and memory counters of a device that is the
-CPU.
-
-The functions that take a device are wrapped one by one. A ``TorchFunctionMode`` would catch them all with
-less code, but it belongs to one thread and costs Python time in every torch call, which would blur what the
-benchmarks measure on a CPU.
-
-Tensors are on the CPU, so dropout and initialization draw from the CPU generator whatever Megatron saves,
-seeds and restores. Letting torch.cuda's calls reach that generator keeps Megatron's tracker of per-rank
-states working. The price: the two generators that a GPU machine has are one here. Whatever draws from the
-CPU's would move dropout masks, so each data loader draws the seeds of its workers from a generator of its
-own; a run resumed with dropout then has the masks of one that never stopped.
-
-A CPU finishes each operation before the next one starts, so there is never anything to wait for, and every
-stub of torch.cpu and below may return at once. Events hold the time, since Megatron measures with them.
-"""
+"""Stubs of torch.cuda on a CPU: tensors, random state, streams, events and memory counters."""
 
 import collections
 import contextlib
@@ -101,7 +86,12 @@ def _stay(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def redirect_devices() -> None:
-    """Wrap the factories, the moves and ``Tensor.type``."""
+    """Wrap the factories, the moves and ``Tensor.type``.
+
+    The functions that take a device are wrapped one by one. A ``TorchFunctionMode`` would catch them all with
+    less code, but it belongs to one thread and costs Python time in every torch call, which would blur what
+    the benchmarks measure on a CPU.
+    """
     for names, holder in ((FACTORIES, torch), (TENSOR_FACTORIES, torch.Tensor)):
         for name in names:
             # Pinning is a property of memory that a GPU reads.
@@ -151,7 +141,14 @@ def _give_data_loaders_generators() -> None:
 
 
 def share_generator() -> None:
-    """Point torch.cuda's random functions at the CPU generator, and let data loaders leave it alone."""
+    """Point torch.cuda's random functions at the CPU generator, and let data loaders leave it alone.
+
+    Tensors are on the CPU, so dropout and initialization draw from the CPU generator whatever Megatron saves,
+    seeds and restores. Letting torch.cuda's calls reach that generator keeps Megatron's tracker of per-rank
+    states working. The price: the two generators that a GPU machine has are one here. Whatever draws from the
+    CPU's would move dropout masks, so each data loader draws the seeds of its workers from a generator of its
+    own; a run resumed with dropout then has the masks of one that never stopped.
+    """
     _give_data_loaders_generators()
     for module in (torch.cuda, torch.cuda.random):
         module.get_rng_state = _get_state  # type: ignore[attr-defined]
@@ -263,7 +260,12 @@ def _properties(device: Any = None) -> SimpleNamespace:
 
 
 def stub_streams() -> None:
-    """Replace the functions and classes of torch.cuda that have no tensors."""
+    """Replace the functions and classes of torch.cuda that have no tensors.
+
+    A CPU finishes each operation before the next one starts, so there is never anything to wait for, and
+    every stub of torch.cpu and below may return at once. Events hold the time, since Megatron measures with
+    them.
+    """
     replacements: dict[str, Any] = {
         # Megatron refuses to start without a device, and with a count of 0 it silently skips the set-up of
         # its process groups.

@@ -9,10 +9,10 @@ from megatron_pp_ext.features.feature import Feature
 from megatron_pp_ext.features.guided.feature import Guided
 from megatron_pp_ext.features.offload.feature import Offloading
 from megatron_pp_ext.features.pairs.feature import Pairing
-from megatron_pp_ext.features.units.feature import Units
-from megatron_pp_ext.features.vocabulary.feature import SharedVocabulary
+from megatron_pp_ext.features.units.feature import UnitPlanning
+from megatron_pp_ext.features.vocabulary.feature import VocabularyParallelism
 
-FEATURES: list[Feature] = [Pairing(), SharedVocabulary(), Offloading(), Units(), Guided()]
+FEATURES: list[Feature] = [Pairing(), VocabularyParallelism(), Offloading(), UnitPlanning(), Guided()]
 """The features of this package, and those that were added from elsewhere."""
 
 

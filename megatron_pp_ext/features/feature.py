@@ -53,7 +53,7 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class OtherSums:
-    """What ``flag`` does to the sums of a job's gradients, and ``why``.
+    """The effect of ``flag`` on the sums of a job's gradients, and ``why``.
 
     ``fp32`` is how much a gradient of the first step may differ from stock's, relative to its largest number,
     and ``lower`` the same where the job trains in a lower precision.
@@ -70,7 +70,7 @@ class Feature:
 
     ``name`` is also that of the topic of its rules.  ``flags`` is the table of its flags, as
     ``job/our_flags.toml`` has them, and ``left_open`` are the arguments of those of which a search chooses an
-    ``auto``.  ``sums`` are what its flags change in the order of sums.  ``refuses_models`` says whether a
+    ``auto``.  ``sums`` are what its flags change in the order of sums.  ``refuses_models`` is whether a
     model that is built, and trains without flags, is held against the rules of the feature too, and
     ``refuses_calls`` whether arguments of ``install`` are, before there is a model.
     """
@@ -108,7 +108,7 @@ class Feature:
         return {}
 
     def rules(self) -> tuple[Rules, ...]:
-        """Return what the feature cannot be combined with."""
+        """Return the rules about combinations that the feature does not allow."""
         return ()
 
     # The order.
@@ -121,9 +121,9 @@ class Feature:
         """
         return before(request)
 
-    def completed(self, request: Request, made: Made) -> Made:
-        """Return what was ``made`` by all passes with what the feature changes last."""
-        return made
+    def completed(self, request: Request, result: Made) -> Made:
+        """Return the ``result`` of all passes with the feature's last changes."""
+        return result
 
     def counted(self, request: Request, costs: Costs) -> Costs:
         """Return the ``costs`` by which the compiler orders ``request``.
@@ -179,21 +179,21 @@ class Feature:
         return None
 
     def data_parts(self, pipeline: Pipeline) -> Iterable[StepPart]:
-        """Return what reads the data of a step ahead, and may give the step another plan.
+        """Return the parts that read a step's data ahead, and may give the step another plan.
 
         It comes before the ``step_parts`` of all features, which look at both.
         """
         return ()
 
     def step_parts(self, pipeline: Pipeline) -> Iterable[StepPart]:
-        """Return what the feature brings to all steps of one runner.
+        """Return the feature's parts of all steps of one runner.
 
         All ranks of the job call it at the same time.
         """
         return ()
 
     def guide(self, pipeline: Pipeline) -> Guide | None:
-        """Return what changes schedules of ``pipeline`` by what it records of its steps, or None."""
+        """Return the guide that changes schedules of ``pipeline`` by records of its steps, or None."""
         return None
 
     # Estimates and searches.
@@ -203,5 +203,5 @@ class Feature:
         return None
 
     def variants(self) -> Variants | None:
-        """Return what a search may try where memory keeps a candidate out."""
+        """Return the variants that a search may try where memory keeps a candidate out."""
         return None

@@ -39,7 +39,7 @@ _ANSWERS = "core", "core/transformer", "training"
 class Question:
     """A job as Megatron sees it: its ``flags``, the number of ranks, and variables of the environment.
 
-    The checks of the model's config see the arguments ``shown``, whatever the flags say.
+    The checks of the model's config see the arguments ``shown``, not those of the flags.
     """
 
     flags: tuple[str, ...]
@@ -58,7 +58,7 @@ def question(
     """Return the question about ``words``, the command line of ``job`` on ``gpus`` GPUs.
 
     What the hooks of this package let Megatron see under the schedule of ``request`` stands in it: the chunks
-    that a schedule needs, one replica of each stage (``trainer.replica_samples``), and pairs that are no
+    that a schedule needs, one replica of each stage (``trainer.placed_data``), and pairs that are no
     concern of Megatron's own schedule (``features.pairs.megatron``).
     """
     ours, flags, shown = {*flag_table.flags()}, [], {}
@@ -87,7 +87,7 @@ def _shown_of_pairs(job: RequestedJob, chunks: int) -> Iterator[tuple[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What Megatron ``release`` does with a job.
+    """The answer of Megatron ``release`` to a job.
 
     ``refusal`` is its error in one line, empty where it starts.  ``unasked`` is the reason why nobody knows,
     empty where Megatron was asked.  ``differs`` has arguments that it reads as another value than
@@ -135,8 +135,8 @@ class Megatron:
 
     def prepare(self, questions: Iterable[Question] = ()) -> None:
         """Begin to import Megatron, unless the answers to all ``questions`` are stored."""
-        asked = list(questions)
-        if self._process is None and _reason() is None and (not asked or not all(map(_stored, asked))):
+        batch = list(questions)
+        if self._process is None and _reason() is None and (not batch or not all(map(_stored, batch))):
             self._process = _start()
 
     def ask(self, question: Question) -> Verdict:
@@ -166,7 +166,7 @@ class Megatron:
 
 
 def unknown_words(words: Sequence[str]) -> Sequence[str] | None:
-    """Return those of ``words``, a command line, that the installed Megatron does not know.
+    """Return the ``words`` of a command line that the installed Megatron does not know.
 
     None where it cannot be asked.
     """
@@ -177,8 +177,8 @@ def unknown_words(words: Sequence[str]) -> Sequence[str] | None:
 
 def _without(words: Sequence[str], flags: Collection[str]) -> tuple[str, ...]:
     """Return ``words``, a command line, without ``flags`` and their values."""
-    kept = [(name, *values) for name, values in flag_table.by_name(words) if name not in flags]
-    return tuple(chain.from_iterable(kept))
+    rest = [(name, *values) for name, values in flag_table.by_name(words) if name not in flags]
+    return tuple(chain.from_iterable(rest))
 
 
 def _reason() -> str | None:
@@ -215,7 +215,7 @@ def release() -> str:
 
 @cache
 def _files() -> list[list[object]]:
-    """Return what changes where one of the files changes that decide on an answer."""
+    """Return a key of the files that decide on an answer, another where one of them changes."""
     core = _folder("core")
     assert core is not None
     paths = [path for name in _ANSWERS for path in (core.parent / name).glob("*.py")]

@@ -67,7 +67,7 @@ def request_of_call(
 
 
 def with_loss_on(request: Request, rank: str, option: str = "--pipeline-loss-rank") -> Request:
-    """Return ``request`` with the loss of a V on the first or the last rank, as ``option`` says.
+    """Return ``request`` with the loss of a V on the first or the last rank, by ``option``.
 
     ValueError for another word, and for the first rank where the schedule has no V.
     """

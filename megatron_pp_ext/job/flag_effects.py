@@ -1,10 +1,4 @@
-"""What each of Megatron's arguments does to a step's time and memory, and the rules about what the costs
-lack.
-
-``flag_effects.toml`` has those of all releases: those that the costs of a step count, those that change a
-step somewhat and are reported with an estimate (``bounds``), those with which it would be of something else
-and is refused, and those without effect.  An argument that has its default value is not asked.
-"""
+"""What each of Megatron's arguments does to a step's time and memory, and rules about what the costs lack."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
@@ -23,6 +17,10 @@ def table() -> Mapping[str, Any]:
     """Return the sections of ``flag_effects.toml``: names, with spaces between, by effect.
 
     But ``values`` has, by argument, the values that the costs of "stages" or of a "step" know, where not all.
+
+    ``flag_effects.toml`` has those of all releases: those that the costs of a step count, those that change a
+    step somewhat and are reported with an estimate (``bounds``), those with which it would be of something
+    else and is refused, and those without effect.  An argument that has its default value is not asked.
     """
     return flag_table.effects()
 
@@ -44,21 +42,21 @@ def refused(estimate: str) -> dict[str, str]:
     return _by_name(table()["refused"][estimate])
 
 
-def is_asked(asked: RequestedJob, name: str) -> bool:
-    """Whether ``asked`` has another value of the argument ``name`` than Megatron gives it."""
+def is_asked(job: RequestedJob, name: str) -> bool:
+    """Whether ``job`` has another value of the argument ``name`` than Megatron gives it."""
     default = _defaults().get(name)
-    value = getattr(asked.args, name, default)
+    value = getattr(job.args, name, default)
     return bool(value != default)
 
 
-def not_counted(asked: RequestedJob) -> list[str]:
-    """Return the flags in ``asked`` that an estimate leaves out, each with its effect on a real step.
+def not_counted(job: RequestedJob) -> list[str]:
+    """Return the flags in ``job`` that an estimate leaves out, each with its effect on a real step.
 
     Such as ``--qk-layernorm (longer: kernels are added, or no longer fused or hidden)``.
     """
     lines = []
     for how, names in table()["bounds"].items():
-        flags = [flag(name) for name in names.split() if is_asked(asked, name)]
+        flags = [flag(name) for name in names.split() if is_asked(job, name)]
         if flags:
             lines.append(f"{', '.join(flags)} ({how})")
     return lines
@@ -123,10 +121,7 @@ def lacks_costs() -> tuple[Rules, ...]:
         rows=tuple(_rules("stages", f"{_LEAVE_OUT}, or {_MEASURE}")),
     )
     measured = Rules(
-        title="",
-        when=_lacks_parameters,
-        subject="the planner",
-        rows=tuple(_rules("stages", _ADD_PARAMETERS)),
+        title="", when=_lacks_parameters, subject="the planner", rows=tuple(_rules("stages", _ADD_PARAMETERS))
     )
     always = Rules(
         title="In `mpp estimate` and `mpp search`",

@@ -1,13 +1,6 @@
-"""The flags of Megatron and of this package: by release, as words of a command line, and parsed without
-Megatron.
+"""The flags of Megatron and of this package, as words of a command line, and parsed without Megatron.
 
 ``job.pipeline`` gives them their meaning.
-
-Each row of ``megatron_flags.json`` has the ``flags`` that set one argument, and of the argument its name
-``dest`` where that is not the first flag's, its ``default`` where it has one, and either the value that a
-flag ``sets`` by itself, or the ``type``, number (``nargs``, in argparse's words) and ``choices`` of the
-values after it.  They are those of the newest release: what another lacks or reads otherwise, the installed
-Megatron itself says (``ask_megatron``).  Flags without effect on a step are names in ``flag_effects.toml``.
 """
 
 import ast
@@ -30,22 +23,22 @@ from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.entry import AUTO, OTHERS
 
 
-def _bytes(given: str) -> float:
+def _bytes(text: str) -> float:
     """Return the bytes of a flag's value, whose errors argparse puts after the flag."""
     try:
-        return amounts.read(given, "the value")
+        return amounts.read(text, "the value")
     except ValueError as error:
         raise ArgumentTypeError(str(error)) from None
 
 
-def _count_or_auto(given: str) -> int | str:
+def _count_or_auto(text: str) -> int | str:
     """Return the number that a flag's value is, or ``auto``."""
-    if given == AUTO:
-        return given
+    if text == AUTO:
+        return text
     try:
-        return int(given)
+        return int(text)
     except ValueError:
-        raise ArgumentTypeError(f"the value is {given!r}, but must be a whole number or {AUTO}") from None
+        raise ArgumentTypeError(f"the value is {text!r}, but must be a whole number or {AUTO}") from None
 
 
 _OURS = {"with_stock", "text_or_number"}
@@ -71,11 +64,11 @@ def _table() -> dict[str, dict[str, Any]]:
 def add_flags(parser: ArgumentParser) -> ArgumentParser:
     """Add this package's flags to ``parser``, and return it."""
     group = parser.add_argument_group(title="pipeline schedules (megatron_pp_ext)")
-    others = ", ".join(f"{other.name} ({other.summary})" for other in OTHERS)
-    known = {"schedules": ", ".join(catalog.NAMES), "others": others, "most": f"{LARGEST_FRACTION:g}"}
+    choices = ", ".join(f"{other.name} ({other.summary})" for other in OTHERS)
+    values = {"schedules": ", ".join(catalog.NAMES), "others": choices, "most": f"{LARGEST_FRACTION:g}"}
     for flag, row in _table().items():
         about = {key: value for key, value in row.items() if key not in _OURS}
-        about["help"] = row["help"].format_map(known)
+        about["help"] = row["help"].format_map(values)
         if "type" in row:
             about["type"] = _OUR_TYPES[row["type"]]
         group.add_argument(flag, **about)
@@ -94,7 +87,7 @@ def names() -> list[str]:
 
 @cache
 def texts_or_numbers() -> dict[str, str]:
-    """Return what the values must be of arguments that are a text or a number, by their names."""
+    """Return the allowed values of arguments that are a text or a number, by their names."""
     rows = zip(names(), _table().values(), strict=True)
     return {name: row["text_or_number"] for name, row in rows if "text_or_number" in row}
 
@@ -160,7 +153,7 @@ def parse(words: Sequence[str], start: Mapping[str, Any]) -> tuple[Namespace, li
 
 
 def unknown(words: Sequence[str]) -> list[str]:
-    """Return the flags among ``words`` that have no row, and of which nobody says that they have no effect.
+    """Return the flags among ``words`` that have no row, and are not listed as without effect.
 
     ``words`` are those that ``parse`` has left; ``UnknownFlag`` for one that follows no flag.
     """
@@ -178,36 +171,36 @@ def _about_unknown(word: str) -> str:
     return f"{flag} is none of Megatron's: {hint(flag, known_flags(), otherwise)}"
 
 
-def hint(flag: str, known: Iterable[str], otherwise: str) -> str:
-    """Return the question whether one of ``known`` was meant, or ``otherwise`` if none resembles ``flag``.
+def hint(flag: str, flags: Iterable[str], otherwise: str) -> str:
+    """Return the question whether one of ``flags`` was meant, or ``otherwise`` if none resembles ``flag``.
 
     A word of the flag may be mistyped, missing or too many.  A flag with another word in its place is another
     flag, however few letters differ: ``--delay-param-gather`` does not mean ``--overlap-param-gather``.
     """
     if flag in _GONE:
         return _GONE[flag]
-    return did_you_mean(flag, [one for one in known if _has_same_words(flag, one)], otherwise, cutoff=0.7)
+    return did_you_mean(flag, [name for name in flags if _has_same_words(flag, name)], otherwise, cutoff=0.7)
 
 
 def _has_same_words(flag: str, other: str) -> bool:
-    words, others = flag.split("-"), other.split("-")
-    left = [word for word in words if word not in others]
-    right = [word for word in others if word not in words]
-    return not right or all(get_close_matches(word, right, n=1) for word in left)
+    words, theirs = flag.split("-"), other.split("-")
+    removed = [word for word in words if word not in theirs]
+    right = [word for word in theirs if word not in words]
+    return not right or all(get_close_matches(word, right, n=1) for word in removed)
 
 
 @cache
 def parser() -> ArgumentParser:
     """Return a parser of the installed Megatron's flags and this package's."""
-    found = _Parser(allow_abbrev=False, add_help=False)
+    result = _Parser(allow_abbrev=False, add_help=False)
     for row in rows():
         about = {key: value for key, value in row.items() if key not in ("flags", "sets", "type")}
         if "sets" in row:
-            found.add_argument(*row["flags"], action="store_const", const=row["sets"], **about)
+            result.add_argument(*row["flags"], action="store_const", const=row["sets"], **about)
         else:
-            found.add_argument(*row["flags"], type=_TYPES[row.get("type")], **about)
-    add_flags(found)
-    return found
+            result.add_argument(*row["flags"], type=_TYPES[row.get("type")], **about)
+    add_flags(result)
+    return result
 
 
 @cache
@@ -235,12 +228,12 @@ def pattern(text: str) -> int | list[int]:
     if re.search(r"[^,\d\[\]()+*]", text):
         raise ValueError(f"{text} has more than brackets, numbers, commas, + and *")
     try:
-        found = _evaluated(ast.parse(text, mode="eval").body)
+        symbols = _evaluated(ast.parse(text, mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError) as error:  # The parser has no memory for deep nesting.
         raise ValueError(f"{text} is no list") from error
-    if isinstance(found, int):
+    if isinstance(symbols, int):
         raise ValueError(f"{text} is no list")
-    return found
+    return symbols
 
 
 def _evaluated(node: ast.expr) -> int | list[int]:
@@ -248,21 +241,21 @@ def _evaluated(node: ast.expr) -> int | list[int]:
         case ast.Constant(int(number)):
             return number
         case ast.List(nodes):
-            found = [_evaluated(one) for one in nodes]
-            numbers = [one for one in found if isinstance(one, int)]
-            if len(numbers) == len(found):
+            values = [_evaluated(value) for value in nodes]
+            numbers = [value for value in values if isinstance(value, int)]
+            if len(numbers) == len(values):
                 return numbers
         case ast.BinOp(left, ast.Add() | ast.Mult() as operation, right):
-            one, other = _evaluated(left), _evaluated(right)
-            if isinstance(one, int):
-                one, other = other, one
-            match operation, one, other:
+            first, second = _evaluated(left), _evaluated(right)
+            if isinstance(first, int):
+                first, second = second, first
+            match operation, first, second:
                 case ast.Add(), list(), list():
-                    _require_few(len(one) + len(other))
-                    return one + other
+                    _require_few(len(first) + len(second))
+                    return first + second
                 case ast.Mult(), list(), int():
-                    _require_few(len(one) * other)
-                    return one * other
+                    _require_few(len(first) * second)
+                    return first * second
     raise ValueError("an operation that makes no list of numbers")
 
 
@@ -282,7 +275,15 @@ _TYPES: dict[str | None, Callable[[str], Any]] = {
 
 @cache
 def rows() -> list[Row]:
-    """Return the rows of the table with all keys that argparse needs."""
+    """Return the rows of the table with all keys that argparse needs.
+
+    Each row of ``megatron_flags.json`` has the ``flags`` that set one argument, and of the argument its name
+    ``dest`` where that is not the first flag's, its ``default`` where it has one, and either the value that a
+    flag ``sets`` by itself, or the ``type``, number (``nargs``, in argparse's words) and ``choices`` of the
+    values after it.  They are those of the newest release: what another lacks or reads otherwise, the
+    installed Megatron itself says (``ask_megatron``).  Flags without effect on a step are names in
+    ``flag_effects.toml``.
+    """
     table = json.loads(FILE.read_text(encoding="utf-8"))
     return [{"dest": name_of(row["flags"][0]), "default": None} | row for row in table]
 

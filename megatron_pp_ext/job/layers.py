@@ -1,10 +1,9 @@
 """The cut of a model's layers into pipeline stages, as Megatron's flags request it, and the text of a layout.
 
-Stages are counted in model order.  The functions here return, before anything is built, the layers that
-``get_num_layers_to_build`` (``megatron.core.transformer.transformer_block``),
-``PipelineParallelLayerLayout`` (``megatron.core.transformer.pipeline_parallel_layer_layout``) and
-``select_pipeline_segment`` (``megatron.core.models.hybrid.hybrid_layer_allocation``) will build; tests
-compare the two.
+Stages are counted in model order.  They have the layers that ``get_num_layers_to_build``
+(``megatron.core.transformer.transformer_block``), ``PipelineParallelLayerLayout``
+(``megatron.core.transformer.pipeline_parallel_layer_layout``) and ``select_pipeline_segment``
+(``megatron.core.models.hybrid.hybrid_layer_allocation``) will build; tests compare the two.
 """
 
 import re

@@ -53,11 +53,6 @@ def arguments(*configs: Any, **explicit: Any) -> Namespace:
     return flag_table.parse([], {**values, **explicit})[0]
 
 
-def setting_of(argument: str) -> str:
-    """Return the name in a model's config of the flag ``argument``."""
-    return next((setting for setting, name in _RENAMED.items() if name == argument), argument)
-
-
 def _activation(config: Any) -> dict[str, bool]:
     """Return the arguments of the activation function, which a config has as a function and two settings."""
     function = getattr(config, "activation_func", None)
@@ -108,7 +103,7 @@ def by_call(text: str) -> str:
 
 @cache
 def _arguments() -> re.Pattern[str]:
-    """Return what matches the flags of arguments, with a value after "=" or a word that some flag takes."""
+    """Return the pattern of arguments' flags, with a value after "=" or a word that some flag takes."""
     names = "|".join((*_ARGUMENTS, _SWITCH, *(name.replace("_", "-") for name in options.arguments())))
     flags = map(flag_table.parser()._option_string_actions.get, flag_table.flags())
     words = sorted({str(word) for flag in flags if flag is not None for word in flag.choices or ()} | {AUTO})
@@ -135,5 +130,5 @@ def _setting(flag: re.Match[str]) -> str:
     action = flag_table.parser()._option_string_actions.get(flag[0])
     if action is None or flag[0] in flag_table.flags():
         return flag[0]
-    name = setting_of(action.dest)
+    name = next((setting for setting, name in _RENAMED.items() if name == action.dest), action.dest)
     return f"{name}=False" if action.const is False else name

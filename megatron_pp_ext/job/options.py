@@ -16,10 +16,10 @@ def arguments() -> Mapping[str, Argument]:
     return {argument.name: argument for feature in FEATURES for argument in feature.arguments()}
 
 
-def read(asked: RequestedJob, request: Request) -> Request:
+def read(job: RequestedJob, request: Request) -> Request:
     """Return ``request`` with what the flags of all features ask for."""
     for feature in FEATURES:
-        request = feature.read(asked, request)
+        request = feature.read(job, request)
     return request
 
 
@@ -28,9 +28,9 @@ def as_flags(request: Request) -> dict[str, Any]:
     return {name: value for feature in FEATURES for name, value in feature.as_flags(request).items()}
 
 
-def permitted(asked: RequestedJob) -> dict[str, Any]:
+def permitted(job: RequestedJob) -> dict[str, Any]:
     """Return the flags of features as the other flags permit them, by the names of their arguments."""
-    return {name: value for feature in FEATURES for name, value in feature.permitted(asked).items()}
+    return {name: value for feature in FEATURES for name, value in feature.permitted(job).items()}
 
 
 def left_open(job: Job) -> tuple[str, ...]:
@@ -39,12 +39,12 @@ def left_open(job: Job) -> tuple[str, ...]:
     return tuple(name for name in names if job.value(name) == AUTO)
 
 
-def chosen(asked: RequestedJob, read: ReadRequest, rows: Rows) -> dict[str, Any]:
-    """Return all flags that ``asked`` leaves open, by the names of their arguments, with the chosen values.
+def chosen(job: RequestedJob, read: ReadRequest, rows: Rows) -> dict[str, Any]:
+    """Return all flags that ``job`` leaves open, by the names of their arguments, with the chosen values.
 
     A feature sees what those before it chose.  ValueError, in one line, where one has no possible value.
     """
     values: dict[str, Any] = {}
     for feature in FEATURES:
-        values |= feature.chosen(asked.with_arguments(**values), read, rows)
+        values |= feature.chosen(job.with_arguments(**values), read, rows)
     return values

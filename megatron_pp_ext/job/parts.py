@@ -1,9 +1,4 @@
-"""A job's model, how it is spread over ranks, and its batch; a field has the name of Megatron's argument.
-
-It has ``block_configs``, each with ``attention`` and ``ffn`` or ``mlp``, in the words of Llama-Nemotron's
-config.json (``HeterogeneousTransformerConfig`` in megatron.core.transformer.heterogeneous;
-arXiv 2411.19146).
-"""
+"""A job's model, how it is spread over ranks, and its batch; a field has the name of Megatron's argument."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -39,6 +34,10 @@ def blocks(path: str | None, text: str | None, heads: int, hidden: int) -> tuple
     """Return the layers that ``text`` describes, or the file at ``path``, of a model of these sizes.
 
     ValueError for a file that cannot be read, and for content that describes no layers.
+
+    They are its ``block_configs``, each with ``attention`` and ``ffn`` or ``mlp``, in the words of
+    Llama-Nemotron's config.json (``HeterogeneousTransformerConfig`` in
+    megatron.core.transformer.heterogeneous; arXiv 2411.19146).
     """
     source = "--heterogeneous-layers-config-encoded-json" if text else f"{path}"
     with naming(source):

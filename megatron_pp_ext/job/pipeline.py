@@ -1,6 +1,4 @@
-"""The pipeline that Megatron's flags request. All front ends read it here, and none decides it again.
-
-``compiler.limits.requested_budget`` states the meaning of the numbers.
+"""The pipeline that Megatron's flags request.  All front ends read it from here, and none decides it again.
 
 Training, ``mpp estimate``, ``mpp search``, ``mpp schedule`` and ``mpp rehearse`` differ in where their flags
 come from and in what the stages cost; what the flags mean is the same for all of them.
@@ -46,7 +44,10 @@ BY_CALL = Names("--pipeline-ranks", "an amount in the unit of costs,")
 
 
 def read_limit(value: float | str, ranks: int, names: Names = BY_FLAG) -> Limit:
-    """Return ``value`` as a limit for ``ranks`` pipeline ranks; ValueError if it cannot be."""
+    """Return ``value`` as a limit for ``ranks`` pipeline ranks; ValueError if it cannot be.
+
+    ``compiler.limits.requested_budget`` states the meaning of the numbers.
+    """
     size, amount = names
     limits = numbers(value, names)
     if len(limits) == 1:
@@ -221,7 +222,7 @@ def read(job: RequestedJob, data: int) -> Request:
     if (loss := job.pipeline.pipeline_loss_rank) is not None:
         request = request.with_loss_on(loss)
     # flex chooses among the placements that have a place for MTP, if any has.
-    suited = tuple(one for one in request.placements if layers.can_predict(job, one))
+    suited = tuple(placement for placement in request.placements if layers.can_predict(job, placement))
     request = options.read(job, replace(request, placements=suited or request.placements))
     all_rules.refuse(
         replace(
@@ -245,11 +246,11 @@ def read(job: RequestedJob, data: int) -> Request:
 
 
 def permitted(job: RequestedJob, names: Sequence[str]) -> list[str]:
-    """Return those of the schedules ``names`` that the rest of ``job`` does not rule out.
+    """Return the schedules of ``names`` that the rest of ``job`` does not rule out.
 
     ValueError, with the reason that rules out the first, where none is left.
     """
-    found, reason = [], ""
+    allowed, reason = [], ""
     for name in names:
         limit = 1.0 if catalog.abilities(name).takes_limit else None
         request = named(name, 2, 1, limit=limit)
@@ -265,17 +266,17 @@ def permitted(job: RequestedJob, names: Sequence[str]) -> list[str]:
             all_rules.refuse(
                 replace(chosen, placement=placement, chunks=chunks, splits=request.splits_backward)
             )
-            found.append(name)
+            allowed.append(name)
         except ValueError as error:
             reason = reason or str(error)
-    if not found:
+    if not allowed:
         raise ValueError(reason)
-    return found
+    return allowed
 
 
 def permitted_as_stock(job: RequestedJob, names: Sequence[str]) -> list[str]:
-    """Return those of the schedules ``names`` that Megatron runs without --pipeline-schedule, if it may."""
-    found = []
+    """Return the schedules of ``names`` that Megatron runs without --pipeline-schedule, if it may."""
+    allowed = []
     for name, chunks in STOCK.items():
         chosen = job.with_arguments(
             pipeline_schedule=None,
@@ -284,8 +285,8 @@ def permitted_as_stock(job: RequestedJob, names: Sequence[str]) -> list[str]:
             expert_model_parallel_size=2,
         )
         if name in names and is_permitted(replace(chosen, chunks=chunks or 1)):
-            found.append(name)
-    return found
+            allowed.append(name)
+    return allowed
 
 
 def is_permitted(job: RequestedJob) -> bool:
@@ -336,7 +337,7 @@ def _read_schedule(job: RequestedJob, chunks: int | None, microbatches: int) -> 
 
 def _read_compiled(job: RequestedJob, name: str, chunks: int | None, microbatches: int) -> Request:
     """The request for ``flex`` or ``auto``: the compiler chooses among the cuts that the layers allow."""
-    ranks, given = job.parallel.pipeline_model_parallel_size, job.pipeline.pipeline_memory_limit
+    ranks, text = job.parallel.pipeline_model_parallel_size, job.pipeline.pipeline_memory_limit
     can, stages, has_own_numbers = (
         catalog.abilities(name),
         layers.stages_described(job),
@@ -348,7 +349,7 @@ def _read_compiled(job: RequestedJob, name: str, chunks: int | None, microbatche
     if can.measures_memory:
         accepted = chunks <= COMPILED_CHUNKS or stages is not None
         require_chunks(job, name, chunks, COMPILED_CHUNKS, accepted, " or fewer")
-    limit = None if given is None or not can.takes_limit else read_limit(given, ranks)
+    limit = None if text is None or not can.takes_limit else read_limit(text, ranks)
     request = named(name, ranks, microbatches, chunks, limit)
     if can.measures_memory and chunks > COMPILED_CHUNKS and stages is not None:
         return replace(request, placements=(wave(ranks, chunks),))

@@ -1,10 +1,4 @@
-"""A job with the flags that describe it, and what is known of its schedule and its machine.
-
-A part of a job (``job.parts``) has what training computes and what an estimate counts.  These are asked for
-in addition: by rules about what cannot be combined (``job.rules``), and where a job is started.
-
-Rules about what cannot be combined (``job.rules``) ask it.
-"""
+"""A job with the flags that no part of it has, and what is known of its schedule and its machine."""
 
 from argparse import Namespace
 from collections.abc import Mapping
@@ -19,7 +13,11 @@ from megatron_pp_ext.schedule.placement import Placement
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """Arguments under Megatron's names; None where no flag gives one, or a release has no such flag."""
+    """Arguments under Megatron's names; None where no flag gives one, or a release has no such flag.
+
+    No estimate counts them: rules about what cannot be combined (``job.rules``) ask for them, and the start
+    of a job.
+    """
 
     barrier_with_L1_time: bool | None = None
     ckpt_format: str | None = None
@@ -79,7 +77,7 @@ class RequestedJob(Job):
     """The versions of packages, by name, where the machine that trains is known; "0.0.0" means none."""
     placement: Placement | None = None
     chunks: int | None = None
-    """The chunks a rank, at most; known where the placement is not settled yet."""
+    """The chunks a rank, at most; known where the placement is still open."""
     splits: bool | None = None
     """Whether the backward is split into input and weight gradients."""
     from_file: Schedule | None = field(default=None, hash=False)
@@ -108,10 +106,10 @@ class RequestedJob(Job):
 
         With ``value``, whether that is its value, or among its values.
         """
-        found = self.argument(flag.removeprefix("--").replace("-", "_"))
+        setting = self.argument(flag.removeprefix("--").replace("-", "_"))
         if value is None:
-            return bool(found)
-        return value in map(str, found if isinstance(found, list | tuple | frozenset) else (found,))
+            return bool(setting)
+        return value in map(str, setting if isinstance(setting, list | tuple | frozenset) else (setting,))
 
     @property
     def is_v(self) -> bool:

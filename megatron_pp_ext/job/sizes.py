@@ -1,9 +1,4 @@
-"""The numbers that flags imply: data-parallel ranks, replicas of stages, microbatches, and updates of no
-flush.
-
-A training step of Megatron is one update.  Under ``pipedream`` and ``pipedream-2bw`` each stage updates
-its weights as soon as its own backwards are done.
-"""
+"""The numbers that flags imply: data-parallel ranks, replicas of stages, microbatches, updates."""
 
 from functools import lru_cache
 from math import gcd
@@ -54,13 +49,13 @@ def require_world(job: Job, replicas: Replicas, world_size: int) -> None:
         )
 
 
-def require_turns(asked: "RequestedJob", replicas: Replicas, microbatches: int) -> None:
+def require_turns(job: "RequestedJob", replicas: Replicas, microbatches: int) -> None:
     """Raise ValueError unless the replicas of every stage have equal shares of a step and of an evaluation.
 
     ``microbatches`` are those of a global batch.
     """
-    batch, evaluated = asked.batch, asked.flags.eval_global_batch_size
-    samples = asked.flags.eval_micro_batch_size or batch.micro_batch_size
+    batch, evaluated = job.batch, job.flags.eval_global_batch_size
+    samples = job.flags.eval_micro_batch_size or batch.micro_batch_size
     for flag, count in (
         ("--global-batch-size", microbatches),
         ("--eval-global-batch-size", (evaluated or batch.global_batch_size or samples) // samples),
@@ -76,6 +71,9 @@ def read(job: Job, microbatches: int) -> Updates:
 
     ``microbatches`` are those of a global batch, on which Megatron's optimizer, learning rate and logs base
     an update.
+
+    A training step of Megatron is one update.  Under ``pipedream`` and ``pipedream-2bw`` each stage updates
+    its weights as soon as its own backwards are done.
     """
     name, stages = job.pipeline.pipeline_schedule, of_stages(job)
     assert name is not None
@@ -152,9 +150,9 @@ def data_parallel_size(job: Job, world_size: int) -> int:
     return world_size // model
 
 
-def require_vocabulary(asked: RequestedJob) -> None:
+def require_vocabulary(job: RequestedJob) -> None:
     """Raise ValueError where neither a flag nor a tokenizer gives the size of the vocabulary."""
-    if not (asked.model.padded_vocab_size or asked.model.vocab_size or asked.flags.tokenizer_type):
+    if not (job.model.padded_vocab_size or job.model.vocab_size or job.flags.tokenizer_type):
         raise ValueError(
             "cannot estimate the output layer without the size of the vocabulary; give --tokenizer-type and "
             "what goes with it, or --padded-vocab-size"

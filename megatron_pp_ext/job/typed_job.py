@@ -1,8 +1,4 @@
-"""A job as it is asked: a model, and how to train it. It is read once; all that computes takes it.
-
-``Job.of`` fills it from whatever has arguments under Megatron's names: those of a command line,
-Megatron's own, those of a config (``job.model_config``).
-"""
+"""A job: a model, and how to train it.  It is read once; all that computes takes it."""
 
 import math
 from collections.abc import Mapping
@@ -253,6 +249,9 @@ class Job:
 
     It and its parts have no slots, since a search changes jobs by the thousand, and a dictionary is copied at
     once.
+
+    ``Job.of`` fills it from whatever has arguments under Megatron's names: those of a command line,
+    Megatron's own, those of a config (``job.model_config``).
     """
 
     model: Model = field(default_factory=Model)
@@ -264,28 +263,28 @@ class Job:
     pipeline: PipelinePart = field(default_factory=PipelinePart)
 
     @classmethod
-    def of(cls, asked: object) -> Self:
-        """Return the job that ``asked`` describes under the names of Megatron's arguments.
+    def of(cls, source: object) -> Self:
+        """Return the job that ``source`` describes under the names of Megatron's arguments.
 
         What is absent or None has its default.  A job stays as it is.
         """
-        if isinstance(asked, cls):
-            return asked
-        found = {name: getattr(asked, name, None) for name in _READ}
-        return cls().changed(**{name: _plain(value) for name, value in with_derived(found).items()})
+        if isinstance(source, cls):
+            return source
+        values = {name: getattr(source, name, None) for name in _READ}
+        return cls().changed(**{name: _plain(value) for name, value in with_derived(values).items()})
 
-    def changed(self, **values: Any) -> Self:
+    def changed(self, **new: Any) -> Self:
         """Return a job with other ``values``, None for a default; the parts that they leave alone are shared.
 
         KeyError for a name that no part has.
         """
         by_part: dict[str, dict[str, Any]] = {}
-        for name, value in values.items():
+        for name, value in new.items():
             part, default = PLACES[name]
             if part not in by_part:
                 by_part[part] = {}
             by_part[part][name] = default if value is None else value
-        return _replaced(self, {part: _replaced(getattr(self, part), own) for part, own in by_part.items()})
+        return _replaced(self, {part: _replaced(getattr(self, part), new) for part, new in by_part.items()})
 
     def value(self, name: str) -> Any:
         """Return the value of the field ``name``, in whatever part it is."""
@@ -301,15 +300,15 @@ class Job:
         return math.ceil(model.vocab_size / multiple) * multiple
 
 
-def _replaced[One](one: One, values: Mapping[str, Any]) -> One:
-    """Return ``one``, a dataclass, with other ``values``, sooner than ``dataclasses.replace`` does."""
-    made = object.__new__(type(one))
-    vars(made).update(vars(one), **values)
-    return made
+def _replaced[One](original: One, values: Mapping[str, Any]) -> One:
+    """Return ``original``, a dataclass, with other ``values``, sooner than ``dataclasses.replace`` does."""
+    copy = object.__new__(type(original))
+    vars(copy).update(vars(original), **values)
+    return copy
 
 
 PLACES: Mapping[str, tuple[str, Any]] = {
-    one.name: (name, one.default) for name, part in vars(Job()).items() for one in fields(part)
+    entry.name: (name, entry.default) for name, part in vars(Job()).items() for entry in fields(part)
 }
 """The part that each field is in, and its default."""
 
@@ -326,28 +325,28 @@ IMPLY = {"recompute_activations", "use_rotary_position_embeddings", "mtp_hybrid_
 _READ = (*PLACES, *OTHER_NAMES, *IMPLY)
 
 
-def with_derived(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments ``given`` with what Megatron derives from others, for those that a job has."""
-    found = {name: given.get(name) for name in PLACES}
+def with_derived(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ``arguments`` that a job has, with the values that Megatron derives."""
+    values = {name: arguments.get(name) for name in PLACES}
     for other, name in OTHER_NAMES.items():
-        found[name] = found[name] or given.get(other)
-    pattern, predicting = found["hybrid_layer_pattern"] or "", given.get("mtp_hybrid_override_pattern")
+        values[name] = values[name] or arguments.get(other)
+    pattern, predicting = values["hybrid_layer_pattern"] or "", arguments.get("mtp_hybrid_override_pattern")
     if pattern and predicting and "/" not in pattern:
-        pattern += f"/{predicting}" * (found["mtp_num_layers"] or 0)
+        pattern += f"/{predicting}" * (values["mtp_num_layers"] or 0)
     if "/" in pattern:
-        found.update(hybrid_layer_pattern=pattern, mtp_num_layers=pattern.count("/"))
-    if given.get("recompute_activations"):
-        found["recompute_granularity"] = "selective"
-    how = found["recompute_granularity"], found["recompute_method"], found["recompute_num_layers"]
+        values.update(hybrid_layer_pattern=pattern, mtp_num_layers=pattern.count("/"))
+    if arguments.get("recompute_activations"):
+        values["recompute_granularity"] = "selective"
+    how = values["recompute_granularity"], values["recompute_method"], values["recompute_num_layers"]
     if how == ("full", "block", 0):  # the first 0 layers of each stage
-        found["recompute_granularity"] = None
-    if given.get("use_rotary_position_embeddings"):
-        found["position_embedding_type"] = "rope"
-    if found["tensor_model_parallel_size"] == 1:
-        found["sequence_parallel"] = False
-    if isinstance(found["pipeline_schedule"], str):
-        found["pipeline_schedule"] = catalog.canonical(found["pipeline_schedule"])
-    return found
+        values["recompute_granularity"] = None
+    if arguments.get("use_rotary_position_embeddings"):
+        values["position_embedding_type"] = "rope"
+    if values["tensor_model_parallel_size"] == 1:
+        values["sequence_parallel"] = False
+    if isinstance(values["pipeline_schedule"], str):
+        values["pipeline_schedule"] = catalog.canonical(values["pipeline_schedule"])
+    return values
 
 
 _PLAIN = (bool, int, float, str, tuple, Path)

@@ -1,9 +1,4 @@
-"""Running candidates for a few steps, here or on a SLURM cluster, and reading back their measurements.
-
-Each job has a folder, in which a one-word file holds its state.  A search that was interrupted therefore
-continues where it stopped: jobs that have ended are kept, jobs that were running on this machine run again,
-and jobs that SLURM has are waited for.  To run a job once more, delete its folder.
-"""
+"""Runs of candidates for a few steps, on this machine or on a SLURM cluster, and their measurements."""
 
 import fcntl
 import json
@@ -136,6 +131,10 @@ def run_all(
 
     A job that fails is reported in its result, and the others continue.  ``timeout`` is in seconds for each
     job.  Raises ValueError for two jobs with the same name or folder.
+
+    Each job has a folder, in which a one-word file holds its state.  A search that was interrupted therefore
+    continues where it stopped: jobs that have ended are kept, jobs that were running on this machine run
+    again, and jobs that SLURM has are waited for.  To run a job once more, delete its folder.
     """
     for field in ("name", "directory"):
         if len({getattr(job, field) for job in jobs}) < len(jobs):

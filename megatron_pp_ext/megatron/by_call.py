@@ -72,7 +72,7 @@ class InstallCall:
 
     @in_words_of_call()
     def pipeline(self) -> tuple[requested.Pipeline, InForce]:
-        """Return what the call requests; ValueError, in one line, if it cannot be."""
+        """Return the pipeline that the call requests; ValueError, in one line, if it cannot be."""
         request, model = self.request, CostModel(partial(_costs, self.costs))
         try:
             source = Source(request, model)
@@ -101,12 +101,12 @@ class InstallCall:
         line = f"megatron_pp_ext: {summary(pipeline, model)}"
         if self.costs and (beside := ", ".join(_beside_stock(timeline, self.costs, request))):
             line += f"; by these costs {beside}"
-        found = InForce(source.name, source.placement, request.microbatches, peak, bubble, line)
-        return replace(pipeline, summary=line), found
+        in_force = InForce(source.name, source.placement, request.microbatches, peak, bubble, line)
+        return replace(pipeline, summary=line), in_force
 
 
 @in_words_of_call()
-def asked(
+def read(
     schedule: str,
     *,
     ranks: int,
@@ -262,7 +262,7 @@ def install(
     ValueError, in one line, for what cannot be.
     """
     global _installed
-    call = asked(
+    call = read(
         schedule,
         ranks=ranks,
         microbatches=microbatches,
@@ -305,7 +305,7 @@ def installed(schedule: str, **about: Any) -> Iterator[InForce]:
     there, or by Megatron's own schedule.  Steps run by the schedule that their model was built for, in the
     context or outside of it.
     """
-    pipeline, in_force = asked(schedule, **about).pipeline()
+    pipeline, in_force = read(schedule, **about).pipeline()
     _patch()
     with requested.using(pipeline):
         yield in_force

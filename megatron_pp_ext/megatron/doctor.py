@@ -258,10 +258,7 @@ def lacking() -> Iterator[tuple[str, str]]:
             why += "; the apex installed here is another project's, build NVIDIA's from source"
         yield "NVIDIA apex", why
     if importlib.util.find_spec("pybind11") is None:
-        yield (
-            "pybind11",
-            "a checkout's script needs it for its dataset helpers: pip install pybind11",
-        )
+        yield ("pybind11", "a checkout's script needs it for its dataset helpers: pip install pybind11")
     if shutil.which("nvcc") is None:
         yield "nvcc", "building Transformer Engine or apex from source needs it; this package does not"
 

@@ -1,8 +1,7 @@
 """Every place where this package enters Megatron-LM.
 
-``core_hooks`` and ``trainer_hooks`` bring schedules into Megatron's two halves, ``workarounds.table`` has the
-workarounds of Megatron's own defects, and ``cpu_hooks`` the hooks for a machine without a GPU.
-``patching`` checks and replaces them, ``mpp doctor`` lists them.  This imports Megatron.
+``core_hooks`` has the hooks of schedules into megatron.core, ``TRAINER`` those into megatron.training, and
+``CPU`` those for a machine without a GPU.  ``patching`` checks and replaces them, ``mpp doctor`` lists them.
 """
 
 from megatron_pp_ext.cpu import checkpoint_writers, megatron_stubs
@@ -20,11 +19,11 @@ from megatron_pp_ext.megatron.trainer import (
 
 TRAINER = (
     # The flags that request a schedule.
-    *hooks_of(validation, validation, agreement),
+    *hooks_of(validation, agreement),
     # The model's chunks, their initial weights and their data.
-    *hooks_of(layer_seeds, placed_data, placed_data),
+    *hooks_of(layer_seeds, placed_data),
     # Updates, logs, checkpoints and records of the training loop, and Megatron's report of memory.
-    *hooks_of(reports, checkpoint_loading, reports, reports),
+    *hooks_of(reports, checkpoint_loading),
 )
 
 
@@ -80,7 +79,7 @@ _ROWS = (
     ),
 )
 
-CPU = tuple(Hook((Place(path, (known,)),), wrap, why) for path, known, wrap, why in _ROWS)
+CPU = tuple(Hook((Place(path, (names,)),), wrap, why) for path, names, wrap, why in _ROWS)
 """Replacements without which Megatron does not run without a GPU, besides the stubs."""
 
 

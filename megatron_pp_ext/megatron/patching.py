@@ -1,15 +1,7 @@
-"""Replace names in Megatron, all of them or none, and put them back; the places, as they were tried.
+"""Replaces names in Megatron, all of them or none, and puts them back; the places, as they were tried.
 
-Megatron's development goes on under one version number, so a place is judged by its function.
-
-``signatures.json`` is written by ``scripts/tried_commits.py``.  Its ``commits`` are listed by name, with the
-repository, the date, the version in the source, and whose pin a commit is.  Each of its ``places`` has the
-parameters of a function, as text as in ``places``, and its ``commits``, where those are not all of
-Megatron's.  A commit without a row for a place lacks it.
-
-A hook names the function that it replaces; this module puts hooks in place.  All hooks are
-checked before the first is touched: a Megatron that has moved one of them is refused whole and stays stock.
-A name is replaced in every module that has imported it, whichever package that is of.
+``signatures.json``, which ``scripts/tried_commits.py`` writes, has the parameters of each place in each tried
+commit.
 """
 
 import importlib
@@ -127,7 +119,12 @@ FILE = Path(__file__).with_name("signatures.json")
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A commit that was tried.  As text it names the repository and the commit."""
+    """A commit that was tried.  As text it names the repository and the commit.
+
+    The commits are listed by name in ``signatures.json``, with the repository, the date, the version in the
+    source, and whose pin a commit is: Megatron's development goes on under one version number, so a place is
+    judged by its function.
+    """
 
     name: str
     repository: str
@@ -165,7 +162,11 @@ def commits() -> tuple[Commit, ...]:
 
 @cache
 def signatures(name: str) -> Mapping[str, str]:
-    """Return the parameters by place of the commit that is called ``name``."""
+    """Return the parameters by place of the commit that is called ``name``.
+
+    In the file, each of the ``places`` has the parameters of a function, as text, and its ``commits``, where
+    those are not all of Megatron's.  A commit without a row for a place lacks it.
+    """
     all_names = [commit.name for commit in commits() if commit.is_megatron]
     rows = _read()["places"]
     return {row["place"]: row["parameters"] for row in rows if name in row.get("commits", all_names)}
@@ -225,7 +226,6 @@ class HookFunction:
     """As in ``Place``."""
 
     def __call__(self, stock: Any) -> Any:
-        """Return the replacement of ``stock``."""
         return self.wrap(stock)
 
 
@@ -313,6 +313,9 @@ def apply(hooks: Iterable[Hook]) -> None:
     """Replace all ``hooks`` that this Megatron has, or none and raise HookError, which names each misfit.
 
     Hooks that are in place already are left as they are.
+
+    All hooks are checked before the first is touched: a Megatron that has moved one of them is refused whole
+    and stays stock.  A name is replaced in every module that has imported it, whichever package that is of.
     """
     require_known_release()
     replacing: list[tuple[Hook, Place, Any]] = []
@@ -377,7 +380,7 @@ def _fits(hook: Hook) -> bool:
 
 
 def advice(hooks: Iterable[Hook]) -> str:
-    """Return what to do where one of ``hooks`` does not fit, and the tried commit that comes nearest."""
+    """Return advice for where one of ``hooks`` does not fit, and the tried commit that comes nearest."""
     paths = [place.path for hook in hooks for place in hook.places]
     nearest = closest({path: parameters_here(path) for path in paths})
     return (

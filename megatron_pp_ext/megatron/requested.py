@@ -1,13 +1,4 @@
-"""The pipeline that is in force in this process, if one is, and what hooks and runners know of the run.
-
-Whoever requests a pipeline fills it in.  Megatron's own trainer does so from its arguments
-(``trainer.run_settings``); the defaults are for a training loop that sets nothing itself.
-
-Flags set it once, while Megatron validates its arguments; a call of ``install`` sets it for the models that
-are built from then on.  Where there is none, every hook does what stock does.
-
-``launch.AllProducts`` has all of it.  Without ``use`` there is none, and flags that need it are refused.
-"""
+"""The pipeline that is in force in this process, the run that it is part of, and the other products."""
 
 from __future__ import annotations
 
@@ -67,6 +58,9 @@ class Settings:
     """A training run, as far as the pipeline has to know it.
 
     A value that is known only later, such as the step that a run resumes from, is a function.
+
+    Megatron's own trainer fills it in from its arguments (``start_up.settings``); the defaults are for a
+    training loop that sets nothing itself.
     """
 
     timeout: timedelta = timedelta(minutes=10)
@@ -163,7 +157,11 @@ _pipeline: Pipeline | None = None
 
 
 def pipeline() -> Pipeline | None:
-    """The requested pipeline; None where everything stays stock."""
+    """The requested pipeline; None where everything stays stock.
+
+    Flags set it once, while Megatron validates its arguments; a call of ``install`` sets it for the models
+    that are built from then on.  Where there is none, every hook does what stock does.
+    """
     return _pipeline
 
 
@@ -192,7 +190,10 @@ def using(pipeline: Pipeline | None) -> Iterator[None]:
 
 
 class Products:
-    """The other products where none is loaded: what needs one raises ValueError."""
+    """The other products where none is loaded: what needs one raises ValueError.
+
+    ``launch.AllProducts`` has all of them.
+    """
 
     def require(self, pipeline: Pipeline) -> None:
         """Raise ValueError unless all is loaded that the steps of ``pipeline`` need."""
@@ -210,12 +211,12 @@ class Products:
     ) -> AbstractContextManager[None]:
         """Return a context around a step of Megatron's own schedule that measures every layer.
 
-        ``group`` is the pipeline's, and ``forward_only`` says whether the step is an evaluation.
+        ``group`` is the pipeline's, and ``forward_only`` is whether the step is an evaluation.
         """
         raise _not_loaded("--profile-pipeline")
 
-    def layout(self, asked: RequestedJob, data: int, rows: int) -> tuple[RequestedJob, str]:
-        """Return what is ``asked`` with a layout for ``auto``, and words about it.
+    def layout(self, job: RequestedJob, data: int, rows: int) -> tuple[RequestedJob, str]:
+        """Return ``job`` with a layout for ``auto``, and words about it.
 
         The job has ``data`` data-parallel ranks and an embedding of so many ``rows``.  ValueError where there
         is no layout to choose.
@@ -232,8 +233,8 @@ class Products:
         """
         return None
 
-    def comparison(self, asked: RequestedJob, data: int) -> Sequence[str]:
-        """Return lines about the step of what is ``asked`` with that of Megatron's own schedules."""
+    def comparison(self, job: RequestedJob, data: int) -> Sequence[str]:
+        """Return lines that compare the step of ``job`` with that of Megatron's own schedules."""
         return ()
 
 

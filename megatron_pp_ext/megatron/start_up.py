@@ -1,9 +1,4 @@
-"""What a run knows and logs at its start: settings from Megatron's arguments, costs of its stages, its
-caveats.
-
-Schedules are compiled from costs.  Where --pipeline-costs gives none, they follow from the arithmetic of
-the layers (``costs.costs_of_stages``).
-"""
+"""The start of a run: settings from Megatron's arguments, costs of its stages, and the lines that it logs."""
 
 import copy
 import functools
@@ -67,15 +62,15 @@ def summary(pipeline: Pipeline, model: CostModel) -> str:
     )
 
 
-def comparison(asked: RequestedJob, data: int) -> list[str]:
-    """Return lines about the step of what is ``asked``, on ``data`` data-parallel ranks, beside others.
+def comparison(job: RequestedJob, data: int) -> list[str]:
+    """Return lines that compare the step of ``job``, on ``data`` data-parallel ranks, with others.
 
     They are of a GPU, so that there are none for a job on CPUs, nor for a model that cannot be estimated.
     """
-    if asked.argument("distributed_backend") == "gloo":
+    if job.argument("distributed_backend") == "gloo":
         return []
     try:
-        return list(requested.loaded().comparison(asked, data))
+        return list(requested.loaded().comparison(job, data))
     except Exception:  # a job trains whatever is wrong with an estimate that it does not need
         return []
 
@@ -176,7 +171,11 @@ def _measured_by(pipeline: Pipeline) -> str | None:
 
 
 def costs_of(job: RequestedJob) -> CostModel:
-    """Return the costs of the stages of ``job``: those of --pipeline-costs, else the estimate."""
+    """Return the costs of the stages of ``job``: those of --pipeline-costs, else the estimate.
+
+    Schedules are compiled from costs.  Where --pipeline-costs gives none, they follow from the arithmetic of
+    the layers (``costs.stages``).
+    """
     if job.pipeline.pipeline_costs is None:
         return estimate(job)
     return CostModel(
@@ -202,9 +201,9 @@ def _estimate(job: RequestedJob, placement: Placement) -> Costs:
 def vocabulary(job: RequestedJob) -> int:
     """The rows of the embedding; ValueError where neither a flag nor the tokenizer gives them."""
     sizes.require_vocabulary(job)
-    known = job.model.padded_vocab_size or job.model.vocab_size
+    size = job.model.padded_vocab_size or job.model.vocab_size
     try:
-        return int(known or build_tokenizer(copy.copy(job.args)).vocab_size)
+        return int(size or build_tokenizer(copy.copy(job.args)).vocab_size)
     except (AssertionError, ImportError, OSError) as error:  # a tokenizer's files or its library
         raise ValueError(
             f"cannot tell the size of the vocabulary: {error}; give --padded-vocab-size"

@@ -1,17 +1,4 @@
-"""Workarounds of Megatron's own defects, which any schedule meets, stock's among them.
-
-Scripts of Megatron read a batch on the first and the last stage, and give the others none. But attention
-within documents needs the documents' ends on every stage: without them, a stage between the two attends to
-all earlier tokens. Each stage then reads its own copy of the batch, as the outer ones do.
-
-Megatron pads the end of each bucket to a multiple of 128 and of the number of replicas.  To save a
-distributed optimizer fully reshardable it gathers the state without this padding, and then takes each
-parameter from where it begins with padding.  So the state of every parameter after a padded bucket is
-another's, and the end of the last one is zeros.  The checkpoint loads without a word and trains on with other
-weights.  Tied embeddings are a bucket of their own, so that it takes no flag to have several.
-
-Megatron-LM has corrected this in its development version of 21 August 2026 (pull request 5077).
-"""
+"""Workarounds of Megatron's own defects, which any schedule meets, stock's among them."""
 
 import functools
 import importlib
@@ -35,8 +22,7 @@ class Workaround(NamedTuple):
 
     ``defect`` states under which flags what goes wrong.  ``releases`` are those that have the defect.
     ``test`` fails without the workaround as long as Megatron has the defect: to see whether it can go, take
-    it out of the table in ``workarounds.table`` and run the test.  Its hooks are in its file, unless other
-    hooks of ours call it.
+    it out of ``WORKAROUNDS`` and run the test.  Its hooks follow it, unless other hooks of ours call it.
     """
 
     defect: str
@@ -52,6 +38,10 @@ STAGE_DATA = Workaround(
     EVERY,
     "tests/integration/test_short_documents.py::test_a_mask_for_the_ranks_between_the_ends",
 )
+"""Scripts of Megatron read a batch on the first and the last stage, and give the others none. But attention
+within documents needs the documents' ends on every stage: without them, a stage between the two attends to
+all earlier tokens. Each stage then reads its own copy of the batch, as the outer ones do.
+"""
 
 FLAGS = ("reset_attention_mask", "dataloader_inter_document_masking", "sft")
 """The arguments that keep attention within documents; some releases lack the second."""
@@ -124,6 +114,14 @@ BUCKET_PADDING = Workaround(
     "0.17 to 0.19",
     "tests/integration/test_crossing.py::test_goes_on_where_it_was",
 )
+"""Megatron pads the end of each bucket to a multiple of 128 and of the number of replicas.  To save a
+distributed optimizer fully reshardable it gathers the state without this padding, and then takes each
+parameter from where it begins with padding.  So the state of every parameter after a padded bucket is
+another's, and the end of the last one is zeros.  The checkpoint loads without a word and trains on with other
+weights.  Tied embeddings are a bucket of their own, so that it takes no flag to have several.
+
+Megatron-LM has corrected this in its development version of 21 August 2026 (pull request 5077).
+"""
 
 
 @substitute(
@@ -163,9 +161,7 @@ def _places_without_padding(buffers: Iterable[Any]) -> Iterator[None]:
 
 
 DATASET_HELPERS = Workaround(
-    "a wheel has the helpers built and no Makefile",
-    EVERY,
-    "tests/integration/test_dataset_helpers.py",
+    "a wheel has the helpers built and no Makefile", EVERY, "tests/integration/test_dataset_helpers.py"
 )
 
 

@@ -1,13 +1,4 @@
-"""Training steps that leave microbatches in flight for the next one: PipeDream and PipeDream-2BW.
-
-The newest weights stay where the optimizer knows them.  A copy of an older version is kept for as long
-as some microbatch needs it.  To compute with an old version its tensors take the place of
-the parameters' own (``Parameter.data``), which moves no data.
-
-Autograd keeps weights for the backward as well, and refuses to use them once the optimizer has
-written to them.  Inside ``using`` it therefore keeps a reference to the parameter instead of its numbers,
-and the backward finds the numbers of the version that is in place when it runs.
-"""
+"""Training steps that leave microbatches in flight for the next one: PipeDream and PipeDream-2BW."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -54,7 +45,16 @@ class _Reference(NamedTuple):
 
 
 class WeightVersions:
-    """The versions of the ``parameters`` that need a gradient; the others never change."""
+    """The versions of the ``parameters`` that need a gradient; the others never change.
+
+    The newest weights stay where the optimizer knows them.  A copy of an older version is kept for as long as
+    some microbatch needs it.  To compute with an old version its tensors take the place of the parameters'
+    own (``Parameter.data``), which moves no data.
+
+    Autograd keeps weights for the backward as well, and refuses to use them once the optimizer has written to
+    them.  Inside ``using`` it therefore keeps a reference to the parameter instead of its numbers, and the
+    backward finds the numbers of the version that is in place when it runs.
+    """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
@@ -79,7 +79,7 @@ class WeightVersions:
     def using(self, version: int) -> Iterator[None]:
         """Compute a forward or a backward with ``version`` of the weights; KeyError if it was not kept."""
         data = self._own()
-        self._put(self._data(version, data))
+        self._put(data if version == self.newest else self._kept[version])
         references = _References(self.parameters, watching())
         try:
             with torch.autograd.graph.saved_tensors_hooks(references.pack, references.unpack):
@@ -96,15 +96,8 @@ class WeightVersions:
         for version in self._kept.keys() - versions:
             del self._kept[version]
         if self.newest in versions:
-            self._keep_newest()
+            self._kept[self.newest] = [data.clone() for data in self._own()]
         self.newest += 1
-
-    def _data(self, version: int, newest: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the data of the weights under ``version``, where ``newest`` is the parameters' data."""
-        return newest if version == self.newest else self._kept[version]
-
-    def _keep_newest(self) -> None:
-        self._kept[self.newest] = [data.clone() for data in self._own()]
 
     def _own(self) -> list[torch.Tensor]:
         return [parameter.data for parameter in self.parameters]
@@ -190,7 +183,7 @@ class FlushFreeSteps:
 
     def __init__(self, pipeline: requested.Pipeline) -> None:
         self._pipeline = pipeline
-        self._place: tuple[_Place, Directions] | None = None
+        self._place: tuple[_ReplicaPlace, Directions] | None = None
         self._running: _RunningPipeline | None = None
 
     @property
@@ -208,7 +201,7 @@ class FlushFreeSteps:
     def run(self, inputs: StepInputs, recorder: Recorder) -> None:
         if self._place is None:
             assert self._pipeline.updates is not None
-            place = _Place(self._pipeline.updates.replicas, inputs.group, self._pipeline.settings)
+            place = _ReplicaPlace(self._pipeline.updates.replicas, inputs.group, self._pipeline.settings)
             # The groups are for evaluations: none can be made once messages are under way.
             self._place = place, place.message_groups()
         place, groups = self._place
@@ -222,7 +215,7 @@ class FlushFreeSteps:
         self._running.update(inputs, recorder)
 
 
-class _Place:
+class _ReplicaPlace:
     """The place of this rank among all replicas of the stages of its pipeline, whose group is ``group``."""
 
     def __init__(self, replicas: Replicas, group: dist.ProcessGroup, settings: Settings) -> None:
@@ -232,11 +225,10 @@ class _Place:
         self.stage = replicas.stage_of(self._rank)
 
     def plan(self, orders: Sequence[Sequence[Action]], inputs: StepInputs, flushes: bool = True) -> RankPlan:
-        """Return what this rank does where all follow ``orders`` in a step with these ``inputs``."""
+        """Return this rank's operations where all follow ``orders`` in a step with these ``inputs``."""
         return plan_orders(self.replicas.placed(orders, inputs.announces), self._rank, flushes)
 
     def make_stage(self, inputs: StepInputs) -> ModelStage:
-        """Return this rank's stage."""
         is_last = self.stage == self.replicas.stages - 1
         return ModelStage(inputs, self.stage, 0, vp_stage=None, is_last=is_last, last=None)
 
@@ -250,7 +242,7 @@ class _Place:
 class _RunningPipeline:
     """The state that lasts from update to update: this rank's stage, weight versions, messages in flight."""
 
-    def __init__(self, pipeline: requested.Pipeline, place: _Place, inputs: StepInputs) -> None:
+    def __init__(self, pipeline: requested.Pipeline, place: _ReplicaPlace, inputs: StepInputs) -> None:
         assert pipeline.updates is not None
         settings = pipeline.settings
         self.done, self.total = 0, steps_to_come(settings, inputs)

@@ -146,7 +146,6 @@ class _ChunkProfiler:
         self._is_measuring, self._counts_bytes = True, counts_bytes
 
     def end_step(self) -> None:
-        """Stop measuring, and read the events."""
         self._is_measuring = False
         torch.cuda.synchronize()
         for seconds, start, end in self._marks:
@@ -203,7 +202,6 @@ class _ChunkProfiler:
         self._tensors.append(output)
 
     def _await_gradients(self) -> None:
-        """Time the backward of the forward that has just ended."""
         tensors, self._tensors = self._tensors, []
         arrived: dict[int, Any] = {}
 

@@ -63,7 +63,6 @@ class _Running:
 
     @property
     def time(self) -> float:
-        """The time at which the first rank is free."""
         return self._free[0]
 
     def next_update(self, update: int) -> None:

@@ -1,12 +1,4 @@
-"""What a planner's command line describes: a model by name or file, flags after ``--``, and sizes by option.
-
-The named ones are the files of ``planner/models``: a Hugging Face configuration each, with the source of its
-figures, the number of parameters as published, and the sequence length to plan with.
-
-Megatron would download a tokenizer that is not here.
-
-All of it becomes one line of Megatron's flags.  Later words win: flags after ``--`` over the model's own.
-"""
+"""The command line of a planner: a model by name or file, flags after ``--``, and sizes by option."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +22,11 @@ _MODELS = resources.files("megatron_pp_ext.planner") / "models"
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A named model: ``parameters`` as published, with their ``source``, and its arguments for Megatron."""
+    """A named model: ``parameters`` as published, with their ``source``, and its arguments for Megatron.
+
+    The models are the files of ``planner/models``: a Hugging Face configuration each, with the source of its
+    figures, the number of parameters as published, and the sequence length to plan with.
+    """
 
     name: str
     title: str
@@ -99,18 +95,20 @@ FROM_HUGGING_FACE = "HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenizer
 _FIX = "give --vocab-size"
 
 
-def size(asked: RequestedJob) -> int:
+def size(job: RequestedJob) -> int:
     """Return the tokens of the tokenizer in the folder --tokenizer-model, or else of the model there.
 
     ValueError where there is no such folder, and where its files do not have the number.
+
+    Megatron would download a tokenizer that is not on this machine.
     """
-    if not asked.flags.tokenizer_model:
+    if not job.flags.tokenizer_model:
         raise ValueError(
-            f"--tokenizer-type {asked.flags.tokenizer_type} needs --tokenizer-model, the folder whose "
+            f"--tokenizer-type {job.flags.tokenizer_type} needs --tokenizer-model, the folder whose "
             "vocabulary would be counted: give it, or --vocab-size"
         )
-    folder = Path(asked.flags.tokenizer_model)
-    flag = f"--tokenizer-model {asked.flags.tokenizer_model}"
+    folder = Path(job.flags.tokenizer_model)
+    flag = f"--tokenizer-model {job.flags.tokenizer_model}"
     if not folder.is_dir():
         raise ValueError(
             f"{flag} is no folder here, and would be downloaded for the size of its vocabulary: {_FIX}"
@@ -144,29 +142,27 @@ def _rows(content: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """The flags ``words``, and the job ``asked`` in them.
+    """The flags ``words``, and the ``job`` in them.
 
     ``notes`` are sentences about flags in place of the model's own, and about properties without a flag.
     """
 
     words: list[str]
-    asked: RequestedJob
+    job: RequestedJob
     notes: Sequence[str] = ()
 
-    def counted(self, complete: Callable[[RequestedJob], RequestedJob] = lambda asked: asked) -> RequestedJob:
-        """Return ``asked``; ValueError for a model whose costs are not known, and for one that cannot train.
+    def counted(self, complete: Callable[[RequestedJob], RequestedJob] = lambda job: job) -> RequestedJob:
+        """Return ``job``; ValueError for a model whose costs are not known, and for one that cannot train.
 
         ``complete`` sets the arguments that are still open, as a search does for its candidates.
 
         ``vocab_size`` stays empty where only the tokenizer knows it.
         """
-        asked = self.asked
-        require_complete(asked.args, "the model")
-        all_rules.refuse_to_plan(complete(asked))
-        require_vocabulary(asked)
-        return asked.with_arguments(
-            vocab_size=asked.model.vocab_size or asked.model.padded_vocab_size or None
-        )
+        job = self.job
+        require_complete(job.args, "the model")
+        all_rules.refuse_to_plan(complete(job))
+        require_vocabulary(job)
+        return job.with_arguments(vocab_size=job.model.vocab_size or job.model.padded_vocab_size or None)
 
 
 def read(
@@ -180,6 +176,8 @@ def read(
     ``sizes`` are given by options, under the names of arguments.  ValueError where there is no model, for
     what contradicts itself, and for flags that the installed Megatron does not have, unless
     ``has_other_flags`` for those of a training script.
+
+    All of it becomes one line of Megatron's flags.  Later words win: flags after ``--`` over the model's own.
     """
     shipped = read_model(model) if model is not None else None
     if shipped is None and not flags:
@@ -187,10 +185,10 @@ def read(
             "no model: give --model NAME (mpp models lists them) or FILE, or Megatron's flags after --"
         )
     mine = _joined(flags, sizes or {})
-    kept = {} if shipped is None else flag_table.overridden(shipped.values, mine)
+    defaults = {} if shipped is None else flag_table.overridden(shipped.values, mine)
     if shipped is not None:
-        kept |= _longer_positions(shipped, kept, mine)
-    start = {name: value for name, value in kept.items() if value is not None}
+        defaults |= _longer_positions(shipped, defaults, mine)
+    start = {name: value for name, value in defaults.items() if value is not None}
     args, rest = flag_table.parse(mine, start)
     unknown = [] if has_other_flags else flag_table.unknown(rest)
     uncounted = [_of_megatron_alone(unknown, mine)] if unknown else []
@@ -201,8 +199,8 @@ def read(
     if not args.vocab_size and not args.padded_vocab_size:
         raise ValueError(f"{shipped.name} has no vocab_size: give it")
     about = [f"{shipped.name}: {'; '.join(shipped.notes)}"] if shipped.notes else []
-    notes = [*uncounted, *_replaced(shipped, kept, mine), *about]
-    return Described([*flag_table.spelled(kept), *mine], RequestedJob.of_args(args), notes)
+    notes = [*uncounted, *_replaced(shipped, defaults, mine), *about]
+    return Described([*flag_table.spelled(defaults), *mine], RequestedJob.of_args(args), notes)
 
 
 def _of_megatron_alone(flags: Sequence[str], words: Sequence[str]) -> str:

@@ -1,14 +1,4 @@
-"""Estimate a whole pipeline from the measurements of some ranks, each of which ran alone, and how far it
-holds.
-
-A rehearsed rank runs its own actions in their real order, with made-up tensors in place of its neighbours'
-messages.  This measures the seconds of its actions and its peak of memory; how the ranks wait for each other
-is simulated.
-
-An action does not take the same time twice, and ranks that wait for each other wait for the slower one, so
-that a step in which all actions took their mean would come out too short.  Therefore every measured step is
-simulated with the time of each single action.
-"""
+"""An estimate of a whole pipeline from the measurements of some ranks, each of which ran alone."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -109,6 +99,14 @@ def put_together(
 
     Raises ValueError where ranks ran different schedules, or where one would stand in for a rank whose
     stages have other numbers of layers.
+
+    A rehearsed rank runs its own actions in their real order, with made-up tensors in place of its
+    neighbours' messages.  This measures the seconds of its actions and its peak of memory; how the ranks wait
+    for each other is simulated.
+
+    An action does not take the same time twice, and ranks that wait for each other wait for the slower one,
+    so that a step in which all actions took their mean would come out too short.  Therefore every measured
+    step is simulated with the time of each single action.
     """
     for rehearsal in measured.values():
         if rehearsal.digest != schedule.digest:

@@ -1,1 +1,1 @@
-"""How one rank runs its actions.  This room uses torch and ``schedule``, and nothing of Megatron."""
+"""How one rank runs its actions.  It uses torch and ``schedule``, and nothing of Megatron."""

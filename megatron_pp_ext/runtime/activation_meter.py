@@ -1,16 +1,4 @@
-"""Measures how many bytes of activations are alive, by the memory of their tensors.
-
-Such wrappers are the weights of FP8 training.  Torch refuses the storage of a wrapper, and Transformer Engine
-answers with an empty one.
-
-Autograd lets a hook see every tensor that a forward keeps for its backward, and the object that
-the hook returns lives exactly as long as the tensor is needed.  Watching these objects come and
-go, storage by storage, gives the live bytes on a CPU too, where no allocator counts them.
-
-Megatron empties some storages while tensors of them are saved, and has the backward fill them again: the
-results of modules in --recompute-modules (``CheckpointWithoutOutput``), the inputs of a plan's nodes.
-Torch has no hook for this, so the sizes of saved tensors are read again at a forward's end.
-"""
+"""Measures how many bytes of activations are alive, by the memory of their tensors."""
 
 import weakref
 from collections import Counter, defaultdict
@@ -26,6 +14,9 @@ def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
 
     A wrapper names its tensors by torch's ``__tensor_flatten__``.  Quantized tensors of Transformer Engine
     have it since 2.20, and before that ``get_data_tensors``, which leaves out the scales.
+
+    The weights of FP8 training are such wrappers.  Torch refuses the storage of a wrapper, and Transformer
+    Engine answers with an empty one.
     """
     if isinstance(value, list | tuple):
         for part in value:
@@ -55,7 +46,7 @@ class Owner(NamedTuple):
     microbatch: int
 
 
-class _Kept:
+class _Handle:
     """Stands for a saved tensor in the autograd graph."""
 
     __slots__ = ("__weakref__", "tensor")
@@ -71,6 +62,14 @@ class ActivationMeter:
     storage.  A storage that several saved tensors share counts once, and one that its forward emptied not
     at all: data that a backward puts back there is not kept.  Tensors of a deferred weight gradient, which
     may have such a storage, count until its W has run (see ``split``).
+
+    Autograd lets a hook see every tensor that a forward keeps for its backward, and the object that the hook
+    returns lives exactly as long as the tensor is needed.  Watching these objects come and go, storage by
+    storage, gives the live bytes on a CPU too, where no allocator counts them.
+
+    Megatron empties some storages while tensors of them are saved, and has the backward fill them again: the
+    results of modules in --recompute-modules (``CheckpointWithoutOutput``), the inputs of a plan's nodes.
+    Torch has no hook for this, so the sizes of saved tensors are read again at a forward's end.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
@@ -111,15 +110,15 @@ class ActivationMeter:
                 self._owner = _watching = None
                 self.peak_bytes = max(peak, self.peak_bytes + self._read_again(owner))
 
-    def pack(self, tensor: torch.Tensor) -> _Kept:
+    def pack(self, tensor: torch.Tensor) -> _Handle:
         """Return the object that autograd keeps in place of ``tensor``; see ``watching``."""
-        holder = _Kept(tensor)
+        holder = _Handle(tensor)
         if self._owner is not None:
             self.hold(self._owner, tensor, holder)
         return holder
 
     @staticmethod
-    def unpack(holder: _Kept) -> torch.Tensor:
+    def unpack(holder: _Handle) -> torch.Tensor:
         """Return the tensor that ``holder`` stands for."""
         return holder.tensor
 

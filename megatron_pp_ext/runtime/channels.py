@@ -1,20 +1,4 @@
-"""Ordered point-to-point messages between pipeline ranks, and channels for a rank that runs without its
-neighbours.
-
-Two ranks that exchange anything have one channel in each direction, and a channel is first in,
-first out: the receiver knows from the schedule the next message of the sender, so no message
-carries a tag.  The plan states when each receive is posted (``schedule.messages``, with the proof that
-no pipeline can hang whatever the hardware's queues, buffers and synchronizations are): nothing here
-posts a receive by itself, and nothing relies on messages passing each other.
-
-Each direction has a process group.  Under a backend that gives the peers of a group streams of their own,
-a message therefore waits only for messages between the same two ranks.  On a GPU a message is launched
-after everything that the compute stream has by then, and waiting for one stops the compute stream and
-not the host; under gloo, and for messages that announce their shapes, it stops the host.
-
-Gloo copies a message into its socket before ``send`` returns, if the receive is posted by then.  A thread
-therefore hands large messages to gloo, in their order, and the stage computes meanwhile.
-"""
+"""Ordered point-to-point messages between pipeline ranks, and channels for a rank that runs alone."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -85,6 +69,20 @@ class Channels:
     has the shape of its tensor, and announces none.  The shapes that are announced are added
     to ``announced``, if it is given, by microbatch.  Where each microbatch ``has_one_shape`` on all stages,
     messages may repeat an earlier one's, and announce none either.
+
+    Two ranks that exchange anything have one channel in each direction, and a channel is first in, first out:
+    the receiver knows from the schedule the next message of the sender, so no message carries a tag.  The
+    plan states when each receive is posted (``schedule.messages``, with the proof that no pipeline can hang
+    whatever the hardware's queues, buffers and synchronizations are): nothing here posts a receive by itself,
+    and nothing relies on messages passing each other.
+
+    Each direction has a process group.  Under a backend that gives the peers of a group streams of their own,
+    a message therefore waits only for messages between the same two ranks.  On a GPU a message is launched
+    after everything that the compute stream has by then, and waiting for one stops the compute stream and not
+    the host; under gloo, and for messages that announce their shapes, it stops the host.
+
+    Gloo copies a message into its socket before ``send`` returns, if the receive is posted by then.  A thread
+    therefore hands large messages to gloo, in their order, and the stage computes meanwhile.
     """
 
     def __init__(

@@ -1,16 +1,4 @@
-"""The two process groups that carry a pipeline's messages: one to higher ranks, one to lower ones.
-
-A backend either gives every two ranks of a group a communicator and a stream of their own, so that messages
-to one rank never wait in a queue for messages to another, or the whole group shares one.  The first is
-requested where torch has it, and nothing relies on it: receives are placed so that neither can lead to a
-circle (``schedule.messages``).
-
-What a backend's name means depends on torch's release, so torch's registry is looked up (as read in 2.15's
-``torch/distributed/distributed_c10d.py``).  In 2.15 "nccl" is "nccl2", with one communicator for each group
-on a device that it binds by itself, and "nccl-lazy" is nccl2 whose peers have communicators of their own.
-The older "nccl" is called "nccl-legacy" there, or "nccl" again under ``TORCH_DIST_USE_NCCL2=0``: its peers
-have communicators of their own unless ``init_process_group`` was called with ``device_id``.
-"""
+"""The two process groups that carry a pipeline's messages: one to higher ranks, one to lower ones."""
 
 import ctypes
 import os
@@ -77,6 +65,13 @@ def message_backend(default: str = "nccl", bound: bool = False) -> MessageBacken
     ``default`` may name backends by device ("cpu:gloo,cuda:nccl").  ``bound`` is whether the default group
     is bound to a device.  Neither a process group nor a GPU is needed.  ValueError if none of the backends
     can carry messages.
+
+    What a backend's name means depends on torch's release, so torch's registry is looked up (as read in
+    2.15's ``torch/distributed/distributed_c10d.py``).  In 2.15 "nccl" is "nccl2", with one communicator for
+    each group on a device that it binds by itself, and "nccl-lazy" is nccl2 whose peers have communicators of
+    their own. The older "nccl" is called "nccl-legacy" there, or "nccl" again under
+    ``TORCH_DIST_USE_NCCL2=0``: its peers have communicators of their own unless ``init_process_group`` was
+    called with ``device_id``.
     """
     name = _backend_for_messages(default)
     backend = _described(name, bound)
@@ -117,6 +112,11 @@ def direction_groups(
 
     RuntimeError without a default process group, or without a GPU for NCCL; ValueError if none of the default
     group's backends can carry messages, or if this rank is not among ``ranks``.
+
+    A backend either gives every two ranks of a group a communicator and a stream of their own, so that
+    messages to one rank never wait in a queue for messages to another, or the whole group shares one.  The
+    first is requested where torch has it, and nothing relies on it: receives are placed so that neither can
+    lead to a circle (``schedule.messages``).
     """
     backend, device = _default_backend()
     if dist.get_rank() not in ranks:

@@ -1,14 +1,4 @@
-"""Sends a tree of small tensors, such as the losses of a step, from one rank to another.
-
-The form is JSON, which names kinds of values from the tables below and nothing else: reading it runs no code,
-whoever has written it.  Each plain tensor has only a place in it.  Tensors of other kinds (jagged, sparse,
-quantized) are plain tensors, and how they belong together.
-
-A message for every tensor would take longer than the tensors are worth, and the receiver does not know how
-many there are.  Both ends therefore remember the form of the last tree.  While it stays the same, a tree
-is one message of a length that both know.  A tree of another form is announced in the first bytes of that
-message; its form and its numbers follow in a second one.
-"""
+"""Sends a tree of small tensors, such as the losses of a step, from one rank to another."""
 
 import json
 from collections import OrderedDict, defaultdict, deque
@@ -54,6 +44,10 @@ def pack(tree: Any, name: str = "") -> tuple[bytes, list[Placed]]:
     """Return the form of ``tree``, called ``name``, and its plain tensors in the order of their places.
 
     ValueError, which names it, for the first part of a kind that forms do not have.
+
+    The form is JSON, which names kinds of values from the tables of this module and nothing else: reading it
+    runs no code, whoever has written it.  Each plain tensor has only a place in it.  Tensors of other kinds
+    (jagged, sparse, quantized) are plain tensors, and how they belong together.
     """
     packer = _Packer()
     described = packer.described(tree, name)
@@ -192,7 +186,6 @@ class _Unpacker:
         self._tensor_at = tensor_at
 
     def value(self, described: Any) -> Any:
-        """Return the value that ``described`` is; see ``_Packer.described``."""
         if not isinstance(described, list):
             return described
         kind, *about = described
@@ -282,6 +275,11 @@ class ObjectSend:
     and Python's containers of these.  Tensors arrive on ``device``, apart from those in the host's memory,
     without their graph, and a defaultdict without a factory of another type than these.  The receiver's host
     waits for each tree.
+
+    A message for every tensor would take longer than the tensors are worth, and the receiver does not know
+    how many there are.  Both ends therefore remember the form of the last tree.  While it stays the same, a
+    tree is one message of a length that both know.  A tree of another form is announced in the first bytes of
+    that message; its form and its numbers follow in a second one.
     """
 
     def __init__(self, sender: int, receiver: int, group: dist.ProcessGroup, device: torch.device) -> None:

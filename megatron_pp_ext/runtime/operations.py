@@ -1,8 +1,4 @@
-"""What a rank can do in a step: one class an operation, which runs itself, and what a feature adds to a plan.
-
-A plan without extensions has the work of stages and the messages between them.  A feature subclasses
-``Extension``, overrides what it needs, and returns one for the orders that use it (``Feature.extension``).
-"""
+"""What a rank can do in a step: a class for each operation, which runs itself, and what a feature adds."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
@@ -164,7 +160,11 @@ class RankOrder:
 
 
 class Extension:
-    """The part of a feature in the plan of one rank; this one adds nothing."""
+    """The part of a feature in the plan of one rank; this one adds nothing.
+
+    A feature subclasses it, overrides what it needs, and returns one for the orders that use it
+    (``Feature.extension``).
+    """
 
     def work(self, action: Action) -> Operation | None:
         """Return the operation of an ``action`` that is no work of a stage; None where it is another's."""

@@ -88,7 +88,7 @@ def plan_orders(
     actions = tuple(orders.by_rank[rank])
     order = RankOrder(rank, orders.stages, actions, tuple(together(actions, orders.paired)), orders.copies)
     extensions = tuple(filter(None, (feature.extension(order) for feature in FEATURES)))
-    planner = _Planner(rank, orders, extensions, lenders)
+    planner = _RankPlanner(rank, orders, extensions, lenders)
     by_step: list[StepOperations] = []
     place = 0
     for step in order.steps:
@@ -105,7 +105,7 @@ def plan_orders(
 
 
 @dataclass(frozen=True, slots=True)
-class _Planner:
+class _RankPlanner:
     """Makes the operations of ``rank``."""
 
     rank: int

@@ -1,15 +1,4 @@
-"""Records the seconds and the live bytes of every action of a step, by the clock of the pipeline's first
-rank.
-
-The clocks of two machines have nothing in common.  Before the times of several ranks are compared, each
-rank requests the time from the first one.  The first rank reads its clock at some moment of the round
-trip; if that is taken to be the middle, the error is half the round trip at most.  The shortest of several
-round trips is used.
-
-On a GPU the host is ahead of its messages: it goes on as soon as a send or a receive is launched.
-Each side therefore reads its clock only around numbers that its host holds: the first rank once it holds
-the request's number, the others before they launch the request and once they hold the reply's number.
-"""
+"""Records the seconds and the live bytes of every action of a step, by the clock of the first rank."""
 
 import time
 from collections.abc import Hashable, Iterable, Iterator
@@ -55,6 +44,15 @@ def offset_to_first(group: dist.ProcessGroup, device: torch.device) -> Offset:
     """Measure the offset of this rank's clock from the clock of ``group``'s first rank.
 
     Collective over ``group``, whose ranks compute on ``device``; the host waits for every message.
+
+    The clocks of two machines have nothing in common.  Before the times of several ranks are compared, each
+    rank requests the time from the first one.  The first rank reads its clock at some moment of the round
+    trip; if that is taken to be the middle, the error is half the round trip at most.  The shortest of
+    several round trips is used.
+
+    On a GPU the host is ahead of its messages: it goes on as soon as a send or a receive is launched. Each
+    side therefore reads its clock only around numbers that its host holds: the first rank once it holds the
+    request's number, the others before they launch the request and once they hold the reply's number.
     """
     first, *peers = dist.get_process_group_ranks(group)
     number = torch.zeros(1, dtype=torch.float64, device=wire_of(group, device))
@@ -88,7 +86,7 @@ _Mark = float | torch.Event
 """A moment, as seconds on this machine's clock or as a place in the device's queue of work."""
 
 
-class _Event(NamedTuple):
+class _Interval(NamedTuple):
     action: Action
     start: _Mark
     end: _Mark
@@ -109,7 +107,7 @@ class StepRecorder:
         self.meter = ActivationMeter(parameters)
         self._is_metered = True
         self._origin: tuple[float, torch.Event] | None = None
-        self._events: list[_Event] = []
+        self._events: list[_Interval] = []
         self._reductions: list[tuple[int, _Mark, _Mark]] = []
         self._reducing: dict[Hashable, _Mark] = {}
         self._spans: list[tuple[Label, _Mark, _Mark]] = []
@@ -146,7 +144,7 @@ class StepRecorder:
         with self.meter.forward(owner) if action.kind is Kind.F and self._is_metered else nullcontext():
             yield
         seconds = processor_seconds() - worked if self._origin is None else None
-        self._events.append(_Event(action, start, self._mark(), self.meter.live_bytes, seconds))
+        self._events.append(_Interval(action, start, self._mark(), self.meter.live_bytes, seconds))
 
     @contextmanager
     def span(self, label: Label) -> Iterator[None]:
@@ -202,7 +200,7 @@ class StepRecorder:
 def aligned(record: RankRecord, group: dist.ProcessGroup, device: torch.device) -> RankRecord:
     """Return ``record`` on the clock of ``group``'s first rank.
 
-    Collective over ``group``; see ``clock_offset.offset_to_first``.
+    Collective over ``group``; see ``offset_to_first``.
     """
     return record.moved(*offset_to_first(group, device))
 

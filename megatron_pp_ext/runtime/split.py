@@ -1,19 +1,4 @@
-"""Splits the backward into two halves.
-
-Under sequence parallelism a weight gradient reads operands that were gathered from all tensor-parallel ranks.
-Between I and W a rank keeps its part alone, and the group gathers the tensor again in W: what waits is a
-``1 / group.size()`` of it.  Bytes are cut and gathered, and never computed again, so that W reads what I had.
-
-A linear layer's backward computes two products that do not need each other: the gradient of
-its input, for which the previous stage is waiting, and the gradient of its weight, which is not
-needed before the optimizer step.  Schedules that run the second one later (arXiv 2401.10241,
-section 2) cut the backward at the linear layers: when the autograd engine reaches one, the
-layer returns its input's gradient at once and leaves the weight's as work in the store, to be
-run by the W action of the same stage and microbatch.
-
-Everything else (norms, embeddings, biases, routers) stays in the first half: it is cheap, and
-cutting it would keep activations alive for nothing.
-"""
+"""Splits the backward into two halves: input gradients, and weight gradients for later (arXiv 2401.10241)."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +18,11 @@ class OwnPart:
 
     Of that dimension ``length`` entries are divided, all by default; those after them are padding, which
     comes back as zeros.
+
+    Under sequence parallelism a weight gradient reads operands that were gathered from all tensor-parallel
+    ranks. Between I and W a rank keeps its part alone, and the group gathers the tensor again in W: what
+    waits is a ``1 / group.size()`` of it.  Bytes are cut and gathered, and never computed again, so that W
+    reads what I had.
     """
 
     def __init__(
@@ -72,15 +62,15 @@ class OwnPart:
             self._shape, dtype=self.part.dtype, device=self.part.device
         )
         # A gather fills whole rows; along another dimension the parts lie one after the other, to be moved.
-        gathered = whole.narrow(0, 0, self._length) if self._dim == 0 else self._apart()
+        if self._dim == 0:
+            gathered = whole.narrow(0, 0, self._length)
+        else:
+            gathered = self.part.new_empty((dist.get_world_size(self._group), *self.part.shape))
         work = dist.all_gather_into_tensor(
             gathered.view(-1, *self.part.shape[1:]), self.part, group=self._group, async_op=True
         )
         assert work is not None
         self._under_way = work, whole, gathered
-
-    def _apart(self) -> torch.Tensor:
-        return self.part.new_empty((dist.get_world_size(self._group), *self.part.shape))
 
     def take(self) -> torch.Tensor:
         """Return the whole tensor, once its gather is done; launch it now where nobody has."""
@@ -129,7 +119,7 @@ class WeightGradientStore:
     slot; outside, ``defer`` runs it at once, so a layer needs no second code path for
     schedules that do not split.
 
-    Work may read operands of which only this rank's part was kept (``own_part``).  Their gathers are launched
+    Work may read operands of which only this rank's part was kept (``OwnPart``).  Their gathers are launched
     before earlier work, so that they travel while that computes.
 
     The autograd engine may call from a thread of its own (it has one for each GPU), while the
@@ -137,6 +127,15 @@ class WeightGradientStore:
     attribute, neither thread-local nor locked.
 
     ``meter``, where it is set, counts the tensors that deferred work holds on to.
+
+    A linear layer's backward computes two products that do not need each other: the gradient of its input,
+    for which the previous stage is waiting, and the gradient of its weight, which is not needed before the
+    optimizer step.  Schedules that run the second one later (arXiv 2401.10241, section 2) cut the backward at
+    the linear layers: when the autograd engine reaches one, the layer returns its input's gradient at once
+    and leaves the weight's as work in the store, to be run by the W action of the same stage and microbatch.
+
+    Everything else (norms, embeddings, biases, routers) stays in the first half: it is cheap, and cutting it
+    would keep activations alive for nothing.
     """
 
     def __init__(self) -> None:

@@ -1,15 +1,4 @@
-"""Schedules: the order of the actions of every rank, what an action waits for, and what a rank does beside
-actions.
-
-An action is one letter of work on one microbatch by one stage.  The letters F, I, W and B are
-torch.distributed.pipelining's, so that this project, torch and torchtitan can exchange schedules as files
-(``formats.csv_file``).  S and T are this project's own: where the head is split over the ranks
-(``Placement.splits_head``), every rank does a part of it.
-
-The activations of a stage and a microbatch are offloaded, which is a copy to the host after their forward,
-and reloaded in time for their backward.  A rank has a copy engine each way, which does one copy after the
-other at the same time as its actions.
-"""
+"""Schedules: the order of the actions of every rank, and what an action waits for."""
 
 import hashlib
 from bisect import bisect
@@ -23,7 +12,12 @@ from megatron_pp_ext.schedule.placement import Placement
 
 
 class Kind(StrEnum):
-    """The work of a stage on a microbatch."""
+    """The work of a stage on a microbatch.
+
+    F, I, W and B are torch.distributed.pipelining's letters, so that this project, torch and torchtitan can
+    exchange schedules as files (``formats.csv_file``).  S and T are for a head that is split over the ranks
+    (``Placement.splits_head``).
+    """
 
     F = "F"
     """Forward."""
@@ -97,13 +91,14 @@ class Copies:
 
     ``frees`` has the action of the same rank before which the memory on the device is freed, after the F and
     at the latest where the copy back is launched; ``freed_before`` chooses the place for those without one.
+
+    A rank has a copy engine each way, which does one copy after the other at the same time as its actions.
     """
 
     reloads: Mapping[Kept, Action] = field(default_factory=dict, hash=False)
     frees: Mapping[Kept, Action] = field(default_factory=dict, hash=False)
 
     def __bool__(self) -> bool:
-        """Whether anything is offloaded."""
         return bool(self.reloads)
 
     def __str__(self) -> str:
@@ -278,7 +273,6 @@ class Schedule:
         return hashlib.sha256(f"{shape}\n{text}".encode()).hexdigest()
 
     def __iter__(self) -> Iterator[Action]:
-        """Yield all actions, rank after rank."""
         for order in self.orders:
             yield from order
 
@@ -387,5 +381,5 @@ class Orders:
         return all(self.rank_of(before, microbatch) != rank for before in range(stage))
 
     def is_repeated(self, stage: int, microbatch: int) -> bool:
-        """Whether the input of ``stage`` has a shape that its rank has been told."""
+        """Whether the input of ``stage`` has a shape that was announced to its rank."""
         return self.announced is Announced.FIRST and not self.is_announced(stage, microbatch)

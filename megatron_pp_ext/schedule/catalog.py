@@ -270,7 +270,7 @@ def _plain(name: str) -> str:
 
 
 def require_pairs(entry: Entry) -> None:
-    """Raise ValueError, with the names of the schedules that have pairs, unless ``found`` is one of them."""
+    """Raise ValueError, with the names of the schedules that have pairs, unless ``entry`` is one of them."""
     if entry.make_paired is None:
         paired = ", ".join(name for name, other in ENTRIES.items() if other.make_paired)
         raise ValueError(

@@ -1,8 +1,7 @@
-"""The costs of actions: seconds of work, seconds on the wire, activations and messages kept, of each stage
-and unit.
+"""The costs of actions: seconds of work and of messages, activations and messages kept, by stage and unit.
 
-Times and memory may be in any units that are the same throughout; a Timeline has the same units.
-The papers' unit cost (every F, I and W takes 1, a message takes 0) is ``Costs.unit``.
+Times and memory may be in any units that are the same throughout; a Timeline has the same units. The papers'
+unit cost (every F, I and W takes 1, a message takes 0) is ``Costs.unit``.
 """
 
 import math
@@ -44,7 +43,7 @@ class StageCosts:
 
     A whole backward takes ``input_gradient + weight_gradient - hidden``: its products of weight gradients
     hide tensor-parallel messages, and nothing is gathered again.  A W may lend products of ``lent`` seconds
-    to an I (``beside``), which hide up to ``hidden_beside`` of that I's messages.
+    to an I (``timing.lenders``), which hide up to ``hidden_beside`` of that I's messages.
 
     A forward keeps ``activation`` (bytes, or any unit) from its start.  The end of an I gives back
     ``released_by_input_gradient`` of it; below 0, the I keeps so much more from its start.  The end of a W or
@@ -228,7 +227,7 @@ class Costs:
 
     @property
     def are_alike(self) -> bool:
-        """Whether an action takes equally long for every microbatch; ``unit_costs.UnitCosts`` has others."""
+        """Whether an action takes equally long for every microbatch; ``UnitCosts`` has others."""
         return True
 
     def seconds(self, action: Action) -> float:
@@ -390,7 +389,7 @@ class Costs:
 
 
 class CostModel:
-    """What the stages of a model cost under any placement; where that splits the head, without it.
+    """The costs of a model's stages under any placement; where that splits the head, without it.
 
     ``estimate`` returns this for a placement, for which it is asked once.  ``of_lengths`` returns the model
     for microbatches of so many tokens in each of so many sequences, where that is known.

@@ -1,8 +1,4 @@
-"""The catalogue's entry for one schedule, with what it can do, and the names of schedules that have no entry.
-
-They are the names that ``--pipeline-schedule`` accepts in addition to those of the entries, the names that
-other projects give to the entries, and the names of schedules that are not offered here.
-"""
+"""The catalogue's entry for one schedule, its abilities, and the names of schedules without an entry."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

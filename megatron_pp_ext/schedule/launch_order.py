@@ -1,19 +1,5 @@
 """The order in which all ranks of a pipeline launch their actions, and receives whose shapes are announced.
 
-The host of a rank that posts such a receive stops until the message has been sent.  The receive is posted
-where the sender's action stands in the order of launches (``schedule.messages``).  So nothing is lost if the
-sender's action comes after what the receiving rank does in the meantime:
-
-* Where the times of units are planned, after the receiver's last action that starts before the sender's ends.
-  The message is then on its way during later actions.
-* Elsewhere lengths are not known, and no time can be relied on: after all that the receiver does before the
-  action that takes the message.
-
-Actions are taken in the order of their simulated ends, as soon as nothing is left that they are to come
-after.  Under placements that come back to a rank, as those of interleaved schedules and of Vs, ranks may send
-to each other at the same time, and would wait for each other in this.  The first of them then goes on, and
-its receiver may have to stop for it.  The order remains one that every rank can keep to.
-
 ``schedule.messages`` has the proof that no pipeline can hang in any such order.
 """
 
@@ -32,6 +18,20 @@ def late(walk: Walk, numbers: Column, starts: Column, ends: Column, orders: Orde
     """Return the ``numbers`` of all actions of ``orders`` anew, for inputs that announce their shapes.
 
     ``starts`` and ``ends`` are of the steps of ``walk``.
+
+    The host of a rank that posts such a receive stops until the message has been sent.  The receive is posted
+    where the sender's action stands in the order of launches (``schedule.messages``).  So nothing is lost if
+    the sender's action comes after what the receiving rank does in the meantime:
+
+    * Where the times of units are planned, after the receiver's last action that starts before the sender's
+      ends. The message is then on its way during later actions.
+    * Elsewhere lengths are not known, and no time can be relied on: after all that the receiver does before
+      the action that takes the message.
+
+    Actions are taken in the order of their simulated ends, as soon as nothing is left that they are to come
+    after.  Under placements that come back to a rank, as those of interleaved schedules and of Vs, ranks may
+    send to each other at the same time, and would wait for each other in this.  The first of them then goes
+    on, and its receiver may have to stop for it.  The order remains one that every rank can keep to.
     """
     steps = range(1, len(walk.steps.before))
     actions = _actions_of(walk, numbers)
@@ -71,7 +71,6 @@ def late(walk: Walk, numbers: Column, starts: Column, ends: Column, orders: Orde
 
 
 def _actions_of(walk: Walk, numbers: Column) -> dict[int, list[int]]:
-    """Return the numbers of the actions of each step, in the order of ``numbers``."""
     actions: dict[int, list[int]] = {}
     step_of = as_list(walk.step_of)
     for number in as_list(numbers):
@@ -132,7 +131,7 @@ def launch_order(orders: Orders) -> list[tuple[int, int, Action]]:
     Actions are sorted by their simulated ends, and by rank where these are equal, from the last rank on where
     the placement ``ends_on_last``; the two of a pair, which end together, follow each other as on their rank.
     Messages from actions that are not in ``orders`` were sent before these began.  Where inputs of stages
-    announce their shapes, their senders come later (``late_receives``); a head that ranks share goes with
+    announce their shapes, their senders come later (``late``); a head that ranks share goes with
     known shapes alone.
 
     Raises InvalidSchedule where the ranks of ``orders`` wait for each other.

@@ -1,15 +1,4 @@
-"""The loops that a search repeats: Python that numba compiles to machine code when it first runs.
-
-Such a loop has one form alone, so that no second one could take other decisions.  Given arrays, it runs
-compiled; given lists, or without numba, it is Python that takes the same decisions about a hundred times more
-slowly, but at once, which is quicker for a single run.
-
-The code is kept on disk, for each processor and each state of the sources: numba by itself looks at the file
-of a loop, and not at the files that it imports.  Nothing relies on the files.  Code that cannot be read
-is compiled again, and code that cannot be written serves one process.  With NUMBA_DISABLE_JIT=1 nothing is
-compiled.  The files are pickles, which run code when they are read: they are read from a folder that only the
-user may write.  Numba is imported by the first loop that is compiled, and not by this module.
-"""
+"""The loops that a search repeats: Python that numba compiles to machine code when it first runs."""
 
 import gc
 import hashlib
@@ -49,7 +38,19 @@ def part_of_loop[Function: Callable[..., Any]](function: Function) -> Function:
 
 
 class Loop:
-    """A function that is compiled when it is first called with an array; other loops cannot call it."""
+    """A function that is compiled when it is first called with an array; other loops cannot call it.
+
+    Such a loop has one form alone, so that no second one could take other decisions.  Given arrays, it runs
+    compiled; given lists, or without numba, it is Python that takes the same decisions about a hundred times
+    more slowly, but at once, which is quicker for a single run.
+
+    The code is kept on disk, for each processor and each state of the sources: numba by itself looks at the
+    file of a loop, and not at the files that it imports.  Nothing relies on the files.  Code that cannot be
+    read is compiled again, and code that cannot be written serves one process.  With NUMBA_DISABLE_JIT=1
+    nothing is compiled.  The files are pickles, which run code when they are read: they are read from a
+    folder that only the user may write.  Numba is imported by the first loop that is compiled, and not by
+    this module.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.__doc__ = function.__doc__

@@ -1,4 +1,4 @@
-"""The messages of a schedule, and the one line in which all ranks of a pipeline launch them.
+"""The messages of a schedule, and the one order in which all ranks of a pipeline launch them.
 
 A schedule is the order of computations; the messages follow from it.  The output of a stage's forward goes
 to the next stage, and the gradient of its input to the stage before.  It goes over the wire when that stage
@@ -7,31 +7,31 @@ is on another rank, and is passed on within the rank at the turn of a V.
 A GPU runs what its host launched in an order of its own: kernels pass through a few hardware queues, a
 message may have to wait for its other end, and the host itself stops wherever something synchronizes the
 device.  A rank may therefore wait at any moment for anything that it has launched already.  Such a
-pipeline cannot hang if all launches stand in one line that every rank keeps to:
+pipeline cannot hang if all launches stand in one order that every rank keeps to:
 
-* ``launch_order`` puts the actions of all ranks in one line.  Every action stands after those
+* ``launch_order`` puts the actions of all ranks in one order.  Every action stands after those
   before it on its rank and after the one whose output it takes.
 * A rank sends a message right after the action that made it, and posts the receive of a message where
-  the *sender's* action stands in the line.
-* What all ranks exchange about a split head has one place in the line, where every rank launches it.
-* The two actions of a pair have one place in the line, after everything that either of them needs.  The
+  the *sender's* action stands in that order.
+* What all ranks exchange about a split head has one place in the order, where every rank launches it.
+* The two actions of a pair have one place in the order, after everything that either of them needs.  The
   rank sends the messages of both after the pair.
 * A copy of activations to the host is launched right after their forward, and one back right before another
   action.  A rank waits for its own copies alone, and a copy for what its rank has launched before.
 
-To see this, take the first launch in the line that is not done.  Everything that it waits for on its own
-rank was launched before it, so it stands before it in the line and is done.  If the launch is one end of a
-message or an exchange, the other ends have the same place in the line, and the same holds there.  A host
+To see this, take the first launch of the order that is not done.  Everything that it waits for on its own
+rank was launched before it, so it stands before it in the order and is done.  If the launch is one end of a
+message or an exchange, the other ends have the same place in the order, and the same holds there.  A host
 that waits does so for launches that stand before its next one.  So the first launch can always proceed: no
 circle exists, whatever queues, buffers and synchronizations the hardware has.  A collective within an action,
 of tensor, context, expert or data parallelism, has the place of its action on all its ranks, which run the
 same schedule.
 
-The proof holds for any such line, good or bad.  The line here is that of the ends of all actions in a
+The proof holds for any such order, good or bad.  This one is that of the ends of all actions in a
 simulation of the schedule, so that a receive is posted in the action before its message arrives.  Where a
 receive is posted much later, its sender waits: few messages may be under way.  So where units take unlike
 times the simulation has them (``Schedule.durations``).  Where a message announces its shape, the host of its
-receiver stops in the receive, and the sender comes later in the line (``late_receives``).
+receiver stops in the receive, and the sender comes later in the order (``launch_order.late``).
 """
 
 from collections import Counter, deque

@@ -1,9 +1,7 @@
-"""A program: what all ranks launch, in their order, and what each of these actions waits for, as columns of
-numbers.
+"""A program: the actions of all ranks in their order, and what each waits for, as columns of numbers.
 
 An action goes by its number: those of the first rank come first, in its order, then those of the next.  A
-column has a number for each action.  ``actions.needs`` alone defines the needs of an action; ``_waits`` is a
-table of them.
+column has a number for each action.
 """
 
 from collections.abc import Iterable, Sequence
@@ -192,6 +190,8 @@ def _waits(placement: Placement) -> tuple[list[int], list[int], list[int]]:
 
     These are columns of where the needs of each begin, of what they are (three rows of stages, by
     ``_DELIVERED``), and of the wires.
+
+    ``actions.needs`` alone defines the needs of an action; this is a table of them.
     """
     begins, needed, wires = [0], [], []
     for stage in range(placement.stages):

@@ -1,12 +1,4 @@
-"""A step as it ran: the records of its ranks, their idle time, and the timeline and costs that follow from
-them.
-
-Where ranks share cores, an action also lasts while its rank waits for a core, and the ranks that need its
-output wait with it: such a step shows the machine more than the schedule.  The processor time of an action
-does not depend on how many ranks share a core, except through the caches, so the step is timed anew from
-it: every rank works in its recorded order, and an action starts once its rank is free and its inputs exist.
-Messages take no time.
-"""
+"""A step as it ran: the records of its ranks, their idle time, and the timeline and costs that follow."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -368,6 +360,12 @@ def on_own_cores(step: RecordedStep) -> RecordedStep:
     microbatches; inputs from before it are there from the start.  Reductions of gradients are left out: they
     are not the work of the rank's thread.  Raises ValueError if the step has no processor times, because it
     ran on a device or was simulated.
+
+    Where ranks share cores, an action also lasts while its rank waits for a core, and the ranks that need its
+    output wait with it: such a step shows the machine more than the schedule.  The processor time of an
+    action does not depend on how many ranks share a core, except through the caches, so the step is timed
+    anew from it: every rank works in its recorded order, and an action starts once its rank is free and its
+    inputs exist. Messages take no time.
     """
     seconds: dict[Action, float] = {}
     for record in step.records:

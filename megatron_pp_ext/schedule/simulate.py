@@ -1,11 +1,4 @@
-"""Simulate a schedule with costs: a Timeline has the start and the end of every action, memory and message
-buffers.
-
-The model is the papers': a rank works strictly in its order, an action starts as soon as the rank is free
-and its inputs have arrived, and messages never queue for a wire.  A pair (``Schedule.paired``) starts as soon
-as the inputs of both of its actions have arrived, and takes a part of their sum (``Costs.pair``); the outputs
-of both leave at its end.
-"""
+"""Simulates a schedule with costs: the start and the end of every action, memory and message buffers."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -180,7 +173,7 @@ class Timeline:
 
     @cached_property
     def peak_messages(self) -> tuple[int, ...]:
-        """The most message buffers each rank holds at one time; see ``buffers.most_buffers``."""
+        """The most message buffers each rank holds at one time; see ``most_buffers``."""
         return peak_messages(self.schedule)
 
     @cached_property
@@ -266,6 +259,11 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
     Raises ValueError when ``costs`` are for another number of stages, or lack the costs of a split head,
     and InvalidSchedule (see ``check``) when the ranks wait for each other.
+
+    The model is the papers': a rank works strictly in its order, an action starts as soon as the rank is free
+    and its inputs have arrived, and messages never queue for a wire.  A pair (``Schedule.paired``) starts as
+    soon as the inputs of both of its actions have arrived, and takes a part of their sum (``Costs.pair``);
+    the outputs of both leave at its end.
     """
     placement = schedule.placement
     if placement.splits_head and costs.head is None:

@@ -1,17 +1,4 @@
-"""Times a schedule with costs, as often as there are costs: spans, the critical path, the makespan.
-
-A whole backward computes a layer's weight gradient while the gradient of the layer's input is on its way to
-the other tensor-parallel ranks.  An I has no such product of its own: it takes the products of the next W of
-its rank, whose own I has come before, or is this very one.  At most the rank's parts of a split head, S and
-T, come between the two.  The order of actions stays as it is.
-
-A W that comes after a forward could lend as well.  But an I with products inside ends later, for which other
-ranks wait, and no family takes less time then.
-
-A rank works strictly in its order.  An action starts as soon as the action before it on its rank has ended
-and what it needs from other ranks has arrived: at most one message, or what the ranks exchange about a split
-head.  A pair starts as soon as this holds for both of its actions.
-"""
+"""Times a schedule with costs, as often as there are costs: spans, the critical path, the makespan."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -31,6 +18,14 @@ def lenders(order: Sequence[Action], paired: frozenset[Action]) -> list[tuple[in
     No I after the rank's last F does: other ranks wait for its output, and products inside would delay that.
     The last I of a stage takes none and its last W lends none, since gradients are complete with them.  Nor
     does a W lend to an I that is ``paired`` with a forward.
+
+    A whole backward computes a layer's weight gradient while the gradient of the layer's input is on its way
+    to the other tensor-parallel ranks.  An I has no such product of its own: it takes the products of the
+    next W of its rank, whose own I has come before, or is this very one.  At most the rank's parts of a split
+    head, S and T, come between the two.  The order of actions stays as it is.
+
+    A W that comes after a forward could lend as well.  But an I with products inside ends later, for which
+    other ranks wait, and no family takes less time then.
     """
     last = {(action.stage, action.kind): place for place, action in enumerate(order)}
     last_forward = max((place for (_, kind), place in last.items() if kind is Kind.F), default=0)
@@ -80,6 +75,10 @@ class ScheduleTimer:
     """Times ``schedule``; with ``is_repeated`` by compiled loops.
 
     Raises InvalidSchedule (see ``check``) when the ranks wait for each other.
+
+    A rank works strictly in its order.  An action starts as soon as the action before it on its rank has
+    ended and what it needs from other ranks has arrived: at most one message, or what the ranks exchange
+    about a split head.  A pair starts as soon as this holds for both of its actions.
     """
 
     def __init__(self, schedule: Schedule, is_repeated: bool = False) -> None:
@@ -105,7 +104,7 @@ class ScheduleTimer:
 
     @cached_property
     def lenders(self) -> list[list[tuple[int, int]]]:
-        """The places (of I, of W) in each rank's order of I that run products of W; see ``beside``.
+        """The places (of I, of W) in each rank's order of I that run products of W; see ``lenders``.
 
         There are none where a step is shorter without, at usual costs: the choice follows from the schedule
         alone.
@@ -150,7 +149,6 @@ class ScheduleTimer:
         return max(as_list(self._times_of_each(every, costs)[1]))
 
     def _times_of_each(self, seconds: Iterable[float], costs: Costs) -> tuple[Column, Column]:
-        """Return ``times`` where each action has its own ``seconds``."""
         copies = [stage.copy for stage in costs.stages]
         return self.walk.times_of_each(list(seconds), _delays(costs), costs.of_pair, copies)
 
@@ -191,7 +189,6 @@ class ScheduleTimer:
 
     @cached_property
     def _work(self) -> list[Counter[int]]:
-        """How often each rank has which duration."""
         places = as_list(self.walk.steps.place)
         return [Counter(map(places.__getitem__, dict.fromkeys(steps))) for steps in self.steps]
 

@@ -1,15 +1,7 @@
 """The walk: all ranks go through a program, each in its order, and no action before what it waits for.
 
-It is the one loop in which the ranks run.  Without a clock it finds the steps of a program, in an order in
-which each follows all that it waits for, or the places at which the ranks wait for each other.  What an
-action waits for does not depend on costs, so the steps are found once, and timed with as many costs as there
-are: a step starts as soon as the step before it on its rank has ended and its input has arrived.  Messages
-never queue for a wire.
-
-A copy is a step after two others: the copy before it on its engine, and the action that it waits for on its
-rank.  The rank in turn waits for a copy to the host where it frees the memory, and for one back before the
-backward.  All of that was launched before it on the same rank, so that copies never make ranks wait in a
-circle: they are put into a walk that was found without them, as often as there are plans.
+It is the one loop in which the ranks run.  Check, simulation, messages, memory and critical path are readings
+of it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +47,12 @@ class Walk:
     """The ``steps`` of ``program``.
 
     ``step_of`` is the step of every action, 0 where it was not reached, and ``at[r]`` the action at which
-    rank r ended.  ``copies`` are those that ``copy_steps.with_copies`` has put into it.
+    rank r ended.  ``copies`` are those that ``with_copies`` has put into it.
+
+    Without a clock it finds the steps of a program, in an order in which each follows all that it waits for,
+    or the places at which the ranks wait for each other.  What an action waits for does not depend on costs,
+    so the steps are found once, and timed with as many costs as there are: a step starts as soon as the step
+    before it on its rank has ended and its input has arrived.  Messages never queue for a wire.
     """
 
     copies: CopySteps | None = None
@@ -82,11 +79,7 @@ class Walk:
         return as_list(self.program.make.order(self.step_of[:-1]))
 
     def times(
-        self,
-        durations: Column,
-        delays: Sequence[float],
-        place: Column | None = None,
-        kind: type = float,
+        self, durations: Column, delays: Sequence[float], place: Column | None = None, kind: type = float
     ) -> tuple[Column, Column]:
         """Return the starts and the ends of all steps by their numbers; both are 0 for no step.
 
@@ -239,7 +232,13 @@ def _follow(
 
 
 def with_copies(walk: Walk, schedule: Schedule) -> Walk:
-    """Return ``walk``, a walk of all of ``schedule`` without copies, with the copies of ``schedule``."""
+    """Return ``walk``, a walk of all of ``schedule`` without copies, with the copies of ``schedule``.
+
+    A copy is a step after two others: the copy before it on its engine, and the action that it waits for on
+    its rank.  The rank in turn waits for a copy to the host where it frees the memory, and for one back
+    before the backward.  All of that was launched before it on the same rank, so that copies never make ranks
+    wait in a circle: they are put into a walk that was found without them, as often as there are plans.
+    """
     program, make, copies = walk.program, walk.program.make, schedule.copies
     actions = program.actions
     freed: dict[Action, list[Kept]] = {}

@@ -1,9 +1,4 @@
-"""Compare what two runs recorded: every loss, gradient norm and gradient, each with its tolerance and its
-reason.
-
-Both run the same kernels on the same numbers and sum each gradient over the microbatches in the same order,
-so most numbers have to agree to the last bit.  Each exception below is a sum that is taken in another order.
-"""
+"""Compares two runs by loss, gradient norm and gradient, each with its tolerance and reason."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -80,6 +75,10 @@ class Arithmetic:
     over which each gradient is summed.  ``sums`` is a feature's effect on these sums.  ``apart`` is how
     often a microbatch adds to the gradient of the output weight after its first time, where stock sums all
     of that first.
+
+    Both runs use the same kernels on the same numbers and sum each gradient over the microbatches in the same
+    order, so most numbers have to agree to the last bit.  Each exception is a sum that is taken in another
+    order.
     """
 
     precision: str = "fp32"
@@ -212,7 +211,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class EqualityVerdict:
     """All rows of a comparison."""
 
     rows: tuple[Row, ...]
@@ -236,7 +235,7 @@ def compare(
     arithmetic: Arithmetic,
     again: RunRecord | None = None,
     gradients: bool = False,
-) -> Verdict:
+) -> EqualityVerdict:
     """Return the differences of ``run`` from ``stock``.
 
     ``again`` is a second run of stock, whose distance from the first widens the tolerances.  With
@@ -246,7 +245,7 @@ def compare(
     if again is not None:
         spread = {(row.name, row.step): row.difference for row in _rows(stock, again, arithmetic, gradients)}
         rows = [_with_noise(row, spread.get((row.name, row.step), 0.0)) for row in rows]
-    return Verdict(tuple(rows))
+    return EqualityVerdict(tuple(rows))
 
 
 def relative(first: float | None, second: float | None) -> float:

@@ -1,9 +1,4 @@
-"""Schedules as a picture: time to the right, one row for each rank, one panel for each schedule.
-
-Panels share the time axis, so that the shorter schedule is the shorter picture.  Under each
-rank's actions is its memory curve: the activations that it keeps at every moment, in whole microbatches,
-on a scale that all panels share too.  The number at the end of a curve is its peak.
-"""
+"""Schedules as a picture: time to the right, one row for each rank, one panel for each schedule."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -78,6 +73,10 @@ def draw(timelines: Mapping[str, Timeline], path: str | Path, time_unit: str = "
 
     The suffix chooses the format: .svg, .png or .pdf.  ``time_unit`` is the unit that the label of the time
     axis gives.  Raises ValueError for another suffix, when there is nothing to draw, and for more than fits.
+
+    Panels share the time axis, so that the shorter schedule is the shorter picture.  Under each rank's
+    actions is its memory curve: the activations that it keeps at every moment, in whole microbatches, on a
+    scale that all panels share too.  The number at the end of a curve is its peak.
     """
     draw_groups([timelines], path, time_unit)
 

@@ -36,7 +36,6 @@ class Sketch:
     timeline: Timeline
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield one Text for each rank, then the scale."""
         gutter = len(str(len(self.timeline.events) - 1)) + 1
         columns = max(options.max_width - gutter, 1)
         unit = min(end - start for events in self.timeline.events for _, start, end in events)
@@ -127,7 +126,6 @@ class Numbers:
         self.rows.append((name, *numbers))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield one table, or as many as the width asks for."""
         first, title = 1, self.title
         while first <= len(self.headings):
             end = len(self.headings) + 1

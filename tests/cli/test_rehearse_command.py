@@ -50,13 +50,13 @@ def test_a_job_s_flags() -> None:
     ],
 )
 def test_the_smallest_job(flags: str, world: int) -> None:
-    assert smallest_world(described.read(flags.split(), None).asked) == world
+    assert smallest_world(described.read(flags.split(), None).job) == world
 
 
 def test_where_a_rank_is() -> None:
     words = ["--pipeline-model-parallel-size", "4", "--tensor-model-parallel-size", "2"]
     for more, place in (([], "48"), (["--use-tp-pp-dp-mapping"], "6")):
-        asked = described.read([*words, *more], None).asked
+        asked = described.read([*words, *more], None).job
         assert environment(asked, 3, 64)["RANK"] == place
 
 

@@ -34,7 +34,7 @@ def test_megatrons_own_schedules_are_left_where_all_others_refuse_a_flag(words, 
     assert {one["candidate"]["schedule"] for one in every} <= {"1f1b", "interleaved"}
     for one in every:
         assert DEFER in one["flags"] and "--pipeline-schedule" not in one["flags"]
-        asked = described.read(one["flags"], None).asked
+        asked = described.read(one["flags"], None).job
         assert is_permitted(asked)
         request = for_world(asked, 8)
         assert request.is_stock

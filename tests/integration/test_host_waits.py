@@ -120,7 +120,7 @@ def test_a_rehearsal_waits_as_training_does(tmp_path: Path) -> None:
     flags = [*PP2, "--pipeline-schedule", "v-half"]
 
     def alone(rank: int) -> HostWaits:
-        asked = described.read([*training.TINY, *flags], None).asked
+        asked = described.read([*training.TINY, *flags], None).job
         os.environ.update(environment(asked, rank, smallest_world(asked)))
         return host_waits(rank, rehearsal_flags(flags, 2, tmp_path / f"{rank}.json"))
 

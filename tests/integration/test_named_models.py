@@ -40,7 +40,7 @@ SIZES = (
 @pytest.mark.parametrize("name", described.names())
 def test_a_named_model_is_to_megatrons_parser_what_it_is_to_the_planner(name: str) -> None:
     found = described.read(SIZES.split(), name)
-    assert as_megatron_reads(found.words, found.asked.args) == counted(found.asked.args)
+    assert as_megatron_reads(found.words, found.job.args) == counted(found.job.args)
 
 
 @pytest.mark.parametrize("name", ["gpt3-175b", "qwen3-30b-a3b"])
@@ -49,7 +49,7 @@ def test_the_command_of_a_named_model_passes_megatrons_validation(name: str) -> 
     variables, flags = pasted(Launch([*found.words, *missing(found.words)], GPUS, GPUS).text)
     args, _ = validated(flags, GPUS, variables)
     for size in ("num_layers", "ffn_hidden_size", "num_experts", "moe_ffn_hidden_size", "rotary_base"):
-        assert getattr(args, size) == getattr(found.asked.args, size)
+        assert getattr(args, size) == getattr(found.job.args, size)
     assert args.data_parallel_size == 2
 
 

@@ -28,7 +28,7 @@ def rehearse(flags: str, folder: Path) -> dict[int, RankRehearsal]:
     words = [*training.TINY, *flags.split()]
     size = int(words[words.index("--pipeline-model-parallel-size") + 1])
     files = [folder / f"{rank}.json" for rank in range(size)]
-    asked = described.read(words, None).asked
+    asked = described.read(words, None).job
 
     def alone(rank: int) -> None:
         os.environ.update(environment(asked, rank, smallest_world(asked)))
@@ -68,7 +68,7 @@ def test_weights_of_experts_are_counted_apart() -> None:
 def test_peaks_and_orders_are_those_of_the_real_run(flags: str, tmp_path: Path) -> None:
     found = rehearse(flags, tmp_path)
     file = tmp_path / "trace.json"
-    world = smallest_world(described.read(flags.split(), None).asked)
+    world = smallest_world(described.read(flags.split(), None).job)
     real_flags = [*flags.split(), "--train-iters", "2", "--pipeline-trace", str(file)]
     runs = training.train(world, real_flags, grab=weight_bytes)
     real = trace_file.read(file)

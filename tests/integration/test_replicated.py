@@ -111,7 +111,7 @@ def test_all_that_exchange_messages_meet_first(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(flush_free, "message_groups", lambda settings, ranks, edges: (ranks, edges))
     monkeypatch.setattr(flush_free, "ranks_of_pipeline", lambda group: [4, 5, 6, 7])
     monkeypatch.setattr(flush_free.dist, "get_rank", lambda: 6)
-    place = flush_free._Place(Replicas((1, 2, 1)), None, Settings())
+    place = flush_free._ReplicaPlace(Replicas((1, 2, 1)), None, Settings())
     assert place.stage == 1
     assert place.message_groups() == ([4, 5, 6, 7], [(0, 1), (0, 2), (1, 3), (2, 3)])
 

@@ -7,7 +7,7 @@ from megatron_pp_ext.costs import system
 from megatron_pp_ext.job import pipeline
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.megatron import requested, start_up
-from megatron_pp_ext.megatron.by_call import asked as called
+from megatron_pp_ext.megatron.by_call import read as called
 from megatron_pp_ext.megatron.runners import choose
 from megatron_pp_ext.megatron.start_up import caveat, estimate
 from megatron_pp_ext.megatron.trainer import validation

@@ -155,19 +155,19 @@ def test_what_a_compiler_says_names_the_arguments_of_a_call() -> None:
 def test_the_advised_memory_limit_can_be_given() -> None:
     sizes = {"ranks": 10, "microbatches": 12}
     with pytest.raises(ValueError) as error:
-        by_call.asked("flex", **sizes, memory_limit=0.01).pipeline()
+        by_call.read("flex", **sizes, memory_limit=0.01).pipeline()
     advised = float(str(error.value).rpartition(" ")[2])
     assert 0 < advised <= 1
-    assert by_call.asked("flex", **sizes, memory_limit=advised).pipeline()[1].peak <= advised * 10 + 1e-2
+    assert by_call.read("flex", **sizes, memory_limit=advised).pipeline()[1].peak <= advised * 10 + 1e-2
     with pytest.raises(ValueError):
-        by_call.asked("flex", **sizes, memory_limit=advised - 0.002).pipeline()
+        by_call.read("flex", **sizes, memory_limit=advised - 0.002).pipeline()
 
 
 def test_a_call_asks_for_the_same_as_long_as_its_contents_are_the_same(tmp_path: Path) -> None:
     from megatron_pp_ext.schedule.formats import costs_file
 
     def asked(costs=None, schedule="v-half", **about):
-        return by_call.asked(schedule, ranks=2, microbatches=4, costs=costs, **about)
+        return by_call.read(schedule, ranks=2, microbatches=4, costs=costs, **about)
 
     costs, file, order = [1.0] * 4, tmp_path / "costs.json", tmp_path / "mine.csv"
     costs_file.write(Costs.unit(loop(2, 2)), file)
@@ -197,7 +197,7 @@ def test_a_call_asks_for_the_same_as_long_as_its_contents_are_the_same(tmp_path:
 
 def test_what_no_feature_takes_is_refused() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'ofload'"):
-        by_call.asked("v-half", ranks=2, microbatches=4, ofload=0.5)
+        by_call.read("v-half", ranks=2, microbatches=4, ofload=0.5)
 
 
 def test_nothing_heavy_is_imported_for_a_refusal() -> None:

@@ -187,7 +187,7 @@ def test_what_has_no_effect_changes_no_estimate(name: str) -> None:
 @pytest.mark.parametrize("name", spread(with_rows(BOUNDS), 12))
 def test_what_is_said_beside_an_estimate_is_named_there(name: str) -> None:
     for words in values(name):
-        asked = described.read([*MODELS["dense"].split(), *words], None).asked
+        asked = described.read([*MODELS["dense"].split(), *words], None).job
         (line,) = flag_effects.not_counted(asked)
         assert line.startswith(f"{words[0]} (")
         assert not changes(name, "dense")

@@ -181,5 +181,5 @@ def test_refusals(flags: str, costs: Costs | None, message: str, tmp_path: Path)
     ],
 )
 def test_the_flags_of_joined_stages(flags: str, joined: dict[str, str]) -> None:
-    job = described.read([*MODEL.split(), *flags.split()], None).asked
+    job = described.read([*MODEL.split(), *flags.split()], None).job
     assert layers.joined(job, 2) == joined

@@ -60,7 +60,7 @@ ACTIVE = [
 
 def counted(name):
     """The parameters of a named model; prediction layers are no part of what DeepSeek publishes."""
-    job = described.read(["--make-vocab-size-divisible-by", "1"], name).asked
+    job = described.read(["--make-vocab-size-divisible-by", "1"], name).job
     return parameters(job.changed(mtp_num_layers=None) if name == "deepseek-v3" else job)
 
 
@@ -114,8 +114,8 @@ def test_a_config_is_read_from_its_file_or_its_folder(tmp_path):
     for words in ("--num-query-groups 2", "--add-qkv-bias", "--rotary-base 1000000", "--seq-length 8192"):
         assert words in line
     assert "--qk-layernorm" not in line
-    assert found[0].asked.argument("attention_dropout") == 0.125
-    longer = described.read(["--seq-length", "200000"], str(tmp_path)).asked
+    assert found[0].job.argument("attention_dropout") == 0.125
+    longer = described.read(["--seq-length", "200000"], str(tmp_path)).job
     assert (longer.argument("seq_length"), longer.argument("max_position_embeddings")) == (200000, 200000)
 
 
@@ -163,7 +163,7 @@ def test_positions_that_a_file_leaves_open_are_those_of_the_sequences(tmp_path):
         described.read([], str(file))
     found = described.read([], str(file), {"seq_length": 4096})
     file.write_text(json.dumps({**LLAMA, "max_position_embeddings": 4096}))
-    assert found.asked == described.read([], str(file)).asked
+    assert found.job == described.read([], str(file)).job
     assert "--max-position-embeddings 4096" in " ".join(found.words)
 
 
@@ -178,7 +178,7 @@ def test_what_a_file_lacks_is_not_said_to_be_replaced(tmp_path):
 
 
 def test_sequences_are_no_longer_than_the_chunks_in_which_a_model_attends():
-    assert described.read([], "llama-4-scout").asked.argument("seq_length") == 8192
+    assert described.read([], "llama-4-scout").job.argument("seq_length") == 8192
     with pytest.raises(ValueError, match="--seq-length 8193 is longer than the chunks of 8192 tokens"):
         described.read(["--seq-length=8193"], "llama-4-scout")
 
@@ -193,7 +193,7 @@ def test_what_no_flag_says_is_said_with_the_name_of_the_model():
 @pytest.mark.parametrize("spelled", ["--seq-length 4096", "--seq-length=4096"])
 def test_a_size_that_is_given_twice_is_refused_where_the_two_differ(spelled):
     found = described.read(spelled.split(), "llama3-8b", {"seq_length": 4096})
-    assert found.asked.argument("seq_length") == 4096
+    assert found.job.argument("seq_length") == 4096
     with pytest.raises(ValueError, match="--seq-length is 8192, but 4096 after --: leave one out"):
         described.read(spelled.split(), "llama3-8b", {"seq_length": 8192})
 

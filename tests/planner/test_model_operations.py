@@ -32,7 +32,7 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_as_megatron_counts(name: str) -> None:
     training = pytest.importorskip("megatron.training.training")
-    job = described.read([*BASE.split(), *MODELS[name].split()], None).asked
+    job = described.read([*BASE.split(), *MODELS[name].split()], None).job
     given = vars(job.args)
     derived = {
         "padded_vocab_size": job.padded_vocabulary,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner, _Kept, storages
+from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner, _Handle, storages
 
 
 def kept_bytes(parameters: Iterable[torch.Tensor], forward: Callable[[], torch.Tensor]) -> int:
@@ -23,7 +23,7 @@ def kept_bytes(parameters: Iterable[torch.Tensor], forward: Callable[[], torch.T
 
 def _alive(weights: list[torch.Tensor]) -> int:
     """Return the bytes of the tensors that autograd keeps; one whose storage was emptied has none."""
-    sizes = storages([thing.tensor for thing in gc.get_objects() if type(thing) is _Kept])
+    sizes = storages([thing.tensor for thing in gc.get_objects() if type(thing) is _Handle])
     return sum(size for storage, size in sizes.items() if storage not in storages(weights))
 
 

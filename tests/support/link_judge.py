@@ -101,7 +101,7 @@ class _Game:
         self.stages, self.bandwidth, self.microbatches = stages, bandwidth, microbatches
         self.replicas = [[_Replica(first) for first in range(stage.replicas)] for stage in stages]
         self.round_sizes: dict[tuple[int, int], int] = {}
-        self.now, self.asked = 0.0, 0
+        self.now, self.job = 0.0, 0
         self.events: list[tuple[float, int, Callable[[], None]]] = []
 
     def play(self) -> float:
@@ -121,8 +121,8 @@ class _Game:
         return self.now
 
     def at(self, time: float, happen: Callable[[], None]) -> None:
-        self.asked += 1
-        heapq.heappush(self.events, (time, self.asked, happen))
+        self.job += 1
+        heapq.heappush(self.events, (time, self.job, happen))
 
     def compute(self, number: int, replica: _Replica) -> None:
         """Start the replica's next work, unless it is busy."""

@@ -17,8 +17,8 @@ from tests.support.ranks import run_ranks  # isort: skip  (the stand-ins come be
 import torch
 
 import megatron_pp_ext
-from megatron_pp_ext.features.units.costs import choice
-from megatron_pp_ext.features.units.runtime import prefixes
+from megatron_pp_ext.features.units import costs as choice
+from megatron_pp_ext.features.units import runtime as prefixes
 from tests.support import own_loop
 
 

@@ -1,4 +1,4 @@
-"""A linear layer on plain torch whose backward comes in two halves, like ``hooks.local_linear``'s."""
+"""A linear layer on plain torch whose backward comes in two halves, as in ``core.local_linear``."""
 
 from typing import Any
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_pp_ext.features.vocabulary.feature import SharedVocabulary
+from megatron_pp_ext.features.vocabulary.feature import VocabularyParallelism
 from megatron_pp_ext.runtime import gradients_file
 from megatron_pp_ext.schedule.formats import run_record
 from megatron_pp_ext.schedule.formats.run_record import RunRecord
@@ -56,8 +56,8 @@ def test_norms_of_low_precision_gradients_that_are_summed_in_another_order() -> 
         (Arithmetic("bf16", replicas=2), False),
         (Arithmetic("bf16", replicas=4), True),
         (Arithmetic("fp32", replicas=4), False),
-        (Arithmetic("fp16", sums=SharedVocabulary.sums[0]), True),
-        (Arithmetic("fp32", sums=SharedVocabulary.sums[0]), False),
+        (Arithmetic("fp16", sums=VocabularyParallelism.sums[0]), True),
+        (Arithmetic("fp32", sums=VocabularyParallelism.sums[0]), False),
     ):
         assert compare(STOCK, ours, arithmetic).is_equal is equal, arithmetic
 
@@ -200,5 +200,5 @@ def test_the_last_clip_grad_counts() -> None:
 
 @pytest.mark.parametrize(("precision", "allowed"), [("fp32", 1e-5), ("fp16", 1e-3), ("bf16", 2.0**-9)])
 def test_a_shared_vocabulary_may_round_the_first_norm_once_more(precision: str, allowed: float) -> None:
-    how = Arithmetic(precision, sums=SharedVocabulary.sums[0])
+    how = Arithmetic(precision, sums=VocabularyParallelism.sums[0])
     assert how.norms(RunRecord(({"lm loss": 1.0},), (1.0,)), 0).allowed == allowed

@@ -217,12 +217,7 @@ def _whole(costs: StageCosts, scale: float, grain: float) -> StageCosts:
 
 def _amounts(costs: StageCosts) -> tuple[float, float, float, float]:
     """Return all of ``costs`` that is memory of activations."""
-    return (
-        costs.activation,
-        costs.released_by_input_gradient,
-        costs.workspace,
-        costs.workspace_in_whole,
-    )
+    return (costs.activation, costs.released_by_input_gradient, costs.workspace, costs.workspace_in_whole)
 
 
 def _scale(values: Sequence[float], actions: int) -> float:

@@ -1,17 +1,4 @@
-"""Propose orders for a pipeline, from the published families or from a search in turns, that keep its limits.
-
-The clock is read for these lines alone: nothing that a search finds depends on it.
-
-List scheduling looks for building blocks on a pipeline with few microbatches, on which many can be tried.
-The best blocks are carried over to the full number of microbatches and adapted once more.  What results, and
-the published orders, then compete in annealing: the better ones get a share of the moves, the best of these
-another, and the very best the rest.  A trial on a larger pipeline takes longer, so there are fewer of them;
-their number depends on sizes alone, never on a clock.
-
-A limit has to hold messages in addition to activations.  How many messages a rank holds follows from the
-complete orders of all ranks, so no search can count them on its way.  A search is given limits that leave
-memory for messages, and its results are then judged with their own number of messages.
-"""
+"""Proposes orders for a pipeline, from the published families or from a search, that keep its limits."""
 
 import logging
 import math
@@ -40,7 +27,10 @@ _PAUSE_SECONDS = 10.0
 
 
 class ProgressLog:
-    """The lines of one search of ``problem`` within ``limits``; no makespan is below ``bound``."""
+    """The lines of one search of ``problem`` within ``limits``; no makespan is below ``bound``.
+
+    Nothing that a search finds depends on the clock, which is read for these lines alone.
+    """
 
     def __init__(self, problem: Problem, limits: Sequence[float], bound: float) -> None:
         placement = problem.placement
@@ -123,6 +113,12 @@ def search(
 
     ``starts`` are orders with their origins, which may have whole backwards and break the limits.  ``floor``
     is a lower bound on the makespan, at which annealing ends.  A caller may stop iterating at any time.
+
+    List scheduling looks for building blocks on a pipeline with few microbatches, on which many can be tried.
+    The best blocks are carried over to the full number of microbatches and adapted once more.  What results,
+    and the published orders, then compete in annealing: the better ones get a share of the moves, the best of
+    these another, and the very best the rest.  A trial on a larger pipeline takes longer, so there are fewer
+    of them; their number depends on sizes alone, never on a clock.
     """
     pool: list[Found] = []
     for result in chain(_known(problem, starts), _listed(problem, trials)):
@@ -205,12 +201,20 @@ class Proposal:
 
 
 class Proposer:
-    """Proposes orders for ``cut``, of which none is shorter than ``bound``."""
+    """Proposes orders for ``cut``, of which none is shorter than ``bound``.
+
+    A limit has to hold messages in addition to activations.  How many messages a rank holds follows from the
+    complete orders of all ranks, so no search can count them on its way.  A search is given limits that leave
+    memory for messages, and its results are then judged with their own number of messages.
+    """
 
     def __init__(self, cut: Cut) -> None:
         self.cut, self.bound = cut, cut.bound()
-        self._problem = cut.problem(cut.room)
-        self._families = families_of(self._problem)
+        self._problem = problem = cut.problem(cut.room)
+        self._families: list[Start] = [
+            (problem.orders(schedule), f"published {schedule.name}")
+            for schedule in published(problem.placement, problem.microbatches)
+        ]
 
     def from_families(self) -> list[Proposal]:
         """Return the shortest families that keep the limits, or else the order that always does."""
@@ -269,14 +273,6 @@ class Proposer:
             problem = cut.problem(budgets)
         progress_log.end()
         return proposals
-
-
-def families_of(problem: Problem) -> list[Start]:
-    """Return the published orders that ``problem`` has, whether or not they keep its limits."""
-    return [
-        (problem.orders(schedule), f"published {schedule.name}")
-        for schedule in published(problem.placement, problem.microbatches)
-    ]
 
 
 def published(placement: Placement, microbatches: int) -> Iterator[Schedule]:

@@ -1,8 +1,4 @@
-"""An order of split backwards with its times, which follow single moves of actions; for the compiled loops.
-
-An action is a number here: its code times the number of microbatches, plus its microbatch.  Where the output
-of a station goes is written out: functions for it make the moves a quarter slower.
-"""
+"""An order of split backwards with its times, which follow moves of single actions; for compiled loops."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -24,6 +20,8 @@ class TimedOrder(NamedTuple):
 
     ``heap`` has the actions to time anew.  ``changed`` lists those whose time a move has changed, and
     ``listed`` has for each whether it is there.
+
+    An action is a number: its code times the number of microbatches, plus its microbatch.
     """
 
     order: Integers
@@ -193,6 +191,8 @@ def _forward(
     Return how many actions ``changed`` then lists, and whether a makespan of ``longest`` is still possible.
     An action that started later than ``cut`` has nothing after it that changed places, so that its tail
     holds.  Where ranks wait for each other, their actions start ever later.
+
+    Where the output of a station goes is written out: functions for it make the moves a quarter slower.
     """
     row, heap = state.order[rank], state.heap
     changed = size = 0

@@ -1,12 +1,4 @@
-"""Training steps whose schedule is compiled anew, from measured costs, while training goes on.
-
---pipeline-profile-steps A-B measures the costs of the stages in steps A to B.  From step B+1 on the shortest
-schedule found for these costs runs, if it is predicted to be shorter than the requested one.  The placement
-stays, and with it weights, checkpoints and evaluation.  Every schedule adds up the same gradients in the same
-order, so the change leaves no trace in the losses, but for dropout where ranks have several chunks: its masks
-follow the order in which these run, and the start-up line reports it.  Where another layout would make a
-shorter pipeline, a line advises it for the next start.
-"""
+"""Training steps whose schedule is compiled anew, from measured costs, while training goes on."""
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -39,6 +31,13 @@ class ProfileGuide(Requested):
     It is the source of schedules and the recording too.  In the measured steps whole backwards come in two
     halves, one right after the other, so that each half has a duration.  Only the first pipeline of the job
     is measured, and all change together: ranks that share the tensors of a stage must run the same schedule.
+
+    --pipeline-profile-steps A-B measures the costs of the stages in steps A to B.  From step B+1 on the
+    shortest schedule found for these costs runs, if it is predicted to be shorter than the requested one.
+    The placement stays, and with it weights, checkpoints and evaluation.  Every schedule adds up the same
+    gradients in the same order, so the change leaves no trace in the losses, but for dropout where ranks have
+    several chunks: its masks follow the order in which these run, and the start-up line reports it.  Where
+    another layout would make a shorter pipeline, a line advises it for the next start.
     """
 
     def __init__(self, pipeline: requested.Pipeline, steps: ProfileSteps) -> None:
@@ -181,7 +180,6 @@ class _StepDurations:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether steps under the new schedule are still to be measured."""
         return bool(self._to_come)
 
     def wait_for(self, steps: int) -> None:
@@ -190,7 +188,6 @@ class _StepDurations:
             self._to_come = steps
 
     def add_before(self, microbatches: int, seconds: float) -> None:
-        """Add a step under the old schedule."""
         self._before[microbatches].append(seconds)
 
     def add_after(self, microbatches: int, seconds: float) -> None:

@@ -49,19 +49,19 @@ class ProfileSteps(Option):
         return f"until steps {self} are measured"
 
 
-def profile_steps(given: str, train_iters: int | None) -> ProfileSteps:
+def profile_steps(text: str, train_iters: int | None) -> ProfileSteps:
     """Return the steps that --pipeline-profile-steps requests; ValueError where there are none."""
-    match = re.fullmatch(r"(\d+)-(\d+)", given)
+    match = re.fullmatch(r"(\d+)-(\d+)", text)
     if match is None:
-        raise ValueError(f"{_STEPS} needs two numbers of training steps such as 5-10, got {given!r}")
+        raise ValueError(f"{_STEPS} needs two numbers of training steps such as 5-10, got {text!r}")
     steps = ProfileSteps(*map(int, match.groups()))
     if steps.first < 1:
-        raise ValueError(f"{_STEPS} {given} starts before the first step; set it to 1-{max(1, steps.last)}")
+        raise ValueError(f"{_STEPS} {text} starts before the first step; set it to 1-{max(1, steps.last)}")
     if steps.last < steps.first:
-        raise ValueError(f"{_STEPS} {given} ends before it starts; set it to {steps.last}-{steps.first}")
+        raise ValueError(f"{_STEPS} {text} ends before it starts; set it to {steps.last}-{steps.first}")
     if train_iters is not None and steps.last >= train_iters:
         raise ValueError(
-            f"{_STEPS} {given} leaves no step of --train-iters {train_iters} for the schedule compiled "
+            f"{_STEPS} {text} leaves no step of --train-iters {train_iters} for the schedule compiled "
             "from them; let it end earlier"
         )
     return steps

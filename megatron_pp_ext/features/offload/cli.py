@@ -26,7 +26,7 @@ LEGEND = "+H: activations wait on the host"
 
 
 @dataclass(frozen=True, slots=True)
-class Offloading:
+class OffloadOptions:
     """Which activations wait on the host; ValueError where one of the two options lacks the other."""
 
     offload: Annotated[

@@ -1,30 +1,4 @@
-"""Which activations go to the host and when they return (arXiv 2503.01328, section 3), for one rank and for
-all.
-
-1. The longest waits are offloaded first: the stages are taken in the order of their mean wait, and of the
-   last one that is taken in part, microbatches at equal distances, so that the copies follow each other
-   evenly.
-2. The copies to the host run one after the other, in the order of the forwards.
-3. A copy back ends as late as neither its backward waits nor a copy after it on the engine is put off.  It
-   is launched at the last end of an action before that, since it takes memory from there on.
-4. The memory is freed at the first start of an action after the end of the copy, so that nothing waits.
-5. An activation that would not be freed before its reload is launched stays on the device: every other one,
-   until none is left.
-6. An activation reloaded before the rank's fullest moment stays as well, as long as that lowers the peak:
-   before a long idle time a copy back is launched early.
-
-The order of a schedule stays as it is, and so do its times where copies fit into the time for which
-activations wait for their backward: no plan here makes a step longer.  Each rank chooses for itself
-(``rank_copies``).  For a memory limit a rank offloads as little as keeps it.  ``longer_plans`` has what
-asks for more.
-
-An activation that waits for less than a copy there and one back waits longer where each stage does its
-forwards some microbatches ahead.  It then waits on the host, and mostly the step stays as long as it is.
-Where that is not enough for a share, backwards wait for copies.
-
-A limit is kept at every place of a rank's order.  Where a plan that is free exceeds it, a rank reloads later,
-frees earlier or offloads more, and waits for copies that have not ended by then.
-"""
+"""Which activations go to the host and when they return, for one rank and all (arXiv 2503.01328)."""
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
@@ -79,6 +53,18 @@ class RankCopies:
 
     ``launches`` are its actions, the two of a pair together, and ``waits`` its waiting activations, in the
     order of their backwards.
+
+    1. The longest waits are offloaded first: the stages are taken in the order of their mean wait, and of the
+       last one that is taken in part, microbatches at equal distances, so that the copies follow each other
+       evenly.
+    2. The copies to the host run one after the other, in the order of the forwards.
+    3. A copy back ends as late as neither its backward waits nor a copy after it on the engine is put off.
+       It is launched at the last end of an action before that, since it takes memory from there on.
+    4. The memory is freed at the first start of an action after the end of the copy, so that nothing waits.
+    5. An activation that would not be freed before its reload is launched stays on the device: every other
+       one, until none is left.
+    6. An activation reloaded before the rank's fullest moment stays as well, as long as that lowers the peak:
+       before a long idle time a copy back is launched early.
     """
 
     def __init__(self, timeline: Timeline, rank: int) -> None:
@@ -227,6 +213,10 @@ def with_share(schedule: Schedule, costs: Costs, share: float) -> Timeline:
     What stays although it is asked for would make its backward wait.  Each rank offloads the same share, but
     where one has not enough that can be, the others offload more.  ValueError for a share that is not above 0
     and at most 1.
+
+    The order of the schedule stays as it is, and so do its times where copies fit into the time for which
+    activations wait for their backward: no plan makes a step longer.  ``with_whole_share`` and
+    ``within_limits`` have what asks for more.
     """
     if not 0 < share <= 1:
         raise ValueError(f"the share of activations on the host is {share:g}: give one above 0, at most 1")
@@ -305,6 +295,10 @@ def with_whole_share(schedule: Schedule, costs: Costs, share: float) -> Timeline
     """Return the shortest step found in which this ``share`` of activations is offloaded, simulated.
 
     It may have forwards ahead.  ValueError for a share that is not above 0 and at most 1.
+
+    An activation that waits for less than a copy there and one back waits longer where each stage does its
+    forwards some microbatches ahead.  It then waits on the host, and mostly the step stays as long as it is.
+    Where that is not enough for a share, backwards wait for copies.
     """
     count_of_copies = round(share * schedule.placement.stages * schedule.microbatches)
     shortest = without_copies(schedule, costs).makespan * (1 + ROUNDING)
@@ -325,8 +319,11 @@ def with_whole_share(schedule: Schedule, costs: Costs, share: float) -> Timeline
 def within_limits(schedule: Schedule, costs: Costs, limits: Sequence[float]) -> Timeline | None:
     """Return the shortest step found of ``schedule`` that keeps each rank within its limit, simulated.
 
-    Arguments are as for ``offload.within``, whose plan stays where it keeps the limits.  None where none
+    Arguments are as for ``within``, whose plan stays where it keeps the limits.  None where none
     does: activations between an I and its W stay on the device.
+
+    A limit is kept at every place of a rank's order.  Where a plan that is free exceeds it, a rank reloads
+    later, frees earlier or offloads more, and waits for copies that have not ended by then.
     """
     free = within(schedule, costs, limits)
     if not over(free, limits):
@@ -399,7 +396,6 @@ class _Places:
         self.reloads: dict[Kept, int] = {}
 
     def actions(self, places: dict[Kept, int]) -> dict[Kept, Action]:
-        """Return the first actions at ``places``."""
         return {activation: self._copies.launches[place][0] for activation, place in places.items()}
 
     def keeps(self, limit: float) -> bool:

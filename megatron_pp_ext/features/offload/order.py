@@ -1,13 +1,5 @@
 """The pass of --pipeline-offload: the copies of activations to the host that a requested schedule gets.
 
-An order in which weight gradients wait fills its bubbles with them, but the operands of a W are on the device
-all the while, where no copy helps.  So the orders of the published families are tried with fewer and fewer of
-them waiting, on the ranks that are above their limit, until copies that take no time (``free_plans``) keep it
-or, at last, ranks wait for copies (``longer_plans``).
-
-A plan of copies takes longer than all else.  No copies make a step shorter than its order alone, so the
-order that is shortest alone is planned first, and none that is no shorter than what was found.
-
 All ranks plan them from the same costs, so that they agree without a message.
 """
 
@@ -60,26 +52,26 @@ class OffloadRequest(Option):
 
 def with_offload(
     request: Request,
-    given: float | str,
+    value: float | str,
     limit: float | str | None,
     limit_names: pipeline.Names = pipeline.BY_FLAG,
     host_bytes: float | None = None,
 ) -> Request:
-    """Return ``request`` with what is ``given``, and with the ``limit`` that copies have to keep.
+    """Return ``request`` with the flag's ``value``, and with the ``limit`` that copies have to keep.
 
     ValueError, in one line, for a share that is not above 0 and at most 1.
     """
-    if given == AUTO:
+    if value == AUTO:
         if limit is not None and request.limit is None:
             request = replace(request, limit=pipeline.read_limit(limit, request.ranks, limit_names))
         return request.with_option(OffloadRequest(AUTO, host_bytes))
     try:
-        share = 0.0 if isinstance(given, bool) else float(given or 0)
+        share = 0.0 if isinstance(value, bool) else float(value or 0)
     except (TypeError, ValueError):
         share = 0.0
     if not 0 < share <= 1:
         raise SettingError(
-            f"--pipeline-offload is {given}, but must be a share above 0 and at most 1, or {AUTO}; give one, "
+            f"--pipeline-offload is {value}, but must be a share above 0 and at most 1, or {AUTO}; give one, "
             "such as 0.5"
         )
     return request.with_option(OffloadRequest(share, host_bytes))
@@ -131,6 +123,14 @@ def shortest_within(schedules: Sequence[Schedule], costs: Costs, limits: Sequenc
 
     ``costs`` are of the finest cut, with the seconds of copies (``StageCosts.copy``), and ``limits``
     are in the unit of their activations.  None where no order keeps the limits.
+
+    An order in which weight gradients wait fills its bubbles with them, but the operands of a W are on the
+    device all the while, where no copy helps.  So the orders of the published families are tried with fewer
+    and fewer of them waiting, on the ranks that are above their limit, until copies that take no time keep it
+    or, at last, ranks wait for copies.
+
+    A plan of copies takes longer than all else.  No copies make a step shorter than its order alone, so the
+    order that is shortest alone is planned first, and none that is no shorter than what was found.
     """
     heap: list[_Tried] = []
 
@@ -189,7 +189,6 @@ def _least_kept(order: Sequence[Action], costs: Costs) -> float:
 
 
 def _waiting(order: Sequence[Action]) -> Iterator[int]:
-    """Yield how many weight gradients wait after each action."""
     count = 0
     for action in order:
         count += (action.kind is Kind.I) - (action.kind is Kind.W)

@@ -1,9 +1,4 @@
-"""Offloading in the planner: what ranks keep on device and host, and the smallest share with which a
-candidate fits.
-
-The plans of ``free_plans`` make no step longer, and a smaller share of them is the better one.  Layers are
-spread as for any other candidate, within the memory that copies leave free.
-"""
+"""Offloading in the planner: what ranks keep on device and host, and the smallest share that fits."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -66,7 +61,9 @@ class Offloaded(Addition):
 
     def completed(self, estimate: "Estimate", work: "Workload", schedule: Schedule) -> "Estimate":
         """See ``Addition``: the host memory of activations."""
-        return replace(estimate, host_bytes=kept_on_host(work, schedule)) if schedule.copies else estimate
+        if not schedule.copies:
+            return estimate
+        return replace(estimate, host_bytes=simulate(schedule, work.costs).peak_on_host)
 
     def lines(self, estimate: "Estimate") -> Iterator[str]:
         if estimate.host_bytes:
@@ -76,11 +73,6 @@ class Offloaded(Addition):
 def kept_on_device(work: "Workload", schedule: Schedule) -> tuple[float, ...]:
     """Return the most bytes of activations that each rank keeps on its device."""
     return simulate(schedule, work.costs).peak_activations
-
-
-def kept_on_host(work: "Workload", schedule: Schedule) -> tuple[float, ...]:
-    """Return the most bytes of activations that each rank has on the host."""
-    return simulate(schedule, work.costs).peak_on_host
 
 
 SHARES = (0.25, 0.5, 0.75, 1.0)
@@ -113,7 +105,11 @@ def parts_on_device(work: Workload, request: Request, order: Prepared) -> tuple[
 
 @dataclass(frozen=True, slots=True)
 class HostReplays:
-    """Replays candidates, as ``replays`` does, with activations on the host."""
+    """Replays candidates, as ``replays`` does, with activations on the host.
+
+    Plans of copies make no step longer, and a smaller share of them is the better one.  Layers are spread as
+    for any other candidate, within the memory that copies leave free.
+    """
 
     replays: Replays
 
@@ -181,10 +177,10 @@ class OnHost(Variants):
     entries = ("offload",)
     label = ("host...", "the percentage of activations that wait on the host")
 
-    def refuse(self, asked: RequestedJob) -> None:
-        if asked.pipeline.pipeline_offload not in (None, AUTO):
+    def refuse(self, job: RequestedJob) -> None:
+        if job.pipeline.pipeline_offload not in (None, AUTO):
             raise ValueError(
-                f"--pipeline-offload is {asked.pipeline.pipeline_offload}, but a search chooses a share "
+                f"--pipeline-offload is {job.pipeline.pipeline_offload}, but a search chooses a share "
                 f"itself where memory asks for it: give {AUTO}, or ask mpp estimate"
             )
 

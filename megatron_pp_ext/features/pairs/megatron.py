@@ -4,24 +4,6 @@ Megatron takes a layer apart into attention, dispatch, experts and combination
 (``TransformerLayerSchedulePlan`` in megatron.core.models.common.model_chunk_schedule_plan), and runs the
 parts of a forward and of a backward in turn: what one of them computes hides what the other sends to the
 experts of other ranks.  Which halves meet, and in which order, is the schedule's (``Schedule.paired``).
-
-The weight gradients of a B in a pair come where a plan calls ``backward_dw`` of its nodes, as Megatron does
-for those that Transformer Engine has put off (--delay-wgrad-compute): after the input gradients of experts,
-while tokens travel, and after those of the attention.  Here ``runtime.split`` puts them off, for local
-layers too.
-
-A backward needs the plan that its forward was run by.  Under a schedule with pairs, forwards and backwards
-that stand alone are therefore run by plans too, as in Megatron's own schedule.
-
-Megatron recomputes whole layers inside of ``TransformerBlock.forward``, which plans pass over, and refuses
-the flag in pairs.  Here the layers of a plan are cut into the segments that Megatron would recompute
-together.  Their forward keeps no graph.  Only the input of a segment and the states of the random number
-generators outlive it.  When the backward takes the last layer of a segment, all layers of the segment run
-forward once more, with a graph, and their backwards follow one by one.  So no more than one segment is
-there as a whole, for each backward that runs.
-
-The repeated forward runs alone: its exchanges of tokens are hidden by nothing.  Layers of multi-token
-prediction are not recomputed, since their forward changes what the plan keeps for the chunk.
 """
 
 import inspect
@@ -57,7 +39,7 @@ def check_as_planned(stock: Callable[[Any], None], self: Any) -> None:
 
     Megatron refuses --overlap-moe-expert-parallel-comm without virtual stages, since its own 1F1B has no
     pairs.  The plans of layers, which pairs are run by, do not care how many chunks a rank has.  It refuses
-    full recomputation, which ``recomputed_segments`` adds to the plans.  Every other check of pairs stays.
+    full recomputation, which ``cut_into_segments`` adds to the plans.  Every other check of pairs stays.
     Nothing changes where Megatron's own schedule runs.
     """
     pipeline = requested.pipeline()
@@ -88,7 +70,11 @@ _NO_BACKWARD = dict.fromkeys(("b_model", "b_input_tensor", "b_output_tensor", "b
 
 
 class PlannedStage(ModelStage):
-    """One chunk of the model whose layers run by Megatron's plans."""
+    """One chunk of the model whose layers run by Megatron's plans.
+
+    A backward needs the plan that its forward was run by.  Under a schedule with pairs, forwards and
+    backwards that stand alone are therefore run by plans too, as in Megatron's own schedule.
+    """
 
     def forward_half(self, microbatch: int, activation: torch.Tensor | None) -> dict[str, Any]:
         """Return the forward arguments of ``combined_forward_backward_step`` for ``microbatch``."""
@@ -142,7 +128,13 @@ class PlannedStage(ModelStage):
     before={"megatron.core.models.gpt.fine_grained_callables:TransformerLayerNode.backward_dw": "self"},
 )
 def run_where_planned(stock: Callable[[Any], None], self: Any) -> None:
-    """Run the weight gradients that a backward in a pair has put off so far."""
+    """Run the weight gradients that a backward in a pair has put off so far.
+
+    The weight gradients of a B in a pair come where a plan calls ``backward_dw`` of its nodes, as Megatron
+    does for those that Transformer Engine has put off (--delay-wgrad-compute): after the input gradients of
+    experts, while tokens travel, and after those of the attention.  ``runtime.split`` puts them off, for
+    local layers too.
+    """
     stock(self)
     STORE.run_part()
 
@@ -209,16 +201,20 @@ _PLANS = "megatron.core.models.common.model_chunk_schedule_plan"
 def cut_into_segments(
     stock: Callable[..., Any], forward: Any, backward: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Cut the layers of a plan into segments before its forward, where the config asks for it."""
+    """Cut the layers of a plan into segments before its forward, where the config asks for it.
+
+    Megatron recomputes whole layers inside of ``TransformerBlock.forward``, which plans pass over, and
+    refuses the flag in pairs.  Instead the layers of a plan are cut into the segments that Megatron would
+    recompute together.  Layers of multi-token prediction are not recomputed, since their forward changes what
+    the plan keeps for the chunk.
+    """
     if forward is not None:
         _cut(forward._transformer_layers)
     return stock(forward, backward, *args, **kwargs)
 
 
 @hook(
-    f"{_PLANS}:TransformerLayerSchedulePlan.run",
-    "f_layer b_layer f_input b_grad is_last_layer_in_bwd",
-    _WHY,
+    f"{_PLANS}:TransformerLayerSchedulePlan.run", "f_layer b_layer f_input b_grad is_last_layer_in_bwd", _WHY
 )
 def forward_without_graph(
     stock: Callable[..., Any],
@@ -272,7 +268,14 @@ def _cut(layers: Sequence[Any]) -> None:
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """Plans of ``layers`` that are recomputed together, in the order of their forwards."""
+    """Plans of ``layers`` that are recomputed together, in the order of their forwards.
+
+    Their forward keeps no graph.  Only the input of a segment and the states of the random number generators
+    outlive it.  When the backward takes the last layer of a segment, all layers of the segment run forward
+    once more, with a graph, and their backwards follow one by one.  So no more than one segment is there as a
+    whole, for each backward that runs.  The repeated forward runs alone: its exchanges of tokens are hidden
+    by nothing.
+    """
 
     layers: tuple[Any, ...]
     input: torch.Tensor | None = None

@@ -1,12 +1,4 @@
-"""Orders in pairs: those of families, and pairs for an order that has none.
-
-For the latter it is chosen which forwards run together with the backward after them.
-
-A pair is shorter than its two actions (``Costs.pair``), but it waits for the inputs of both, and what waits
-for either output waits for its end.  So more pairs are not always better.  Here every forward with a backward
-after it begins as a pair; pairs in which ranks would wait for each other are dissolved, and then those
-without which the step is shorter.  The order of actions, and with it the memory, stays as it is.
-"""
+"""Orders in pairs: those of families, and pairs for an order that has none."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -95,7 +87,13 @@ def counted(request: Request, costs: Costs) -> Costs:
 
 
 def in_pairs(schedule: Schedule, costs: Costs) -> Timeline:
-    """Return ``schedule``, which has no pairs, with all pairs that shorten it; simulated with ``costs``."""
+    """Return ``schedule``, which has no pairs, with all pairs that shorten it; simulated with ``costs``.
+
+    A pair is shorter than its two actions (``Costs.pair``), but it waits for the inputs of both, and what
+    waits for either output waits for its end.  So more pairs are not always better.  Every forward with a
+    backward after it begins as a pair; pairs in which ranks would wait for each other are dissolved, and then
+    those without which the step is shorter.  The order of actions, and with it the memory, stays as it is.
+    """
     best = simulate(_with(schedule, _without_circles(schedule, _adjacent(schedule))), costs)
     attempts = _ACTIONS // max(1, sum(map(len, schedule.orders)))
     # A late pair has less after it that its dissolution could shorten.

@@ -10,7 +10,7 @@ import typer
 
 from megatron_pp_ext.cli import lengths as by_length
 from megatron_pp_ext.cli import options as ask
-from megatron_pp_ext.cli.lengths import Lengths
+from megatron_pp_ext.cli.lengths import LengthOptions
 from megatron_pp_ext.cli.options import require_at_least
 from megatron_pp_ext.cli.report import console, report, waiting
 from megatron_pp_ext.compiler.compile import InfeasibleLimit
@@ -129,7 +129,7 @@ _ABOUT = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Planned:
+class _CutStep:
     """A step of ``microbatches`` in units, and the ``work`` of the busiest rank in it."""
 
     plan: "Plan"
@@ -156,7 +156,7 @@ def show_schedule(
     request: Request,
     costs: Costs,
     times: ask.Times,
-    lengths: Lengths,
+    lengths: LengthOptions,
     slicing: Slicing,
     units: UnitNames,
     files: ask.Files,
@@ -164,7 +164,7 @@ def show_schedule(
     """Print the step of ``request`` in units of slices and packs, and write the files.
 
     A family keeps its order, and ``flex`` gets the shortest one that is found for its memory limit.
-    ``costs`` are those of the request's finest stages, and ``units`` say what 1 stands for.
+    ``costs`` are those of the request's finest stages, and ``units`` the meaning of 1.
     InfeasibleLimit where no placement keeps the limit.
     """
     with waiting("planning units"):
@@ -180,7 +180,7 @@ def show_schedule(
 
 
 def show_comparison(
-    ranks: int, times: ask.Times, lengths: Lengths, slicing: Slicing, pictures: ask.Pictures
+    ranks: int, times: ask.Times, lengths: LengthOptions, slicing: Slicing, pictures: ask.Pictures
 ) -> None:
     """Print the step of all schedules of one or two chunks a rank whole and in units, and draw them.
 
@@ -225,14 +225,14 @@ def show_comparison(
 
 
 def _planned(
-    request: Request, costs: Costs, times: ask.Times, lengths: Lengths, slicing: Slicing
-) -> _Planned:
+    request: Request, costs: Costs, times: ask.Times, lengths: LengthOptions, slicing: Slicing
+) -> _CutStep:
     """Return the step of ``request`` in units; see ``show_schedule``."""
     from megatron_pp_ext.features.units.plan import Plan, Planner
 
     microbatches = lengths.microbatches
     assert microbatches is not None
-    found, refused, least = list[tuple[Planner, Plan]](), list[InfeasibleLimit](), list[float]()
+    plans, refused, least = list[tuple[Planner, Plan]](), list[InfeasibleLimit](), list[float]()
     limits = None
     if request.is_compiled:
         limits = request.budget(lengths.costs(times, costs).of(microbatches)).ranks
@@ -256,14 +256,14 @@ def _planned(
             shortest = planner.cut(microbatches.documents, slicing.most_tokens or SMALLEST)
             least.append(max(map(truediv, planner.least_limits(shortest), limits or [inf])))
         else:
-            found.append((planner, plan))
-    if not found:
+            plans.append((planner, plan))
+    if not plans:
         raise _infeasible(request.limit, least) or refused[0]
-    planner, plan = min(found, key=lambda one: one[1].seconds)
+    planner, plan = min(plans, key=lambda entry: entry[1].seconds)
     timed = planner.timed(plan).schedule
     step = simulate(replace(timed, name=request.schedule), planner.costs(plan.units))
     work = _work(planner.rates.of(microbatches), planner.placement)
-    return _Planned(plan, step, microbatches, work)
+    return _CutStep(plan, step, microbatches, work)
 
 
 def _work(costs: UnitCosts, placement: Placement) -> float:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_pp_ext.features.units.fixed_order import Fixed, judged
-from megatron_pp_ext.features.units.list_scheduling import Entry, Listing, listed
+from megatron_pp_ext.features.units.list_scheduling import EntryTimes, Listing, listed
 from megatron_pp_ext.features.units.table import Floats, Integers, Table
 from megatron_pp_ext.schedule.loops import Loop, part_of_loop
 
@@ -36,7 +36,7 @@ class Changes(NamedTuple):
 
 
 class Climb(NamedTuple):
-    """What is tried first, ``orders[k]`` of the chains with ``paces[k]``, and changes of the best of them.
+    """The first trials, ``orders[k]`` of the chains with ``paces[k]``, and changes of the best of them.
 
     The climb ends at ``floor``.  ``order`` and ``gaps`` become those of the best entry, and ``actions`` those
     of its list schedule.
@@ -61,7 +61,7 @@ class Timing(NamedTuple):
 
 
 @part_of_loop
-def _seconds(timing: Timing, table: Table, entry: Entry, until: float, actions: Integers) -> float:
+def _seconds(timing: Timing, table: Table, entry: EntryTimes, until: float, actions: Integers) -> float:
     """Return how long the step takes; infinite where list scheduling knows that it is after ``until``."""
     if timing.lists:
         return listed(timing.listing, table, entry, until, actions)
@@ -70,7 +70,6 @@ def _seconds(timing: Timing, table: Table, entry: Entry, until: float, actions: 
 
 @part_of_loop
 def _change(changes: Changes, trial: int, order: Integers, gaps: Floats) -> None:
-    """Change ``order`` or ``gaps`` as the random numbers of a ``trial`` say."""
     count = len(order)
     kind, first, last = (
         changes.draws[trial, 0],
@@ -103,7 +102,7 @@ def climbed(timing: Timing, table: Table, climb: Climb) -> float:
     for at in range(len(orders)):
         if best <= floor:
             break
-        took = _seconds(timing, table, Entry(orders[at], gaps, paces[at]), best, trials)
+        took = _seconds(timing, table, EntryTimes(orders[at], gaps, paces[at]), best, trials)
         if took < best:
             best, pace = took, paces[at]
             order[:], actions[:] = orders[at], trials
@@ -119,7 +118,7 @@ def climbed(timing: Timing, table: Table, climb: Climb) -> float:
         if warmth > 0:
             cooled = (count - trial) / count
             allowed += warmth * cooled * cooled * changes.chances[trial]
-        took = _seconds(timing, table, Entry(tried, tried_gaps, pace), allowed, trials)
+        took = _seconds(timing, table, EntryTimes(tried, tried_gaps, pace), allowed, trials)
         if took <= allowed:
             seconds = took
             now[:], now_gaps[:] = tried, tried_gaps

@@ -93,13 +93,13 @@ class PackedSteps:
         self._lengths, self._overhead = lengths, overhead
         self._pipeline, self._equal_at = (schedule, ranks, chunks), equal_at
 
-    def seconds(self, found: Sequence[Share]) -> float:
+    def seconds(self, shares: Sequence[Share]) -> float:
         """Return how long the slowest replica takes; ValueError where the schedule cannot be."""
-        return max(map(self._of_replica, found))
+        return max(map(self._of_replica, shares))
 
-    def roughly(self, found: Sequence[Share]) -> float:
+    def roughly(self, shares: Sequence[Share]) -> float:
         """Return the same of the replicas with the most work, in less time."""
-        return self.seconds(sorted(found, key=self._work)[-_HEAVIEST:])
+        return self.seconds(sorted(shares, key=self._work)[-_HEAVIEST:])
 
     def _work(self, share: Share) -> float:
         lengths = [self._lengths[place] for part in share for place in part]

@@ -11,7 +11,7 @@ from megatron_pp_ext.features.feature import Argument, Feature, OtherSums, ReadR
 if TYPE_CHECKING:
     from megatron_pp_ext.compiler.make import Made, Make
     from megatron_pp_ext.compiler.request import Request
-    from megatron_pp_ext.features.units.planner.estimates import Sliced
+    from megatron_pp_ext.features.units.planner import Sliced
     from megatron_pp_ext.job.requested_job import RequestedJob
     from megatron_pp_ext.job.rules.rule import Rules
     from megatron_pp_ext.megatron.requested import Pipeline
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megatron_pp_ext.schedule.costs import CostModel
 
 
-class Units(Feature):
+class UnitPlanning(Feature):
     """``--pipeline-order``, and ``--pipeline-slice-tokens``: the order of units, and how they are cut."""
 
     name = "units"
@@ -72,7 +72,7 @@ class Units(Feature):
         request = read(job)
         if are_by_length(request):
             return {}
-        from megatron_pp_ext.features.units.costs.choice import chosen
+        from megatron_pp_ext.features.units.costs import chosen
 
         return {"pipeline_slice_tokens": chosen(job, request, rows())}
 
@@ -99,6 +99,6 @@ class Units(Feature):
         yield in_units(pipeline)
 
     def addition(self) -> Sliced:
-        from megatron_pp_ext.features.units.planner.estimates import Sliced
+        from megatron_pp_ext.features.units.planner import Sliced
 
         return Sliced()

@@ -44,7 +44,7 @@ class Weights(NamedTuple):
 
 
 class OrderSteps(NamedTuple):
-    """The steps, counted from 1, as in ``walk.Steps``.
+    """The steps, counted from 1, as in ``walk.WalkSteps``.
 
     A step is on ``rank`` and takes what is in its ``row`` (``Table.by_row``) for the unit in its ``slot``.
     In a pair, ``other_row`` and ``other_slot`` are those of its second action; elsewhere ``other_row`` is -1.
@@ -61,8 +61,8 @@ class OrderSteps(NamedTuple):
     weights: Weights
 
 
-class Memory(NamedTuple):
-    """What the actions of all ranks keep, in the order in which the schedule has them.
+class OrderMemory(NamedTuple):
+    """The memory that actions of all ranks keep, in the schedule's order.
 
     Rank r has those from ``bounds[r]`` to ``bounds[r + 1]``.  Each keeps what is in its ``row`` for the unit
     in its ``slot``.
@@ -74,13 +74,13 @@ class Memory(NamedTuple):
 
 
 class Fixed(NamedTuple):
-    """What is timed: the steps, what actions keep, and the arrays of one pass, which the next uses again.
+    """The steps to time, the memory of actions, and the arrays of one pass, which the next uses again.
 
     ``ends`` are those of steps, and ``done[step]`` the W that the rank has done before the step.
     """
 
     steps: OrderSteps
-    memory: Memory
+    memory: OrderMemory
     ends: Floats
     done: Integers
 
@@ -90,7 +90,7 @@ def no_fixed() -> Fixed:
     empty, rank = np.zeros(0, np.int64), np.zeros(1, np.int64)
     weights = Weights(rank, empty, empty, empty, empty)
     steps = OrderSteps(empty, empty, empty, empty, empty, empty, empty, empty, weights)
-    return Fixed(steps, Memory(rank, empty, empty), np.zeros(0), empty)
+    return Fixed(steps, OrderMemory(rank, empty, empty), np.zeros(0), empty)
 
 
 class FixedOrder:
@@ -195,12 +195,12 @@ class FixedOrder:
         return replace(self.schedule, orders=tuple(orders))
 
     @property
-    def _memory(self) -> Memory:
+    def _memory(self) -> OrderMemory:
         actions = [action for order in self.schedule.orders for action in order]
         stages = self.schedule.placement.stages
         bounds = np.array([0, *accumulate(map(len, self.schedule.orders))])
         rows = np.array([_row(action, stages) for action in actions])
-        return Memory(bounds, rows, np.array([action.microbatch for action in actions]))
+        return OrderMemory(bounds, rows, np.array([action.microbatch for action in actions]))
 
 
 def _row(action: Action, stages: int) -> int:
@@ -262,7 +262,7 @@ def timed(fixed: Fixed, table: Table, order: Integers, patience: float) -> float
 
 
 @part_of_loop
-def excess(memory: Memory, table: Table, order: Integers, limits: Floats) -> float:
+def excess(memory: OrderMemory, table: Table, order: Integers, limits: Floats) -> float:
     """Return by which part of its limit the fullest rank is above it; 0 where all keep theirs."""
     bounds, row, slot = memory
     most = 0.0
@@ -286,11 +286,9 @@ def judged(fixed: Fixed, table: Table, order: Integers, limits: Floats) -> float
 
 @Loop
 def _time_order(fixed: Fixed, table: Table, order: Integers, patience: float) -> float:
-    """Run ``timed`` as a compiled loop that Python can call."""
     return timed(fixed, table, order, patience)
 
 
 @Loop
 def _excess_of(fixed: Fixed, table: Table, order: Integers, limits: Floats) -> float:
-    """Run ``excess`` as a compiled loop that Python can call."""
     return excess(fixed.memory, table, order, limits)

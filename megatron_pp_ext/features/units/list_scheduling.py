@@ -56,14 +56,14 @@ class Chains(NamedTuple):
 
 
 class Ranks(NamedTuple):
-    """What each rank may keep, the most that it has to keep of any one chain, and its work in seconds."""
+    """Each rank's limit, the most memory of any one chain that it needs, and its work in seconds."""
 
     limits: Floats
     largest: Floats
     seconds: Floats
 
 
-class Rules(NamedTuple):
+class ListRules(NamedTuple):
     """``priority[kind, stage, place * each]`` of F, I and W, where a whole backward has that of an I.
 
     ``is_whole[stage, place * each]`` is whether the unit's backward is.  ``each`` is 0 where all places have
@@ -76,7 +76,7 @@ class Rules(NamedTuple):
     reserves: bool
 
 
-class Entry(NamedTuple):
+class EntryTimes(NamedTuple):
     """When units enter the pipeline: ``order`` are the chains in their order.
 
     The first stage starts a unit no sooner after the one before than ``pace`` of the work of a mean rank for
@@ -125,19 +125,19 @@ class State(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """What is listed: units in chains, the ranks that do them, and by which rules."""
+    """The units in chains, the ranks that do them, and the rules of the list."""
 
     where: Where
     chains: Chains
     ranks: Ranks
-    rules: Rules
+    rules: ListRules
     state: State
 
 
 def listing_of(
-    units: Units, table: Table, placement: Placement, limits: Sequence[float] | Floats, rules: Rules
+    units: Units, table: Table, placement: Placement, limits: Sequence[float] | Floats, rules: ListRules
 ) -> Listing:
-    """Return what is listed for ``units`` with the costs of ``table``, within the ``limits`` of ranks."""
+    """Return the listing of ``units`` with the costs of ``table``, within the ``limits`` of ranks."""
     where = Where(
         np.array([placement.rank_of(stage) for stage in range(placement.stages)]),
         np.array([placement.stages_of(rank) for rank in range(placement.ranks)]),
@@ -155,7 +155,7 @@ def listing_of(
     return Listing(where, Chains(first, sizes, seconds, kept), ranks, rules, _state(placement, units))
 
 
-def free_rules(placement: Placement, splits_backward: bool) -> Rules:
+def free_rules(placement: Placement, splits_backward: bool) -> ListRules:
     """Return the rules of no schedule: I before F, later stages first, and W where a rank would wait."""
     priority = np.empty((3, placement.stages, 1), np.int64)
     for rank in range(placement.ranks):
@@ -163,10 +163,10 @@ def free_rules(placement: Placement, splits_backward: bool) -> Rules:
             priority[:, stage] = number
     priority[F] += placement.chunks
     priority[W] = 2 * placement.chunks
-    return Rules(priority, np.full((placement.stages, 1), not splits_backward), 0, True)
+    return ListRules(priority, np.full((placement.stages, 1), not splits_backward), 0, True)
 
 
-def rules_of(schedule: Schedule, reserves: bool) -> Rules:
+def rules_of(schedule: Schedule, reserves: bool) -> ListRules:
     """Return the rules that follow the order of ``schedule``, which has no pairs and copies."""
     shape = schedule.placement.stages, schedule.microbatches
     priority, is_whole = np.zeros((3, *shape), np.int64), np.zeros(shape, np.bool_)
@@ -175,10 +175,10 @@ def rules_of(schedule: Schedule, reserves: bool) -> Rules:
         for place, action in enumerate(order):
             priority[codes[action.kind], action.stage, action.microbatch] = place
             is_whole[action.stage, action.microbatch] |= action.kind is Kind.B
-    return Rules(priority, is_whole, 1, reserves)
+    return ListRules(priority, is_whole, 1, reserves)
 
 
-def orders_of(actions: Integers, rules: Rules, units: int) -> tuple[tuple[Action, ...], ...]:
+def orders_of(actions: Integers, rules: ListRules, units: int) -> tuple[tuple[Action, ...], ...]:
     """Return the orders of all ranks, by the numbers that ``listed`` has filled in."""
     stages = len(rules.is_whole)
     kind_stage, place = np.divmod(actions, units)
@@ -273,7 +273,7 @@ def _state(placement: Placement, units: Units) -> State:
 
 
 @part_of_loop
-def listed(listing: Listing, table: Table, entry: Entry, until: float, actions: Integers) -> float:
+def listed(listing: Listing, table: Table, entry: EntryTimes, until: float, actions: Integers) -> float:
     """Return when the last action ends; infinite where that is known to be after ``until``, or never.
 
     Fills ``actions[rank]`` with ``(kind * stages + stage) * units + place`` of each.
@@ -293,30 +293,30 @@ def listed(listing: Listing, table: Table, entry: Entry, until: float, actions: 
             free = state.free[rank]
             start, first, kind, stage = np.inf, 0, -1, -1
             for chunk in range(chunks - 1, -1, -1):
-                here = where.stages_of[rank, chunk]
-                done, place = state.inputs[here], state.forwards[here]
+                choice = where.stages_of[rank, chunk]
+                done, place = state.inputs[choice], state.forwards[choice]
                 ready = np.inf
-                if here == stages - 1:
+                if choice == stages - 1:
                     if done < units and state.back_at[done] < place:
-                        ready = max(free, state.forward_ends[here, state.back_at[done]])
-                elif done < state.inputs[here + 1]:
-                    ready = max(free, state.input_ends[here + 1, done] + table.delays[where.wire[here]])
+                        ready = max(free, state.forward_ends[choice, state.back_at[done]])
+                elif done < state.inputs[choice + 1]:
+                    ready = max(free, state.input_ends[choice + 1, done] + table.delays[where.wire[choice]])
                 if ready <= start and ready < np.inf:
-                    number = priority[I, here, each * state.back_at[done]]
+                    number = priority[I, choice, each * state.back_at[done]]
                     if ready < start or number < first:
-                        start, first, kind, stage = ready, number, I, here
-                if place == (state.forwards[here - 1] if here else units):
+                        start, first, kind, stage = ready, number, I, choice
+                if place == (state.forwards[choice - 1] if choice else units):
                     continue
                 ready = max(free, release)
-                if here:
-                    ready = state.forward_ends[here - 1, place] + table.delays[where.wire[here - 1]]
+                if choice:
+                    ready = state.forward_ends[choice - 1, place] + table.delays[where.wire[choice - 1]]
                     ready = max(free, ready)
                 if ready <= start:
-                    number = priority[F, here, each * place]
+                    number = priority[F, choice, each * place]
                     if ready < start or number < first:
-                        amount = table.kept[F * stages + here, state.unit_at[place]]
+                        amount = table.kept[F * stages + choice, state.unit_at[place]]
                         if _fits(ranks, state, rank, amount, state.chain_at[place], reserves):
-                            start, first, kind, stage = ready, number, F, here
+                            start, first, kind, stage = ready, number, F, choice
             if state.head[rank] < state.tail[rank] and free <= start:
                 number = state.queue[rank, state.head[rank]]
                 waiting = number // units
@@ -384,7 +384,7 @@ def listed(listing: Listing, table: Table, entry: Entry, until: float, actions: 
 
 
 @part_of_loop
-def _begin(chains: Chains, entry: Entry, state: State) -> None:
+def _begin(chains: Chains, entry: EntryTimes, state: State) -> None:
     """Let nothing be done yet, with the chains in their order."""
     place, ranks = 0, len(state.free)
     for at in range(len(entry.order)):

@@ -91,7 +91,7 @@ def read_step(path: Path) -> Microbatches:
         except UnicodeDecodeError as error:
             raise ValueError(f"not a text ({error}): {_FIX}") from None
         lists = parse(text, _FIX) if text.lstrip()[:1] in ("[", "{") else _lines(text)
-        if not isinstance(lists, list) or not all(isinstance(one, list) for one in lists):
+        if not isinstance(lists, list) or not all(isinstance(lengths, list) for lengths in lists):
             raise ValueError(f"has {short(lists)}, but must be a list of lists: {_FIX}")
         if (count := sum(map(len, lists))) > MOST_DOCUMENTS:
             raise ValueError(f"has {count:,} documents, at most {MOST_DOCUMENTS:,} are read: give one step")
@@ -99,17 +99,17 @@ def read_step(path: Path) -> Microbatches:
 
 
 def _lines(text: str) -> list[list[int]]:
-    found = []
+    rows = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.replace(",", " ").split()
         try:
             if words:
-                found.append([int(word) for word in words])
+                rows.append([int(word) for word in words])
         except ValueError:
             raise ValueError(
                 f"line {number} is {short(line)}, which has more than whole numbers: {_FIX}"
             ) from None
-    return found
+    return rows
 
 
 _FIX_OF_DISTRIBUTION = "write the document lengths to draw from, such as [4096, 1200, 8000]"
@@ -141,13 +141,13 @@ def drawn_step(lengths: Sequence[int], microbatches: int, most_tokens: int, rand
     A microbatch has at most ``most_tokens`` tokens: the document that does not fit any more begins the next
     one, and longer documents are cut to this length.
     """
-    found: list[list[int]] = []
+    batches: list[list[int]] = []
     waiting = min(random.choice(lengths), most_tokens)
     for _ in range(microbatches):
-        own, tokens = [], 0
+        documents, tokens = [], 0
         while tokens + waiting <= most_tokens:
-            own.append(waiting)
+            documents.append(waiting)
             tokens += waiting
             waiting = min(random.choice(lengths), most_tokens)
-        found.append(own)
-    return Microbatches.of(found)
+        batches.append(documents)
+    return Microbatches.of(batches)

@@ -54,7 +54,7 @@ def lengths_of_batch(batch: Any) -> list[int]:
 class Ordering(Option):
     """How microbatches are ordered, and by which lengths.
 
-    ``costs_from`` is the file with what the stages cost at one length; empty where the model tells it, or a
+    ``costs_from`` is the file with what the stages cost at one length; empty where the model has them, or a
     call.  A request without this option has the order of the data, of which nothing is read ahead then.
     """
 
@@ -83,7 +83,6 @@ class Slices(Option):
     count: int = 1
 
     evaluates: ClassVar[bool] = True
-    orders_lengths: ClassVar[bool] = True
 
     @property
     def word(self) -> str:
@@ -162,26 +161,26 @@ def slices(tokens: int | str, sequence: int) -> Slices:
     return Slices(tokens, sequence // tokens)
 
 
-def read_order(asked: RequestedJob, request: Request) -> Request:
+def read_order(job: RequestedJob, request: Request) -> Request:
     """Return ``request`` with the order that the flags ask for; a call's is there already."""
-    how = asked.flags.pipeline_order
+    how = job.flags.pipeline_order
     if how is None or request.is_stock or request.option(Ordering) is not None:
         return request
-    file = asked.pipeline.pipeline_costs
+    file = job.pipeline.pipeline_costs
     return request.with_option(Ordering(how, costs_from="" if file is None else f"--pipeline-costs {file}"))
 
 
-def read_slices(asked: RequestedJob, request: Request) -> Request:
+def read_slices(job: RequestedJob, request: Request) -> Request:
     """Return ``request`` with the slices that the flags ask for."""
-    tokens = asked.pipeline.pipeline_slice_tokens
+    tokens = job.pipeline.pipeline_slice_tokens
     if tokens is None:
         return request
-    if asked.pipeline.pipeline_slice_check == OFF:
+    if job.pipeline.pipeline_slice_check == OFF:
         request = request.with_option(Unchecked())
     option = slices(tokens, 0)
     if are_by_length(request.with_option(option)):
         return request.with_option(option)
-    return request.with_option(slices(tokens, asked.model.seq_length))
+    return request.with_option(slices(tokens, job.model.seq_length))
 
 
 def choices(job: Job) -> tuple[Slices | None, ...]:

@@ -42,24 +42,24 @@ def partition(numbers: Sequence[float], parts: int, *, equal_sizes: bool = False
     tie = counter()
     heap: list[tuple[float, int, list[Part]]] = []
 
-    def add(found: list[Part]) -> None:
-        found.sort(reverse=True)
-        heapq.heappush(heap, (found[-1][0] - found[0][0], next(tie), found))
+    def add(division: list[Part]) -> None:
+        division.sort(reverse=True)
+        heapq.heappush(heap, (division[-1][0] - division[0][0], next(tie), division))
 
     for first in range(0, len(falling), size):
-        own: list[Part] = [(numbers[place], 1, [place]) for place in falling[first : first + size]]
-        add(own + [(0.0, 0, []) for _ in range(parts - len(own))])
+        group: list[Part] = [(numbers[place], 1, [place]) for place in falling[first : first + size]]
+        add(group + [(0.0, 0, []) for _ in range(parts - len(group))])
     while len(heap) > 1:
-        (_, _, one), (_, _, other) = heapq.heappop(heap), heapq.heappop(heap)
-        pairs = zip(one, reversed(other), strict=True)
+        (_, _, widest), (_, _, other) = heapq.heappop(heap), heapq.heappop(heap)
+        pairs = zip(widest, reversed(other), strict=True)
         add([(a + b, n + m, some + more) for (a, n, some), (b, m, more) in pairs])
-    found = heap[0][2]
-    heapq.heapify(found)
+    division = heap[0][2]
+    heapq.heapify(division)
     for place in small:
-        total, size, places = found[0]
+        total, size, places = division[0]
         places.append(place)
-        heapq.heapreplace(found, (total + numbers[place], size + 1, places))
-    return [sorted(places) for *_, places in found]
+        heapq.heapreplace(division, (total + numbers[place], size + 1, places))
+    return [sorted(places) for *_, places in division]
 
 
 Balanced = list[list[list[int]]]
@@ -114,15 +114,15 @@ def balance(
     from megatron_pp_ext.features.units.comparison import PackedSteps
 
     steps = PackedSteps(lengths, schedule, ranks, chunks, equal_at, overhead)
-    found, refused = list[tuple[float, Balanced]](), list[ValueError]()
+    packings, refused = list[tuple[float, Balanced]](), list[ValueError]()
     for count in counts:
         try:
-            one = _balanced(lengths, replicas, count, most_tokens, equal_at)
-            found.append((steps.roughly(one), one))
+            packing = _balanced(lengths, replicas, count, most_tokens, equal_at)
+            packings.append((steps.roughly(packing), packing))
         except ValueError as error:
             refused.append(error)
-    found.sort(key=lambda one: one[0])
-    best = [one for _, one in found[:_TIMED]]
+    packings.sort(key=lambda entry: entry[0])
+    best = [packing for _, packing in packings[:_TIMED]]
     if given is not None:
         # The first of the shortest is taken.
         best.insert(0, [[list(part) for part in share] for share in given])
@@ -153,16 +153,18 @@ def _balanced(
 
     shares = _shares(tuple(costs), replicas)
     if min(map(len, shares)) >= microbatches:
-        found = [
+        packing = [
             [[share[at] for at in part] for part in partition(of(share), microbatches)] for share in shares
         ]
     else:
         # One document is so long that its replica would have too few for its microbatches.
         parts = partition(costs, replicas * microbatches)
         sums = [sum(of(part)) for part in parts]
-        found = [[parts[at] for at in group] for group in partition(sums, replicas, equal_sizes=True)]
-    if most_tokens is None or _fits(found, lengths, most_tokens):
-        return found
+        packing = [[parts[at] for at in group] for group in partition(sums, replicas, equal_sizes=True)]
+    if most_tokens is None or all(
+        sum(lengths[place] for place in part) <= most_tokens for share in packing for part in share
+    ):
+        return packing
     return _within(lengths, costs, replicas, microbatches, most_tokens)
 
 
@@ -172,28 +174,18 @@ def _shares(costs: tuple[float, ...], replicas: int) -> list[list[int]]:
     return partition(costs, replicas)
 
 
-def _fits(found: Balanced, lengths: Sequence[int], most_tokens: int) -> bool:
-    return all(sum(lengths[place] for place in part) <= most_tokens for share in found for part in share)
-
-
 def _within(
     lengths: Sequence[int], costs: Sequence[float], replicas: int, microbatches: int, most_tokens: int
 ) -> Balanced:
     """Return the documents in microbatches of at most ``most_tokens``, the longest ones first."""
-    found: Balanced = [[[] for _ in range(microbatches)] for _ in range(replicas)]
+    packing: Balanced = [[[] for _ in range(microbatches)] for _ in range(replicas)]
     tokens = [[0] * microbatches for _ in range(replicas)]
     work = [[0.0] * microbatches for _ in range(replicas)]
-    left = len(lengths)
+    remaining = len(lengths)
     for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
-        fills_empty = left <= sum(not part for share in found for part in share)
+        fills_empty = remaining <= sum(not part for share in packing for part in share)
         cells = [
-            (
-                fills_empty and bool(found[replica][at]),
-                sum(work[replica]),
-                work[replica][at],
-                replica,
-                at,
-            )
+            (fills_empty and bool(packing[replica][at]), sum(work[replica]), work[replica][at], replica, at)
             for replica in range(replicas)
             for at in range(microbatches)
             if tokens[replica][at] + lengths[place] <= most_tokens
@@ -205,11 +197,11 @@ def _within(
                 "or a higher most_tokens"
             )
         *_, replica, at = min(cells)
-        found[replica][at].append(place)
+        packing[replica][at].append(place)
         tokens[replica][at] += lengths[place]
         work[replica][at] += costs[place]
-        left -= 1
-    return found
+        remaining -= 1
+    return packing
 
 
 Groups = list[list[list[int]]]
@@ -238,20 +230,20 @@ class Packing:
     overhead: float = OVERHEAD
     multiple: int = 1
 
-    def balanced(self, given: Groups, lengths: Sequence[int], replicas: int) -> Groups:
+    def balanced(self, groups: Groups, lengths: Sequence[int], replicas: int) -> Groups:
         """Return the same documents in the microbatches of the shortest step, balanced over replicas by cost.
 
-        ``given`` are Megatron's groups, in which each replica has as many ranks next to each other, all with
+        ``groups`` are Megatron's, in which each replica has as many ranks next to each other, all with
         the same documents.  They stay where no other step is shorter by simulation, each replica with its
         microbatches ordered by the rule of the schedule, and where documents do not fit.
         """
-        copies = len(given[0]) // replicas
-        before = [[group[replica * copies] for group in given] for replica in range(replicas)]
+        copies = len(groups[0]) // replicas
+        before = [[group[replica * copies] for group in groups] for replica in range(replicas)]
         try:
             after = balance(
                 lengths,
                 replicas,
-                self.counts(len(given), len(lengths) // replicas),
+                self.counts(len(groups), len(lengths) // replicas),
                 most_tokens=self.most_tokens,
                 equal_at=self.equal_at,
                 schedule=self.schedule,
@@ -261,19 +253,19 @@ class Packing:
                 given=before,
             )
         except ValueError:  # the schedule cannot run as many microbatches as Megatron has
-            return given
+            return groups
         most = self.most_documents
-        if after == before or (most is not None and any(len(part) > most for one in after for part in one)):
-            return given
+        if after == before or (most is not None and any(len(part) > most for row in after for part in row)):
+            return groups
         return [
-            [list(share[number]) for share in after for _ in range(copies)] for number in range(len(after[0]))
+            [list(row[number]) for row in after for _ in range(copies)] for number in range(len(after[0]))
         ]
 
-    def counts(self, given: int, documents: int) -> list[int]:
-        """Return the numbers of microbatches to try, where Megatron has ``given`` of them.
+    def counts(self, microbatches: int, documents: int) -> list[int]:
+        """Return the numbers of microbatches to try, where Megatron has ``microbatches``.
 
         None is above the number of ``documents`` of a replica.
         """
         multiple = self.multiple
-        tried = (max(1, round(part * given / multiple)) * multiple for part in _PARTS)
-        return sorted({count for count in tried if count <= documents} | {given})
+        tried = (max(1, round(part * microbatches / multiple)) * multiple for part in _PARTS)
+        return sorted({count for count in tried if count <= documents} | {microbatches})

@@ -20,7 +20,7 @@ from megatron_pp_ext.features.units.fixed_order import FixedOrder, no_fixed
 from megatron_pp_ext.features.units.list_scheduling import (
     ROUNDING,
     Listing,
-    Rules,
+    ListRules,
     free_rules,
     listing_of,
     lower_bound,
@@ -31,9 +31,8 @@ from megatron_pp_ext.features.units.microbatches import Microbatches
 from megatron_pp_ext.features.units.options import SMALLEST
 from megatron_pp_ext.features.units.orders import How, Order
 from megatron_pp_ext.features.units.rates import LengthCosts
-from megatron_pp_ext.features.units.sliced_orders import more, shifted
 from megatron_pp_ext.features.units.table import Floats, Table, table_by_length
-from megatron_pp_ext.features.units.units import By, Units, cut, ordered, whole
+from megatron_pp_ext.features.units.units import By, Units, cut, more, ordered, shifted, whole
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import CostModel, Costs, UnitCosts
 from megatron_pp_ext.schedule.loops import without_collection
@@ -112,7 +111,7 @@ class Template:
         self.movable = FixedOrder(schedule) if moves_weights else self.fixed
 
     @cached_property
-    def rules(self) -> tuple[Rules, ...]:
+    def rules(self) -> tuple[ListRules, ...]:
         """The rules by which list scheduling follows the schedule; none where it cannot.
 
         Pairs and copies are planned for one order, and the parts of a split head have no place in another.
@@ -171,11 +170,11 @@ class Planner:
         return cut(documents, slice_tokens, by, self.rates.equal_at, self._multiple, self._rows)
 
     def costs(self, units: Units) -> UnitCosts:
-        """Return what actions of ``units`` cost, for ``simulate``."""
+        """Return the costs of actions of ``units``, for ``simulate``."""
         return self.rates.of(units, self.overhead)
 
     def table(self, units: Units) -> Table:
-        """Return what ``units`` take and keep."""
+        """Return the seconds and memory of ``units``."""
         return table_by_length(self.rates, units, self.overhead)
 
     def plan(
@@ -209,9 +208,7 @@ class Planner:
         numbers = [number for chain in plan.order for number in plan.cut.chains[chain]]
         return replace(plan, schedule=replace(plan.schedule, durations=table.durations(np.array(numbers))))
 
-    def chosen_tokens(
-        self, documents: Sequence[Sequence[int]], limits: Sequence[float], by: By = "cost"
-    ) -> int:
+    def chosen_tokens(self, documents: Sequence[Sequence[int]], limits: Sequence[float]) -> int:
         """Return the size of units whose step is shortest where chains go light-heavy-light.
 
         Small units fill the pipeline sooner and keep less, and their ``overhead`` makes the step longer.
@@ -219,7 +216,7 @@ class Planner:
         """
         seconds, refused = dict[int, float](), list[InfeasibleLimit]()
         for size in _sizes(documents):
-            units = self.cut(documents, size, by)
+            units = self.cut(documents, size)
             search = _Listed(units, self.table(units), self.placement, limits, self.splits_backward)
             try:
                 seconds[size] = search.climbed(len(_PACES))[0]
@@ -263,13 +260,11 @@ class Planner:
         search = _Listed(plan.cut, table, self.placement, self._no_limits, self.splits_backward)
         return replace(plan, seconds=seconds, lower_bound=min(search.lower_bound, seconds))
 
-    def chosen_in_family(
-        self, make: Callable[[int], Schedule], documents: Sequence[Sequence[int]], by: By = "cost"
-    ) -> int:
+    def chosen_in_family(self, make: Callable[[int], Schedule], documents: Sequence[Sequence[int]]) -> int:
         """Return the size of units whose step is shortest in the order of a family; see ``in_family``."""
 
         def seconds(size: int) -> float:
-            plan = self.in_family(make, self.cut(documents, size, by))
+            plan = self.in_family(make, self.cut(documents, size))
             return simulate(plan.schedule, self.costs(plan.units)).makespan
 
         return min(_sizes(documents), key=seconds)
@@ -328,8 +323,8 @@ def in_template(
     if how == "rule" and not step.excess(rule):
         return step.plan(rule)
     elsewhere = [other(step.work, units.tokens) for other in orders.ELSEWHERE.values()]
-    known = list(map(list, dict.fromkeys(map(tuple, (rule, as_given, *elsewhere)))))
-    candidates = [*step.searched(known, budget), *known]
+    starts = list(map(list, dict.fromkeys(map(tuple, (rule, as_given, *elsewhere)))))
+    candidates = [*step.searched(starts, budget), *starts]
     best = min(candidates, key=step.judged)
     return step.listed(candidates) if step.excess(best) else step.plan(best)
 
@@ -349,12 +344,10 @@ class _InTemplate:
         self.work: list[float] = table.work.tolist()
 
     def by_rule(self) -> Order:
-        """Return the order by the rule of the schedule's family."""
         some = orders.by_rule(self.work, self._placement)
         return min(some, key=lambda order: self._best_weights(order)[0]) if some[1:] else some[0]
 
-    def searched(self, known: Sequence[Order], budget: float) -> list[Order]:
-        """Return the best orders that are found from the ``known`` ones."""
+    def searched(self, orders: Sequence[Order], budget: float) -> list[Order]:
         movable, table, limits = self._template.movable, self._table.by_row, self._limits
         steps, memory, *_ = movable.fixed
         actions = len(steps.before) + len(steps.weights.row) + len(memory.slot) * bool(len(limits))
@@ -368,10 +361,10 @@ class _InTemplate:
             draws = random.random((trials, 3))
             changes = Changes(np.array(_OF_ORDER), draws, _WARMTH, random.random(trials))
             start = np.array([order])
-            found = Climb(start, np.zeros(1), changes, 0.0, start[0], np.zeros(len(order)), _NO_ACTIONS)
-            return climbed(timing, table, found), found.order.tolist()
+            state = Climb(start, np.zeros(1), changes, 0.0, start[0], np.zeros(len(order)), _NO_ACTIONS)
+            return climbed(timing, table, state), state.order.tolist()
 
-        starts = sorted(known, key=lambda order: climb(order, 0, 0)[0])[:_STARTS]
+        starts = sorted(orders, key=lambda order: climb(order, 0, 0)[0])[:_STARTS]
         return [climb(order, trials, seed)[1] for seed, order in enumerate(starts, 1)]
 
     def excess(self, order: Order) -> float:
@@ -458,12 +451,7 @@ class _Listed:
     """A step of ``units`` whose actions have no order yet."""
 
     def __init__(
-        self,
-        units: Units,
-        table: Table,
-        placement: Placement,
-        limits: Sequence[float],
-        splits_backward: bool,
+        self, units: Units, table: Table, placement: Placement, limits: Sequence[float], splits_backward: bool
     ) -> None:
         self.rules = free_rules(placement, splits_backward)
         self._listing = listing_of(units, table, placement, limits, self.rules)
@@ -475,7 +463,6 @@ class _Listed:
         return lower_bound(self._listing, self._table)
 
     def climbed(self, passes: int) -> tuple[float, Climb]:
-        """Return the shortest step of so many ``passes``, and its chains and actions."""
         self._require_limits()
         work: list[float] = self._listing.chains.seconds.tolist()
         rule = orders.light_heavy_light(work)

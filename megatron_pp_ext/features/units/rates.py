@@ -133,13 +133,13 @@ class LengthCosts:
         if documents < 2:
             raise ValueError(f"costs are given for {documents} shorter documents: give them for 2 or more")
 
-        def rates(one: StageCosts, other: StageCosts) -> StageRates:
+        def rates(cut: StageCosts, whole: StageCosts) -> StageRates:
             pairs = [
-                _line(getattr(one, name) / length, length / documents, getattr(other, name) / length, length)
+                _line(getattr(cut, name) / length, length / documents, getattr(whole, name) / length, length)
                 for name in _TIMES
             ]
             per_token, per_square = zip(*pairs, strict=True)
-            return _rates(other, length, per_token, per_square)
+            return _rates(whole, length, per_token, per_square)
 
         return cls._of(long, length, [rates(*both) for both in zip(short.stages, long.stages, strict=True)])
 
@@ -268,8 +268,8 @@ def _nearest(microbatches: Microbatches, seconds: Sequence[float]) -> tuple[floa
     """Return (seconds a token, seconds a squared token) nearest to ``seconds``; none is below 0."""
     tokens, squares = microbatches.tokens, microbatches.squares
 
-    def dot(one: Sequence[float], other: Sequence[float]) -> float:
-        return math.fsum(a * b for a, b in zip(one, other, strict=True))
+    def dot(first: Sequence[float], second: Sequence[float]) -> float:
+        return math.fsum(a * b for a, b in zip(first, second, strict=True))
 
     tt, ts, ss = dot(tokens, tokens), dot(tokens, squares), dot(squares, squares)
     ty, sy = dot(tokens, seconds), dot(squares, seconds)

@@ -35,7 +35,7 @@ class Lengths(Protocol):
 
 
 class Table(NamedTuple):
-    """What work takes and keeps: ``seconds[kind, stage, unit]`` and ``kept[kind, stage, unit]``.
+    """The time and memory of work: ``seconds[kind, stage, unit]`` and ``kept[kind, stage, unit]``.
 
     Kinds are the codes of ``schedule.program``, ``COPY`` and ``NOTHING``.  S and T are the same for all
     stages.  ``kept`` is above 0 for what is kept from the start on, and below 0 for what the end gives back,

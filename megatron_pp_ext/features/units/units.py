@@ -8,13 +8,13 @@ earlier keys and values.  W run at any time after their I.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 from typing import Literal, NamedTuple, Self
 
-from megatron_pp_ext.schedule.actions import UnitName
+from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, UnitName, together
 
 
 class Piece(NamedTuple):
@@ -97,12 +97,12 @@ class Units:
     @cached_property
     def chains(self) -> tuple[range, ...]:
         """The numbers of the units of each chain, in the order in which they stand."""
-        found, begin = list[range](), 0
+        chains, begin = list[range](), 0
         for _, group in groupby(self.units, key=lambda unit: unit.chain):
             end = begin + sum(1 for _ in group)
-            found.append(range(begin, end))
+            chains.append(range(begin, end))
             begin = end
-        return tuple(found)
+        return tuple(chains)
 
     @cached_property
     def chain_of(self) -> tuple[range, ...]:
@@ -112,10 +112,10 @@ class Units:
     @cached_property
     def of_microbatch(self) -> tuple[tuple[int, ...], ...]:
         """The numbers of the units of each microbatch."""
-        found: list[list[int]] = [[] for _ in self.documents]
+        numbers: list[list[int]] = [[] for _ in self.documents]
         for number, unit in enumerate(self.units):
-            found[unit.microbatch].append(number)
-        return tuple(map(tuple, found))
+            numbers[unit.microbatch].append(number)
+        return tuple(map(tuple, numbers))
 
     @cached_property
     def backwards(self) -> tuple[int, ...]:
@@ -146,7 +146,7 @@ class Units:
 
 
 def _check(units: Units) -> None:
-    """Raise ValueError unless ``units`` have every token once and chains are as their class says."""
+    """Raise ValueError unless ``units`` have every token once and chains are as in their class."""
     ends: dict[tuple[int, int], int] = {}
     slices, last = [0] * len(units.documents), dict[int, int]()
     for number, unit in enumerate(units.units):
@@ -196,10 +196,10 @@ def cut_at(bounds: Sequence[Sequence[int]], rows: int = 1) -> Units:
     """Return units for microbatches of one document each, cut at its ``bounds`` from 0 to its end."""
     units = (
         Unit(microbatch, number, microbatch, (Piece(0, begin, end),))
-        for microbatch, one in enumerate(bounds)
-        for number, (begin, end) in enumerate(pairwise(one))
+        for microbatch, edges in enumerate(bounds)
+        for number, (begin, end) in enumerate(pairwise(edges))
     )
-    return Units.of([[one[-1]] for one in bounds], units, rows)
+    return Units.of([[edges[-1]] for edges in bounds], units, rows)
 
 
 By = Literal["tokens", "cost"]
@@ -227,16 +227,16 @@ def bounds(length: int, slices: int, equal_at: float | None = None, most: int | 
         raise ValueError(f"{length} tokens in {slices} slices are more than {most} in one: give more slices")
     if equal_at is None:
         return [length * number // slices for number in range(slices + 1)]
-    found = [0]
-    for left in range(slices, 1, -1):
-        begin = found[-1]
+    edges = [0]
+    for remaining in range(slices, 1, -1):
+        begin = edges[-1]
         # x + x * x / a is the cost of the first x tokens.
         before, whole = (x + x * x / equal_at for x in (begin, length))
-        cost = before + (whole - before) / left
+        cost = before + (whole - before) / remaining
         end = round(equal_at / 2 * (math.sqrt(1 + 4 * cost / equal_at) - 1))
-        end = min(max(end, begin + 1), length - (left - 1), begin + (most or length))
-        found.append(end)
-    return [*found, length]
+        end = min(max(end, begin + 1), length - (remaining - 1), begin + (most or length))
+        edges.append(end)
+    return [*edges, length]
 
 
 def cut(
@@ -263,8 +263,8 @@ def cut(
     for microbatch, lengths in enumerate(step):
         number = 0
         for pieces in _of_microbatch(lengths, most_tokens, equal_at if by == "cost" else math.inf, multiple):
-            for one in pieces:
-                units.append(Unit(microbatch, number, chain, one))
+            for group in pieces:
+                units.append(Unit(microbatch, number, chain, group))
                 number += 1
             chain += 1
     return Units.of(step, units, rows)
@@ -307,13 +307,13 @@ def _within(length: int, most_tokens: int, equal_at: float, multiple: int) -> li
 def ordered(units: Units, chains: Sequence[int]) -> Units:
     """Return the same units with their chains in another order: place k has chain ``chains[k]``."""
     numbers = [0] * units.microbatches
-    found = list[Unit]()
+    renumbered = list[Unit]()
     for place, chain in enumerate(chains):
         for number in units.chains[chain]:
             unit = units.units[number]
-            found.append(Unit(unit.microbatch, numbers[unit.microbatch], place, unit.pieces))
+            renumbered.append(Unit(unit.microbatch, numbers[unit.microbatch], place, unit.pieces))
             numbers[unit.microbatch] += 1
-    return replace(units, units=tuple(found))
+    return replace(units, units=tuple(renumbered))
 
 
 type Documents = Sequence[Sequence[int]]
@@ -348,57 +348,57 @@ def cut_alike(
     ``cut``.  ValueError where a microbatch has fewer tokens than it would get units.
     """
     natural = [cut(documents, most_tokens, multiple=multiple, rows=rows) for documents in pipelines]
-    places = zip(*(one.of_microbatch for one in natural), strict=True)
+    places = zip(*(replica.of_microbatch for replica in natural), strict=True)
     counts = [max(map(len, of_place)) for of_place in places]
-    own = tuple(_recut(one, counts, multiple) for one in natural)
+    recut = tuple(_recut(replica, counts, multiple) for replica in natural)
     tokens, squares = list[list[int]](), list[tuple[int, ...]]()
     for microbatch in range(len(counts)):
-        units = [[one.units[number] for number in one.of_microbatch[microbatch]] for one in own]
+        units = [[replica.units[number] for number in replica.of_microbatch[microbatch]] for replica in recut]
         together = list(zip(*units, strict=True))
         tokens.append([max(unit.tokens for unit in of_place) for of_place in together])
         squares.append(tuple(max(unit.squares for unit in of_place) for of_place in together))
-    found = [
+    heaviest = [
         Unit(microbatch, number, microbatch, (Piece(0, *ends),))
         for microbatch, sizes in enumerate(tokens)
         for number, ends in enumerate(pairwise(accumulate(sizes, initial=0)))
     ]
     documents = tuple((sum(sizes),) for sizes in tokens)
-    return Heaviest(documents, tuple(found), rows, tuple(squares)), own
+    return Heaviest(documents, tuple(heaviest), rows, tuple(squares)), recut
 
 
-def in_order_of(planned: Units, own: Units) -> Units:
-    """Return ``own`` units with their microbatches in the order of ``planned`` ones."""
+def in_order_of(planned: Units, units: Units) -> Units:
+    """Return ``units`` with their microbatches in the order of ``planned`` ones."""
     place = {unit.microbatch: number for number, unit in enumerate(planned.units)}
-    firsts = [own.units[chain.start].microbatch for chain in own.chains]
-    return ordered(own, sorted(range(len(firsts)), key=lambda chain: place[firsts[chain]]))
+    firsts = [units.units[chain.start].microbatch for chain in units.chains]
+    return ordered(units, sorted(range(len(firsts)), key=lambda chain: place[firsts[chain]]))
 
 
 def _recut(units: Units, counts: Sequence[int], multiple: int) -> Units:
     """Return the same documents in ``counts[m]`` units of microbatch m, no fewer than it has."""
-    found, chain = list[Unit](), 0
+    result, chain = list[Unit](), 0
     for microbatch, count in enumerate(counts):
         chains = [
             [units.units[number].pieces for number in numbers]
             for numbers in units.chains
             if units.units[numbers.start].microbatch == microbatch
         ]
-        while (made := sum(map(len, chains))) < count:
+        while (total := sum(map(len, chains))) < count:
             lengths = units.documents[microbatch]
-            at = max(range(len(chains)), key=lambda one: _mean(chains[one], lengths, multiple))
+            at = max(range(len(chains)), key=lambda index: _mean(chains[index], lengths, multiple))
             if not _mean(chains[at], lengths, multiple):
                 raise ValueError(
-                    f"microbatch {microbatch} of a pipeline has {sum(lengths)} tokens, which make {made} "
+                    f"microbatch {microbatch} of a pipeline has {sum(lengths)} tokens, which make {total} "
                     f"units, and one in its place makes {count} in a pipeline that it shares experts with: "
                     "give longer slices, or microbatches of like length to one place"
                 )
             chains[at : at + 1] = _in_more(chains[at], lengths, multiple)
         number = 0
-        for one in chains:
-            for pieces in one:
-                found.append(Unit(microbatch, number, chain, pieces))
+        for slices in chains:
+            for pieces in slices:
+                result.append(Unit(microbatch, number, chain, pieces))
                 number += 1
             chain += 1
-    return Units(units.documents, tuple(found), units.rows)
+    return Units(units.documents, tuple(result), units.rows)
 
 
 def _mean(chain: Sequence[tuple[Piece, ...]], lengths: Sequence[int], multiple: int) -> float:
@@ -420,3 +420,67 @@ def _in_more(
     document = pieces[0].document
     cuts = bounds(lengths[document] // multiple, len(chain) + 1)
     return [[(Piece(document, multiple * begin, multiple * end),) for begin, end in pairwise(cuts)]]
+
+
+_FORWARDS = Kind.F, Kind.S
+
+
+def more(units: Units) -> int:
+    """Return how many forwards the first backward of a unit waits for, besides that of the first unit."""
+    return max(map(len, units.chains)) - 1
+
+
+def shifted(schedule: Schedule, units: Units) -> Schedule:
+    """Return ``schedule``, which is for ``len(units) + more(units)`` microbatches or more, for ``units``.
+
+    ValueError for schedules with copies to the host, which are planned for microbatches.
+
+    A schedule for microbatches does the backward of microbatch j no earlier than its forward.  Of a sequence
+    in k slices the last one's backward comes first, k - 1 forwards later than its first slice's could.  So
+    the family makes an order for k - 1 microbatches more than there are units.  Its first k - 1 backwards are
+    left out, as are its last k - 1 forwards, and backward number j + k - 1 is the jth in the units' own
+    order.  An action then waits only for actions that it also waited for before, so ranks cannot come to wait
+    for each other.
+    """
+    if schedule.copies:
+        raise ValueError("activations of slices are not copied to the host: leave one of the two out")
+    count, delay, backwards = len(units), more(units), units.backwards
+    paired: set[Action] = set()
+
+    def moved(order: Iterable[Action]) -> Iterator[Action]:
+        for actions in together(tuple(order), schedule.paired):
+            pair = list[Action]()
+            for action in actions:
+                if action.kind in _FORWARDS:
+                    if action.microbatch < count:
+                        pair.append(action)
+                elif delay <= action.microbatch < count + delay:
+                    pair.append(action._replace(microbatch=backwards[action.microbatch - delay]))
+            if len(pair) > 1:
+                paired.add(pair[0])
+            yield from pair
+
+    orders = tuple(tuple(moved(order)) for order in schedule.orders)
+    return replace(schedule, microbatches=count, orders=orders, paired=frozenset(paired), units=units.names)
+
+
+def require_chain_order(schedule: Schedule, units: Units) -> None:
+    """Raise ValueError unless every stage takes slices forward in their order, and back in reverse."""
+    if schedule.microbatches != len(units):
+        raise ValueError(
+            f"the schedule is for {schedule.microbatches} units, but there are {len(units)}: "
+            "make it for as many"
+        )
+    latest: dict[tuple[int, bool, int], int] = {}
+    for action in schedule:
+        stage, kind, unit = action
+        if kind not in (Kind.F, Kind.I, Kind.B):
+            continue
+        is_forward, chain = kind is Kind.F, units.chain_of[unit]
+        before = unit - 1 if is_forward else unit + 1
+        if before in chain and latest.get((stage, is_forward, chain[0])) != before:
+            raise ValueError(
+                f"{action} comes before that of slice {units.units[before].slice} of its sequence: slices go "
+                "forward in their order and back in reverse"
+            )
+        latest[stage, is_forward, chain[0]] = unit

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megatron_pp_ext.schedule.costs import CostModel
 
 
-class SharedVocabulary(Feature):
+class VocabularyParallelism(Feature):
     """``--pipeline-vocabulary``: the head is split over the ranks (``Request.splits_head``)."""
 
     name = "vocabulary"
@@ -69,7 +69,7 @@ class SharedVocabulary(Feature):
 
         return shared(request, costs, before)
 
-    def completed(self, request: Request, made: Made) -> Made:
+    def completed(self, request: Request, result: Made) -> Made:
         """See ``Feature``: a frozen output layer has no weight gradients.
 
         Copies to the host were planned with them, before it was known that there are none.
@@ -77,10 +77,10 @@ class SharedVocabulary(Feature):
         from megatron_pp_ext.features.vocabulary.options import FrozenOutput
 
         if request.option(FrozenOutput) is None:
-            return made
+            return result
         from megatron_pp_ext.features.vocabulary.order import without_frozen_weight
 
-        return without_frozen_weight(made)
+        return without_frozen_weight(result)
 
     def extension(self, order: RankOrder) -> PartOfRank | None:
         from megatron_pp_ext.schedule.actions import Kind

@@ -30,10 +30,10 @@ def requested(request: Request, value: str | None) -> Request:
     return replace(request, splits_head=None if value == AUTO else value == SHARED)
 
 
-def permitted(asked: RequestedJob) -> str | None:
+def permitted(job: RequestedJob) -> str | None:
     """Return the value of the flag, but None where other flags leave ``AUTO`` no choice."""
-    value = asked.pipeline.pipeline_vocabulary
-    return None if value == AUTO and not all_rules.has_choice(asked, "--pipeline-vocabulary") else value
+    value = job.pipeline.pipeline_vocabulary
+    return None if value == AUTO and not all_rules.has_choice(job, "--pipeline-vocabulary") else value
 
 
 def as_flag(request: Request) -> str | None:

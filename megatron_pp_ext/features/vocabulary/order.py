@@ -30,9 +30,9 @@ def shared(request: Request, costs: CostModel, before: Make) -> Made:
     return _shorter_of_both(request, costs, before)
 
 
-def without_frozen_weight(made: Made) -> Made:
+def without_frozen_weight(result: Made) -> Made:
     """Leave out the weight gradients of an output layer that is frozen."""
-    return replace(made, schedule=without_weight_gradients(made.schedule))
+    return replace(result, schedule=without_weight_gradients(result.schedule))
 
 
 def _shared(request: Request, costs: CostModel, before: Make) -> Schedule:
@@ -65,14 +65,14 @@ def _compiled(request: Request, costs: CostModel, before: Make) -> Schedule:
     is_auto = catalog.abilities(request.schedule).measures_memory
     split_costs = costs.of(request.finest)
     if is_auto and not isinstance(request.limit, Budget):
-        compiler = _Compiler(request, split_costs, before)
+        compiler = _VocabularyCompiler(request, split_costs, before)
         least = compiler.least(request.placement)
         if request.free is None:
             return least
         free = tuple(map(max, compiler.needed(least), request.free))
         return compiler.within(free, request.placement)
     budget = request.budget(costs.of(replace(request.finest, splits_head=False)))
-    compiler = _Compiler(request, budget.counted(split_costs), before, budget.holds_messages)
+    compiler = _VocabularyCompiler(request, budget.counted(split_costs), before, budget.holds_messages)
     schedules, reason = [], InfeasibleLimit()
     for placement in request.placements:
         try:
@@ -85,7 +85,7 @@ def _compiled(request: Request, costs: CostModel, before: Make) -> Schedule:
 
 
 @dataclass(frozen=True, slots=True)
-class _Compiler:
+class _VocabularyCompiler:
     """Compiles orders with the vocabulary's S and T on every rank; ``costs`` are of the finest stages."""
 
     request: Request
@@ -142,7 +142,6 @@ class _Compiler:
         return self._shared(least_limits(self.costs, placement), placement)
 
     def needed(self, schedule: Schedule) -> tuple[float, ...]:
-        """Return the memory of each rank."""
         return self.simulated(schedule).peak_memory
 
     def simulated(self, schedule: Schedule) -> Timeline:

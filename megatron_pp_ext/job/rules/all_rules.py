@@ -9,7 +9,6 @@ from megatron_pp_ext.features import FEATURES
 from megatron_pp_ext.job import flag_effects
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import schedules, stock, without_flush
-from megatron_pp_ext.job.rules import schedules as of_config
 from megatron_pp_ext.job.rules.rule import Rules
 from megatron_pp_ext.job.rules.rule import refuse as refuse_by
 
@@ -18,7 +17,7 @@ from megatron_pp_ext.job.rules.rule import refuse as refuse_by
 class Topic:
     """The rules of one file, under its name.
 
-    ``is_of_models`` says whether a model that is built, and trains without flags, is held against them too,
+    ``is_of_models`` is whether a model that is built, and trains without flags, is held against them too,
     and ``is_of_calls`` whether the arguments of ``install`` are, before there is a model.
     """
 
@@ -85,7 +84,7 @@ def refuse_call(schedule: str, arguments: Mapping[str, Any]) -> None:
 
 def refuse_config(config: Any) -> None:
     """Raise ValueError for the first setting of the model's ``config`` that no schedule can run with."""
-    refuse_by(RequestedJob.of_args(config), of_config.CONFIG)
+    refuse_by(RequestedJob.of_args(config), schedules.CONFIG)
 
 
 def has_choice(job: RequestedJob, flag: str) -> bool:

@@ -20,11 +20,11 @@ _FLAG = re.compile(r"--[a-z][\w-]*( \S+)?")
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What cannot be: ``flag``, ``why`` not, and what to do instead, ``fix``.
+    """A case that cannot be: ``flag``, ``why`` not, and its ``fix``.
 
     In all three ``{name}`` stands for the value of the argument ``name``, or for what one of the functions
     ``words`` returns, by its name.  A reason or a fix that is left out is that of its ``Rules``.
-    ``when`` says whether it was requested.  A rule without it is about a flag as on a command line: alone or
+    ``when`` is whether it was requested.  A rule without it is about a flag as on a command line: alone or
     with any value, ``{name}``, it holds where the flag is set, and otherwise where it is set to that value.
     ``releases`` are those that the rule is about, such as ``transformer-engine<2.3``; without, it is about
     all.  Where the machine that trains is not known, a rule about some releases does not hold.
@@ -99,7 +99,7 @@ class Rules:
 
 
 class _Values(dict[str, Any]):
-    """What the names in a text stand for."""
+    """The values of the names in a text."""
 
     def __init__(self, job: RequestedJob, words: Words) -> None:
         self._job, self._words = job, {function.__name__: function for function in words}

@@ -36,8 +36,8 @@ CONFIG = (
 
 def has_graphs(job: RequestedJob, kind: str | None = None) -> bool:
     """Whether CUDA graphs are captured, or those of a ``kind``."""
-    found = job.precision.cuda_graph_impl
-    return found != "none" if kind is None else found == kind
+    graphs = job.precision.cuda_graph_impl
+    return graphs != "none" if kind is None else graphs == kind
 
 
 CUDA_GRAPHS = Rules(
@@ -202,7 +202,7 @@ SPLIT_BACKWARD = Rules(
 
 
 def schedule(job: RequestedJob) -> str:
-    """Return what schedules the job, in words."""
+    """Return the name of the job's schedule, in words."""
     name = job.pipeline.pipeline_schedule
     return "Megatron's own schedules" if name is None else f"--pipeline-schedule {name}"
 
@@ -231,7 +231,7 @@ def has_loss_elsewhere(job: RequestedJob) -> bool:
 
 
 def layout_of_v(job: RequestedJob) -> str:
-    """Return the layout that says of a V what other flags say of the ends of a model."""
+    """Return the layout of a V with the embedding and head that other flags describe."""
     return layers.as_v(job)
 
 
@@ -351,7 +351,7 @@ RULES = (
                 "try scripts/gpu_check.sh graphs and add --pipeline-unproved, or leave it out",
                 when=lambda job: has_graphs(job) and not job.flags.pipeline_unproved,
             ),
-            # These are two older names, which Megatron turns into the first.
+            # These are two older names, which Megatron replaces by the first.
             Rule(
                 "--enable-cuda-graph",
                 "Megatron's own schedules make these graphs when their first step ends",
@@ -441,10 +441,7 @@ RULES = (
         why="a V has both ends of the model on one rank",
         fix="say where they go: --pipeline-model-parallel-layout '{layout_of_v}'",
         words=(layout_of_v,),
-        rows=(
-            Rule("--decoder-first-pipeline-num-layers"),
-            Rule("--decoder-last-pipeline-num-layers"),
-        ),
+        rows=(Rule("--decoder-first-pipeline-num-layers"), Rule("--decoder-last-pipeline-num-layers")),
     ),
     Rules(
         title="With stages between the ends",

@@ -1,11 +1,4 @@
-"""What Megatron itself cannot run, under its own schedules as under others, and what a search refuses before.
-
-It ends with a traceback when the model is built or in the first step, or does not end at all.
-
-What Megatron refuses when it starts is asked of the installed one (``job.ask_megatron``).  Rules about
-stages are here all the same, since a search tries pipelines and chunks that no flag sets, and cannot ask for
-each of thousands of candidates.
-"""
+"""What Megatron itself cannot run, under any schedule, and what a search refuses before it asks Megatron."""
 
 from megatron_pp_ext.job import layers
 from megatron_pp_ext.job.requested_job import RequestedJob
@@ -19,8 +12,8 @@ def has_own_layers(job: RequestedJob) -> bool:
 
 def has_indexer(job: RequestedJob) -> bool:
     """Whether all sizes of sparse attention's indexer are given."""
-    own = job.attention
-    return bool(own.dsa_indexer_n_heads and own.dsa_indexer_head_dim and own.dsa_indexer_topk)
+    dsa = job.attention
+    return bool(dsa.dsa_indexer_n_heads and dsa.dsa_indexer_head_dim and dsa.dsa_indexer_topk)
 
 
 def pattern(job: RequestedJob) -> str | None:
@@ -231,6 +224,9 @@ RULES = (
         ),
     ),
 )
+"""Without a refusal Megatron ends with a traceback when the model is built or in the first step, or does not
+end at all.  What it refuses when it starts is asked of the installed one (``job.ask_megatron``).
+"""
 
 
 def chunk_flag(job: RequestedJob) -> str:
@@ -240,8 +236,8 @@ def chunk_flag(job: RequestedJob) -> str:
 
 def described_twice(job: RequestedJob) -> str:
     """Return the flag that spreads layers over stages in another way than a pattern; empty without one."""
-    others = (*layers.SPREAD[len(layers.ENDS) :], *layers.CHUNKS, layers.LAYOUT)
-    return next(filter(job.is_set, others), "")
+    flags = (*layers.SPREAD[len(layers.ENDS) :], *layers.CHUNKS, layers.LAYOUT)
+    return next(filter(job.is_set, flags), "")
 
 
 def ends_alone(job: RequestedJob) -> str:
@@ -356,3 +352,6 @@ PLANNED = (
         ),
     ),
 )
+"""Megatron refuses these at its start.  But a search tries pipelines and chunks that no flag sets, and cannot
+ask for each of thousands of candidates.
+"""

@@ -1,14 +1,4 @@
-"""Which pipeline a model was built for, where a process has several, and checks of models as soon as they are
-built.
-
-A chunk is known by itself, so that its steps find their runner whatever is installed when they run.  A config
-carries a mark, so that functions which are asked about its layers answer for its placement.  A mark that was
-copied into another process, inside the config, has no pipeline there: whoever trains with that config learns
-that a schedule was asked for.
-
-A builder that goes round the functions which are placed would put other layers on a rank than the schedule
-runs there, and train another model without an error.
-"""
+"""The pipeline that a model was built for, where a process has several, and the check of its layers."""
 
 import functools
 import re
@@ -39,7 +29,13 @@ _MARK = "_megatron_pp_ext_pipeline"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mark:
-    """The pipeline of the models that are built from a config; stock's schedule where it has no name."""
+    """The pipeline of the models that are built from a config; stock's schedule where it has no name.
+
+    A chunk is known by itself, so that its steps find their runner whatever is installed when they run.  A
+    config carries a mark, so that functions which are asked about its layers answer for its placement.  A
+    mark that was copied into another process, inside the config, has no pipeline there: whoever trains with
+    that config learns that a schedule was asked for.
+    """
 
     pipeline: Pipeline | None
     name: str
@@ -58,7 +54,7 @@ class Mark:
 
 
 def arrived(name: str) -> Mark:
-    """Return what a mark is in a process that its config was copied into; ``of_model`` refuses its steps."""
+    """Return the mark of a process that its config was copied into; ``of_model`` refuses its steps."""
     _arrivals.append(name)
     return Mark(None, name)
 
@@ -95,7 +91,7 @@ def claim(config: Any, pipeline: Pipeline | None) -> None:
     """Let functions about the layers of ``config`` answer for ``pipeline``, or for stock's placement.
 
     Called before a model is built.  ValueError where the config has a model for another pipeline: nobody
-    could tell whose layers are meant.
+    could find whose layers are meant.
     """
     mark = getattr(config, _MARK, None)
     is_alone = pipeline is None and not any(_chunks.values())
@@ -103,7 +99,7 @@ def claim(config: Any, pipeline: Pipeline | None) -> None:
         return  # a step of the latter refuses it
     name = pipeline.name if pipeline else ""
     if mark is not None and mark.is_built and mark.pipeline is not pipeline:
-        first, second = (one or "Megatron's own schedule" for one in (mark.name, name))
+        first, second = (owner or "Megatron's own schedule" for owner in (mark.name, name))
         raise ValueError(
             f"this config has a model for {first} and is to have one for {second}, whose layers are on other "
             "ranks; build each from a config of its own, such as a deep copy"
@@ -129,8 +125,8 @@ def of_model(model: Sequence[torch.nn.Module]) -> Pipeline | None:
 
     ValueError where the model's config was made for a schedule in another process.
     """
-    known = (part for chunk in model for part in chunk.modules() if part in _chunks)
-    part = next(known, None) if _chunks else None
+    parts = (part for chunk in model for part in chunk.modules() if part in _chunks)
+    part = next(parts, None) if _chunks else None
     if part is not None and _chunks[part] is not None:
         return _chunks[part]
     pipeline = requested.pipeline() if part is None else None
@@ -152,15 +148,15 @@ def _refuse_arrived(model: Sequence[torch.nn.Module]) -> None:
 
 def part_of(chunk: torch.nn.Module) -> torch.nn.Module:
     """Return the model of megatron.core inside of ``chunk``, or what is inside of all wrappers."""
-    known = next((part for part in chunk.modules() if part in _chunks), None)
-    if known is not None:
-        return known
+    match = next((part for part in chunk.modules() if part in _chunks), None)
+    if match is not None:
+        return match
     return unwrap_model(chunk)
 
 
 def built_for(pipeline: Pipeline) -> int:
     """Return how many chunks of models that are still there were built for ``pipeline``."""
-    return sum(one is pipeline for one in _chunks.values())
+    return sum(other is pipeline for other in _chunks.values())
 
 
 def forget() -> None:
@@ -189,15 +185,15 @@ def finishing(build_chunk: Callable[..., Any]) -> Callable[..., Any]:
 
     Megatron's own trainer exchanges tied weights right after that call.
     """
-    made: list[Any] = []
+    models: list[Any] = []
 
     @functools.wraps(build_chunk)
     def build(*args: Any, **kwargs: Any) -> Any:
         model = build_chunk(*args, **kwargs)
-        made.append(model)
-        if len(made) == requested.require().placement.chunks:
-            finish(made)
-            made.clear()
+        models.append(model)
+        if len(models) == requested.require().placement.chunks:
+            finish(models)
+            models.clear()
         return model
 
     return build
@@ -218,6 +214,9 @@ def require_as_placed(model: Sequence[torch.nn.Module], pipeline: Pipeline, grou
     """Raise ValueError, on all ranks of the pipeline ``group``, unless all have the stages of the placement.
 
     ``model`` are the chunks of this rank.  Collective over ``group``.
+
+    A builder that goes round the functions which are placed would put other layers on a rank than the
+    schedule runs there, and train another model without an error.
     """
     gathered: list[list[Built]] = [[]] * group.size()
     dist.all_gather_object(gathered, [built(chunk) for chunk in model], group=group)

@@ -1,9 +1,8 @@
 """The copies of the embedding that one model has: equal at the start, one gradient for all, written once.
 
-A tied output weight is a copy, and multi-token prediction (MTP) embeds its tokens by another one.  Stock
-does this across the ranks of its embedding group.  Under a V the embedding and the output head are on one
-rank, where no group reaches them, and groups that are older than the schedule leave out the rank that
-predicts.
+A tied output weight is a copy, and multi-token prediction (MTP) embeds its tokens by another one.  Stock does
+this across the ranks of its embedding group.  Under a V the embedding and the output head are on one rank,
+where no group reaches them, and groups that are older than the schedule leave out the rank that predicts.
 """
 
 from collections.abc import Callable, Sequence
@@ -131,7 +130,7 @@ def sum_tied_gradients(
         present[1].copy_(present[0])
 
 
-class _Link:
+class _Tie:
     """Takes a copy's numbers between the rank of ``group`` that ``has_embedding`` and a ``peer``.
 
     This rank's copy is ``weight``.
@@ -143,7 +142,6 @@ class _Link:
         self._wire = wire_of(group, weight.device)
 
     def sum(self, numbers: torch.Tensor) -> None:
-        """Give both ranks the sum of their ``numbers``."""
         if self._has_embedding:
             numbers.add_(self._received(numbers))
         else:
@@ -166,7 +164,7 @@ class _Link:
         return received.to(numbers.device)
 
 
-def _link(chunks: Sequence[torch.nn.Module], pipeline: Pipeline, group: dist.ProcessGroup) -> _Link | None:
+def _link(chunks: Sequence[torch.nn.Module], pipeline: Pipeline, group: dist.ProcessGroup) -> _Tie | None:
     """Return the link between the first stage's copy and that of MTP on another rank.
 
     None on other ranks, and where Megatron's group has both (``_embedding_ranks``).
@@ -183,7 +181,7 @@ def _link(chunks: Sequence[torch.nn.Module], pipeline: Pipeline, group: dist.Pro
     has_embedding = group.rank() == home
     copy = chunks[0 if has_embedding else -1]  # Megatron predicts in a rank's last chunk alone
     weight = _model(copy).shared_embedding_or_output_weight()
-    return _Link(weight, group, has_embedding, other if has_embedding else home)
+    return _Tie(weight, group, has_embedding, other if has_embedding else home)
 
 
 @hook(

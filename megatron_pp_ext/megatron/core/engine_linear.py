@@ -1,38 +1,4 @@
-"""Cut the backward of Transformer Engine's linear layers in two.
-
-A quantized operand keeps its numbers and its scales in plain tensors of their own.  Those that the product of
-a weight gradient reads have the tokens along one dimension, padded or not; by class (Transformer Engine 2.3
-to 2.20, ``transformer_engine/pytorch/tensor/storage``, and ``pytorch/distributed.py`` for the gathers):
-
-========================  ======================  =========================================
-class                     attribute               shape, for T tokens and K features
-========================  ======================  =========================================
-``Float8Tensor``          ``_transpose``          [K, T]; or ``_data`` [T, K] for both uses
-``MXFP8Tensor``           ``_columnwise_data``    [T, K]
-..                        ``..._scale_inv``       [T / 32, padded to 4; K, padded to 128]
-``Float8BlockwiseQ...``   ``_columnwise_data``    [K, T]
-..                        ``..._scale_inv``       [T / 128; K, padded to 4]
-``NVFP4Tensor``           ``_columnwise_data``    [K, T / 2]
-..                        ``..._scale_inv``       [K, padded to 128; T / 16, padded to 4]
-========================  ======================  =========================================
-
-Where a rank's tokens are no whole number of blocks, Transformer Engine gathers in high precision and
-quantizes then; such blocks belong to several ranks, and the operand stays whole.
-
-Each of its linear modules (Linear, LayerNormLinear, GroupedLinear, and so Megatron's TELinear,
-TELayerNormColumnParallelLinear, TEColumnParallelLinear, TERowParallelLinear and TEGroupedLinear) has an
-object ``wgrad_store``, which decides whether the weight's gradient is computed at once; if not, the module
-hands it the product and its operands.  Transformer Engine's own store is a queue for each module, which has
-to be enabled when the module is built and runs first in, first out.  The store here leaves the work to the W
-of the stage and microbatch whose I is running, as that of Megatron's local layers does.
-
-The product is bound to its operands in I: the scales of FP8 operands go with them, and the scaling of later
-microbatches cannot change them.
-
-Under sequence parallelism a column-parallel layer gathers its input for this product, and a row-parallel
-layer the gradient of its output for both.  The store keeps this rank's own part of either
-(``engine_operands``), and W gathers it again.
-"""
+"""Cuts the backward of Transformer Engine's linear layers (2.3 to 2.20) in two."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -61,6 +27,25 @@ _LAYOUTS: Mapping[str, Mapping[str, _Tokens]] = {
     "Float8BlockwiseQ": {_DATA: _Tokens(1, 1), _SCALES: _Tokens(0, 128)},
     "NVFP4": {_DATA: _Tokens(1, 2), _SCALES: _Tokens(1, 16)},
 }
+"""A quantized operand keeps its numbers and its scales in plain tensors of their own.  Those that the product
+of a weight gradient reads have the tokens along one dimension, padded or not; by class (Transformer Engine
+2.3 to 2.20, ``transformer_engine/pytorch/tensor/storage``, and ``pytorch/distributed.py`` for the gathers):
+
+========================  ======================  =========================================
+class                     attribute               shape, for T tokens and K features
+========================  ======================  =========================================
+``Float8Tensor``          ``_transpose``          [K, T]; or ``_data`` [T, K] for both uses
+``MXFP8Tensor``           ``_columnwise_data``    [T, K]
+..                        ``..._scale_inv``       [T / 32, padded to 4; K, padded to 128]
+``Float8BlockwiseQ...``   ``_columnwise_data``    [K, T]
+..                        ``..._scale_inv``       [T / 128; K, padded to 4]
+``NVFP4Tensor``           ``_columnwise_data``    [K, T / 2]
+..                        ``..._scale_inv``       [K, padded to 128; T / 16, padded to 4]
+========================  ======================  =========================================
+
+Where a rank's tokens are no whole number of blocks, Transformer Engine gathers in high precision and
+quantizes then; such blocks belong to several ranks, and the operand stays whole.
+"""
 
 
 class OwnOperand:
@@ -160,7 +145,23 @@ _GATHERED: Mapping[str | None, int] = {"column": 0, "row": 1}
 
 
 class DeferringStore:
-    """Replaces the ``WeightGradStore`` of one ``module``; the method names are Transformer Engine's."""
+    """Replaces the ``WeightGradStore`` of one ``module``; the method names are Transformer Engine's.
+
+    Each of Transformer Engine's linear modules (Linear, LayerNormLinear, GroupedLinear, and so Megatron's
+    TELinear, TELayerNormColumnParallelLinear, TEColumnParallelLinear, TERowParallelLinear and
+    TEGroupedLinear) has an object ``wgrad_store``, which decides whether the weight's gradient is computed at
+    once; if not, the module hands it the product and its operands.  Transformer Engine's own store is a queue
+    for each module, which has to be enabled when the module is built and runs first in, first out.  This
+    store leaves the work to the W of the stage and microbatch whose I is running, as that of Megatron's local
+    layers does.
+
+    The product is bound to its operands in I: the scales of FP8 operands go with them, and the scaling of
+    later microbatches cannot change them.
+
+    Under sequence parallelism a column-parallel layer gathers its input for this product, and a row-parallel
+    layer the gradient of its output for both.  The store keeps this rank's own part of either
+    (``own_operand``), and W gathers it again.
+    """
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -281,7 +282,7 @@ def _is_part(input: Any, gradient: Any) -> bool:
 
 
 def _layer(module: Any) -> Layer:
-    """Return what ``module`` does with the gradient of its input before it stores its weight's.
+    """Return the kind of ``module``, by its exchange of an input's gradient before its weight's.
 
     A product that scatters the result itself (userbuffers) leaves no message under way.
     """

@@ -1,8 +1,4 @@
-"""The memory that devices have free, and that of the host which a rank may take.
-
-A process that takes more than its cgroup allows, such as a container's or a batch job's, is killed, however
-much the machine has.
-"""
+"""The memory that devices have free, and that of the host which a rank may take."""
 
 import math
 import os
@@ -29,6 +25,9 @@ def host_bytes() -> int:
     """Return this rank's part of the free memory by the number of ranks that its launcher reports here.
 
     Where it does not report it (LOCAL_WORLD_SIZE), all ranks of the job may be.
+
+    A process that takes more than its cgroup allows, such as a container's or a batch job's, is killed,
+    however much the machine has.
     """
     ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1"
     return min(_pools().values()) // int(ranks)

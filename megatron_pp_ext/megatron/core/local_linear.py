@@ -1,13 +1,4 @@
-"""Cut the backward of Megatron's own linear layers in two, and run products of a W while an I exchanges
-tokens.
-
-``ColumnParallelLinear`` and ``RowParallelLinear`` (and so the attention, MLP and output layers of the local
-transformer implementation) all end in one autograd function.  Its backward is replaced while an I is running,
-which needs the input's gradient alone; at any other time stock code runs untouched.
-
-It is the exchange of Megatron's all-to-all dispatcher.  DeepEP and HybridEP exchange tokens in kernels of
-their own.  In pairs, a forward runs with the exchange.
-"""
+"""Cuts the backward of Megatron's own linear layers in two, and runs products of a W in exchanges of an I."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -38,6 +29,10 @@ def split_backward(stock: type[torch.autograd.Function]) -> type[torch.autograd.
     """Derive from Megatron's linear function one that can leave its weight gradient for later.
 
     The summands of gradients, and their order, are stock's: the numbers are the same.
+
+    ``ColumnParallelLinear`` and ``RowParallelLinear`` (and so the attention, MLP and output layers of the
+    local transformer implementation) all end in one autograd function.  Its backward is replaced while an I
+    is running, which needs the input's gradient alone; at any other time stock code runs untouched.
     """
 
     class SplitLinearWithGradAccumulation(stock):  # type: ignore[valid-type,misc]
@@ -145,7 +140,11 @@ _EXCHANGE = "ctx group input output_split_sizes input_split_sizes"
     "weight gradients of experts while tokens travel",
 )
 def hide_exchanges(stock: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
-    """Derive from Megatron's exchange one whose backward lets other work run until its tokens are there."""
+    """Derive from Megatron's exchange one whose backward lets other work run until its tokens are there.
+
+    It is the exchange of Megatron's all-to-all dispatcher.  DeepEP and HybridEP exchange tokens in kernels of
+    their own.  In pairs, a forward runs with the exchange.
+    """
 
     class HiddenExchange(stock):  # type: ignore[valid-type,misc]
         @staticmethod

@@ -1,16 +1,4 @@
-"""Updates: checks after the actions of a step, norms of one stage alone, and optimizer state that is saved by
-rank.
-
-A check asks whether a number on the device is finite.  Stock asks at every microbatch of the loss stage and
-before every bucket's reduction, and the host launches nothing until the device has come so far.  Under a V
-the loss stage shares its rank with another one, whose actions would wait too.
-
-Stock takes the gradient norm, for clipping and for the log, over all pipeline ranks, and has them agree that
-the update was done.  Under a schedule that never flushes, each stage takes its own.
-
-Such state follows a rank's buffers, and so the stages on it: it loads under the placement that it was saved
-under and no other.  Under a placement that Megatron's own schedules do not have, its keys name the placement.
-"""
+"""Updates: checks after a step's actions, norms of one stage alone, and optimizer state saved by rank."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -37,7 +25,12 @@ _late: list[Callable[[], None]] | None = None
 
 @contextmanager
 def put_off() -> Iterator[None]:
-    """Make the checks that are asked for inside at the end of the context, in their order."""
+    """Make the checks that are asked for inside at the end of the context, in their order.
+
+    A check asks whether a number on the device is finite.  Stock asks at every microbatch of the loss stage
+    and before every bucket's reduction, and the host launches nothing until the device has come so far.
+    Under a V the loss stage shares its rank with another one, whose actions would wait too.
+    """
     global _late
     late: list[Callable[[], None]] = []
     _late = late
@@ -80,7 +73,11 @@ def _accept(rejection_func: Callable[[Any], Any], result: Any) -> Any:
 
 
 def updates_by_stage() -> bool:
-    """Return whether stages update their weights without waiting for each other."""
+    """Return whether stages update their weights without waiting for each other.
+
+    Stock takes the gradient norm, for clipping and for the log, over all pipeline ranks, and has them agree
+    that the update was done.  Under a schedule that never flushes, each stage takes its own.
+    """
     pipeline = requested.pipeline()
     return pipeline is not None and pipeline.updates is not None and not pipeline.updates.waits
 
@@ -160,6 +157,9 @@ def name_placement(
 
     The keys name it, too: sizes may agree where contents do not (a wave and a loop of three chunks, say), and
     a process without this package would load one layer's state into another.
+
+    A distributed optimizer's state follows a rank's buffers, and so the stages on it: it loads under the
+    placement that it was saved under and no other.
     """
     state = stock(optimizer, *args, **kwargs)
     pipeline = chunk_pipelines.of_model(optimizer.model_chunks)

@@ -1,12 +1,4 @@
-"""Parameters: what they carry besides numbers, names that hold on every rank, and copies that train alike.
-
-Megatron and scripts write on a parameter whether it is trained, how it is cut, which ranks hold copies of it
-and what the optimizer does with it.  A new parameter has to carry all of that, known here or not.
-
-With tied embeddings the embedding and the output head have a copy each, and those that predict several tokens
-have more; a feature may give every rank a part.  Where some of them are frozen, stock waits for ever for
-gradients.
-"""
+"""Parameters: what they carry besides numbers, names that hold on every rank, and copies that train alike."""
 
 import pickle
 from collections.abc import Sequence
@@ -22,7 +14,12 @@ from megatron_pp_ext.runtime.split import has_hooks
 
 
 class Marks(NamedTuple):
-    """Whether a parameter is trained, and its attributes by name."""
+    """Whether a parameter is trained, and its attributes by name.
+
+    Megatron and scripts write on a parameter whether it is trained, how it is cut, which ranks hold copies of
+    it and what the optimizer does with it.  A parameter that takes its place has to carry all of that,
+    whether this package knows it or not.
+    """
 
     requires_grad: bool
     attributes: dict[str, Any]
@@ -110,7 +107,12 @@ def has_tied_output(chunk: torch.nn.Module) -> bool:
 
 
 def require_alike(model: Sequence[torch.nn.Module]) -> None:
-    """Raise ValueError, on all ranks, unless the job's copies and parts of each weight agree; collective."""
+    """Raise ValueError, on all ranks, unless the job's copies and parts of each weight agree; collective.
+
+    With tied embeddings the embedding and the output head have a copy each, and those that predict several
+    tokens have more; a feature may give every rank a part.  Where some of them are frozen, stock waits for
+    ever for gradients.
+    """
     local = {
         (EMBEDDING if name == OUTPUT and has_tied_output(chunk) else name, parameter.requires_grad)
         for chunk in unwrap_model(list(model))

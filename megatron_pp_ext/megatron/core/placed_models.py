@@ -1,22 +1,10 @@
 """Models of megatron.core, built for the placement of the pipeline in force: V and wave on top of
 interleaving.
 
-Stock Megatron places chunk c of rank i at stage c * p + i.  A V needs chunk 1 of rank i to be stage
-2p - 1 - i instead, which is what the interleaved code builds on rank p - 1 - i; a wave needs the same of
-every odd chunk, and with embedding and head on the last rank it is the even ones.  Two mirrors give these
-chunks, and no others, the rank p - 1 - i while they are at work:
-
-* ``mirrored_rank`` mirrors the global pipeline rank, for code that reads it from ``parallel_state`` (batches,
-  dataset providers, layer numbers in checkpoints);
-* ``MirroredGroup`` stands in for the pipeline group in the process-group collection that the chunk is built
-  with, and that it keeps (``placed_groups``).  At all other times the collection has the true group: trainers
-  take the groups of a rank from its first chunk.
-
-While a mirrored chunk is at work ``parallel_state`` reports the mirrored rank, and these functions follow it.
-Whoever asks at another time, to export weights or to look for the loss, gets the same answer by these hooks.
-
-Megatron's own trainer builds all chunks of a rank in one function (``mirrored_chunks.build_chunks_placed``).
-Other trainers have builders of their own, and all of them make each chunk by the model's class.
+Stock Megatron places chunk c of rank i at stage c * p + i.  A V needs chunk 1 of rank i to be stage 2p - 1 -
+i instead, which is what the interleaved code builds on rank p - 1 - i; a wave needs the same of every odd
+chunk, and with embedding and head on the last rank it is the even ones.  Two mirrors give these chunks, and
+no others, the rank p - 1 - i while they are at work: ``mirrored_rank`` and ``MirroredGroup``.
 """
 
 import copy
@@ -57,6 +45,10 @@ class MirroredGroup:
 
     Everything but ``rank`` is the group's own.  It reports the position of a rank; while a mirrored chunk is
     at work it is not for communication, in which the true ranks must be named.
+
+    It stands in for the pipeline group in the process-group collection that a chunk is built with, and that
+    it keeps (``placed_groups``).  At all other times the collection has the true group: trainers take the
+    groups of a rank from its first chunk.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -125,7 +117,11 @@ def mirror(rank: int, ranks: int) -> MirroredRank:
 
 @contextmanager
 def mirrored_rank(mirrored: bool = True) -> Iterator[None]:
-    """Let ``parallel_state`` report this rank's mirror image in the pipeline, or the true rank, within."""
+    """Let ``parallel_state`` report this rank's mirror image in the pipeline, or the true rank, within.
+
+    Code that takes the pipeline rank from ``parallel_state`` sees it: batches, dataset providers, layer
+    numbers in checkpoints.
+    """
     before = vars(parallel_state)[_RANK]
     rank = parallel_state.get_pipeline_model_parallel_rank()
     if is_mirrored() is not mirrored:
@@ -231,6 +227,10 @@ def by_placement(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     A ``pp_rank`` in the call is a true rank, unless it comes from a mirrored group or ``parallel_state``,
     which are mirrored already and marked so.  With ``ignore_virtual`` the answer is for the whole rank.
+
+    While a mirrored chunk is at work ``parallel_state`` reports the mirrored rank, and these functions follow
+    it.  Whoever asks at another time, to export weights or to look for the loss, gets the same answer by this
+    hook.
     """
     signature = inspect.signature(stock)
 
@@ -275,11 +275,7 @@ _MAMBA = f"self config mamba_stack_spec {_RATIOS}"
 _WHY = "chunks of a V or wave from the other end, whoever builds them"
 
 
-@hook(
-    "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
-    (_GPT, f"{_GPT} logit_dtype"),
-    _WHY,
-)
+@hook("megatron.core.models.gpt.gpt_model:GPTModel.__init__", (_GPT, f"{_GPT} logit_dtype"), _WHY)
 @hook(
     "megatron.core.models.hybrid.hybrid_model:HybridModel.__init__",
     (_HYBRID, f"{_HYBRID} logit_dtype"),
@@ -298,6 +294,9 @@ def build_placed(stock: Callable[..., None], model: Any, *args: Any, **kwargs: A
 
     ValueError where the process groups or the config are made for another number of ranks or chunks than the
     schedule's.
+
+    Megatron's own trainer builds all chunks of a rank in one function (``build_chunks_placed``).  Other
+    trainers have builders of their own, and all of them make each chunk by the model's class.
     """
     pipeline = requested.pipeline()
     if pipeline is None or not pipeline.is_per_model:

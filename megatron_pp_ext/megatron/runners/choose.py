@@ -1,10 +1,4 @@
-"""The choice of the runner of this process's steps, and what a model settles of the pipeline before its
-first.
-
-A call of ``install`` knows no model.  Before the first step there is one: its config and that of its data
-parallelism are held against the rules for flags, costs follow from its sizes where none were given, and
-features read what the config asks of them.
-"""
+"""The choice of the runner of this process's steps, and the binding of a requested pipeline to its model."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -47,6 +41,10 @@ def bind_to_model(
     """Return ``pipeline`` as the chunks ``model`` need it; ValueError where it cannot train them.
 
     A step has ``microbatch`` samples of ``sequence`` tokens in a microbatch.
+
+    A call of ``install`` knows no model.  Before the first step there is one: its config and that of its data
+    parallelism are held against the rules for flags, costs follow from its sizes where none were given, and
+    features read what the config asks of them.
     """
     request, config = pipeline.request, get_model_config(model[0])
     of_part = partial(getattr, part_of(model[0]))
@@ -70,20 +68,20 @@ def bind_to_model(
         "hybrid_layer_pattern": of_part("hybrid_layer_pattern", None),
     }
     args = arguments(config, getattr(model[0], "ddp_config", None), **explicit)
-    asked = RequestedJob.of_args(
+    job = RequestedJob.of_args(
         args,
         {ENGINE: str(get_te_version())},
         placement=pipeline.placement,
         chunks=pipeline.placement.chunks,
         from_file=request.from_file,
     )
-    asked = asked.with_arguments(**options.chosen(asked, lambda _: request, lambda: asked.padded_vocabulary))
-    request = options.read(asked, request)
-    asked = replace(asked, splits=request.may_split_backward)
-    all_rules.refuse_model(asked)
+    job = job.with_arguments(**options.chosen(job, lambda _: request, lambda: job.padded_vocabulary))
+    request = options.read(job, request)
+    job = replace(job, splits=request.may_split_backward)
+    all_rules.refuse_model(job)
     if request.from_file is not None:
-        require_trainable(request.from_file, asked)
-    estimate = cost_model(asked, _estimate)
+        require_trainable(request.from_file, job)
+    estimate = cost_model(job, _estimate)
     needs_costs = pipeline.costs is None and catalog.abilities(request.schedule).is_compiled
     pipeline = replace(pipeline, settings=replace(pipeline.settings, estimate=estimate))
     if request.options == pipeline.request.options and not needs_costs:
@@ -155,7 +153,7 @@ chunk_pipelines.arrive_by(_arrived)
 class StepsByModel:
     """A forward-backward function that runs each model by the pipeline that it was built for.
 
-    ``stock`` returns Megatron's own.  Models of different pipelines may take turns.
+    ``stock`` returns Megatron's own.  Models of different pipelines may alternate.
     """
 
     def __init__(self, stock: Callable[[], Callable[..., Any]]) -> None:
@@ -171,7 +169,7 @@ class StepsByModel:
 
 
 def runner_of(step: Callable[..., Any], model: Any, **kwargs: Any) -> PipelineRunner | None:
-    """Return what runs ``model`` where ``step`` is called with these arguments; None for Megatron's own."""
+    """Return the runner of ``model`` where ``step`` has these arguments; None for Megatron's own."""
     if not isinstance(step, StepsByModel):
         return step if isinstance(step, PipelineRunner) else None
     chunks = model if isinstance(model, list) else [model]
@@ -266,6 +264,6 @@ def put_together(pipeline: requested.Pipeline, transport: ProcessGroups) -> Pipe
 
 def _rehearsed(pipeline: requested.Pipeline) -> PipelineRunner:
     """Return a runner of the steps of one rank without the others."""
-    source, others = Requested(pipeline), DummyTransport()
-    steps = FlushedSteps(pipeline, source, others)
-    return PipelineRunner(steps, RehearsalRecording(pipeline, source, others), DummyLosses())
+    source, transport = Requested(pipeline), DummyTransport()
+    steps = FlushedSteps(pipeline, source, transport)
+    return PipelineRunner(steps, RehearsalRecording(pipeline, source, transport), DummyLosses())

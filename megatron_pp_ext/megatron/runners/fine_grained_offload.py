@@ -1,11 +1,4 @@
-"""Megatron's fine-grained offloading (--fine-grained-activation-offloading) in the order of a program.
-
-Its manager has a handler for each chunk and microbatch of a step, makes them in the first one, and goes
-through them in a list for forwards and in one for backwards (fine_grained_activation_offload.py, 0.17 to 0.19
-and the main branch of August 2026).  The second list is made as forwards come, which is right for 1F1B and
-for the interleaved schedule alone.  Here both follow the program: a forward takes the next handler, whose
-backward has the place that the program gives it.
-"""
+"""Megatron's fine-grained offloading (--fine-grained-activation-offloading) in the order of a program."""
 
 import inspect
 from bisect import insort
@@ -29,6 +22,12 @@ class ProgramOffloadManager(PipelineOffloadManager):
 
     Where steps differ, each kind of them has a manager, since a manager knows the handlers and groups of its
     first step; ``like`` is one whose streams and pinned memory it shares.
+
+    Megatron's manager has a handler for each chunk and microbatch of a step, makes them in the first one, and
+    goes through them in a list for forwards and in one for backwards (fine_grained_activation_offload.py,
+    0.17 to 0.19 and the main branch of August 2026).  The second list is made as forwards come, which is
+    right for 1F1B and for the interleaved schedule alone.  In this one both follow the program: a forward
+    takes the next handler, whose backward has the place that the program gives it.
     """
 
     _d2h_stream: torch.cuda.Stream
@@ -130,7 +129,6 @@ class _CountedTensors(dict[Any, Any]):
             meter.hold(owner, state, self._counted[tag])
 
     def pop(self, tag: Any) -> Any:  # type: ignore[override]
-        """Return the entry of ``tag`` and forget it."""
         self._counted.pop(tag, None)
         self._watched.pop(tag, None)
         return super().pop(tag)

@@ -43,9 +43,9 @@ class Step:
     make_stage: Callable[..., ModelStage] = ModelStage
     parts: list[object] = field(default_factory=list)
     measured: Mapping[int, Sequence[Costs]] = field(default_factory=dict)
-    """What microbatches have cost in measured steps (``sources.StepSource.measured``)."""
+    """What microbatches have cost in measured steps (``StepSource.measured``)."""
     free: Sequence[float] = ()
-    """The bytes that each rank has for the step (``sources.StepSource.free``); none if not measured."""
+    """The bytes that each rank has for the step (``StepSource.free``); none if not measured."""
     may_move_weights: bool = False
     """Whether W may have other places than in the schedule, here or in other replicas."""
 
@@ -55,7 +55,7 @@ StepPart = Callable[[Step], AbstractContextManager[None]]
 
 
 def step_parts(pipeline: Pipeline) -> list[StepPart]:
-    """Return what all features bring to the steps of ``pipeline``, in the order in which they are entered."""
+    """Return all features' parts of the steps of ``pipeline``, in the order in which they are entered."""
     return [
         *(part for feature in FEATURES for part in feature.data_parts(pipeline)),
         *(part for feature in FEATURES for part in feature.step_parts(pipeline)),
@@ -87,7 +87,7 @@ class StepSource(Protocol):
 
     @property
     def measured(self) -> Mapping[int, Sequence[Costs]]:
-        """What each microbatch has cost in the steps that were measured so far, the same on all ranks.
+        """The costs of each microbatch in the steps that were measured so far, the same on all ranks.
 
         Steps go by the number of training steps that the process had run before.
         """
@@ -228,7 +228,6 @@ class FlushedSteps:
             )
 
     def _kind(self, inputs: StepInputs) -> tuple[int, bool, Hashable]:
-        """Return the key that all steps of one plan share."""
         phase = None if inputs.forward_only else self._source.phase(inputs)
         return inputs.microbatches, inputs.forward_only, phase
 

@@ -1,13 +1,4 @@
-"""Megatron's forward-backward contract, which all runners keep.
-
-In the first training step Megatron records the order in which each rank's layers go forward and backward;
-from the second step on it brings pages back just before they are needed (transformer/moe/paged_stash.py).
-Any order works, as long as all steps have the same.
-
-``get_forward_backward_func`` returns a function that runs all microbatches of a training or evaluation step,
-and a ``PipelineRunner`` is such a function.  It does what stock does around the microbatches: timers,
-gradient finalization, the loss store on the last rank.  What it runs and how is that of its parts.
-"""
+"""Megatron's forward-backward contract, which all runners keep."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -30,7 +21,12 @@ from megatron_pp_ext.runtime.split import STORE
 
 
 def begin_step(config: Any, forward_only: bool) -> None:
-    """Announce a step to the pages, as stock's schedules do; an evaluation runs without pages."""
+    """Announce a step to the pages, as stock's schedules do; an evaluation runs without pages.
+
+    In the first training step Megatron records the order in which each rank's layers go forward and backward;
+    from the second step on it brings pages back just before they are needed (transformer/moe/paged_stash.py).
+    Any order works, as long as all steps have the same.
+    """
     if getattr(config, "moe_paged_stash", False):
         from megatron.core.transformer.moe.paged_stash import paged_stash_reset
 
@@ -77,7 +73,7 @@ class Losses(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCall:
-    """What Megatron passes to its own forward-backward functions; ``p2p_communicator`` is not used."""
+    """The arguments of Megatron's forward-backward functions; ``p2p_communicator`` is not used."""
 
     forward_step_func: Callable[..., Any]
     data_iterator: Any
@@ -112,9 +108,9 @@ class StepCall:
         refuse_multimodule(self.p2p_communicator, self.pg_collection)
         if len(self.iterators) != len(self.chunks):
             is_list = isinstance(self.data_iterator, list)
-            given = f"a list of {len(self.iterators)}" if is_list else "one iterator"
+            kind = f"a list of {len(self.iterators)}" if is_list else "one iterator"
             raise ValueError(
-                f"data_iterator is {given}, and this model has {len(self.chunks)} chunks on a rank; give a "
+                f"data_iterator is {kind}, and this model has {len(self.chunks)} chunks on a rank; give a "
                 "list of one iterator for each chunk"
             )
 
@@ -159,6 +155,10 @@ class PipelineRunner:
     Called with what Megatron passes to its own forward-backward functions (keywords only).  All ranks of the
     job call the parts in the same steps and in the same order, so each of them may communicate, as long as it
     does so on every rank.
+
+    ``get_forward_backward_func`` returns a function that runs all microbatches of a training or evaluation
+    step, and a runner is such a function.  It does what stock does around the microbatches: timers, gradient
+    finalization, the loss store on the last rank.  What it runs and how is that of its parts.
     """
 
     def __init__(self, steps: Steps, recording: Recording, losses: Losses) -> None:
@@ -206,7 +206,7 @@ class PipelineRunner:
         return inputs
 
     def _run(self, inputs: StepInputs, recorder: Recorder | None) -> None:
-        """Run all actions of the step; RuntimeError where one left a weight gradient behind."""
+        """Run all actions of the step; RuntimeError where one left a weight gradient unfinished."""
         with inputs.data_parallel.step(), self._recording.actions(inputs, recorder):
             try:
                 self.steps.run(inputs, recorder or Unrecorded())
@@ -249,9 +249,9 @@ def _split_backwards(model: list[Any], config: Any) -> None:
         )
 
 
-def refuse_multimodule(*given: Any) -> None:
+def refuse_multimodule(*values: Any) -> None:
     """Raise ValueError for MIMO: stock's schedule carries messages between the pipelines of its modules."""
-    if any(type(one).__name__.startswith("MultiModule") for one in given):
+    if any(type(value).__name__.startswith("MultiModule") for value in values):
         raise ValueError(
             "schedules of megatron_pp_ext do not support MIMO, whose modules have pipelines of their own; "
             "train it under Megatron's own schedule"

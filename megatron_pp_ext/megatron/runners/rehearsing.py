@@ -1,9 +1,4 @@
-"""Runs one rank of a pipeline without the others, to measure what its actions cost.
-
-Under Megatron's fake process group a process can be any rank of any world, and collectives do nothing.  The
-rank runs its actions in the order of the schedule, and dummy tensors take the place of messages.  The first
-step, which warms up, counts bytes; all later ones are timed.
-"""
+"""Runs one rank of a pipeline without the others, to measure what its actions cost."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -139,6 +134,10 @@ class RehearsalRecording:
     """Records steps of this rank alone, and writes its measurements, from the second timed one on.
 
     A ``pipeline_runner.Recording``.
+
+    Under Megatron's fake process group a process can be any rank of any world, and collectives do nothing.
+    The rank runs its actions in the order of the schedule, and dummy tensors take the place of messages.  The
+    first step, which warms up, counts bytes; all later ones are timed.
     """
 
     def __init__(self, pipeline: requested.Pipeline, source: StepSource, transport: DummyTransport) -> None:

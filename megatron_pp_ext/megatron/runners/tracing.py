@@ -1,4 +1,4 @@
-"""Recording a training step, under our schedules and under stock's, and writing its trace.
+"""The recording of a training step, under our schedules and under stock's, and its trace.
 
 The executor reports the actions of our schedules.  Stock's schedules have none, so their actions are reported
 where they call ``forward_step`` and ``backward_step``.
@@ -97,11 +97,7 @@ def record_forward(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return output, tokens
 
 
-@hook(
-    f"{_STOCK}:backward_step",
-    (f"{_BACKWARD} config", f"{_BACKWARD} model_type config"),
-    _OF_STOCK,
-)
+@hook(f"{_STOCK}:backward_step", (f"{_BACKWARD} config", f"{_BACKWARD} model_type config"), _OF_STOCK)
 def record_backward(
     stock: Callable[..., Any], input_tensor: Any, output_tensor: Any, *args: Any, **kwargs: Any
 ) -> Any:

@@ -1,8 +1,4 @@
-"""What carries messages, collectives and losses between the ranks of a pipeline.
-
-Under a V the last stage may be on the pipeline's first rank.  Megatron logs losses, and the losses of
-multi-token prediction, from the last rank, and divides gradients by the count of tokens that it finds there.
-"""
+"""What carries messages, collectives and losses between the ranks of a pipeline."""
 
 from collections.abc import Iterable
 from copy import copy
@@ -168,6 +164,10 @@ class LossesOnLastRank:
     """The loss store of a step where stock has it; ``pipeline_runner.Losses``.
 
     Where another rank computes the losses, they travel to the last one with the messages down the pipeline.
+
+    Under a V the last stage may be on the pipeline's first rank.  Megatron logs losses, and the losses of
+    multi-token prediction, from the last rank, and divides gradients by the count of tokens that it finds
+    there.
     """
 
     def __init__(self, placement: Placement, transport: ProcessGroups) -> None:

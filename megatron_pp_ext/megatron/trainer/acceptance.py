@@ -49,7 +49,7 @@ class _Unparsed(ValueError):
 def answer(
     flags: Sequence[str], world_size: int, variables: Mapping[str, str], shown: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return what Megatron does with a job of ``flags`` on ``world_size`` GPUs under such ``variables``.
+    """Return Megatron's answer to a job of ``flags`` on ``world_size`` GPUs under such ``variables``.
 
     The arguments ``shown`` take the place of others after the validation, before the config is made.
     ``refusal`` is its error in one line, empty where it starts; ``unknown`` are words that are none of its
@@ -106,8 +106,8 @@ def _check_optimizer(args: Namespace) -> None:
 
 def _differing(theirs: Namespace, ours: Namespace) -> dict[str, Any]:
     """Return the arguments of Megatron's that ``ours`` has with another value."""
-    found = {name: _plain(value) for name, value in vars(theirs).items() if hasattr(ours, name)}
-    return {name: value for name, value in found.items() if value != _plain(getattr(ours, name))}
+    values = {name: _plain(value) for name, value in vars(theirs).items() if hasattr(ours, name)}
+    return {name: value for name, value in values.items() if value != _plain(getattr(ours, name))}
 
 
 def _plain(value: Any) -> Any:
@@ -156,7 +156,6 @@ def _environment(world_size: int, variables: Mapping[str, str]) -> Iterator[None
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep what Megatron prints out of the answers."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield
 

@@ -1,12 +1,4 @@
-"""What all ranks of a job have to agree on, compared before any process group is made.
-
-The ranks meet at torch's rendezvous store, the one that the default process group is made with afterwards:
-it is reached over TCP from the hosts, so that no device takes part.  Where torchrun serves no store, rank 0
-does, and keeps serving it for the process group (``multi_tenant``).
-
-Ranks that disagree about the placement would wait for each other until the timeout, and so would all others
-for a rank that was refused.
-"""
+"""What all ranks of a job have to agree on, compared before any process group is made."""
 
 import contextlib
 import hashlib
@@ -55,6 +47,10 @@ def meet(report: str, judge: Judge, patience: timedelta, store: dist.Store | Non
     Every rank calls it once, at its own time, and waits for the others; when ``patience`` is over, ``judge``
     gets the reports that are there.  Without ``store`` the one that the environment describes is used.
     Raises RuntimeError if there is no store to be reached within ``patience``.
+
+    The ranks meet at torch's rendezvous store, the one that the default process group is made with
+    afterwards: it is reached over TCP from the hosts, so that no device takes part.  Where torchrun serves no
+    store, rank 0 does, and keeps serving it for the process group (``multi_tenant``).
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     shared = dist.PrefixStore("megatron_pp_ext", store or _rendezvous(rank, world_size, patience))
@@ -65,7 +61,9 @@ def meet(report: str, judge: Judge, patience: timedelta, store: dist.Store | Non
     except RuntimeError:
         pass  # some rank has not come
     if not shared.check([_ANSWER]):
-        shared.set(_ANSWER, judge([_report_of(rank, shared) for rank in range(world_size)]))
+        ranks = map(str, range(world_size))
+        reports = [shared.get(name).decode() if shared.check([name]) else None for name in ranks]
+        shared.set(_ANSWER, judge(reports))
     answer = shared.get(_ANSWER).decode()
     if answer:
         _wait_until_heard(shared, world_size, is_host=rank == 0 and store is None and not _is_served())
@@ -90,12 +88,7 @@ def _rendezvous(rank: int, world_size: int, patience: timedelta) -> dist.Store:
 
 
 def _is_served() -> bool:
-    """Whether torchrun serves the store at MASTER_ADDR."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _report_of(rank: int, shared: dist.Store) -> str | None:
-    return shared.get(str(rank)).decode() if shared.check([str(rank)]) else None
 
 
 def _wait_until_heard(shared: dist.Store, world_size: int, is_host: bool) -> None:
@@ -127,6 +120,9 @@ def require_agreement(
 
     ``values`` are texts by the words in front of them in that line, "the placement is".  The line comes from
     the rank that is refused, if one is, or names the ranks that have not come when ``patience`` is over.
+
+    Ranks that disagree about the placement would wait for each other until the timeout, and so would all
+    others for a rank that was refused.
     """
     try:
         problem = meet(json.dumps(values), partial(_judge, patience=patience), patience, store)
@@ -215,7 +211,8 @@ def values(args: Namespace, pipeline: requested.Pipeline | None) -> dict[str, st
         spelled = "given" if value is True or isinstance(value, Path) else str(value)
         shared[f"{action.option_strings[0]} is"] = CSV_PREFIX if spelled.startswith(CSV_PREFIX) else spelled
         if action.dest in _READ:
-            shared[f"the content of {action.option_strings[0]} has the digest"] = _digest(value)
+            digest = hashlib.sha256(read_bytes(value)).hexdigest()[:12]
+            shared[f"the content of {action.option_strings[0]} has the digest"] = digest
     if args.pipeline_model_parallel_layout is not None:
         shared["--pipeline-model-parallel-layout is"] = str(args.pipeline_model_parallel_layout)
     if pipeline is None:
@@ -231,7 +228,3 @@ def values(args: Namespace, pipeline: requested.Pipeline | None) -> dict[str, st
     if pipeline.source is not None:
         shared["the schedule's digest is"] = pipeline.source.ordinary.digest[:12]
     return shared
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(read_bytes(path)).hexdigest()[:12]

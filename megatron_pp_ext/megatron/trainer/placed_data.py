@@ -1,9 +1,4 @@
-"""Data for the stages that a V puts on a rank, and samples for stages with different numbers of replicas.
-
-The number of samples in a step cannot go by the number of replicas, which differs by stage.  Megatron counts
-a single data-parallel rank, with all microbatches of a step, and each replica's sampler takes every r-th of
-them, which are the ones that the schedule gives it (``schedule.families.round_robin``).
-"""
+"""Data for the stages that a V puts on a rank, and samples for stages with different numbers of replicas."""
 
 import functools
 from argparse import Namespace
@@ -75,6 +70,10 @@ def take_turns(stock: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Let one of a stage's r replicas read every r-th microbatch.
 
     Megatron gives the rank among the replicas, and 1 for their number.
+
+    The number of samples in a step cannot go by the number of replicas, which differs by stage.  Megatron
+    counts a single data-parallel rank, with all microbatches of a step, and each replica's sampler takes
+    every r-th of them, which are the ones that the schedule gives it (``schedule.families.pipedream``).
     """
     call = bound(stock, *args, **kwargs)
     if replicated():

@@ -1,8 +1,7 @@
-"""The hooks of this package's flags: Megatron's parser, and its validation, where a schedule is read for all
-others.
+"""The hooks of this package's flags: Megatron's parser, and its validation, where the schedule is read.
 
-Everything that can be known to be wrong is refused here, before any process group exists, with the value,
-the rule and the fix in one line.
+Everything that can be known to be wrong is refused here, before any process group exists, with the value, the
+rule and the fix in one line.
 """
 
 import functools
@@ -66,33 +65,33 @@ def translate_flags(stock: Callable[..., Any], args: Namespace, defaults: Any = 
     """
     try:
         show_compiling()
-        job, found = read_flags(args)
-        if found is not None:
-            requested.loaded().require(found)
-            if args.rank == 0 and found.rehearsal is None:
-                found = replace(found, summary=_summary(found, job))
+        job, pipeline = read_flags(args)
+        if pipeline is not None:
+            requested.loaded().require(pipeline)
+            if args.rank == 0 and pipeline.rehearsal is None:
+                pipeline = replace(pipeline, summary=_summary(pipeline, job))
     except ValueError as error:
         raise refused(error) from error
     try:
         checks = args.check_for_nan_in_loss_and_grad
-        with one_of_each(args, found):
+        with one_of_each(args, pipeline):
             result = stock(args, defaults)
-        if found is not None and found.rehearsal is not None:
+        if pipeline is not None and pipeline.rehearsal is not None:
             # Megatron drops it with its fake process group, but the planned job makes these checks.
             args.check_for_nan_in_loss_and_grad = checks
     except (AssertionError, ValueError) as error:
         raise refused(f"Megatron refuses these flags: {failed_check(error)}") from error
     # Megatron saves its flags in every checkpoint; see `checkpoint_loading`.
-    args.pipeline_placement = describe(found.placement) if found and found.source else None
-    if found is not None:
+    args.pipeline_placement = describe(pipeline.placement) if pipeline and pipeline.source else None
+    if pipeline is not None:
         for feature in FEATURES:
-            feature.require_possible(found.request)
-        found = replace(
-            found,
-            predicting=layers.predicting_stage(job, found.placement.stages),
-            settings=settings(args, job, found),
+            feature.require_possible(pipeline.request)
+        pipeline = replace(
+            pipeline,
+            predicting=layers.predicting_stage(job, pipeline.placement.stages),
+            settings=settings(args, job, pipeline),
         )
-    requested.activate(found)
+    requested.activate(pipeline)
     return result
 
 
@@ -149,9 +148,7 @@ def _chosen(job: RequestedJob) -> tuple[RequestedJob, str]:
     if job.pipeline.finds_layout:
         job, layout = requested.loaded().layout(job, _data_parallel_size(job), start_up.vocabulary(job))
     values = options.chosen(
-        job,
-        lambda other: request_of(other, _data_parallel_size(other)),
-        lambda: start_up.vocabulary(job),
+        job, lambda other: request_of(other, _data_parallel_size(other)), lambda: start_up.vocabulary(job)
     )
     if not job.pipeline.has_schedule and job.flags.rehearse_pipeline is not None:
         values |= {"pipeline_schedule": stock_schedule(job)}
@@ -209,9 +206,9 @@ def _needed(job: RequestedJob, pipeline: requested.Pipeline | None) -> dict[str,
     return values
 
 
-def _summary(found: requested.Pipeline, job: RequestedJob) -> str:
-    lines = comparison(job, found.request.data)
-    return "\n".join((summary(found, start_up.costs_of(job)), *lines))
+def _summary(pipeline: requested.Pipeline, job: RequestedJob) -> str:
+    lines = comparison(job, pipeline.request.data)
+    return "\n".join((summary(pipeline, start_up.costs_of(job)), *lines))
 
 
 def _data_parallel_size(job: RequestedJob) -> int:

@@ -1,14 +1,4 @@
-"""Finds the places where a graph of layers may be cut, and what to merge where it has too many.
-
-Stages 0..s of a pipeline together hold a set of layers that reads nothing from outside: a down-set of the
-graph, whose latest layers form an antichain.  A chain of N layers has N+1 of them, its prefixes; a
-graph with parallel branches has one for every combination of prefixes of its branches.  The dynamic
-programme goes from one such state to any larger one; the layers in between are a stage.
-
-PipeDream's public optimizer has the same states, but in a graph it also charges outputs that no layer outside
-reads any more.  On its ResNet, GNMT, SqueezeNet and AlexNet profiles one of the answers compared differs for
-this reason: ResNet-50 straight over 4 workers at 1.25e9 bytes a second, 0.2581 s there and 0.2498 s here.
-"""
+"""The places where a graph of layers may be cut, and what to merge where it has too many."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -76,6 +66,11 @@ class States:
     ``sets[s]`` has bit i where state s holds layer i.  The other fields have one entry for each state:
     seconds of one microbatch, bytes of weights, bytes that a microbatch in flight keeps, and bytes of the
     outputs that layers outside read.  ``before[a, b]`` is true where a is a proper subset of b.
+
+    Stages 0..s of a pipeline together hold a set of layers that reads nothing from outside: a down-set of the
+    graph, whose latest layers form an antichain.  A chain of N layers has N+1 of them, its prefixes; a graph
+    with parallel branches has one for every combination of prefixes of its branches.  The dynamic programme
+    goes from one such state to any larger one; the layers in between are a stage.
     """
 
     sets: tuple[int, ...]
@@ -98,6 +93,11 @@ def states_of(profile: Profile) -> States:
     """Return the states of ``profile``; ValueError if there are more than ``MOST_STATES``.
 
     Where there are more down-sets, only those are states that hold every free layer as soon as they can.
+
+    PipeDream's public optimizer has the same states, but in a graph it also charges outputs that no layer
+    outside reads any more.  On its ResNet, GNMT, SqueezeNet and AlexNet profiles one of the answers compared
+    differs for this reason: ResNet-50 straight over 4 workers at 1.25e9 bytes a second, 0.2581 s there and
+    0.2498 s here.
     """
     layers = profile.layers
     inputs = [0] * len(layers)

@@ -1,21 +1,15 @@
-"""Formulas for the seconds between microbatches that a stage allows, and for the microbatches in flight on
-it.
+"""Formulas for the seconds between microbatches that a stage allows, and for the microbatches in flight.
 
-A stage has as many microbatches in flight as its warm-up is deep: with R workers from this stage to the
-end and r replicas, ceil(R / r) on each replica (PipeDream, SOSP 2019, section 3.2; NOAM is that of the
-input stage).  Each microbatch keeps its activations, and the version of the weights that its forward has
-used: n - s versions on stage s of n without replicas.
-
-With T the seconds of the stage on one replica, W its bytes of weights, r its replicas, a the bytes that
-cross the cut before it and b those after it, and B the bandwidth of a worker's link in bytes a second:
+With T the seconds of the stage on one replica, W its bytes of weights, r its replicas, a the bytes that cross
+the cut before it and b those after it, and B the bandwidth of a worker's link in bytes a second:
 
     links      max(T, (a + b + 2 (r-1) W / r) / B) / r
     paper      max(max(T, 2 (r-1) W / B) / r, 2 a / B)
     reference  max((T + 4 (r-1) W / (B r)) / r, 2 max(a, b) / (B r))
 
 ``paper`` is PipeDream's own (SOSP 2019, section 3.1), and ``reference`` that of its authors' public
-optimizer.  A formula sees one stage at a time, so the seconds of a pipeline are its slowest stage's,
-and the dynamic programme stays exact.
+optimizer.  A formula sees one stage at a time, so the seconds of a pipeline are its slowest stage's, and the
+dynamic programme stays exact.
 """
 
 import math
@@ -30,6 +24,11 @@ def versions(downstream: Any) -> Any:
 
     ``downstream`` is the number of workers after the stage, divided by its replicas.  It is an array of
     fractions such as 5/3; the small number subtracted keeps a whole one from being rounded up.
+
+    A stage has as many microbatches in flight as its warm-up is deep: with R workers from this stage to the
+    end and r replicas, ceil(R / r) on each replica (PipeDream, SOSP 2019, section 3.2; NOAM is that of the
+    input stage).  Each microbatch keeps its activations, and the version of the weights that its forward has
+    used: n - s versions on stage s of n without replicas.
     """
     return np.ceil(1 + np.asarray(downstream) - 1e-9)
 
@@ -65,7 +64,7 @@ Formula = Callable[[StageLoad], Any]
 def links(stage: StageLoad) -> Any:
     """Return the seconds on full-duplex links, which cuts and all-reduce share while the worker computes.
 
-    Replicas take turns, so each does one microbatch of every r.  In that time its link sends the output (b)
+    Replicas alternate, so each does one microbatch of every r.  In that time its link sends the output (b)
     and the gradient of its input (a), and its part of a ring all-reduce; it receives as much.
 
     Levels are a tree of switches: a worker has one link to the switch of its machine, and a machine one to

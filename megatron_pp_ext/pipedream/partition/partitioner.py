@@ -5,9 +5,6 @@
     [(stage.layers, stage.replicas) for stage in found.stages]
 
 The answer is the best partition there is, not a good one: ``recurrence`` has the dynamic programme.
-
-A layout has one letter for each layer (E embedding, t transformer layer, L output layer and loss), ``*n``
-after a letter that is repeated n times, and ``|`` between stages: ``Et*3|t*5|t*4L``.
 """
 
 import math
@@ -215,7 +212,11 @@ def is_megatrons(profile: Profile) -> bool:
 
 
 def layout_of(partition: Partition, profile: Profile) -> str:
-    """Return the layout; ValueError for a model that is not Megatron's."""
+    """Return the layout; ValueError for a model that is not Megatron's.
+
+    A layout has one letter for each layer (E embedding, t transformer layer, L output layer and loss), ``*n``
+    after a letter that is repeated n times, and ``|`` between stages: ``Et*3|t*5|t*4L``.
+    """
     for layer in profile.layers:
         if layer.symbol not in _SYMBOLS:
             raise ValueError(

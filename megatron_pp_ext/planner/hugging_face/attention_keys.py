@@ -184,7 +184,7 @@ def rotary(keys: Keys) -> Arguments:
 
 def _latent_positions(keys: Keys) -> Arguments:
     scaling, how = _scaling(keys)
-    keys.skip("partial_rotary_factor")  # qk_rope_head_dim says how much has positions
+    keys.skip("partial_rotary_factor")  # qk_rope_head_dim is the part with positions
     if how not in ("default", "yarn"):
         raise ValueError(f"rope_scaling {how!r} is not supported with latent attention: {_NO_COST}")
     base = {"position_embedding_type": "rope", "rotary_base": int(_theta(keys, scaling))}

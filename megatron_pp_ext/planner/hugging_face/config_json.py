@@ -12,7 +12,6 @@ from typing import Any
 
 from megatron_pp_ext.json_input import did_you_mean, short
 from megatron_pp_ext.planner.hugging_face import attention_keys as attention
-from megatron_pp_ext.planner.hugging_face import expert_keys as hybrid
 from megatron_pp_ext.planner.hugging_face import expert_keys as mlp
 from megatron_pp_ext.planner.hugging_face import family_keys as family
 from megatron_pp_ext.planner.hugging_face.attention_keys import Arguments
@@ -52,11 +51,10 @@ class ModelType:
         return arguments, keys
 
 
-_FUNCTIONS = {**vars(attention), **vars(mlp), **vars(family), **vars(hybrid)}
+_FUNCTIONS = {**vars(attention), **vars(mlp), **vars(family)}
 
 
 def _parts(words: str) -> Iterator[Callable[[Keys], Arguments]]:
-    """Yield the functions that ``words`` name, or the groups of them."""
     for word in words.split():
         if word in _TABLE["groups"]:
             yield from _parts(_TABLE["groups"][word])
@@ -231,4 +229,4 @@ def _misspelled(kind: str) -> str:
     def shape(name: str) -> tuple[list[str], int]:
         return re.findall(r"\d+", name), len(name.split("_"))
 
-    return did_you_mean(kind, [known for known in (*TYPES, *SAME) if shape(known) == shape(kind)], cutoff=0.8)
+    return did_you_mean(kind, [other for other in (*TYPES, *SAME) if shape(other) == shape(kind)], cutoff=0.8)

@@ -92,7 +92,7 @@ class Keys:
         return str(value)
 
     def require(self, name: str, expected: Any, why: str) -> None:
-        """Raise ValueError, which says ``why``, unless ``name`` has the value ``expected`` or none."""
+        """Raise ValueError with ``why`` unless ``name`` has the value ``expected`` or none."""
         value = self.get(name, expected)
         if value != expected or isinstance(value, bool) != isinstance(expected, bool):
             raise ValueError(

@@ -26,7 +26,7 @@ def rms_norm(keys: Keys) -> Arguments:
 
 
 def hybrid_body(keys: Keys) -> Arguments:
-    """Return the body of a model whose pattern says how many layers there are."""
+    """Return the body of a model whose pattern has its number of layers."""
     keys.number("hidden_dropout", 0.0, below=1)
     for name in ("norm_eps", "rms_norm_eps"):
         keys.skip(name)  # layer_norm_epsilon is what the layers have
@@ -46,7 +46,7 @@ def layer_norm_1p(keys: Keys) -> Arguments:
 
 
 def query_biases(keys: Keys) -> Arguments:
-    """Return attention whose queries, keys and values have biases unless qkv_bias says otherwise."""
+    """Return attention whose queries, keys and values have biases unless qkv_bias is false."""
     return {"add_bias_linear": False, "add_qkv_bias": keys.truth("qkv_bias", True)}
 
 

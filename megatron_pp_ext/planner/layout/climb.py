@@ -1,12 +1,5 @@
 """Moves single items between stages as long as a cut gets better by it, with critical paths as bounds.
 
-A replay of the schedule gives its makespan and its critical path.  The same actions wait for each other under
-any cut, so that no makespan is below the path's seconds with that cut's stages.  The work of a rank in all
-microbatches is such a path as well.  Only a move that shortens every path known so far is worth a replay, and
-each replay adds a path, so that a few replays go through all moves.  This is Kelley's method of cutting
-planes (1960) for the makespan, which is convex in the seconds of the stages, with one move at a time in place
-of a linear program.
-
 ``climb`` is the loop.  Its caller defines the value of a cut, and the moves that promise a better one:
 
 levelled   the ranks take equally long, as far as whole items allow
@@ -45,6 +38,13 @@ class CriticalPaths:
     """The paths that are known: how often each has the work of each stage, and its other seconds.
 
     ``ranks`` are the paths of the ranks' own work: ranks x stages x 4.
+
+    A replay of the schedule gives its makespan and its critical path.  The same actions wait for each other
+    under any cut, so that no makespan is below the path's seconds with that cut's stages.  The work of a rank
+    in all microbatches is such a path as well.  Only a move that shortens every path known so far is worth a
+    replay, and each replay adds a path, so that a few replays go through all moves.  This is Kelley's method
+    of cutting planes (1960) for the makespan, which is convex in the seconds of the stages, with one move at
+    a time in place of a linear program.
     """
 
     def __init__(self, ranks: Array, moves: Moves) -> None:
@@ -213,7 +213,7 @@ def shortened(
     """Return ``cut`` after moves that each shorten the pipeline, until none does or ``replays`` are over.
 
     ``replay`` returns the critical path of a cut under the schedule, and ``fits`` whether a cut is allowed.
-    Only a move that shortens every path known so far is worth a replay; see ``critical_paths``.
+    Only a move that shortens every path known so far is worth a replay; see ``CriticalPaths``.
     """
     # Numba takes a while to import, and most jobs and estimates choose no layout.
 

@@ -1,8 +1,7 @@
 """A cut of a row of items into stages, cuts in balance, and what moving one item changes.
 
 The items are the layers of a model in order, and multi-token prediction after them.  The embedding, and the
-output layer with the loss, stay in the first and the last stage.  A move takes an item out of one stage and
-puts one into another; the stages between them keep their number of items and shift by one.
+output layer with the loss, stay in the first and the last stage.
 """
 
 import math
@@ -40,7 +39,10 @@ def times(cut: Cut, seconds: Seconds) -> Array:
 
 
 def moved(cut: Cut, source: int, target: int) -> Cut:
-    """Return ``cut`` with an item moved from stage ``source`` to stage ``target``."""
+    """Return ``cut`` with an item moved from stage ``source`` to stage ``target``.
+
+    The stages between them keep their number of items and shift by one.
+    """
     return tuple(count - (s == source) + (s == target) for s, count in enumerate(cut))
 
 
@@ -81,7 +83,7 @@ class Moves:
     def changes(self, work: Array, cut: Cut) -> Array:
         """Return by how many seconds each sum of work changes with each move: sums x source x target.
 
-        ``work`` (sums x stages x 4) says how often the ``Seconds`` of every stage are in a sum.  Moves that
+        ``work`` (sums x stages x 4) is how often the ``Seconds`` of every stage are in a sum.  Moves that
         are none are infinite.
         """
         by_stage = self.by_stage(work, cut)
@@ -185,7 +187,7 @@ def _choices(items: int, seconds: Seconds, least: Sequence[int], longest: float)
         return math.fsum(seconds(stage, first, end))
 
     most, end = longest * (1 + _ROUNDING), items
-    # A stage begins here at least, or those from it on would not have room for the rest.
+    # A stage begins here at least, or the rest would not fit into it and those after it.
     starts = [*before[:-1]]
     for stage in reversed(range(len(least))):
         start = end

@@ -1,9 +1,4 @@
-"""The layout for which ``auto`` stands in --pipeline-model-parallel-layout, and the one that measured stages
-advise.
-
-It follows from flags and files alone, so that every rank of a job finds the same one before Megatron reads
-the flag.  No rank needs more memory for it than the fullest one does with equally many layers in all stages.
-"""
+"""The layout of --pipeline-model-parallel-layout auto, and the one that measured stages advise."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -41,37 +36,41 @@ from megatron_pp_ext.schedule.placement import Placement, linear, loop
 _FLAG = f"--pipeline-model-parallel-layout {AUTO}"
 
 
-def resolve(asked: RequestedJob, data: int, vocabulary: int) -> tuple[RequestedJob, str]:
-    """Return ``asked`` with a layout for ``auto``, and words about it for the start line.
+def resolve(job: RequestedJob, data: int, vocabulary: int) -> tuple[RequestedJob, str]:
+    """Return ``job`` with a layout for ``auto``, and words about it for the start line.
 
     ``data`` is the data-parallel size and ``vocabulary`` the number of rows of the embedding.  The costs of a
     layer are those of --pipeline-costs, which then has an object for each layer, or follow from its
     operations.  ValueError where there is nothing to choose, and where ``job.pipeline.read`` refuses the job.
+
+    It follows from flags and files alone, so that every rank of a job finds the same one before Megatron
+    reads the flag.  No rank needs more memory for it than the fullest one does with equally many layers in
+    all stages.
     """
-    _require_choice(asked)
-    ranks, file = asked.parallel.pipeline_model_parallel_size, asked.pipeline.pipeline_costs
-    chunks = _chunks(asked)
+    _require_choice(job)
+    ranks, file = job.parallel.pipeline_model_parallel_size, job.pipeline.pipeline_costs
+    chunks = _chunks(job)
     placement = linear(ranks) if chunks == 1 else loop(ranks, chunks)
-    job = asked.changed(
+    plain = job.changed(
         num_virtual_stages_per_pipeline_rank=None,
         pipeline_model_parallel_layout=None,
-        vocab_size=asked.model.vocab_size or vocabulary,
+        vocab_size=job.model.vocab_size or vocabulary,
     )
-    model = model_parts(job)
-    cuts = ModelStages(job, StageSeconds(job, model), placement)
+    model = model_parts(plain)
+    cuts = ModelStages(plain, StageSeconds(plain, model), placement)
     even_counts = cuts.with_prediction(even(cuts.layers, (1,) * placement.stages))
     # The request is that of even stages: only their numbers of layers are to change.
-    even_stages = _laid_out(asked, cuts.spelled(even_counts))
+    even_stages = _laid_out(job, cuts.spelled(even_counts))
     request = pipeline.read(even_stages, data)
 
     def estimate(placement: Placement) -> Costs:
         if file is not None:
             return costs_file.read(file).joined(layers.by_stage(even_stages, placement.stages))
-        cut = job.changed(pipeline_model_parallel_layout=cuts.spelled(even_counts))
+        cut = plain.changed(pipeline_model_parallel_layout=cuts.spelled(even_counts))
         return without_messages(work_of(cut, model, data, placement).costs)
 
     schedule = make(request, CostModel(estimate)).schedule
-    row: LayoutRow = ModelRow(job, model, data, schedule, request.schedule)
+    row: LayoutRow = ModelRow(plain, model, data, schedule, request.schedule)
     if file is not None:
         costs = costs_file.read(file)
         rows = tuple(map(seconds_of, costs.stages))
@@ -79,13 +78,13 @@ def resolve(asked: RequestedJob, data: int, vocabulary: int) -> tuple[RequestedJ
     best = shortest(schedule, row, even_counts)
     layout = cuts.spelled(best.cut)
     return (
-        _laid_out(asked, layout),
+        _laid_out(job, layout),
         f"layout {layout}, by prediction {best.gain:.1%} shorter than stages of as many layers each",
     )
 
 
-def _laid_out(asked: RequestedJob, layout: str) -> RequestedJob:
-    return asked.with_arguments(
+def _laid_out(job: RequestedJob, layout: str) -> RequestedJob:
+    return job.with_arguments(
         pipeline_model_parallel_layout=layout, num_virtual_stages_per_pipeline_rank=None
     )
 
@@ -112,7 +111,6 @@ def _require_choice(job: RequestedJob) -> None:
 
 
 def _chunks(job: Job) -> int:
-    """Return the chunks a rank for which the layout is made."""
     name, virtual_stages = job.pipeline.pipeline_schedule, job.pipeline.num_virtual_stages_per_pipeline_rank
     if virtual_stages is not None:
         return virtual_stages

@@ -10,7 +10,6 @@ from megatron_pp_ext.costs import system
 from megatron_pp_ext.costs.model_parts import ModelParts
 from megatron_pp_ext.costs.stages import stage_parts
 from megatron_pp_ext.job import layers
-from megatron_pp_ext.job import layers as layout_text
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.layout.climb import Stages, fitted, levelled, shortened
 from megatron_pp_ext.planner.layout.cut import Cut, bounds
@@ -127,7 +126,7 @@ FIRST, MIDDLE, LAST = range(3)
 class StageSeconds:
     """The seconds of stages of ``model``, the parts of ``job``'s model.
 
-    ``splits_head`` says whether all ranks split the head.  The items of a stage are layers, and multi-token
+    ``splits_head`` is whether all ranks split the head.  The items of a stage are layers, and multi-token
     prediction as the last item of the model.
     """
 
@@ -213,7 +212,7 @@ class ModelStages:
         return tuple(count - (stage == at) for stage, count in enumerate(cut))
 
     def layout_for(self, cut: Cut) -> str | None:
-        """Return the layout that says where multi-token prediction is; None where it is with the loss."""
+        """Return the layout with the place of multi-token prediction; None where it is with the loss."""
         return self.spelled(cut) if self._predicting(cut) not in (None, len(cut) - 1) else None
 
     def _predicting(self, cut: Cut) -> int | None:
@@ -233,7 +232,7 @@ class ModelStages:
         """Return ``cut`` as --pipeline-model-parallel-layout."""
         letters = [*"t" * self.layers, *([self._prediction] if self._prediction else [])]
         stages = ["".join(letters[first:end]) for _, first, end in bounds(cut)]
-        return layout_text.spelled([f"E{stages[0]}", *stages[1:-1], f"{stages[-1]}L"])
+        return layers.spelled([f"E{stages[0]}", *stages[1:-1], f"{stages[-1]}L"])
 
     def with_prediction(self, cut: Cut) -> Cut:
         """Return ``cut``, of layers alone, with multi-token prediction in the last stage if there is any."""

@@ -1,13 +1,4 @@
-"""The search for the configuration with the shortest step among all that are legal and fit.
-
-What a search may choose is left to later rounds (``rounds``), so that the first looks at exactly what a
-search without any choice does.
-
-Every candidate gets a lower bound on its step.  The candidates are replayed action by action in the
-order of their bounds, and the search ends when no remaining bound is below the step of the last of the
-best: no other candidate can be among them.  A candidate that fits in no order gets no bound at all.  A search
-whose budget is spent, or that is interrupted, ends with the best that it has.
-"""
+"""The search for the configuration with the shortest step among all that are legal and fit."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -59,7 +50,11 @@ class Round:
 
 
 def rounds(space: Space) -> list[Round]:
-    """Return the rounds of a search of ``space``: without choices, with flags' choices, with variants."""
+    """Return the rounds of a search of ``space``: without choices, with flags' choices, with variants.
+
+    Choices are left to later rounds, so that the first looks at exactly what a search without any choice
+    does.
+    """
     of_variants = tuple(name for variant in variants.tried(space.job) for name in variant.arguments)
     plain, choices = space.without_choices()
     planned = [Round(plain)]
@@ -168,7 +163,13 @@ Progress = Callable[[str, int, int], None]
 
 
 class Search:
-    """A search of ``space`` for ``system``, of which ``limit`` bytes a GPU may be used, within ``budget``."""
+    """A search of ``space`` for ``system``, of which ``limit`` bytes a GPU may be used, within ``budget``.
+
+    Every candidate gets a lower bound on its step.  The candidates are replayed action by action in the order
+    of their bounds, and the search ends when no remaining bound is below the step of the last of the best: no
+    other candidate can be among them.  A candidate that fits in no order gets no bound at all.  A search
+    whose budget is spent, or that is interrupted, ends with the best that it has.
+    """
 
     def __init__(
         self,
@@ -322,7 +323,6 @@ class Search:
         return max(levels, default=0.0) * self._limit
 
     def _offer(self, evaluated: Evaluated) -> None:
-        """Add ``evaluated`` to the best and to the frontier where it belongs there."""
         sizes = evaluated.candidate.apart_from_schedule
         alike = sorted([*self._alike.get(sizes, []), evaluated], key=_step)
         self._alike[sizes] = [member for member in alike if _step(member) <= _step(alike[0]) * (1 + ALIKE)]

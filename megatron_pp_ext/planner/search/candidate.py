@@ -1,7 +1,4 @@
-"""One way to run a model on a number of GPUs, its variants, and its spelling in Megatron's flags.
-
-A feature has ``Variants`` (``Feature.variants``).  A candidate that they have changed has their ``Choice``.
-"""
+"""One way to run a model on a number of GPUs, its variants, and its spelling in Megatron's flags."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a feature has chosen for a candidate.
+    """A feature's choice for a candidate.
 
     ``word`` is part of the candidate's name.  ``arguments`` are those of Megatron that it sets, as pairs of a
     name and a value, and ``record`` has its entries in a JSON file, by ``Variants.entries``.
@@ -41,7 +38,7 @@ class Choice:
 
 
 class Variants:
-    """What one feature offers to a search.
+    """The variants that one feature offers to a search.
 
     ``arguments`` and ``entries`` are the names in its choices.  ``label`` is the word of a choice, with what
     it stands for.
@@ -51,7 +48,7 @@ class Variants:
     entries: tuple[str, ...] = ()
     label: tuple[str, str] = ("", "")
 
-    def refuse(self, asked: RequestedJob) -> None:
+    def refuse(self, job: RequestedJob) -> None:
         """Raise ValueError, in one line, for flags that choose what a search has to choose."""
 
     def are_tried(self, job: Job) -> bool:
@@ -66,12 +63,12 @@ class Variants:
 
 
 def offered() -> list[Variants]:
-    """Return what all features offer."""
+    """Return the variants of all features."""
     return list(filter(None, (feature.variants() for feature in FEATURES)))
 
 
 def tried(job: Job) -> tuple[Variants, ...]:
-    """Return those that a search for ``job`` tries."""
+    """Return the variants that a search for ``job`` tries."""
     return tuple(variants for variants in offered() if variants.are_tried(job))
 
 
@@ -166,7 +163,7 @@ class Candidate:
 
     def option[T: Option](self, kind: type[T]) -> T | None:
         """Return the option of this class, or None."""
-        return next((one for one in self.options if isinstance(one, kind)), None)
+        return next((option for option in self.options if isinstance(option, kind)), None)
 
     @property
     def apart_from_schedule(self) -> Self:
@@ -177,7 +174,7 @@ class Candidate:
 
     @property
     def describes_stages(self) -> bool:
-        """Whether it says which layers each stage has."""
+        """Whether it sets the layers of each stage."""
         return self.layout is not None or self.pattern is not None
 
     @property
@@ -214,9 +211,9 @@ class Candidate:
         """Return ``job`` with everything set as this candidate sets it."""
         return job.changed(**self._values())
 
-    def applied_to(self, asked: RequestedJob) -> RequestedJob:
-        """Return ``asked`` with everything set as this candidate sets it."""
-        return asked.with_arguments(**self._values())
+    def applied_to(self, job: RequestedJob) -> RequestedJob:
+        """Return ``job`` with everything set as this candidate sets it."""
+        return job.with_arguments(**self._values())
 
     def flags(self, model: Sequence[str] = ()) -> list[str]:
         """Return ``model``, the words of a command line, with this candidate's values in place of its own."""
@@ -268,28 +265,28 @@ _OURS = dict.fromkeys(
 """The arguments that candidates set whatever the user gives; they keep the user's ``global_batch_size``."""
 
 
-def with_search_defaults(asked: RequestedJob) -> RequestedJob:
-    """Return ``asked`` with the best values that a candidate can have, for the rules about flags.
+def with_search_defaults(job: RequestedJob) -> RequestedJob:
+    """Return ``job`` with the best values that a candidate can have, for the rules about flags.
 
     Where nobody gives the sizes of a pipeline or of experts, there are candidates that go with either.
     """
     sizes: dict[str, object] = (
-        {"pipeline_model_parallel_size": 2} if asked.parallel.pipeline_model_parallel_size == 1 else {}
+        {"pipeline_model_parallel_size": 2} if job.parallel.pipeline_model_parallel_size == 1 else {}
     )
-    if not asked.parallel.expert_tensor_parallel_size:
+    if not job.parallel.expert_tensor_parallel_size:
         sizes["expert_tensor_parallel_size"] = 1
-    return asked.with_arguments(**_OURS, **sizes)
+    return job.with_arguments(**_OURS, **sizes)
 
 
-def alone(asked: RequestedJob) -> RequestedJob:
-    """Return ``asked`` with a search's defaults, but without a pipeline and the flags set for one."""
-    return with_search_defaults(asked).with_arguments(
+def alone(job: RequestedJob) -> RequestedJob:
+    """Return ``job`` with a search's defaults, but without a pipeline and the flags set for one."""
+    return with_search_defaults(job).with_arguments(
         pipeline_model_parallel_size=1,
         expert_model_parallel_size=2,
         pipeline_schedule=None,
         num_virtual_stages_per_pipeline_rank=None,
         pipeline_memory_limit=None,
-        **dict.fromkeys([*options.permitted(asked), *arguments()]),
+        **dict.fromkeys([*options.permitted(job), *arguments()]),
     )
 
 

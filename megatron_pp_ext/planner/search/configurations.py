@@ -1,8 +1,4 @@
-"""All legal ways to run a model on a number of GPUs, and the flag to change where there is none.
-
-It then goes through schedules and memory limits; how many data-parallel ranks and microbatches there are
-follows from the GPUs and the batch.
-"""
+"""All legal ways to run a model on a number of GPUs, and the flag to change where there is none."""
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -251,10 +247,10 @@ class Space:
 
 
 def record(candidate: Candidate) -> dict[str, Any]:
-    """Return what ``candidate`` sets, as files of a search have it."""
-    found = {**candidate.record(), "is_paired": Pairs() in candidate.options}
+    """Return the settings of ``candidate``, as files of a search have them."""
+    row = {**candidate.record(), "is_paired": Pairs() in candidate.options}
     slices = candidate.option(units_options.Slices)
-    return found if slices is None else {**found, "slice_tokens": slices.tokens}
+    return row if slices is None else {**row, "slice_tokens": slices.tokens}
 
 
 def _is_legal(job: Job, stage_ranks: int) -> bool:
@@ -342,7 +338,6 @@ def _on(space: Space, gpus: int) -> bool:
 
 
 def _without(space: Space, names: Iterable[str]) -> Space:
-    """Return ``space`` with the arguments ``names`` left to the search."""
     return replace(space, fixed=frozenset(space.fixed) - frozenset(names))
 
 

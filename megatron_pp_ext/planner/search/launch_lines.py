@@ -112,7 +112,7 @@ def _quoted(word: str) -> str:
 
 
 def _continued(words: Sequence[str], margin: int = 0) -> str:
-    """Return ``words``, quoted already, in continued lines; a flag stays beside its first value."""
+    """Return ``words``, quoted already, in continued lines; a flag stays on the line of its first value."""
     pieces: list[str] = []
     for word in words:
         if pieces and not word.startswith("-") and pieces[-1].startswith("-") and " " not in pieces[-1]:

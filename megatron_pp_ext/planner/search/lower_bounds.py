@@ -1,15 +1,12 @@
 """What a configuration needs at least, whatever the order: no step is shorter, and no rank keeps less.
 
-A sum over all stages is one over all layers, and a model has few kinds of these.  Only which layers are
-computed again depends on the stages, where every stage recomputes its first ones.
-
 time    a rank does all its F, I and W, and all S and T of a split head, one after the other, the first
         microbatch has to reach it, and where backwards are whole, its last gradient has to travel back to
         the first stage.  Only a T may still follow that gradient.
 memory  weights, gradients and optimizer state, one microbatch's activations of all of a rank's stages, as
         the backward of its first stage waits for the forward of its last, and the fewest messages.  If ranks
         split the head, a microbatch's S falls between the two.  Where a search tries variants
-        (``variants``), those of one stage may be elsewhere while another runs, so that only the largest
+        (``Variants``), those of one stage may be elsewhere while another runs, so that only the largest
         stage's count.
 """
 
@@ -53,7 +50,11 @@ class LeastSeconds(NamedTuple):
 
 
 class ModelSums:
-    """Sums over ``model``, of which all that follows from the cut of its layers is left out."""
+    """Sums over ``model``, of which all that follows from the cut of its layers is left out.
+
+    A sum over all stages is one over all layers, and a model has few kinds of these.  Only which layers are
+    computed again depends on the stages, where every stage recomputes its first ones.
+    """
 
     def __init__(self, model: ModelParts) -> None:
         self.model = model
@@ -147,12 +148,10 @@ class ModelSums:
 
 
 def _seconds(part: Part) -> float:
-    """Return the seconds of a forward and of a whole backward."""
     return part.forward_seconds + part.backward_seconds - part.overlapped_in_whole
 
 
 def _shortest_run(seconds: NDArray[np.float64], count: int) -> float:
-    """Return the least sum of ``count`` neighbours."""
     before = np.concatenate([[0.0], seconds.cumsum()])
     return float((before[count:] - before[: len(before) - count]).min())
 
@@ -266,8 +265,7 @@ class MeanRank:
         busy = microbatches * (max(mean, busiest) + vocabulary)
         split = max(busy, microbatches * (mean + vocabulary) + way(*least.forwards))
         whole = max(
-            busy,
-            microbatches * (mean + logits) + way(least.first, least.middle) + (ranks - 1) / 2 * work.hop,
+            busy, microbatches * (mean + logits) + way(least.first, least.middle) + (ranks - 1) / 2 * work.hop
         )
         if work.placement.shape is Shape.LINEAR:
             whole = max(whole, ranks * mean / (1 - (1 - 1 / microbatches) ** ranks))

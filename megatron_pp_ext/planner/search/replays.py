@@ -1,7 +1,4 @@
-"""Replays of candidates, with the cut of each that makes its step shortest where layouts are searched.
-
-Candidates that do not fit can be tried in the ways that features offer (``variants``).
-"""
+"""Replays of candidates, with the cut of each that makes its step shortest where layouts are searched."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -43,7 +40,7 @@ class Workloads:
     ) -> Workload:
         """Return its stages with their costs.
 
-        They are placed by ``placement`` and have ``layers`` layers each, or as the candidate says.
+        They are placed by ``placement`` and have ``layers`` layers each, or as in the candidate.
         """
         job = self._described(candidate)
         model = self._model(candidate, job)
@@ -78,7 +75,6 @@ class Workloads:
         return self._models[key]
 
     def _sums_of(self, candidate: Candidate, job: Job) -> ModelSums:
-        """Return the sums over the layers of its model."""
         key = _costs_of_a_layer(candidate)
         if key not in self._sums:
             self._sums[key] = ModelSums(self._model(candidate, job))

@@ -122,11 +122,11 @@ class SearchResult:
         """
         best, alike = [], {}
         for first in self.best:
-            left = [one for one in (first, *self.alike[first.candidate]) if one.candidate not in refused]
-            if left:
-                best.append(left[0])
-                alike[left[0].candidate] = left[1:]
-        frontier = [one for one in self.frontier if one.candidate not in refused]
+            rest = [row for row in (first, *self.alike[first.candidate]) if row.candidate not in refused]
+            if rest:
+                best.append(rest[0])
+                alike[rest[0].candidate] = rest[1:]
+        frontier = [row for row in self.frontier if row.candidate not in refused]
         return replace(self, best=best, alike=alike, frontier=frontier)
 
     @property

@@ -63,12 +63,7 @@ def length_costs(job: Job, system: System, request: Request) -> LengthCosts:
 
 
 def steps_by_length(
-    job: Job,
-    system: System,
-    request: Request,
-    lengths: Sequence[int],
-    draws: int = DRAWS,
-    seed: int = 0,
+    job: Job, system: System, request: Request, lengths: Sequence[int], draws: int = DRAWS, seed: int = 0
 ) -> StepsByLength:
     """Return the steps of ``request`` to be expected for documents drawn from ``lengths``.
 
@@ -83,7 +78,7 @@ def steps_by_length(
     alike = by_length.of(Microbatches.of([[job.model.seq_length]])).units[0]
     mean = replace(alike, hop=by_length.hop, message=by_length.message, pair=by_length.pair)
     template = Template(make(request, CostModel.fixed(mean)).schedule)
-    steps = _Steps(template, by_length, request)
+    steps = _StepTimes(template, by_length, request)
     random, seconds, heaviest = Random(seed), list[list[float]](), list[float]()
     for _ in range(draws):
         shares = [
@@ -103,7 +98,7 @@ def steps_by_length(
     )
 
 
-class _Steps:
+class _StepTimes:
     """Times the steps of replicas under one schedule."""
 
     def __init__(self, template: Template, costs: LengthCosts, request: Request) -> None:
@@ -118,7 +113,6 @@ class _Steps:
         return self._planner.plan(units, how, template=self._template, limits=limits).seconds
 
     def slowest(self, shares: Sequence[Microbatches], how: How) -> float:
-        """Return the seconds of the replica that takes longest."""
         if how != "search":
             return max(self._planned(share, how) for share in shares)
         # A search never makes a step longer, so that only the slowest by the rule have to be searched.

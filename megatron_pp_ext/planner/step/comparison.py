@@ -94,34 +94,34 @@ class Comparison:
 
 
 def compared(
-    asked: RequestedJob, machine: System, data: int, estimated: Estimate, margin: float = MARGIN
+    job: RequestedJob, machine: System, data: int, estimated: Estimate, margin: float = MARGIN
 ) -> Comparison | None:
-    """Return the step ``estimated`` for ``asked`` on ``data`` data-parallel ranks, next to others.
+    """Return the step ``estimated`` for ``job`` on ``data`` data-parallel ranks, next to others.
 
     The job has a ``vocab_size``.  None where there is no pipeline, where the job runs Megatron's own schedule
     as it is, and where it has no step to compare, since its schedule never flushes.
     """
-    schedule, ranks = asked.pipeline.pipeline_schedule, asked.parallel.pipeline_model_parallel_size
-    if ranks == 1 or _is_stock(asked) or not catalog.abilities(schedule).flushes:
+    schedule, ranks = job.pipeline.pipeline_schedule, job.parallel.pipeline_model_parallel_size
+    if ranks == 1 or _is_stock(job) or not catalog.abilities(schedule).flushes:
         return None
-    own = [flag.removeprefix("--").replace("-", "_") for flag in flag_table.flags()]
-    plain = asked.with_arguments(
-        **{name: None for name in own if name != "pipeline_costs"},
+    names = [flag.removeprefix("--").replace("-", "_") for flag in flag_table.flags()]
+    plain = job.with_arguments(
+        **{name: None for name in names if name != "pipeline_costs"},
         pipeline_model_parallel_layout=None,
         num_layers_per_virtual_pipeline_stage=None,
         num_virtual_stages_per_pipeline_rank=None,
     )
-    timed = _Timed(machine, data, margin)
+    timed = _StepEstimates(machine, data, margin)
     stock = timed.step(plain, "stock 1F1B")
     shared = None
     # Compiling another order takes longer than all else here.
-    if asked.value(_SHARED) is None and not catalog.abilities(schedule).is_compiled:
-        shared = timed.step(asked.with_arguments(**{_SHARED: AUTO}), "with --pipeline-vocabulary auto")
+    if job.value(_SHARED) is None and not catalog.abilities(schedule).is_compiled:
+        shared = timed.step(job.with_arguments(**{_SHARED: AUTO}), "with --pipeline-vocabulary auto")
         if shared and shared.step_seconds > (1 - _WORTH_SHARING) * estimated.step_seconds:
             shared = None
     fitting = [
         step
-        for chunks in _chunks(asked, ranks)
+        for chunks in _chunks(job, ranks)
         if (
             step := timed.step(
                 plain.with_arguments(num_virtual_stages_per_pipeline_rank=chunks),
@@ -137,37 +137,37 @@ def compared(
     return Comparison(alternative, stock, interleaved, shared)
 
 
-def at_start(asked: RequestedJob, data: int, rows: Callable[[], int]) -> list[str]:
+def at_start(job: RequestedJob, data: int, rows: Callable[[], int]) -> list[str]:
     """Return lines for a job's start that compare its step with others, by the rates of an H100.
 
-    The step is that of what is ``asked`` on ``data`` data-parallel ranks; ``rows`` returns the rows of the
+    The step is that of ``job`` on ``data`` data-parallel ranks; ``rows`` returns the rows of the
     embedding.  Nothing where ``compared`` returns None, where the step has too many actions to be timed at
     once, and where its order would have to be compiled a second time.  ValueError for a job that cannot be
     estimated.
     """
-    if asked.pipeline.can.is_compiled:
+    if job.pipeline.can.is_compiled:
         return []
-    all_rules.refuse_to_plan(asked)
-    request = pipeline.read(asked, data)
+    all_rules.refuse_to_plan(job)
+    request = pipeline.read(job, data)
     if _actions(request) > _MOST_ACTIONS:
         return []
-    asked, machine = asked.with_arguments(vocab_size=asked.model.vocab_size or rows()), system.read(_AT_START)
-    comparison = compared(asked, machine, data, estimate_request(asked, machine, request))
+    job, machine = job.with_arguments(vocab_size=job.model.vocab_size or rows()), system.read(_AT_START)
+    comparison = compared(job, machine, data, estimate_request(job, machine, request))
     if comparison is None:
         return []
     steps = filter(None, (comparison.chosen, comparison.stock, comparison.interleaved, comparison.shared))
     return [f"By the rates of an {_AT_START.upper()}, {'; '.join(map(str, steps))}", *comparison.warnings]
 
 
-def _is_stock(asked: RequestedJob) -> bool:
-    schedule = asked.pipeline.pipeline_schedule
-    has_feature = any(asked.argument(f"pipeline_{name}") for name in options.arguments())
+def _is_stock(job: RequestedJob) -> bool:
+    schedule = job.pipeline.pipeline_schedule
+    has_feature = any(job.argument(f"pipeline_{name}") for name in options.arguments())
     return schedule is None or (schedule in pipeline.STOCK and not has_feature)
 
 
-def _chunks(asked: RequestedJob, ranks: int) -> Iterator[int]:
+def _chunks(job: RequestedJob, ranks: int) -> Iterator[int]:
     """Yield the numbers of chunks a rank, two or more, that the layers fill evenly."""
-    layers = spread(asked)
+    layers = spread(job)
     yield from (chunks for chunks in range(2, layers // ranks + 1) if layers % (ranks * chunks) == 0)
 
 
@@ -175,20 +175,20 @@ def _actions(request: Request) -> int:
     return request.finest.stages * request.microbatches * (3 if request.may_split_backward else 2)
 
 
-class _Timed:
+class _StepEstimates:
     """Steps that are estimated until they have too many actions together."""
 
     def __init__(self, machine: System, data: int, margin: float) -> None:
         self._machine, self._data, self._margin = machine, data, margin
         self._left = _MOST_ACTIONS
 
-    def step(self, asked: RequestedJob, name: str) -> Alternative | None:
-        """Return the step of ``asked``, or None where it cannot run or has too many actions."""
+    def step(self, job: RequestedJob, name: str) -> Alternative | None:
+        """Return the step of ``job``, or None where it cannot run or has too many actions."""
         with suppress(ValueError):
-            all_rules.refuse_to_plan(asked)
-            request = pipeline.read(asked, self._data)
+            all_rules.refuse_to_plan(job)
+            request = pipeline.read(job, self._data)
             if (actions := _actions(request)) <= self._left:
                 self._left -= actions
-                estimated = estimate_request(asked, self._machine, request, self._margin)
+                estimated = estimate_request(job, self._machine, request, self._margin)
                 return Alternative(name, estimated.step_seconds, estimated.fullest.total)
         return None

@@ -1,10 +1,4 @@
-"""How far estimates of times and of memory were from published runs of a kind of job.
-
-``planner/validation.json`` has, for each kind, how many runs there were and between which factors of the
-estimate eight in ten of the measured steps lie, and what the runs were: their systems and schedules, the
-longest sequences and the most context-parallel ranks.  Outside of that the range is wider, or there is none.
-``python -m benchmarks.planner.training_runs --keep`` writes the file.
-"""
+"""How far estimates of times and of memory were from published runs of a kind of job."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -40,6 +34,11 @@ class Band:
     ``unmeasured`` are properties of a job that none of them had, in words.  With one of them the range is the
     widest of all kinds; with more there is none, and ``low`` and ``high`` are None.  It is also the widest
     where all runs are of one of ``publishers``, whose jobs are alike.
+
+    ``planner/validation.json`` has, for each kind, how many runs there were and between which factors of the
+    estimate eight in ten of the measured steps lie, and what the runs were: their systems and schedules, the
+    longest sequences and the most context-parallel ranks.  Outside of that the range is wider, or there is
+    none. ``python -m benchmarks.planner.training_runs --keep`` writes the file.
     """
 
     kind: str
@@ -104,7 +103,7 @@ def _band(kind: str, unmeasured: tuple[str, ...]) -> Band:
 
 
 def _unmeasured(work: Workload, schedule: str, runs: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what ``work`` has and none of the runs of its kind had, which were as ``runs`` says.
+    """Yield what ``work`` has and none of the runs of its kind had, which are described by ``runs``.
 
     Megatron's own schedules count as one.
     """

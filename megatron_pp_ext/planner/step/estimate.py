@@ -1,13 +1,4 @@
-"""Estimates of a training step: the models of time and of memory, put together, with a flush and without.
-
-A step ends with an update, ``Updates.interval`` microbatches after the one before.  With --pipeline-replicas
-a rank of the workload stands for all replicas of its stage, which cost the same; the ranks here are the
-replicas one by one, by stage, as training numbers them.
-
-The step's pipeline is replayed action by action with the seconds of every stage.  The step also takes the
-time that ranks wait for gradients that are not reduced under later work, for the update, and for weights that
-are not gathered under the first forward.
-"""
+"""Estimates of a training step, of its time and of its memory, with a flush and without."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -49,7 +40,12 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class Unflushed:
-    """The stages of ``work`` with ``updates`` between their microbatches."""
+    """The stages of ``work`` with ``updates`` between their microbatches.
+
+    A step ends with an update, ``Updates.interval`` microbatches after the one before.  With
+    --pipeline-replicas a rank of the workload stands for all replicas of its stage, which cost the same;
+    these ranks are the replicas one by one, by stage, as training numbers them.
+    """
 
     work: Workload
     updates: Updates
@@ -156,8 +152,8 @@ class Estimate:
     ``pipeline_seconds`` last from the first action of any rank to the last end, ``other_seconds`` are those
     that ranks wait before and after it.  ``bubble`` is the idle fraction of the ranks' time in the pipeline;
     ``utilisation`` is of the machine's peak, for model operations, which leave recomputation out; None where
-    only measurements of the stages are known.  ``band`` says how far published runs were from their
-    estimates, or is None where the stages cost what the file ``stages_from`` says.  ``note`` is what people
+    only measurements of the stages are known.  ``band`` is how far published runs were from their
+    estimates, or is None where costs of stages come from the file ``stages_from``.  ``note`` is what people
     should know of the schedule.  ``host_bytes`` are those of each rank's activations that are on its host,
     ``waiting_bytes`` the most of each rank's activations that wait for W at one time, and ``gather_bytes``
     those of its ``buffers`` in which W gathers what it reads.
@@ -199,7 +195,7 @@ class Estimate:
 
     @property
     def grounds(self) -> str:
-        """What the seconds are to be trusted for, in words."""
+        """The accuracy of the seconds, in words."""
         if self.band is None:
             return f"every stage takes what {self.stages_from} says; all else is estimated"
         return str(self.band)
@@ -229,7 +225,7 @@ def memory_beside(
 ) -> RankMemory:
     """Return the memory of a rank of ``work`` with this ``state`` and so many bytes for the loss.
 
-    ``splits`` says whether backwards come in two halves.
+    ``splits`` is whether backwards come in two halves.
     """
     buffers = messages * work.message + work.exchanged_bytes
     return RankMemory(
@@ -261,6 +257,10 @@ class StepModel:
 
     ``name`` is what the schedule is called.  ``order`` may be that of fewer microbatches where memory alone
     is asked for.  ``margin`` is as ``MARGIN``.
+
+    The step's pipeline is replayed action by action with the seconds of every stage.  The step also takes the
+    time that ranks wait for gradients that are not reduced under later work, for the update, and for weights
+    that are not gathered under the first forward.
     """
 
     work: Workload
@@ -270,12 +270,12 @@ class StepModel:
     margin: float = MARGIN
 
     def memory(self) -> tuple[RankMemory, ...]:
-        """Return what every rank keeps."""
+        """Return the memory of every rank."""
         work, margin = self.work, self.margin
         if not catalog.abilities(self.name).flushes:
             return tuple(
-                rank_memory(work, kept.stage, kept.activations, kept.messages, margin, kept.versions)
-                for kept in self._unflushed.kept()
+                rank_memory(work, entry.stage, entry.activations, entry.messages, margin, entry.versions)
+                for entry in self._unflushed.kept()
             )
         beside = work.head.activation if work.head else 0.0
         activations, schedule = self.order.in_flight.peaks(work.parts, beside), self.order.timer.schedule
@@ -311,9 +311,9 @@ class StepModel:
         samples = job.batch.micro_batch_size * work.data * self.microbatches
         tokens = job.model.seq_length * samples
         file = job.pipeline.pipeline_costs if work.model.measured else None
-        known = None if file else band(work, self.name)
+        error_band = None if file else band(work, self.name)
         for addition in additions():
-            known = known and known.beyond(*addition.unmeasured(schedule))
+            error_band = error_band and error_band.beyond(*addition.unmeasured(schedule))
         possible = seconds * gpus * work.system.peak(job.precision.format)
         waiting = self.order.in_flight.waiting(work.parts) if schedule.splits_backward else ()
         return Estimate(
@@ -323,15 +323,14 @@ class StepModel:
             utilisation=None if work.model.counts_weights else model_operations(job, samples) / possible,
             tokens_per_second=tokens / seconds,
             ranks=self.memory(),
-            band=known,
+            band=error_band,
             stages_from=str(file) if file else None,
-            waiting_bytes=tuple(schedule.share * one for one in waiting),
+            waiting_bytes=tuple(schedule.share * size for size in waiting),
             gather_bytes=work.model.gather_buffers if waiting else 0.0,
         )
 
     @property
     def _unflushed(self) -> Unflushed:
-        """The steps of a schedule that never flushes."""
         return Unflushed(self.work, sizes.described(self.work.job, self.name, self.microbatches))
 
 
@@ -361,17 +360,17 @@ def estimate_request(job: Job, system: System, request: Request, margin: float =
             f"--pipeline-schedule {name} cannot be estimated before a run: use flex with "
             "--pipeline-memory-limit, or a schedule of mpp list"
         )
-    made = make(request, CostModel(lambda placement: work_on(placement).costs))
-    work = work_on(made.schedule.placement)
-    estimated = StepModel(work, Prepared(made.schedule), name, microbatches, margin).estimate()
+    result = make(request, CostModel(lambda placement: work_on(placement).costs))
+    work = work_on(result.schedule.placement)
+    estimated = StepModel(work, Prepared(result.schedule), name, microbatches, margin).estimate()
     for addition in additions():
-        estimated = addition.completed(estimated, work, made.schedule)
+        estimated = addition.completed(estimated, work, result.schedule)
     if request.updates is not None:
         stage, least = Unflushed(work, request.updates).busiest
         each = estimated.step_seconds / microbatches
         return replace(estimated, note=_LONG_RUN.format(each, stage, least / microbatches))
     cautions = (option.caution(request.ranks, work.costs) for option in request.options)
-    return replace(estimated, note=next(filter(None, cautions), made.note))
+    return replace(estimated, note=next(filter(None, cautions), result.note))
 
 
 def waits_around(work: Workload, spans: tuple[RankSpan, ...]) -> float:

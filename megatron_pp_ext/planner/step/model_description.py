@@ -1,11 +1,4 @@
-"""A model and how to train it, in the names of Megatron's arguments; its parameters and its operations.
-
-Such as the JSON object ``{"num_layers": 96, "hidden_size": 12288, "num_attention_heads": 96, "seq_length":
-2048, "vocab_size": 51200, "bf16": true}``, of which ``describe`` makes a job.
-
-The same as ``num_floating_point_operations`` of megatron.training.training, on which published MFUs rest:
-causal masks hide half of attention, windows and routers do not count, and nothing is recomputed.
-"""
+"""A model and how to train it, in the names of Megatron's arguments; its parameters and its operations."""
 
 from argparse import Action, Namespace
 from collections.abc import Iterator, Mapping
@@ -54,7 +47,11 @@ def require_known(values: Mapping[str, Any], source: str) -> None:
 
 
 def describe(values: Mapping[str, Any], source: str = "the model") -> Job:
-    """Return the job of ``values``, by name; ValueError, naming ``source``, for unknown names and values."""
+    """Return the job of ``values``, by name; ValueError, naming ``source``, for unknown names and values.
+
+    They are an object such as ``{"num_layers": 96, "hidden_size": 12288, "num_attention_heads": 96,
+    "seq_length": 2048, "vocab_size": 51200, "bf16": true}``.
+    """
     require_known(values, source)
     args, _ = flag_table.parse([], values)
     derive_arguments(args)
@@ -202,6 +199,9 @@ def model_operations(job: Job, samples: int) -> float:
     """Return the operations of a step with so many ``samples`` on all ranks together.
 
     Layers that a file describes one by one count as the model's others, as they do in Megatron.
+
+    They are those of ``num_floating_point_operations`` of megatron.training.training, on which published MFUs
+    rest: causal masks hide half of attention, windows and routers do not count, and nothing is recomputed.
     """
     model = job.model
     tokens = samples * model.seq_length

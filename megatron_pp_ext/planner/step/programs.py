@@ -1,12 +1,4 @@
-"""Schedules prepared for the estimates of time and memory, with the most bytes that each rank keeps.
-
-They depend only on the order of the rank's own actions.  ``simulate`` computes the same, with
-times.
-
-A forward and a backward that run together take turns by layer, so that one frees what the other keeps.
-Between them there is never more than a layer too much, which is counted as if it were the whole forward: a
-stage may have few layers.  Without a pipeline it has many, and that layer does not count.
-"""
+"""Schedules prepared for the estimates of time and memory, with the most bytes that each rank keeps."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,6 +24,12 @@ class InFlight:
     A moment is a row of four numbers for each chunk: microbatches between F and I, microbatches between I
     and W, whether an I is running, and whether a whole backward is.  The last number of the row counts the
     microbatches between S and T.
+
+    They depend only on the order of the rank's own actions.  ``simulate`` computes the same, with times.
+
+    A forward and a backward that run together take turns by layer, so that one frees what the other keeps.
+    Between them there is never more than a layer too much, which is counted as if it were the whole forward:
+    a stage may have few layers.  Without a pipeline it has many, and that layer does not count.
     """
 
     def __init__(self, program: Program) -> None:

@@ -211,7 +211,7 @@ class Workload:
         return costs
 
     def together(self, parts: Sequence[Part]) -> float:
-        """Return what actions that run together take of their seconds, on average over ``parts``."""
+        """Return the share of their seconds that actions take together, on average over ``parts``."""
         return pair(self.job, parts)
 
     @property
@@ -239,7 +239,7 @@ class Workload:
         return share * moving + model.output_buffer
 
     def deferred_seconds(self, rank: int) -> float:
-        """Return what ``rank`` computes after its last backward: the deferred gradients of a step."""
+        """Return the seconds of a step's deferred gradients after the last backward of ``rank``."""
         return self._deferred * self.model.deferred.weight_gradient_seconds if rank == self.head_rank else 0.0
 
     @property
@@ -253,22 +253,22 @@ class Workload:
     def _microbatches(self) -> int:
         return sizes.microbatches(self.job, self.data)
 
-    def summed(self, own: Sequence[Part]) -> Part:
-        """Return the sum of a rank's ``own`` stages, with the parameters of its part of a split head."""
-        first, *others = own
-        return sum(others, first) + self.head_parameters
+    def summed(self, parts: Sequence[Part]) -> Part:
+        """Return the sum of a rank's ``parts``, with the parameters of its part of a split head."""
+        first, *rest = parts
+        return sum(rest, first) + self.head_parameters
 
     @cached_property
     def by_rank(self) -> list[Part]:
         """The sum of the stages of each rank, with the parameters of its part of a split head."""
         sums = []
-        known: dict[tuple[int, ...], Part] = {}
+        cache: dict[tuple[int, ...], Part] = {}
         for stages in stages_of_ranks(self.placement):
-            own = [self.parts[stage] for stage in stages]
-            key = tuple(map(id, own))
-            if key not in known:
-                known[key] = self.summed(own)
-            sums.append(known[key])
+            parts = [self.parts[stage] for stage in stages]
+            key = tuple(map(id, parts))
+            if key not in cache:
+                cache[key] = self.summed(parts)
+            sums.append(cache[key])
         if self.placement.ranks == 1 and not self.job.model.untie_embeddings_and_output_weights:
             # A single rank has one copy of a tied weight.
             sums[0] = sums[0] + Part(parameters=-self._tied)
@@ -304,7 +304,7 @@ class Workload:
         return _once(partial(waits, self.job, self.system), self.by_rank, self._sharings)
 
     def exposed(self, rank: int) -> Waits:
-        """Return what ``rank`` waits where it hides what it may during its last backward and first forward.
+        """Return the seconds of ``rank`` that its last backward and first forward do not hide.
 
         The last bucket of gradients, and the first of weights, cannot be hidden.
         """
@@ -357,5 +357,5 @@ def _once[Made](compute: Callable[..., Made], *columns: Sequence[Any]) -> list[M
     """Return ``compute`` of every row, called once for rows of the same objects, as most stages have."""
     keys = [tuple(map(id, row)) for row in zip(*columns, strict=True)]
     distinct = dict(zip(keys, zip(*columns, strict=True), strict=True))
-    made = {key: compute(*row) for key, row in distinct.items()}
-    return [made[key] for key in keys]
+    results = {key: compute(*row) for key, row in distinct.items()}
+    return [results[key] for key in keys]

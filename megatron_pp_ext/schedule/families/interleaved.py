@@ -91,7 +91,6 @@ def _split_order(rank: int, placement: Placement, microbatches: int) -> tuple[Ac
 
 
 def _in_groups(kind: Kind, stages: tuple[int, ...], ranks: int, groups: int) -> list[Action]:
-    """Return ``groups`` groups of ``ranks`` microbatches, each group through all ``stages``."""
     return [
         Action(stage, kind, microbatch)
         for group in range(groups)

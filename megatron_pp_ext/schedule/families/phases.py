@@ -36,7 +36,6 @@ def pairs_of(phases: Phases, rank: int, placement: Placement) -> list[tuple[Acti
 
 
 def _read(phases: Phases, rank: int, placement: Placement) -> Iterator[list[Action]]:
-    """Yield the actions of each word."""
     stages = placement.stages_of(rank)
     pending: list[Action] = []
     following: Counter[tuple[int, bool]] = Counter()

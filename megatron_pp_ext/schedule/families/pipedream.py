@@ -1,20 +1,4 @@
-"""PipeDream (SOSP 2019): 1F1B without a flush, with replicated stages that take turns, and the age of its
-weights.
-
-Stage s has its own number of replicas, a rank each; ranks go by stage, then by replica.  Replica q
-takes the microbatches q, q + r, q + 2r, ... of its r-fold stage, the forward and the backward of one
-on the same replica, so that every rank knows where a microbatch went.
-
-The order is 1F1B's, over all microbatches of the whole run: after the first fill a rank alternates
-between one forward and one backward for ever.  A stage updates its weights after every ``interval``
-microbatches without waiting for another stage; where it has r replicas (``round_robin``), each does an r-th
-of these microbatches, and they add up their gradients.  A training step is a rank's work between two of
-its updates; microbatches in flight at an update stay in flight.
-
-Microbatches are numbered through the run.  Version v of a stage's weights are its weights
-after v updates.  ``interval`` 1 with the latest weights is PipeDream; ``interval`` >= p with the weights
-before the latest update is PipeDream-2BW (arXiv 2006.09503, section 3.1).
-"""
+"""PipeDream (SOSP 2019): 1F1B without a flush, with replicated stages in turns, and the age of weights."""
 
 import math
 from bisect import bisect_right
@@ -31,7 +15,12 @@ from megatron_pp_ext.schedule.placement import linear
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """The number of replicas of each stage; ``counts`` (3, 1) is written 3-1 and takes 4 ranks."""
+    """The number of replicas of each stage; ``counts`` (3, 1) is written 3-1 and takes 4 ranks.
+
+    Stage s has its own number of replicas, a rank each; ranks go by stage, then by replica.  Replica q takes
+    the microbatches q, q + r, q + 2r, ... of its r-fold stage, the forward and the backward of one on the
+    same replica, so that every rank knows where a microbatch went.
+    """
 
     counts: tuple[int, ...]
 
@@ -141,7 +130,12 @@ def _replicated_order(replicas: Replicas, rank: int, microbatches: int) -> tuple
 
 
 class WeightVersion(StrEnum):
-    """The version of its weights that a stage uses for a microbatch, in the forward and the backward."""
+    """The version of its weights that a stage uses for a microbatch, in the forward and the backward.
+
+    Microbatches are numbered through the run.  Version v of a stage's weights are its weights after v
+    updates.  ``interval`` 1 with the latest weights is PipeDream; ``interval`` >= p with the weights before
+    the latest update is PipeDream-2BW (arXiv 2006.09503, section 3.1).
+    """
 
     LATEST = "latest"
     """The newest at the time of the forward: PipeDream's weight stashing."""
@@ -163,6 +157,12 @@ def step(replicas: Replicas, interval: int, update: int, updates: int) -> tuple[
     least as far ahead as the next stage's.
 
     ValueError for an update that is not there, and where replicas would do unequally many microbatches.
+
+    The order is 1F1B's, over all microbatches of the whole run: after the first fill a rank alternates
+    between one forward and one backward for ever.  A stage updates its weights after every ``interval``
+    microbatches without waiting for another stage; where it has r replicas, each does an r-th of these
+    microbatches, and they add up their gradients.  A training step is a rank's work between two of its
+    updates; microbatches in flight at an update stay in flight.
     """
     replicas.require_turns(interval)
     if not 0 <= update < updates:

@@ -12,7 +12,7 @@ keeps more than its forward did.  Times are in seconds, activations and a messag
 or any other common unit.  ``hop``, ``message``, ``pair``, ``sizes`` and all of a stage but its times may be
 left out.
 An estimate of a step takes seconds, bytes and ``parameters``.  Where the ranks split the head,
-``Costs.head`` (``file_names``) is an object with the names of ``HeadCosts``.  Anything else is refused, since
+``Costs.head`` (``in_files``) is an object with the names of ``HeadCosts``.  Anything else is refused, since
 a misspelt name would otherwise leave a default in force.
 """
 

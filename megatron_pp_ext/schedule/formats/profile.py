@@ -1,26 +1,6 @@
 """The costs of each layer of a model, as JSON or as PipeDream's ``graph.txt``; the partitioner reads them.
 
-Layers depend on one another as a chain or as any directed acyclic graph.  ``profile_file`` has the form of
-the file.
-
-The file has one line for each layer, with times in milliseconds, sizes in bytes, and several outputs in
-brackets, and one line for each edge, which begins with a tab:
-
-    node2 -- LSTM(...) -- forward_compute_time=2.2, backward_compute_time=4.5, activation_size=[6.0; 1.0], ...
-        node2 -- node3
-
-The fourth field is ``parameter_size``.
-
-As in PipeDream's optimizer, nodes that only stand for the data are left out: a node called
-``Input...`` that reads nothing, and a node called ``__getitem__...`` that nothing reads.
-
-    {"layers": [{"name": "embedding", "forward_seconds": 0.0002, "backward_seconds": 0.0004,
-                 "activation_bytes": 4194304, "parameter_bytes": 1048576, "saved_bytes": 4325376,
-                 "symbol": "E"}, ...],
-     "edges": [["embedding", "layer 1"], ...]}
-
-The names are those of ``ProfiledLayer``.  ``saved_bytes`` and ``symbol`` may be left out, and ``edges`` where
-the layers are a chain.
+Layers depend on one another as a chain or as any directed acyclic graph.
 """
 
 import math
@@ -182,7 +162,19 @@ _FIELDS = {
 
 
 def read_graph_txt(text: str) -> Profile:
-    """Return the profile in ``text``; ValueError, naming line or layer, for anything that is not as above."""
+    """Return the profile in ``text``; ValueError, naming line or layer, for any other form.
+
+    The file has one line for each layer, with times in milliseconds, sizes in bytes, and several outputs in
+    brackets, and one line for each edge, which begins with a tab:
+
+        node2 -- LSTM -- forward_compute_time=2.2, backward_compute_time=4.5, activation_size=[6.0; 1.0], ...
+            node2 -- node3
+
+    The fourth field is ``parameter_size``.
+
+    As in PipeDream's optimizer, nodes that only stand for the data are left out: a node called ``Input...``
+    that reads nothing, and a node called ``__getitem__...`` that nothing reads.
+    """
     layers: dict[str, ProfiledLayer] = {}
     kinds: dict[str, str] = {}
     edges: list[tuple[str, str]] = []
@@ -234,7 +226,16 @@ def _layer(name: str, text: str) -> ProfiledLayer:
 
 
 def write(profile: Profile, path: Path) -> None:
-    """Write ``profile`` to ``path`` as JSON."""
+    """Write ``profile`` to ``path`` as JSON.
+
+        {"layers": [{"name": "embedding", "forward_seconds": 0.0002, "backward_seconds": 0.0004,
+                     "activation_bytes": 4194304, "parameter_bytes": 1048576, "saved_bytes": 4325376,
+                     "symbol": "E"}, ...],
+         "edges": [["embedding", "layer 1"], ...]}
+
+    The names are those of ``ProfiledLayer``.  ``saved_bytes`` and ``symbol`` may be left out, and ``edges``
+    where the layers are a chain.
+    """
     rows = [
         {name: value for name, value in asdict(layer).items() if value not in (None, "")}
         for layer in profile.layers

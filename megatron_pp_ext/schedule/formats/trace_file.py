@@ -1,16 +1,7 @@
-"""A step as a file that opens in Perfetto (ui.perfetto.dev), recorded or simulated, and the reader of such
-files.
+"""A step as a file that opens in Perfetto (ui.perfetto.dev), recorded or simulated, and the reader of both.
 
-The format is the JSON of Chrome's trace events.  Each rank has a track with a complete event ("X") for
-each action, and a counter ("C") of live activations with it.  A flow ("s", "f") leads from each action to
-the one on another rank that waits for its output.  Each reduction of gradients is two events ("b", "e"),
-which may overlap anything, and so is each span without a track (``schedule.spans``).  Other spans are
-complete events on tracks of their own.  Times are in microseconds, for recorded steps on the clock of the
-first rank, from which each rank's clock may differ by its ``clock_errors``, in seconds.  A simulated step has
-a second of the trace for each 1 of its times, whose unit the file names.  ``trace_reading`` reads both kinds
-of steps.
-
-Nothing in a file is trusted: whoever sends a trace may have changed it.
+The format is the JSON of Chrome's trace events.  Nothing in a file is trusted: whoever sends a trace may have
+changed it.
 """
 
 import json
@@ -108,12 +99,18 @@ def _simulated(timeline: Timeline, events: Sequence[Event], peak: float) -> Rank
 
 
 def _write(
-    path: Path,
-    step: RecordedStep,
-    curves: Sequence[_Curve],
-    simulated: dict[str, Any] | None = None,
+    path: Path, step: RecordedStep, curves: Sequence[_Curve], simulated: dict[str, Any] | None = None
 ) -> None:
-    """Write ``step`` with one memory curve a rank; ``simulated`` only a simulated step has."""
+    """Write ``step`` with one memory curve a rank; ``simulated`` only a simulated step has.
+
+    Each rank has a track with a complete event ("X") for each action, and a counter ("C") of live activations
+    with it.  A flow ("s", "f") leads from each action to the one on another rank that waits for its output.
+    Each reduction of gradients is two events ("b", "e"), which may overlap anything, and so is each span
+    without a track (``actions.Label``).  Other spans are complete events on tracks of their own.  Times are
+    in microseconds, for recorded steps on the clock of the first rank, from which each rank's clock may
+    differ by its ``clock_errors``, in seconds.  A simulated step has a second of the trace for each 1 of its
+    times, whose unit the file names.
+    """
     records = step.records
     about = {
         "schedule": step.name,

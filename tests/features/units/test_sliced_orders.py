@@ -16,8 +16,15 @@ from megatron_pp_ext.features.units.microbatches import Microbatches
 from megatron_pp_ext.features.units.options import Slices
 from megatron_pp_ext.features.units.plan import Planner
 from megatron_pp_ext.features.units.rates import LengthCosts
-from megatron_pp_ext.features.units.sliced_orders import more, of_equal_slices, require_chain_order, shifted
-from megatron_pp_ext.features.units.units import cut, equal_slices, ordered
+from megatron_pp_ext.features.units.sliced_orders import of_equal_slices
+from megatron_pp_ext.features.units.units import (
+    cut,
+    equal_slices,
+    more,
+    ordered,
+    require_chain_order,
+    shifted,
+)
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.check import check

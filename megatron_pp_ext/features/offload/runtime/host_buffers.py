@@ -1,8 +1,4 @@
-"""Pinned memory of the host, and the copy engines that move activations to it and back.
-
-A copy waits for all that was launched on the compute stream before it, and on its own stream.  What is
-computed later waits for a copy only where it has to (``Completion.wait``).  The host waits for nothing.
-"""
+"""Pinned memory of the host, and the copy engines that move activations to it and back."""
 
 import weakref
 from collections import defaultdict, deque
@@ -208,7 +204,11 @@ class CopyEvent:
 
 
 class CopyStreams:
-    """The copy engines of this rank's device; ``CopyEngines``."""
+    """The copy engines of this rank's device; ``CopyEngines``.
+
+    A copy waits for all that was launched on the compute stream before it, and on its own stream.  What is
+    computed later waits for a copy only where it has to (``Completion.wait``).  The host waits for nothing.
+    """
 
     def __init__(self) -> None:
         self._to_host, self._to_device = torch.cuda.Stream(), torch.cuda.Stream()

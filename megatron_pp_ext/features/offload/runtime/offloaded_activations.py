@@ -50,10 +50,10 @@ class _Saved:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor: torch.Tensor | None = tensor
         self.counted: _Counted | None = None
-        self.arrival: _Arrival | None = None
+        self.arrival: _CopyBack | None = None
 
 
-class _Arrival:
+class _CopyBack:
     """A copy back to the device, which holds its target memory until computation has waited for it."""
 
     __slots__ = ("copy", "memory")
@@ -62,12 +62,11 @@ class _Arrival:
         self.copy, self.memory = copy, memory
 
     def wait(self) -> None:
-        """Let later computation wait for the copy."""
         self.copy.wait()
         self.memory.clear()
 
 
-class _TensorPlace(NamedTuple):
+class _StoragePlace(NamedTuple):
     """Where in a storage the tensor of ``saved`` lies."""
 
     saved: "weakref.ref[_Saved]"
@@ -83,7 +82,7 @@ class _Storage(NamedTuple):
     device: torch.device
     size: int
     buffer: HostBuffer
-    places: list[_TensorPlace]
+    places: list[_StoragePlace]
 
 
 @dataclass(slots=True)
@@ -111,7 +110,7 @@ class OffloadedActivations:
         self._engines, self._smallest = engines, smallest
         self._microbatches: dict[Owner, _SavedMicrobatch] = {}
         self._begun: set[Owner] = set()
-        self._arriving: list[_Arrival] = []
+        self._arriving: list[_CopyBack] = []
         self.offloaded_bytes = self.stayed_bytes = self.small_bytes = 0
 
     @contextmanager
@@ -188,7 +187,7 @@ class OffloadedActivations:
             del self._microbatches[owner]
             return
         transfers: list[Transfer] = []
-        arrivals: list[tuple[_Saved, _TensorPlace, torch.Tensor]] = []
+        arrivals: list[tuple[_Saved, _StoragePlace, torch.Tensor]] = []
         for storage in state.offloaded:
             alive = [(saved, place) for place in storage.places if (saved := place.saved()) is not None]
             if alive:
@@ -197,7 +196,7 @@ class OffloadedActivations:
                 arrivals += [(saved, place, memory) for saved, place in alive]
         copy = self._engines.to_device(transfers, [state.sent], timed or nullcontext())
         del self._microbatches[owner]
-        arrival = _Arrival(copy, [transfer.target for transfer in transfers])
+        arrival = _CopyBack(copy, [transfer.target for transfer in transfers])
         self._arriving = [*(pending for pending in self._arriving if pending.memory), arrival]
         for storage in state.offloaded:
             storage.buffer.last_use = copy
@@ -284,18 +283,18 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _take(saved: _Saved, state: _SavedMicrobatch) -> _TensorPlace:
+def _take(saved: _Saved, state: _SavedMicrobatch) -> _StoragePlace:
     """Take the tensor of ``saved``, which ``state`` keeps until it is copied, and return its place."""
     tensor = saved.tensor
     assert tensor is not None
     state.leaving.append((tensor, saved.counted))
     saved.tensor = saved.counted = None
-    return _TensorPlace(
+    return _StoragePlace(
         weakref.ref(saved), tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
     )
 
 
-def _put(saved: _Saved, place: _TensorPlace, memory: torch.Tensor) -> None:
+def _put(saved: _Saved, place: _StoragePlace, memory: torch.Tensor) -> None:
     """Give ``saved`` its tensor at ``place`` back, whose storage is now ``memory``."""
     empty = torch.empty(0, dtype=place.dtype, device=memory.device)
     saved.tensor = empty.set_(memory.untyped_storage(), place.offset, place.shape, place.stride)

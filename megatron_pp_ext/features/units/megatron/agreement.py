@@ -1,14 +1,4 @@
-"""The lengths by which all ranks that meet in a step plan it, and the shapes of messages that follow from
-them.
-
-A loop may pad what it reads, or put something between.  So a step whose messages announce their shapes shows
-first whether all of them follow from the tensors that were read; then those of later steps are taken to do so
-too, on all ranks of the pipeline.
-
-The host of a rank that posts the receive of an announced message stops until its sender is there.  So such
-receives are posted late (``schedule.late_receives``).  And where a rank has several stages, a microbatch
-announces its shape to it only once, as soon as a step has shown that all stages hand on one shape.
-"""
+"""The lengths of a step's microbatches, on which all its ranks agree, and the shapes of messages."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,11 +32,11 @@ _EXPERTS = "ep", "expt_tp"
 
 
 class UnknownLengths(ValueError):
-    """The lengths of a microbatch cannot be told from what the data iterator has yielded."""
+    """The lengths of a microbatch do not follow from the items of the data iterator."""
 
 
 class Agreed(NamedTuple):
-    """What all ranks plan by: the lengths of this pipeline's own data, and those to plan by.
+    """The lengths of this pipeline's data, and those by which all ranks plan.
 
     The two differ where pipelines share experts.  ``unknown`` is why no lengths are known, on any of the
     ranks; then both are empty.  ``sizes`` are those of the pipeline's own data, and ``are_trusted`` whether
@@ -61,8 +51,8 @@ class Agreed(NamedTuple):
     are_trusted: bool = False
 
 
-class _Report(NamedTuple):
-    """What is known of one pipeline's data: its lengths, or a problem that ends the step.
+class _DataReport(NamedTuple):
+    """The lengths of one pipeline's data, or a problem that ends the step.
 
     ``rank`` is the pipeline rank that it comes from.  A rank that is given no data has no ``documents``.
     """
@@ -82,10 +72,10 @@ def agree(
     sizes: Callable[[], Sizes] = tuple,
     are_trusted: bool = False,
 ) -> Agreed:
-    """Return what all ranks that meet in the step plan by; collective over their groups.
+    """Agree on the lengths by which all ranks of the step plan; collective over their groups.
 
     ``read`` reads this rank's data ahead and returns the lengths, None where the rank is given no data.  It
-    raises UnknownLengths where these cannot be told.  The ranks of a pipeline have the same data, and ranks
+    raises UnknownLengths where these do not follow.  The ranks of a pipeline have the same data, and ranks
     without data take the lengths of others.  Pipelines that share experts have data of their own: they plan
     by the heaviest microbatch in each place.  ``sizes`` returns those of what is read, and ``are_trusted`` is
     whether this rank trusts them.
@@ -94,7 +84,7 @@ def agree(
     a pipeline read different lengths, and where none has data.  The rank whose data raised something else
     raises that, as it would without an order.
     """
-    report, error = _report(read, sizes, _Report(inputs.group.rank(), are_trusted))
+    report, error = _report(read, sizes, _DataReport(inputs.group.rank(), are_trusted))
     for name in _PIPELINE:
         report = _of_pipeline(_gathered(report, getattr(inputs.groups, name, None)))
     if not _knows(report):
@@ -102,7 +92,7 @@ def agree(
             problem=(
                 "no rank of this pipeline has a data iterator, and an order of microbatches is planned by "
                 "their lengths; leave the order out"
-            ),
+            )
         )
     report = report._replace(are_trusted=report.are_trusted and bool(report.sizes))
     planned = report
@@ -119,33 +109,33 @@ def agree(
     return Agreed(report.documents, planned.documents, "", report.sizes, planned.are_trusted)
 
 
-def of_all(own: Documents, inputs: StepInputs) -> tuple[Documents, ...]:
+def of_all(documents: Documents, inputs: StepInputs) -> tuple[Documents, ...]:
     """Return the lengths of all pipelines that share experts with this one, each once and in one order.
 
     Collective over the groups of those that meet, where experts are shared.
     """
-    return tuple(sorted(_of_experts({own}, inputs)))
+    return tuple(sorted(_of_experts({documents}, inputs)))
 
 
 def seen_by_any[T](seen: set[T], inputs: StepInputs) -> set[T]:
-    """Return what any rank of those that meet in a step has ``seen``; collective over their groups."""
+    """Return all that ranks of a step have ``seen``; collective over their groups."""
     for name in _PIPELINE:
         seen = set().union(*_gathered(seen, getattr(inputs.groups, name, None)))
     return _of_experts(seen, inputs)
 
 
-def _of_experts[T](found: set[T], inputs: StepInputs) -> set[T]:
-    """Return what all pipelines that share experts with this one have found, whose ranks have the same."""
+def _of_experts[T](values: set[T], inputs: StepInputs) -> set[T]:
+    """Return the ``values`` of all pipelines that share experts with this one; its ranks have the same."""
     if any(_size(getattr(inputs.groups, name, None)) > 1 for name in _EXPERTS):
         for name in (*_EXPERTS, *_PIPELINE):
-            found = set().union(*_gathered(found, getattr(inputs.groups, name, None)))
-    return found
+            values = set().union(*_gathered(values, getattr(inputs.groups, name, None)))
+    return values
 
 
 def _report(
-    read: Callable[[], Documents | None], sizes: Callable[[], Sizes], without_data: _Report
-) -> tuple[_Report, Exception | None]:
-    """Return what a rank knows of its data, and what that has raised itself."""
+    read: Callable[[], Documents | None], sizes: Callable[[], Sizes], without_data: _DataReport
+) -> tuple[_DataReport, Exception | None]:
+    """Return a rank's report on its data, and the exception that the data raised."""
     try:
         documents = read()
     except UnknownLengths as error:
@@ -160,56 +150,56 @@ def _report(
     return without_data._replace(documents=documents, sizes=sizes()), None
 
 
-def _knows(report: _Report) -> bool:
+def _knows(report: _DataReport) -> bool:
     return report.documents is not None or bool(report.problem or report.unknown)
 
 
-def _of_pipeline(reports: Sequence[_Report]) -> _Report:
+def _of_pipeline(reports: Sequence[_DataReport]) -> _DataReport:
     """Return the one report of ranks with the same data; a problem where they differ.
 
     Sizes on which these do not agree are not known.
     """
-    known = sorted(filter(_knows, reports), key=lambda one: one.rank)
-    if not known:
+    informed = sorted(filter(_knows, reports), key=lambda report: report.rank)
+    if not informed:
         return reports[0]
-    for one in known:
-        if one.problem:
-            return one
-    for one in known:
-        if one.unknown:
-            return one
-    first = known[0]
-    other = next((one for one in known if one.documents != first.documents), None)
+    for report in informed:
+        if report.problem:
+            return report
+    for report in informed:
+        if report.unknown:
+            return report
+    first = informed[0]
+    other = next((report for report in informed if report.documents != first.documents), None)
     if other is None:
-        sizes = {one.sizes for one in known if one.sizes}
+        sizes = {report.sizes for report in informed if report.sizes}
         return first._replace(
             sizes=sizes.pop() if len(sizes) == 1 else (),
-            are_trusted=all(one.are_trusted for one in reports),
+            are_trusted=all(report.are_trusted for report in reports),
         )
     return first._replace(
         problem=(
             f"pipeline ranks {first.rank} and {other.rank} read microbatches of different lengths in this "
             "step; give all ranks of a pipeline the same data, or leave the order out"
-        ),
+        )
     )
 
 
-def _of_several(reports: Sequence[_Report], work: Work) -> _Report:
+def _of_several(reports: Sequence[_DataReport], work: Work) -> _DataReport:
     """Return the report of pipelines with data of their own: the heaviest microbatch in each place."""
-    for one in reports:
-        if one.problem or one.unknown:
-            return one
-    found = [one.documents for one in reports if one.documents is not None]
-    counts = dict.fromkeys(map(len, found))
+    for report in reports:
+        if report.problem or report.unknown:
+            return report
+    documents = [report.documents for report in reports if report.documents is not None]
+    counts = dict.fromkeys(map(len, documents))
     if len(counts) > 1:
         return reports[0]._replace(
             problem=(
                 f"pipelines that share experts have {' and '.join(map(str, counts))} microbatches in this "
                 "step; give all of them as many"
-            ),
+            )
         )
-    are_trusted = all(one.are_trusted for one in reports)
-    return reports[0]._replace(documents=_heaviest(found, work), are_trusted=are_trusted)
+    are_trusted = all(report.are_trusted for report in reports)
+    return reports[0]._replace(documents=_heaviest(documents, work), are_trusted=are_trusted)
 
 
 def _heaviest(some: Sequence[Documents], work: Work) -> Documents:
@@ -219,11 +209,11 @@ def _heaviest(some: Sequence[Documents], work: Work) -> Documents:
     return tuple(some[at][place] for place, at in enumerate(best))
 
 
-def _gathered[T](own: T, group: dist.ProcessGroup | None) -> list[T]:
+def _gathered[T](value: T, group: dist.ProcessGroup | None) -> list[T]:
     if _size(group) == 1:
-        return [own]
+        return [value]
     gathered: list[Any] = [None] * _size(group)
-    dist.all_gather_object(gathered, own, group=group)
+    dist.all_gather_object(gathered, value, group=group)
     return gathered
 
 
@@ -236,7 +226,12 @@ _ROWS = "tokens", "input_ids", "labels", "position_ids"
 
 
 class KnownShapes:
-    """Hands over the shapes of messages ahead, once a step has shown that they follow from batches."""
+    """Hands over the shapes of messages ahead, once a step has shown that they follow from batches.
+
+    A loop may pad what it reads, or put something between.  So a step whose messages announce their shapes
+    shows first whether all of them follow from the tensors that were read; then those of later steps are
+    taken to do so too, on all ranks of the pipeline.
+    """
 
     def __init__(self) -> None:
         self._follow: bool | None = None
@@ -248,7 +243,7 @@ class KnownShapes:
 
     @staticmethod
     def known_sizes(inputs: StepInputs, data: Sequence[Sequence[Any] | None]) -> Sizes:
-        """Return the sizes of a step's microbatches, as ``sizes_of``; empty where they tell no shapes."""
+        """Return the sizes of a step's microbatches, as ``sizes_of``; empty where no shapes follow."""
         sizes = sizes_of(data)
         return sizes if shapes_of(inputs, sizes) else ()
 
@@ -276,12 +271,10 @@ class KnownShapes:
                 f"{error}, or keep the order of the data (order='given'), whose messages announce their "
                 "shapes: in the first steps all shapes followed from the batches"
             ) from error
-        if shapes and self._follow is None and inputs.announced is not None:
-            self._learn(inputs.announced, shapes)
-
-    def _learn(self, announced: Mapping[int, set[Shape]], shapes: Sequence[Shape]) -> None:
-        """Compare what a step has announced; equal shapes tell nothing of how others would be padded."""
-        if announced != {number: {shape} for number, shape in enumerate(shapes)}:
+        if not shapes or self._follow is not None or inputs.announced is None:
+            return
+        # Equal shapes tell nothing of how others would be padded.
+        if inputs.announced != {number: {shape} for number, shape in enumerate(shapes)}:
             self._follow = False
         elif len(set(shapes)) > 1:
             self._follow = True
@@ -289,17 +282,17 @@ class KnownShapes:
 
 def sizes_of(data: Sequence[Sequence[Any] | None]) -> Sizes:
     """Return the sizes of the microbatches of a step, from the ``data`` of each chunk that reads some."""
-    own = next((batches for batches in data if batches is not None), ())
-    sizes = [size_of(batch) for batch in own]
+    first = next((batches for batches in data if batches is not None), ())
+    sizes = [size_of(batch) for batch in first]
     return tuple(size for size in sizes if size is not None) if None not in sizes else ()
 
 
 def size_of(batch: Any) -> tuple[int, int] | None:
     """Return how many sequences a batch has, and of how many tokens each; None where it has no such rows."""
     for name in _ROWS if isinstance(batch, Mapping) else ():
-        found = batch.get(name)
-        if isinstance(found, torch.Tensor) and found.dim() == 2 and not found.is_nested:
-            rows, tokens = found.shape
+        value = batch.get(name)
+        if isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_nested:
+            rows, tokens = value.shape
             return rows, tokens
     return None
 
@@ -308,7 +301,7 @@ type _Key = tuple[int, bool, Announced]
 
 
 def announcing(pipeline: Pipeline) -> StepPart:
-    """Return what lets messages of ``pipeline`` announce their shapes, in steps that know none.
+    """Return the part by which messages of ``pipeline`` announce their shapes, in steps that know none.
 
     An order that somebody has asked to be the data's takes no shape for granted.
     """
@@ -318,7 +311,13 @@ def announcing(pipeline: Pipeline) -> StepPart:
 
 
 class AnnouncedShapes:
-    """Posts receives of announced messages late; with ``may_repeat`` it learns which can announce nothing."""
+    """Posts receives of announced messages late; with ``may_repeat`` it learns which can announce nothing.
+
+    The host of a rank that posts the receive of an announced message stops until its sender is there.  So
+    such receives are posted late (``schedule.launch_order``).  And where a rank has several stages, a
+    microbatch announces its shape to it only once, as soon as a step has shown that all stages hand on one
+    shape.
+    """
 
     def __init__(self, may_repeat: bool) -> None:
         self._has_one_shape: bool | None = None if may_repeat else False
@@ -353,8 +352,8 @@ class AnnouncedShapes:
 
     def _decide(self, seen: set[bool], inputs: StepInputs) -> None:
         """Take one shape for granted if no rank saw another; collective over those that meet."""
-        if found := seen_by_any(seen, inputs):
-            self._has_one_shape = False not in found
+        if answers := seen_by_any(seen, inputs):
+            self._has_one_shape = False not in answers
 
     def _plan(self, step: Step) -> RankPlan:
         """Return the plan with late receives, which is kept for the schedule's later steps."""

@@ -1,7 +1,7 @@
 """What slices change within a model: its arguments, its attention and its rotary positions.
 
 Hooks of torch's modules do it, so that every class of attention which is called with a query, a key and a
-value has slices, those of users included.  They do nothing unless a slice runs (``runtime.prefixes``).
+value has slices, those of users included.  They do nothing unless a slice runs (``units.runtime``).
 """
 
 import inspect
@@ -22,7 +22,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import unwrap_model
 
-from megatron_pp_ext.features.units.runtime.prefixes import Slice, running
+from megatron_pp_ext.features.units.runtime import Slice, running
 from megatron_pp_ext.setting_error import SettingError
 
 
@@ -124,15 +124,15 @@ def calling(call: Call) -> Iterator[None]:
 
 def _with_part_of_batch(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     """Let the model of the call have the unit's part of its arguments."""
-    here = running()
-    if here is None or _call is None or not _call.of.are_of(module):
+    part = running()
+    if part is None or _call is None or not _call.of.are_of(module):
         return None
     arguments = named(module, args, kwargs)
     if _call.arguments is None:
         _call.note(arguments)
     if _call.of.reads_masks:
-        require_hidden(arguments, here)
-    return (), cut(arguments, here)
+        require_hidden(arguments, part)
+    return (), cut(arguments, part)
 
 
 def named(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def named(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     Where the module's own ``forward`` takes any, as ``*args``, those of its class's base have the names.
     """
     forwards = (vars(kind).get("forward") for kind in type(module).__mro__)
-    for forward in (module.forward, *(one.__get__(module) for one in forwards if one is not None)):
+    for forward in (module.forward, *(method.__get__(module) for method in forwards if method is not None)):
         names = [
             name
             for name, parameter in inspect.signature(forward).parameters.items()
@@ -154,28 +154,28 @@ def named(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def with_prefix(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     """Let attention see the keys and values of the whole sequence up to the slice's end."""
-    here = running()
-    if here is None or here.sequence is None:
+    part = running()
+    if part is None or part.sequence is None:
         return None
     arguments = named(module, args, kwargs)
     if why := _refused_kind(arguments.get("attn_mask_type")):
         raise SettingError(why)
     for what in ("key", "value"):
-        arguments[what] = here.sequence.grown((module, what), arguments[what], here.start)
-    if here.start:
-        _mask(module, arguments, here)
+        arguments[what] = part.sequence.grown((module, what), arguments[what], part.start)
+    if part.start:
+        _mask(module, arguments, part)
     return (), arguments
 
 
-def _mask(module: torch.nn.Module, arguments: dict[str, Any], here: Slice) -> None:
+def _mask(module: torch.nn.Module, arguments: dict[str, Any], part: Slice) -> None:
     """Let the slice's first token see all tokens before it: the diagonal ends at the last row and column."""
     if arguments.get("attn_mask_type") == AttnMaskType.causal and _is_of_engine(module):
         arguments["attn_mask_type"] = AttnMaskType.causal_bottom_right  # whatever mask is given besides
     if arguments.get("attention_mask") is not None or _is_of_engine(module):
         return
     device = arguments["query"].device
-    rows = torch.arange(here.start, here.end, device=device)[:, None]
-    arguments["attention_mask"] = (torch.arange(here.end, device=device) > rows)[None, None]
+    rows = torch.arange(part.start, part.end, device=device)[:, None]
+    arguments["attention_mask"] = (torch.arange(part.end, device=device) > rows)[None, None]
 
 
 def _refused_kind(kind: Any) -> str:
@@ -195,64 +195,64 @@ def _is_of_engine(module: torch.nn.Module) -> bool:
 
 def _from_start(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     """Let rotary positions begin at the slice's first token."""
-    here = running()
-    if here is None:
+    part = running()
+    if part is None:
         return None
     arguments = named(module, args, kwargs)
-    return (), {**arguments, "offset": arguments.get("offset", 0) + here.start}
+    return (), {**arguments, "offset": arguments.get("offset", 0) + part.start}
 
 
 def _part_of_cached(stock: Callable[..., Any], length: int, *more: Any, **named: Any) -> Any:
     """Return the cosines and sines of the slice's positions, which fused kernels read."""
-    here = running()
-    if here is None:
+    part = running()
+    if part is None:
         return stock(length, *more, **named)
-    return tuple(one[here.start : here.end] for one in stock(here.end, *more, **named))
+    return tuple(table[part.start : part.end] for table in stock(part.end, *more, **named))
 
 
 _ALONG_LAST = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
 """The arguments of Megatron's models that have a number for each token, with the tokens last."""
 
 _OTHERS = ("cu_seqlens_q_padded", "cu_seqlens_kv_padded", "tokens_per_sample")
-"""What some releases know of documents beside their lengths, which a pack has not."""
+"""Fields of documents in some releases besides their lengths, which a pack lacks."""
 
 
-def cut(arguments: dict[str, Any], here: Slice) -> dict[str, Any]:
-    """Return the ``arguments`` of a model's forward for the tokens of ``here``.
+def cut(arguments: dict[str, Any], part: Slice) -> dict[str, Any]:
+    """Return the ``arguments`` of a model's forward for the tokens of ``part``.
 
     A mask of attention keeps the columns of all tokens before.  Lengths of documents (``packed_seq_params``)
     become those of a pack, and are left out for a single document.  ValueError for a tensor of which it is
     not known how to cut it, and for documents other than the step was planned for.
     """
     tells = arguments.get("packed_seq_params")
-    if len(here.sizes) == 1 and tells is None:
+    if len(part.sizes) == 1 and tells is None:
         tells = arguments.get("attention_mask")
-    if tells is None and _is_of_several(here):
+    if tells is None and _is_of_several(part):
         raise ValueError(
             "a microbatch has several documents by its lengths, but its forward step gives the model no "
             "packed_seq_params: give lengths of whole sequences"
         )
-    return {name: _cut(name, value, here) for name, value in arguments.items()}
+    return {name: _cut(name, value, part) for name, value in arguments.items()}
 
 
-def _is_of_several(here: Slice) -> bool:
+def _is_of_several(part: Slice) -> bool:
     """Whether the microbatch of a slice is known to have several documents."""
-    length = sum(here.sizes) if here.sequence is None else here.sequence.length
-    return len(here.sizes) > 1 or (len(here.sizes) == 1 and length < here.total)
+    length = sum(part.sizes) if part.sequence is None else part.sequence.length
+    return len(part.sizes) > 1 or (len(part.sizes) == 1 and length < part.total)
 
 
-def require_hidden(arguments: dict[str, Any], here: Slice) -> None:
-    """Raise ValueError where a mask lets a token of ``here`` see others than those up to it in its sequence.
+def require_hidden(arguments: dict[str, Any], part: Slice) -> None:
+    """Raise ValueError where a mask lets a token of ``part`` see others than those up to it in its sequence.
 
     ``arguments`` are those of a whole microbatch, in whose mask True hides a key.
     """
     mask = arguments.get("attention_mask")
-    if not isinstance(mask, torch.Tensor) or mask.dtype is not torch.bool or len(here.ranges) > 1:
+    if not isinstance(mask, torch.Tensor) or mask.dtype is not torch.bool or len(part.ranges) > 1:
         return
-    _require_square(mask, here)
-    ((begin, end),) = here.ranges
+    _require_square(mask, part)
+    ((begin, end),) = part.ranges
     rows = mask[..., begin:end, :]
-    if not (rows[..., end:].all() and rows[..., : begin - here.start].all()):
+    if not (rows[..., end:].all() and rows[..., : begin - part.start].all()):
         raise SettingError(
             f"the attention mask lets tokens {begin} to {end} of a microbatch see tokens after them, or of "
             "another document, which a slice has no keys of; give a causal mask of each document, or leave "
@@ -260,25 +260,25 @@ def require_hidden(arguments: dict[str, Any], here: Slice) -> None:
         )
 
 
-def _require_square(mask: torch.Tensor, here: Slice) -> None:
+def _require_square(mask: torch.Tensor, part: Slice) -> None:
     for size in mask.shape[-2:]:
-        _require_tokens("attention_mask", size, here)
+        _require_tokens("attention_mask", size, part)
 
 
-def _cut(name: str, value: Any, here: Slice) -> Any:
+def _cut(name: str, value: Any, part: Slice) -> Any:
     if name in _ALONG_LAST and isinstance(value, torch.Tensor):
-        _require_tokens(name, value.shape[-1], here)
-        return _joined([value[..., begin:end] for begin, end in here.ranges], -1)
+        _require_tokens(name, value.shape[-1], part)
+        return _joined([value[..., begin:end] for begin, end in part.ranges], -1)
     if name == "decoder_input" and isinstance(value, torch.Tensor):
-        _require_tokens(name, len(value), here)
-        return _joined([value[begin:end] for begin, end in here.ranges], 0)
-    if name == "attention_mask" and isinstance(value, torch.Tensor) and len(here.ranges) == 1:
-        _require_square(value, here)
-        ((begin, end),) = here.ranges
+        _require_tokens(name, len(value), part)
+        return _joined([value[begin:end] for begin, end in part.ranges], 0)
+    if name == "attention_mask" and isinstance(value, torch.Tensor) and len(part.ranges) == 1:
+        _require_square(value, part)
+        ((begin, end),) = part.ranges
         # A copy: what autograd saves of a view would keep the mask of the whole sequence.
-        return value[..., begin:end, begin - here.start : end].clone()
-    if name == "packed_seq_params" and value is not None and here.sizes:
-        return _pack(value, here)
+        return value[..., begin:end, begin - part.start : end].clone()
+    if name == "packed_seq_params" and value is not None and part.sizes:
+        return _pack(value, part)
     if _has_tensor(value) or (name == "packed_seq_params" and value is not None):
         raise SettingError(
             f"slices of sequences do not know how to cut {name}, which the forward step gives to the model; "
@@ -308,29 +308,29 @@ def _joined(parts: list[torch.Tensor], dimension: int) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dimension)
 
 
-def _require_tokens(name: str, tokens: int, here: Slice) -> None:
-    if tokens != here.total:
+def _require_tokens(name: str, tokens: int, part: Slice) -> None:
+    if tokens != part.total:
         raise ValueError(
-            f"the step was planned for {here.total} tokens of a microbatch, and its {name} has {tokens}; let "
+            f"the step was planned for {part.total} tokens of a microbatch, and its {name} has {tokens}; let "
             "lengths count all tokens of a row, padding included, and give as many rows as micro_batch_size"
         )
 
 
-def _pack(given: PackedSeqParams, here: Slice) -> PackedSeqParams | None:
+def _pack(params: PackedSeqParams, part: Slice) -> PackedSeqParams | None:
     """Return the lengths of the documents of a pack; None for one document, whose attention needs none."""
-    if len(here.sizes) == 1:
+    if len(part.sizes) == 1:
         return None
-    assert given.cu_seqlens_q is not None
+    assert params.cu_seqlens_q is not None
     ends = torch.tensor(
-        [0, *accumulate(here.sizes)], dtype=given.cu_seqlens_q.dtype, device=given.cu_seqlens_q.device
+        [0, *accumulate(part.sizes)], dtype=params.cu_seqlens_q.dtype, device=params.cu_seqlens_q.device
     )
-    longest, known = max(here.sizes), {one.name for one in fields(given)}
+    longest, names = max(part.sizes), {field.name for field in fields(params)}
     return replace(
-        given,
+        params,
         cu_seqlens_q=ends,
         cu_seqlens_kv=ends,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        **dict.fromkeys(known.intersection(_OTHERS)),
-        **({"total_tokens": sum(here.sizes)} if getattr(given, "total_tokens", None) else {}),
+        **dict.fromkeys(names.intersection(_OTHERS)),
+        **({"total_tokens": sum(part.sizes)} if getattr(params, "total_tokens", None) else {}),
     )

@@ -44,7 +44,7 @@ def pack_by_cost(
             "this Megatron does not pack sequences by a scheduler (megatron.core.datasets.data_schedule has "
             "no scheduler_map); balance the data with megatron_pp_ext.balance where it is read"
         ) from None
-    (key,) = (one for one in schedulers if getattr(one, "value", one) == _NAME)
+    (key,) = (member for member in schedulers if getattr(member, "value", member) == _NAME)
     of_megatron = getattr(schedulers[key], "of_megatron", schedulers[key])
     packing = Packing(schedule, ranks, chunks, most_tokens or 0, equal_at=equal_at, overhead=overhead)
     schedulers[key] = _by_cost(of_megatron, packing)
@@ -56,7 +56,7 @@ def _by_cost(of_megatron: Any, packing: Packing) -> type[Any]:
     class ByCost(of_megatron):
         def get_groups_and_subsamples(self, sample_id_seqlens: Any) -> Groups:
             """Return the documents of each microbatch and rank; lengths come with the documents' numbers."""
-            found: Groups = super().get_groups_and_subsamples(sample_id_seqlens)
+            groups: Groups = super().get_groups_and_subsamples(sample_id_seqlens)
             lengths = [int(length) for _, length in sample_id_seqlens]
             of_step = replace(
                 packing,
@@ -64,12 +64,12 @@ def _by_cost(of_megatron: Any, packing: Packing) -> type[Any]:
                 most_documents=getattr(self, "max_num_seqs", None),
                 multiple=getattr(self, "microbatch_group_size_per_vp_stage", None) or 1,
             )
-            return of_step.balanced(found, lengths, self.dp_size)
+            return of_step.balanced(groups, lengths, self.dp_size)
 
         def run(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
             """Hand over the data of a step; under a V with the loss on the last rank, to both its ends."""
-            iterators, *others = super().run(*args, **kwargs)
-            return _with_both_ends(iterators), *others
+            iterators, *more = super().run(*args, **kwargs)
+            return _with_both_ends(iterators), *more
 
     ByCost.of_megatron = of_megatron
     return ByCost
@@ -80,7 +80,7 @@ def _with_both_ends(iterators: Any) -> Any:
 
     Megatron gives those to its last chunk alone, and lengths to others; a V has the first stage there too.
     """
-    if not isinstance(iterators, list) or any(one is None for one in iterators):
+    if not isinstance(iterators, list) or any(iterator is None for iterator in iterators):
         return iterators
     make = type(iterators[-1])  # RerunDataIterator, which can be read only once more
     samples = list(iterators[-1].iterable)

@@ -22,11 +22,11 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.moe.router import Router
 from megatron.core.utils import unwrap_model
 
+from megatron_pp_ext.features.units import runtime as prefixes
 from megatron_pp_ext.features.units.megatron.agreement import seen_by_any
 from megatron_pp_ext.features.units.megatron.layers import Calls, named, with_prefix
 from megatron_pp_ext.features.units.options import SLICE_FLAG
-from megatron_pp_ext.features.units.runtime import prefixes
-from megatron_pp_ext.features.units.runtime.prefixes import Slice, at_work_on
+from megatron_pp_ext.features.units.runtime import Slice, at_work_on
 from megatron_pp_ext.megatron.core.placed_models import as_chunk
 from megatron_pp_ext.megatron.runners.model_stage import StepInputs
 from megatron_pp_ext.megatron.runners.transport import device
@@ -46,8 +46,8 @@ class _NotKnown(Exception):
     """Why a model cannot be checked."""
 
 
-class _Refused(Exception):
-    """What its slices would compute wrongly."""
+class _Defect(Exception):
+    """A result that slices would get wrong."""
 
 
 def require_known_operations(
@@ -69,7 +69,7 @@ def require_known_operations(
         try:
             with as_chunk(chunk if len(models) > 1 else None), _aside(model):
                 _Probe(model, inputs.config, tokens, inputs.groups.tp.rank() % tensor, tensor).run()
-        except _Refused as error:
+        except _Defect as error:
             refused.add(
                 f"slices of sequences cannot train this model: {error}; leave out {SLICE_FLAG}, or add "
                 "--pipeline-slice-check off if that does not matter"
@@ -103,7 +103,7 @@ class _Probe:
         }
 
     def run(self) -> None:
-        """Raise ``_Refused`` for what slices would get wrong, ``_NotKnown`` where that cannot be seen."""
+        """Raise ``_Defect`` for what slices would get wrong, ``_NotKnown`` where that cannot be seen."""
         self._require_forward()
         try:
             if self.is_first:
@@ -113,11 +113,11 @@ class _Probe:
             self._check_output(output, finite)
             for key, calls in of_whole.items():
                 if len(calls) > 1:
-                    raise _Refused(f"a forward calls a layer of attention {len(calls)} times")
+                    raise _Defect(f"a forward calls a layer of attention {len(calls)} times")
                 for call, other in zip(calls, of_slice[key], strict=True):
                     self._check_attention(self.attentions[key], call)
                     self._check_positions(call, other)
-        except (_Refused, _NotKnown):
+        except (_Defect, _NotKnown):
             raise
         except Exception as error:
             first, *_ = *str(error).splitlines(), ""
@@ -135,7 +135,7 @@ class _Probe:
             raise _NotKnown(f"the model has other arguments than a GPT: {error}") from None
 
     def _arguments(self, tokens: range) -> dict[str, Any]:
-        """Return what the model is called with for these ``tokens``, whose words go round its vocabulary."""
+        """Return the model's arguments for these ``tokens``, whose words go round its vocabulary."""
         places = torch.arange(tokens.start, tokens.stop, device=self.device)[None]
         return {
             "input_ids": places % int(getattr(self.model, "vocab_size", 2)),
@@ -144,7 +144,7 @@ class _Probe:
         }
 
     def _mine(self, tokens: range) -> range:
-        """Return those of ``tokens`` whose hidden states this rank has."""
+        """Return the ``tokens`` whose hidden states this rank has."""
         count = len(tokens) // self.ranks
         return tokens[self.rank * count : (self.rank + 1) * count]
 
@@ -156,13 +156,13 @@ class _Probe:
         return hidden
 
     def _check_embedding(self) -> None:
-        given = {name: one for name, one in self._arguments(self.whole).items() if one is not None}
-        before = self.model.embedding(**given)
-        given["input_ids"][0, self.poisoned] += 1
-        given["input_ids"] %= int(getattr(self.model, "vocab_size", 2))
-        changes = (before != self.model.embedding(**given)).flatten(1).any(1)
+        arguments = {name: value for name, value in self._arguments(self.whole).items() if value is not None}
+        before = self.model.embedding(**arguments)
+        arguments["input_ids"][0, self.poisoned] += 1
+        arguments["input_ids"] %= int(getattr(self.model, "vocab_size", 2))
+        changes = (before != self.model.embedding(**arguments)).flatten(1).any(1)
         if any(changes[at] for at, token in enumerate(self._mine(self.whole)) if token != self.poisoned):
-            raise _Refused("the embedding of a token depends on other tokens, which may be in another slice")
+            raise _Defect("the embedding of a token depends on other tokens, which may be in another slice")
 
     def _forward(self, tokens: range, poisons: bool) -> tuple[dict[int, list[dict[str, Any]]], torch.Tensor]:
         """Return the arguments of each call of attention in a forward of ``tokens``, and the output."""
@@ -203,7 +203,7 @@ class _Probe:
             raise _NotKnown(f"its output has the shape {tuple(output.shape)}, or is no number for numbers")
         is_none = rows.flatten(1).isnan().any(1)
         if any(is_none[at] for at, token in enumerate(mine) if token != self.poisoned):
-            raise _Refused(
+            raise _Defect(
                 "outside of its attention (core_attention) the output of a token depends on other tokens, "
                 "which may be in another slice"
             )
@@ -222,13 +222,13 @@ class _Probe:
         whole, parts = attention.forward(**{**call, **drawn}), list[torch.Tensor]()
         sequence = prefixes.Sequence(Owner(0, 0), len(self.whole))
         for tokens in (self.whole[: self.tokens], self.whole[self.tokens :]):
-            cut = {what: one[tokens.start : tokens.stop] for what, one in drawn.items()}
+            cut = {what: value[tokens.start : tokens.stop] for what, value in drawn.items()}
             with at_work_on(_slice(sequence, tokens)):
-                _, given = with_prefix(attention, (), {**call, **cut})
-                parts.append(attention.forward(**given))
+                _, arguments = with_prefix(attention, (), {**call, **cut})
+                parts.append(attention.forward(**arguments))
         error = (torch.cat(parts) - whole).float().abs().max() / whole.float().abs().max()
         if not error <= 8 * max(torch.finfo(whole.dtype).eps, 2**-10):
-            raise _Refused(
+            raise _Defect(
                 f"{type(attention).__name__} gives other results in slices than for a whole sequence (by "
                 f"{error:.0%}): its tokens may see later ones, or meet outside of queries, keys and values"
             )
@@ -239,7 +239,7 @@ class _Probe:
             expected = call[what][self.tokens :].float().flatten(1)
             apart = (of_slice[what].float().flatten(1) - expected).norm(dim=1) / expected.norm(dim=1)
             if apart.median() > 0.1:
-                raise _Refused(
+                raise _Defect(
                     f"the {what} of a token is another in a slice than in the whole sequence: positions that "
                     "Megatron's rotary embeddings do not make begin anew in each slice"
                 )
@@ -267,7 +267,7 @@ def _aside(model: torch.nn.Module) -> Iterator[None]:
     modules = list(model.modules())
     modes = [module.training for module in modules]
     buffers = [dict(module._buffers) for module in modules]
-    copies = [{name: one.clone() for name, one in some.items() if one is not None} for some in buffers]
+    copies = [{name: copy.clone() for name, copy in some.items() if copy is not None} for some in buffers]
     tracker, meter = get_cuda_rng_tracker(), STORE.meter
     states, host, device = tracker.get_states(), torch.get_rng_state(), torch.cuda.get_rng_state()
     STORE.meter = None
@@ -280,8 +280,8 @@ def _aside(model: torch.nn.Module) -> Iterator[None]:
         for module, mode, some, copied in zip(modules, modes, buffers, copies, strict=True):
             module.training = mode
             module._buffers.update(some)
-            for name, one in copied.items():
-                module.get_buffer(name).copy_(one)
+            for name, copy in copied.items():
+                module.get_buffer(name).copy_(copy)
         STORE.meter = meter
         tracker.set_states(states)
         torch.set_rng_state(host)

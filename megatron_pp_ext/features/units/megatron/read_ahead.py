@@ -34,7 +34,7 @@ type Batches = list[Any] | None
 class Planned:
     """An iterator over ``batches``, which were read ahead from ``data``, for the loop.
 
-    It has nothing but ``next``, once in each call of the forward step, of which ``begin`` is told.
+    It has nothing but ``next``, once in each call of the forward step, which ``begin`` announces.
     RuntimeError where the loop reads more, or uses anything else that ``data`` has: that would be of data
     that is read already.
     """
@@ -169,7 +169,7 @@ def _read(iterator: Any, count: int) -> list[Any]:
 
     RuntimeError where the data ends before, and where an item is what an earlier one was.
     """
-    items, memory = list[Any](), _Memory()
+    items, memory = list[Any](), _ItemMemory()
     for number in range(count):
         try:
             item = next(iterator)
@@ -184,14 +184,14 @@ def _read(iterator: Any, count: int) -> list[Any]:
 
 
 class _Seen(NamedTuple):
-    """What was at an end of ``tensor`` when it was read, which is kept so that its memory stays its own."""
+    """The numbers at an end of ``tensor`` when it was read; it is kept so that its memory stays its own."""
 
     microbatch: int
     numbers: torch.Tensor
     tensor: torch.Tensor
 
 
-class _Memory:
+class _ItemMemory:
     """The items of a step, and where their tensors are in memory.
 
     Two of them may share what stays, such as a mask or positions: so some numbers are compared.
@@ -255,9 +255,9 @@ def _ends(tensor: torch.Tensor) -> Iterator[tuple[tuple[str, int], torch.Tensor]
         yield (first, end.data_ptr()), torch.cat((row[:_FIRST], row[_FIRST::_EVERY]))
 
 
-def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    count = min(len(one), len(other))
-    return one.dtype == other.dtype and torch.equal(one[:count], other[:count])
+def _are_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
+    count = min(len(first), len(second))
+    return first.dtype == second.dtype and torch.equal(first[:count], second[:count])
 
 
 def _other_use(name: str) -> RuntimeError:

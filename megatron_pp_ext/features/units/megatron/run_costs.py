@@ -19,7 +19,7 @@ from megatron_pp_ext.runtime.rank import print_rank_0
 from megatron_pp_ext.schedule.costs import Costs, UnitCosts
 
 _LENGTH = 4096
-"""The length at which the model's arithmetic is asked, and half of it: any two lengths tell a line."""
+"""The length at which the model's arithmetic is asked, and half of it: any two lengths give a line."""
 
 
 class RunCosts:
@@ -85,8 +85,8 @@ class RunCosts:
             # Nothing states the length of the costs: they are those of a mean microbatch.
             length = max(1, int(mean))
         cut = costs.merged(self._pipeline.placement.stages)
-        found = LengthCosts.measured(cut, length, documents, self._of_model.equal_at)
-        return _with_messages_of(found, mean / (length * documents))
+        rates = LengthCosts.measured(cut, length, documents, self._of_model.equal_at)
+        return _with_messages_of(rates, mean / (length * documents))
 
     def _estimate(self) -> LengthCosts:
         placement, model = self._pipeline.placement, self._pipeline.settings.estimate

@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from megatron_pp_ext.features.units.megatron.layers import Call, Calls, calling
 from megatron_pp_ext.features.units.options import SLICE_FLAG
-from megatron_pp_ext.features.units.runtime.prefixes import Sequence, Slice, at_work_on
+from megatron_pp_ext.features.units.runtime import Sequence, Slice, at_work_on
 from megatron_pp_ext.features.units.units import Units
 from megatron_pp_ext.megatron.runners.model_stage import ModelStage, step_of_one_call
 from megatron_pp_ext.runtime.activation_meter import Owner
@@ -66,7 +66,7 @@ class _Loss:
 
 @dataclass(slots=True)
 class _Microbatch:
-    """What a stage knows of a microbatch whose slices are under way.
+    """The state of a microbatch whose slices are under way in a stage.
 
     ``remaining`` is the number of units that have yet to end.  On the last stage ``outputs`` are those of
     units, and ``latest`` is the loss of all that are known.  ``losses`` are those of the chains whose
@@ -127,26 +127,26 @@ class SlicedStage(ModelStage):
         self._changes = changes
 
     def _slice(self, unit: int) -> tuple[_Microbatch, Slice]:
-        one, chain = self._units.units[unit], self._units.chain_of[unit]
-        if one.microbatch not in self._microbatches:
-            count = len(self._units.of_microbatch[one.microbatch])
-            self._microbatches[one.microbatch] = _Microbatch(count, Call(self._calls))
+        entry, chain = self._units.units[unit], self._units.chain_of[unit]
+        if entry.microbatch not in self._microbatches:
+            count = len(self._units.of_microbatch[entry.microbatch])
+            self._microbatches[entry.microbatch] = _Microbatch(count, Call(self._calls))
         if len(chain) > 1 and chain[0] not in self._sequences:
-            length = self._units.documents[one.microbatch][one.pieces[0].document]
+            length = self._units.documents[entry.microbatch][entry.pieces[0].document]
             self._sequences[chain[0]] = Sequence(Owner(self._stage, chain[0]), length)
-        sizes = tuple(piece.end - piece.begin for piece in one.pieces)
-        here = Slice(
+        sizes = tuple(piece.end - piece.begin for piece in entry.pieces)
+        part = Slice(
             self._sequences.get(chain[0]),
-            one.prefix,
-            one.prefix + sum(sizes),
+            entry.prefix,
+            entry.prefix + sum(sizes),
             self._units.positions(unit),
-            sum(self._units.documents[one.microbatch]),
+            sum(self._units.documents[entry.microbatch]),
             sizes if self._knows_documents else (),
         )
-        return self._microbatches[one.microbatch], here
+        return self._microbatches[entry.microbatch], part
 
     def _forward(self, unit: int, activation: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | int]:
-        state, here = self._slice(unit)
+        state, part = self._slice(unit)
 
         def forward_step(iterator: Any, model: Any) -> tuple[Any, None]:
             if state.call.arguments is not None:
@@ -155,10 +155,10 @@ class SlicedStage(ModelStage):
             output, state.loss_function = step_of_one_call(step, iterator, model, SLICE_FLAG)
             return output, None
 
-        with calling(state.call), at_work_on(here), of_part(self._share(unit)):
+        with calling(state.call), at_work_on(part), of_part(self._share(unit)):
             output, _ = self._stock_forward(forward_step, unit, activation, [])
-        if here.sequence is not None:
-            here.sequence.end_forward(here.end)
+        if part.sequence is not None:
+            part.sequence.end_forward(part.end)
         if unit == self._units.of_microbatch[self._units.units[unit].microbatch][-1]:
             state.call.arguments = None  # the whole batch, of which backwards need nothing
         tokens: torch.Tensor | int = 0
@@ -173,9 +173,8 @@ class SlicedStage(ModelStage):
         return output, tokens
 
     def _share(self, unit: int) -> float:
-        """Return the part of its microbatch's tokens that ``unit`` has."""
-        one = self._units.units[unit]
-        return one.tokens / sum(self._units.documents[one.microbatch])
+        entry = self._units.units[unit]
+        return entry.tokens / sum(self._units.documents[entry.microbatch])
 
     def _loss(self, state: _Microbatch, unit: int) -> torch.Tensor | int:
         """Compute the loss of a microbatch of the known outputs; return its tokens if these are all."""
@@ -196,25 +195,25 @@ class SlicedStage(ModelStage):
     def _whole(self, state: _Microbatch, microbatch: int) -> torch.Tensor:
         """Return the outputs of a microbatch in the order of its tokens, with zeros for unknown ones."""
         numbers = self._units.of_microbatch[microbatch]
-        known = [state.outputs.get(number) for number in numbers]
-        like = next(one for one in known if one is not None)
-        if len(self._units.documents[microbatch]) == 1 and not any(one is None for one in known):
-            return torch.cat([one for one in known if one is not None], dim=1)
+        outputs = [state.outputs.get(number) for number in numbers]
+        like = next(output for output in outputs if output is not None)
+        if len(self._units.documents[microbatch]) == 1 and not any(output is None for output in outputs):
+            return torch.cat([output for output in outputs if output is not None], dim=1)
         tokens = sum(self._units.documents[microbatch])
         whole = like.new_zeros(len(like), tokens, *like.shape[2:])
-        for number, one in zip(numbers, known, strict=True):
-            if one is not None:
+        for number, output in zip(numbers, outputs, strict=True):
+            if output is not None:
                 begin = 0
                 for first, end in self._units.positions(number):
-                    whole[:, first:end] = one[:, begin : begin + end - first]
+                    whole[:, first:end] = output[:, begin : begin + end - first]
                     begin += end - first
         return whole
 
     def _backward(self, unit: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        state, here = self._slice(unit)
+        state, part = self._slice(unit)
         if self._is_last:
-            gradient = self._part_of_gradient(state, unit, here)
-        with at_work_on(here), of_part(self._share(unit), self.inputs.config):
+            gradient = self._part_of_gradient(state, unit, part)
+        with at_work_on(part), of_part(self._share(unit), self.inputs.config):
             of_input = super()._backward(unit, gradient)
         self._end(unit, is_chain_over=self._units.is_first(unit))
         return of_input
@@ -230,7 +229,7 @@ class SlicedStage(ModelStage):
         if not state.remaining:
             del self._microbatches[microbatch]
 
-    def _part_of_gradient(self, state: _Microbatch, unit: int, here: Slice) -> torch.Tensor:
+    def _part_of_gradient(self, state: _Microbatch, unit: int, part: Slice) -> torch.Tensor:
         """Return the gradient of the outputs of ``unit``, by the latest loss when its chain goes backward."""
         chain = self._units.chain_of[unit]
         assert state.latest is not None
@@ -248,7 +247,7 @@ class SlicedStage(ModelStage):
                 ]
         if not of_chain.has_all and chain[0] not in state.sums:
             state.sums[chain[0]] = self._sums(of_chain.gradient, chain)
-        parts = [of_chain.gradient[:, begin:end] for begin, end in here.ranges]
+        parts = [of_chain.gradient[:, begin:end] for begin, end in part.ranges]
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _sums(self, gradient: torch.Tensor, chain: range) -> torch.Tensor:

@@ -79,7 +79,7 @@ _CACHED = 32
 
 
 def in_units(pipeline: Pipeline) -> StepPart:
-    """Return what plans the units of steps of ``pipeline``, as its request says."""
+    """Return the planner of the units in steps of ``pipeline``, by its request."""
     request = pipeline.request
     ordering, slices = request.option(Ordering), request.option(Slices)
     if slices is not None:
@@ -96,7 +96,7 @@ def in_units(pipeline: Pipeline) -> StepPart:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """What a step runs: microbatches are read in the order ``reads``, and end in that of ``ends``.
+    """A step, whose microbatches are read in the order ``reads``, and end in that of ``ends``.
 
     ``running`` surrounds the step, and raises RuntimeError for what its loop may not do.
     """
@@ -231,7 +231,7 @@ class Ordered(PlannedSteps):
 
 
 class ByLength(PlannedSteps):
-    """Cuts sequences of unlike length as ``slices`` says, and plans the units of all microbatches.
+    """Cuts sequences of unlike length by ``slices``, and plans the units of all microbatches.
 
     Evaluations run whole sequences where lengths are not known, and as long as no step has chosen the tokens
     of a unit.
@@ -283,11 +283,7 @@ class ByLength(PlannedSteps):
         inputs.shapes = shapes_of(inputs, ((units.rows, unit.tokens) for unit in units.units))
         changes: list[torch.Tensor] = []
         step.make_stage = partial(
-            SlicedStage,
-            units=units,
-            calls=self._calls,
-            knows_documents=units.rows == 1,
-            changes=changes,
+            SlicedStage, units=units, calls=self._calls, knows_documents=units.rows == 1, changes=changes
         )
         numbers, in_order = units.of_microbatch, range(inputs.microbatches)
         reads = sorted(in_order, key=lambda microbatch: numbers[microbatch][0])
@@ -422,7 +418,7 @@ class Unordered:
 def limits_of(
     request: Request, planner: Planner, units: Units, whole: Units | None = None
 ) -> tuple[float, ...]:
-    """Return what each rank may keep of activations in a step of ``units``, of the ``whole`` microbatches.
+    """Return each rank's limit on activations in a step of ``units``, of the ``whole`` microbatches.
 
     A fraction is one of what 1F1B keeps of these.  It, and what ``auto`` has free, are raised to what the
     longest sequence or the largest pack needs: no run is to end for one that is larger than others.  An

@@ -1,13 +1,4 @@
-"""The rows of the embedding and of the output layer that each rank of a pipeline holds, cut from a Megatron
-model.
-
-On the two end stages they hand on the results of ``features.vocabulary.runtime``.
-
-Megatron builds both whole, on the first and the last stage; under tensor parallelism it builds a part of
-each.  Right after that every rank takes its rows of them into its own chunks: those of the embedding into the
-first chunk, those of the output layer into the last one, under the names that they have in stock.  A tied
-weight exists once, as the output layer's.
-"""
+"""The rows of embedding and output layer that each rank of a pipeline holds, cut from a Megatron model."""
 
 import math
 from collections.abc import Sequence
@@ -161,7 +152,13 @@ def tensor_ranks() -> dist.ProcessGroup:
 
 
 def deal_out(chunks: Sequence[Any], pipeline: Pipeline) -> None:
-    """Replace embedding and output layer of this rank's ``chunks`` by its parts."""
+    """Replace embedding and output layer of this rank's ``chunks`` by its parts.
+
+    Megatron builds both whole, on the first and the last stage; under tensor parallelism it builds a part of
+    each.  Right after that every rank takes its rows of them into its own chunks: those of the embedding into
+    the first chunk, those of the output layer into the last one, under the names that they have in stock.  A
+    tied weight exists once, as the output layer's.
+    """
     placement = pipeline.placement
     stages = placement.stages_of(parallel_state.get_pipeline_model_parallel_group().rank())
     last = placement.stages - 1

@@ -1,14 +1,4 @@
-"""The vocabulary that all ranks of a pipeline share, at work in a Megatron model, and its first and last
-stage.
-
-Stock's one forward is done here in two pieces.
-
-* The batch of a microbatch is read ahead of its forward, because all ranks need the tokens.  The script's
-  forward step is called with a model that notes its arguments; the forward is that call.
-* The loss function of the last stage is called later, when the loss of every token is known.
-
-The first stage's embedding and the last stage's output layer were replaced by parts (``vocabulary_parts``).
-"""
+"""A vocabulary that all ranks of a pipeline share in a Megatron model, and its first and last stage."""
 
 import functools
 import inspect
@@ -54,7 +44,11 @@ FLAG = "--pipeline-vocabulary shared"
 
 
 class ReadAhead:
-    """The first stage: reads each batch when its tokens are needed, and keeps it for the forward."""
+    """The first stage: reads each batch when its tokens are needed, and keeps it for the forward.
+
+    All ranks need the tokens before the forward.  The script's forward step is called with a model that notes
+    its arguments; the forward is that call.
+    """
 
     def __init__(self, inputs: StepInputs, lookup: EmbeddingPart) -> None:
         self._inputs, self._lookup = inputs, lookup
@@ -93,7 +87,10 @@ class ReadAhead:
 
 
 class Head:
-    """The last stage: a ``runtime.output.LossHead`` of the script's loss function and stock's arithmetic."""
+    """The last stage: a ``runtime.output.LossHead`` of the script's loss function and stock's arithmetic.
+
+    The loss function is called later than stock calls it, when the loss of every token is known.
+    """
 
     def __init__(self, inputs: StepInputs, output: OutputPart) -> None:
         self._inputs, self._output = inputs, output

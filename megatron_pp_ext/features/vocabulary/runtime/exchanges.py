@@ -1,10 +1,4 @@
-"""The rows that a rank has of a shared vocabulary, the collectives of its ranks, and the part of the
-embedding.
-
-The first stage sends the tokens of a microbatch ahead of time.  Each rank looks up those whose rows it has
-and leaves 0 for the others; the sum over all ranks goes to the first stage.  The gradient of that sum comes
-back to all ranks, and each adds it to the rows that it has.  For frozen rows nothing comes back.
-"""
+"""A rank's rows of a shared vocabulary, the collectives of its ranks, and its part of the embedding."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -118,6 +112,10 @@ class SharedEmbedding:
     A microbatch has tokens of ``shape``, all on ``device``.  ``home`` is the rank of the pipeline with the
     first stage; there ``tokens(microbatch)`` returns them, and is called for one microbatch after the other.
     ``completing`` makes a context around the end of the step, which completes the gradient.
+
+    The first stage sends the tokens of a microbatch ahead of time.  Each rank looks up those whose rows it
+    has and leaves 0 for the others; the sum over all ranks goes to the first stage.  The gradient of that sum
+    comes back to all ranks, and each adds it to the rows that it has.  For frozen rows nothing comes back.
     """
 
     def __init__(

@@ -1,17 +1,4 @@
-"""A rank's part of an output layer that all ranks of a pipeline share (arXiv 2411.05288, algorithm 2).
-
-``features.vocabulary`` has the idea and the order of the actions; here is their arithmetic.  Rank r holds
-some rows of the output weight.  For each token, with its logits y over these rows,
-
-    S    m = max(y),  P = exp(y - m),  l = sum(P),  A = P @ weight, the label's row left out
-    T    gradient of the weight += g * (softmax - one-hot) of the token, times its hidden state
-
-From the m and l of all ranks come M = max(m) and L = sum(l * exp(m - M)).  The loss of the token is
-M + log(L) less the logit of its label, which one rank has, and the softmax here is P * exp(m - M) / L.  The
-gradient of the hidden state is the sum over the ranks of A * exp(m - M) / L, plus the label's row times its
-softmax less 1: that row is added by itself, so that nothing cancels where the model is sure.  All of it is
-multiplied by g, the gradient of the token's loss.  Frozen rows have no T, and no rank has to know g for it.
-"""
+"""A rank's part of an output layer that all ranks of a pipeline share (arXiv 2411.05288, algorithm 2)."""
 
 import math
 from collections.abc import Callable
@@ -105,6 +92,18 @@ class SharedOutput:
     ``exchanges`` in one order, the plan's (``schedule.messages``).  An evaluation has losses, and nothing
     else.  ``completing`` makes a context around the last T of the step, of ``gradients``, which completes the
     weight's gradient.
+
+    Rank r holds some rows of the output weight.  For each token, with its logits y over these rows,
+
+        S    m = max(y),  P = exp(y - m),  l = sum(P),  A = P @ weight, the label's row left out
+        T    gradient of the weight += g * (softmax - one-hot) of the token, times its hidden state
+
+    From the m and l of all ranks come M = max(m) and L = sum(l * exp(m - M)).  The loss of the token is M +
+    log(L) less the logit of its label, which one rank has, and the softmax is P * exp(m - M) / L.  The
+    gradient of the hidden state is the sum over the ranks of A * exp(m - M) / L, plus the label's row times
+    its softmax less 1: that row is added by itself, so that nothing cancels where the model is sure.  All of
+    it is multiplied by g, the gradient of the token's loss.  Frozen rows have no T, and no rank has to know g
+    for it.
     """
 
     def __init__(

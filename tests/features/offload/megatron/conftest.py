@@ -1,4 +1,4 @@
-"""Tests here patch Megatron, as those of the integration do."""
+"""Tests here patch Megatron, as those of tests/integration do."""
 
 from tests.integration.conftest import said_by, short_search
 

@@ -13,7 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_pp_ext.features.units.megatron.layers import Call, Calls, cut, require_hidden
-from megatron_pp_ext.features.units.runtime.prefixes import Sequence, Slice, at_work_on
+from megatron_pp_ext.features.units.runtime import Sequence, Slice, at_work_on
 from megatron_pp_ext.runtime.activation_meter import Owner
 
 LENGTH = 8

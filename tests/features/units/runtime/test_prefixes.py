@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_pp_ext.features.units.runtime.prefixes import Sequence
+from megatron_pp_ext.features.units.runtime import Sequence
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
 from megatron_pp_ext.runtime.split import STORE
 

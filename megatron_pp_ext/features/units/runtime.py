@@ -68,8 +68,8 @@ class _Grow(torch.autograd.Function):
     """Writes a slice's keys after the earlier ones, and returns a view of all."""
 
     @staticmethod
-    def forward(ctx: "torch.autograd.function.FunctionCtx", *given: object) -> torch.Tensor:
-        new, prefix, start = given
+    def forward(ctx: "torch.autograd.function.FunctionCtx", *inputs: object) -> torch.Tensor:
+        new, prefix, start = inputs
         assert isinstance(new, torch.Tensor) and isinstance(prefix, Prefix) and isinstance(start, int)
         ctx.prefix, ctx.start, ctx.end = prefix, start, start + len(new)  # type: ignore[attr-defined]
         return prefix.write(new, start)
@@ -78,17 +78,17 @@ class _Grow(torch.autograd.Function):
     def backward(ctx: "torch.autograd.function.FunctionCtx", *gradients: torch.Tensor) -> object:
         (gradient,) = gradients
         prefix, start, end = ctx.prefix, ctx.start, ctx.end  # type: ignore[attr-defined]
-        own = gradient[start:]
+        result = gradient[start:]
         if prefix.owed is not None:
-            own = (own + prefix.owed[start:end]).to(gradient.dtype)
+            result = (result + prefix.owed[start:end]).to(gradient.dtype)
         if start:
             prefix.owe(gradient[:start])
-        return own, None, None
+        return result, None, None
 
 
 @dataclass(slots=True)
 class Sequence:
-    """What the slices of one sequence of ``length`` tokens share on one stage; ``owner`` is the first one."""
+    """The state that slices of one sequence of ``length`` tokens share on a stage; the first is ``owner``."""
 
     owner: Owner
     length: int
@@ -150,10 +150,10 @@ def running() -> Slice | None:
 
 
 @contextmanager
-def at_work_on(one: Slice) -> Iterator[None]:
-    """Make ``one`` the slice that this rank works on."""
+def at_work_on(part: Slice) -> Iterator[None]:
+    """Make ``part`` the slice that this rank works on."""
     global _running
-    before, _running = _running, one
+    before, _running = _running, part
     try:
         yield
     finally:

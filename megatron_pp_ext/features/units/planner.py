@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megatron_pp_ext.features.units.costs.choice import of_slices
+from megatron_pp_ext.features.units.costs import of_slices
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.workload import Addition
 from megatron_pp_ext.schedule.actions import Schedule
@@ -22,7 +22,7 @@ class Sliced(Addition):
     def in_step(self, work: "Workload", schedule: Schedule, costs: Costs) -> Costs:
         """See ``Addition``.
 
-        ValueError where stages cost what a file says (--pipeline-costs), which is for whole sequences.
+        ValueError where costs come from a file (--pipeline-costs), which is for whole sequences.
         """
         if not schedule.units:
             return costs

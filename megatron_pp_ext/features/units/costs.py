@@ -18,7 +18,7 @@ from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule.actions import UnitName
-from megatron_pp_ext.schedule.costs import CostModel, Costs, StageCosts, UnitCosts
+from megatron_pp_ext.schedule.costs import CostModel, Costs, UnitCosts
 from megatron_pp_ext.schedule.entry import AUTO
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.setting_error import SettingError
@@ -40,8 +40,12 @@ def of_slices(costs_of: CostsOf, job: Job, slices: int, names: Sequence[UnitName
     kinds = [
         Costs(
             tuple(
-                _with_prefix(stage, 2 * number * squares, *seconds)
-                for stage, seconds in zip(alone.stages, attention, strict=True)
+                replace(
+                    stage,
+                    forward=stage.forward + 2 * number * squares * forward,
+                    input_gradient=stage.input_gradient + 2 * number * squares * backward,
+                )
+                for stage, (forward, backward) in zip(alone.stages, attention, strict=True)
             ),
             head=alone.head,
         )
@@ -73,14 +77,6 @@ def _attention(costs_of: CostsOf, job: Job) -> list[tuple[float, float]]:
     ]
 
 
-def _with_prefix(stage: StageCosts, squares: float, forward: float, input_gradient: float) -> StageCosts:
-    return replace(
-        stage,
-        forward=stage.forward + squares * forward,
-        input_gradient=stage.input_gradient + squares * input_gradient,
-    )
-
-
 MACHINE = "h100"
 """The machine whose rates decide."""
 
@@ -91,23 +87,23 @@ _LOSSES = 3
 """After how many candidates in a row that are longer than the best one no shorter slices are tried."""
 
 
-def chosen(asked: RequestedJob, request: Request, rows: int) -> int:
+def chosen(job: RequestedJob, request: Request, rows: int) -> int:
     """Return the tokens of the slices with which a step of ``request`` is shortest by simulation.
 
     They divide the sequence, whose length they are where whole sequences are best.  The model is that of
-    ``asked``, whose embedding has ``rows`` rows.  ValueError where its costs are not known, and where no
+    ``job``, whose embedding has ``rows`` rows.  ValueError where its costs are not known, and where no
     length keeps the memory limit.
     """
-    length = asked.model.seq_length
+    length = job.model.seq_length
     if request.is_stock or request.ranks == 1:
         return length
-    if not (length and asked.model.hidden_size and asked.model.num_attention_heads):
+    if not (length and job.model.hidden_size and job.model.num_attention_heads):
         raise SettingError(f"{SLICE_FLAG} {AUTO} needs the sizes of the model: give a number of tokens")
-    all_rules.refuse_to_predict(asked)
+    all_rules.refuse_to_predict(job)
     best, least, losses, reason = 0, float("inf"), 0, ValueError()
-    for tokens in _candidates(asked, request):
+    for tokens in _candidates(job, request):
         try:
-            seconds = _seconds(asked, request, rows, length // tokens)
+            seconds = _seconds(job, request, rows, length // tokens)
         except ValueError as error:  # a limit that shorter slices may keep
             reason = error
             continue
@@ -138,8 +134,8 @@ def _seconds(job: Job, request: Request, rows: int, slices: int) -> float:
     schedule = make(cut, CostModel(lambda placement: stage_costs(job, placement, rows))).schedule
     machine, stages = system.read(MACHINE), schedule.placement.stages
 
-    def costs_of(one: Job) -> Costs:
-        return stage_seconds(one, stages, rows, machine, request.data)
+    def costs_of(job: Job) -> Costs:
+        return stage_seconds(job, stages, rows, machine, request.data)
 
     return simulate(
         schedule, of_slices(costs_of, job, slices, schedule.units) if schedule.units else costs_of(job)

@@ -1,1 +1,0 @@
-"""The costs of slices of a model's sequences, and the choice of their length."""

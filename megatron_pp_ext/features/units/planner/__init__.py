@@ -1,1 +1,0 @@
-"""What slices change in the estimates of steps."""

@@ -1,4 +1,0 @@
-"""Keys and values of a sequence, which the attention of its later slices reads.
-
-torch only: nothing here knows Megatron.
-"""
