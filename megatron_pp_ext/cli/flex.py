@@ -33,7 +33,7 @@ def flex_request(ranks: int, microbatches: int, chunks: int | None, limit: float
     return named(FLEX, ranks, microbatches, chunks, limit)
 
 
-def made(request: Request, costs: CostModel) -> Made:
+def make_flex(request: Request, costs: CostModel) -> Made:
     """The best schedule found for ``costs`` of the finest cut; ValueError for a limit that cannot be kept."""
     limit, ranks = request.limit, request.ranks
     assert isinstance(limit, float)

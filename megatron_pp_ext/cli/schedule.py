@@ -100,7 +100,7 @@ def schedule(
         from megatron_pp_ext.cli import flex
 
         request = flex.flex_request(ranks, count, chunks, memory_limit)
-        make_it, about = flex.made, "compiling flex"
+        make_it, about = flex.make_flex, "compiling flex"
     else:
         if memory_limit is not None:
             raise ValueError(

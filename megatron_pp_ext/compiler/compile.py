@@ -106,7 +106,7 @@ def compile_schedule(
         cache.store(name, best[0].schedule, best[1])
         return best
 
-    timeline, origin = cache.in_cache(name, lock, lambda: kept(name, feasible), compiled)
+    timeline, origin = cache.in_cache(name, lock, lambda: from_cache(name, feasible), compiled)
     bound = min(cut.bound(paired=True) for cut in feasible)
     return Compiled(timeline, min(bound, timeline.makespan), origin)
 
@@ -176,8 +176,8 @@ def _infeasible(cuts: Sequence[Cut]) -> InfeasibleLimit:
     )
 
 
-def kept(name: str, cuts: Sequence[Cut]) -> tuple[Timeline, str] | None:
-    """Return the schedule in the cache and its origin; None if it is none that fits one of ``cuts``."""
+def from_cache(name: str, cuts: Sequence[Cut]) -> tuple[Timeline, str] | None:
+    """Return the schedule in the cache and its origin; None where it fits none of ``cuts``."""
     stored = cache.load(name)
     if stored is None:
         return None

@@ -30,24 +30,24 @@ class Source:
     """
 
     def __init__(self, request: Request, costs: CostModel) -> None:
-        self._finest, self._asked = request.finest, CostModel(costs.of)
-        self._costs = self._asked.merged_from(request.finest)
+        self._finest, self._model = request.finest, CostModel(costs.of)
+        self._costs = self._model.merged_from(request.finest)
         self._first = make(request, self._costs)
         self.request = request
         self._can = catalog.abilities(request.schedule)
         # A compiler may have chosen among placements, and a feature whether the head is split.
-        self.settled = replace(
+        self.resolved = replace(
             request,
             placements=(replace(self.placement, splits_head=False),),
             splits_head=self.placement.splits_head,
             ordinary=request.microbatches,
         )
-        self._made: dict[tuple[object, ...], Schedule] = {(request.microbatches, None, ()): self.ordinary}
+        self._steps: dict[tuple[object, ...], Schedule] = {(request.microbatches, None, ()): self.ordinary}
 
     @property
     def kept_bytes(self) -> tuple[float, ...]:
         """The bytes that a forward of each stage keeps; none where the schedule needed no costs in bytes."""
-        costs = self._asked.known(replace(self._finest, splits_head=self.placement.splits_head))
+        costs = self._model.known(replace(self._finest, splits_head=self.placement.splits_head))
         if costs is None or not costs.has_parameters:
             return ()
         return tuple(stage.activation for stage in costs.merged(self.placement.stages).stages)
@@ -89,15 +89,15 @@ class Source:
             microbatches = max(microbatches, self.placement.ranks)
         free_bytes = None if free is None else tuple(free)
         key = microbatches, free_bytes, options
-        if key not in self._made:
+        if key not in self._steps:
             trials = self.request.trials
             request = replace(
-                self.settled,
+                self.resolved,
                 microbatches=microbatches,
                 free=free_bytes,
                 trials=trials if microbatches == self.request.microbatches else trials // _FEWER,
             )
             for option in options:
                 request = request.with_option(option)
-            self._made[key] = make(request, self._costs).schedule
-        return self._made[key]
+            self._steps[key] = make(request, self._costs).schedule
+        return self._steps[key]

@@ -44,7 +44,7 @@ def test_a_long_search_says_now_and_then_how_far_it_is(monkeypatch, said):
     what = "a schedule for p = 2, m = 4, v placement, limit 1e+10"
     log = ProgressLog(problem_of(v(2), 4, Costs.unit(v(2)), [1e10] * 2), [1e10] * 2, 20.0)
     for makespan in (25.0, 22.0, 21.0, 23.0, 19.9):
-        log.found(makespan)
+        log.record(makespan)
     log.end()
     assert said == [
         f"compiling {what}",

@@ -47,12 +47,12 @@ def test_a_spent_budget_ends_the_search_with_the_best_so_far(whole):
     # What was not looked at has no shorter step than reported.
     unseen = [one.estimate.step_seconds for one in whole.best if one not in found.best]
     assert min(unseen) >= found.stopped.least_seconds
-    assert found.stopped.left > len(unseen) / 2
+    assert found.stopped.remaining > len(unseen) / 2
 
 
 def test_some_of_the_budget_is_left_to_compile():
     found = search(budget=SearchBudget(20, Clock()), compiles=Compiles.TOO).run()
-    assert found.stopped.left
+    assert found.stopped.remaining
     assert any(one.candidate.schedule == "flex" for one in found.named)
 
 

@@ -62,7 +62,7 @@ def test_a_search_with_choices_that_ends_by_itself_is_no_worse(choices):
 
 def test_what_a_later_round_has_not_looked_at_is_counted():
     found = search(pipeline_vocabulary="auto").run(interrupted_in_round(2, "replaying"))
-    assert found.stopped.left and not found.stopped.untried
+    assert found.stopped.remaining and not found.stopped.untried
     unseen = search(pipeline_vocabulary="auto").run()
     shared = [one for one in unseen.best if one.candidate.splits_head]
     assert min(map(lambda one: one.estimate.step_seconds, shared)) >= found.stopped.least_seconds

@@ -45,7 +45,7 @@ class ProgressLog:
         self._begin = self._latest = time.monotonic()
         _LOG.info(f"compiling {self._what}")
 
-    def found(self, makespan: float) -> None:
+    def record(self, makespan: float) -> None:
         """Note one result, and log how far the search is if it has not for a while."""
         self._shortest = min(self._shortest, makespan)
         now = time.monotonic()
@@ -245,7 +245,7 @@ class Proposer:
             results = []
             for length, orders, origin in search(problem, trials, floor, self._families):
                 results.append(Proposal(length / problem.scale, problem, orders, cut, origin))
-                progress_log.found(results[-1].makespan)
+                progress_log.record(results[-1].makespan)
                 if length <= floor and results[-1].is_kept:
                     break
             shortest = _shortest(results)

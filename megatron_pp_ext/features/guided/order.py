@@ -86,7 +86,7 @@ def may_keep(source: Source, current: Schedule, measured: Costs, free: Sequence[
     """
     can = catalog.abilities(source.name)
     if can.takes_limit:
-        return source.settled.budget(measured)
+        return source.resolved.budget(measured)
     if can.measures_memory:
-        return replace(source.settled, free=tuple(free)).budget(measured)
+        return replace(source.resolved, free=tuple(free)).budget(measured)
     return Budget(simulate(current, measured).peak_memory)

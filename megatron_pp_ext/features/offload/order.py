@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 
 from megatron_pp_ext.compiler import cache
 from megatron_pp_ext.compiler.cache import in_turn
-from megatron_pp_ext.compiler.compile import InfeasibleLimit, kept, least_makespan
+from megatron_pp_ext.compiler.compile import InfeasibleLimit, from_cache, least_makespan
 from megatron_pp_ext.compiler.limits import Cut
 from megatron_pp_ext.compiler.make import Made, Make
 from megatron_pp_ext.compiler.request import Option, Request
@@ -105,17 +105,17 @@ def planned(
     name = cache.key(["copies", VERSION, catalog.NAMES, microbatches, limits, spelled])
 
     def read() -> Timeline | None:
-        step = kept(name, cuts)
+        step = from_cache(name, cuts)
         return step and step[0]
 
-    def made() -> Timeline | None:
+    def plan() -> Timeline | None:
         step = shortest_within(published_orders(placements, microbatches), costs, limits)
         if step is not None:
             check(step.schedule)
             cache.store(name, step.schedule, step.schedule.name)
         return step
 
-    return cache.in_cache(name, in_turn, read, made)
+    return cache.in_cache(name, in_turn, read, plan)
 
 
 def shortest_within(schedules: Sequence[Schedule], costs: Costs, limits: Sequence[float]) -> Timeline | None:

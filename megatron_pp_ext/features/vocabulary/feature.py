@@ -38,14 +38,14 @@ class VocabularyParallelism(Feature):
     refuses_models = True
 
     def read(self, job: RequestedJob, request: Request) -> Request:
-        from megatron_pp_ext.features.vocabulary.options import permitted, requested
+        from megatron_pp_ext.features.vocabulary.options import permitted, with_vocabulary
 
-        return requested(request, permitted(job))
+        return with_vocabulary(request, permitted(job))
 
     def arguments(self) -> tuple[Argument, ...]:
-        from megatron_pp_ext.features.vocabulary.options import requested
+        from megatron_pp_ext.features.vocabulary.options import with_vocabulary
 
-        return (Argument("vocabulary", lambda request, value, limit: requested(request, value)),)
+        return (Argument("vocabulary", lambda request, value, limit: with_vocabulary(request, value)),)
 
     def as_flags(self, request: Request) -> Mapping[str, Any]:
         from megatron_pp_ext.features.vocabulary.options import as_flag

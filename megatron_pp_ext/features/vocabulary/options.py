@@ -18,7 +18,7 @@ class FrozenOutput(Option):
     """An option of a request: the weight of the output layer is frozen, and has no gradient."""
 
 
-def requested(request: Request, value: str | None) -> Request:
+def with_vocabulary(request: Request, value: str | None) -> Request:
     """Return ``request`` with the ``value`` of the flag, None where it is left out.
 
     SettingError for any other value.

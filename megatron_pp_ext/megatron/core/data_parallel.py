@@ -59,7 +59,7 @@ class _Sum:
     """
 
     def __init__(self, run: int) -> None:
-        self.run, self.left = run, 0
+        self.run, self.remaining = run, 0
         self._total: torch.Tensor | None = None
 
     def add(self, weight: Any, gradient: torch.Tensor) -> None:
@@ -68,8 +68,8 @@ class _Sum:
 
     def use_is_done(self, weight: Any) -> None:
         """Note that one use of ``weight`` is done; the last one hands on the sum."""
-        self.left -= 1
-        if not self.left and self._total is not None:
+        self.remaining -= 1
+        if not self.remaining and self._total is not None:
             add_gradient(weight, self._total)
             self._total = None
 
@@ -105,7 +105,7 @@ def _open_sum(weight: Any) -> _Sum:
     gradient_sum: _Sum | None = getattr(weight, "sum_of_uses", None)
     if gradient_sum is None or gradient_sum.run != run:
         weight.sum_of_uses = gradient_sum = _Sum(run)
-    gradient_sum.left += 1
+    gradient_sum.remaining += 1
     weight.deferred = getattr(weight, "deferred", 0) + 1
     return gradient_sum
 

@@ -67,7 +67,7 @@ class Compiler:
 
     def compiled(self, cut: Candidate) -> Evaluated | str:
         """Return ``cut`` with the estimate of its compiled order, or why there is none."""
-        available = self._left(self._workloads.work(cut))
+        available = self._available(self._workloads.work(cut))
         if min(available) <= 0:
             return "weights, gradients and optimizer leave no memory: take more GPUs"
         alone = replace(cut.placement, splits_head=False)
@@ -123,7 +123,7 @@ class Compiler:
             return f"within --pipeline-memory-limit {text} it needs {gigabytes:.1f} GB: lower it"
         return Evaluated(replace(cut, limit=limit), estimated)
 
-    def _left(self, work: Workload) -> tuple[float, ...]:
+    def _available(self, work: Workload) -> tuple[float, ...]:
         """Return the whole bytes that each rank has left for activations and messages."""
         parts = slices_of(work)
         fixed = (

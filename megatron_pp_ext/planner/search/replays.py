@@ -114,7 +114,7 @@ def order_of(candidate: Candidate, most: int | None = None) -> Prepared:
 class CandidateCuts:
     """The cuts of ``candidate`` into ``stages``, on ranks of ``limit`` bytes.  Each is looked at once.
 
-    ``left`` is the part of its activations that each rank keeps on the device, all where it is empty.
+    ``resident`` is the part of its activations that each rank keeps on the device, all where it is empty.
     """
 
     candidate: Candidate
@@ -122,7 +122,7 @@ class CandidateCuts:
     workloads: Workloads
     margin: float
     limit: float
-    left: tuple[float, ...] = ()
+    resident: tuple[float, ...] = ()
     _works: dict[Cut, Workload] = field(default_factory=dict)
     _memories: dict[Cut, tuple[RankMemory, ...]] = field(default_factory=dict)
     _ranks: dict[tuple[object, ...], RankMemory] = field(default_factory=dict)
@@ -144,7 +144,7 @@ class CandidateCuts:
         mean = self.workloads.mean(candidate, placement)
         shared, order = mean.work.head, order_of(candidate, 2 * candidate.pipeline)
         peaks = order.in_flight.peaks(mean.work.parts, shared.activation if shared else 0.0)
-        whole = fmean(map(mul, peaks, self.left or repeat(1.0)))
+        whole = fmean(map(mul, peaks, self.resident or repeat(1.0)))
         return mean.memory(candidate.microbatches, self.margin, whole * order.timer.schedule.share)
 
     def memory(self, cut: Cut) -> tuple[RankMemory, ...]:
@@ -168,7 +168,7 @@ class CandidateCuts:
                 parts = [work.parts[stage] for stage in stages]
                 state = model_state(work.job, work.summed(parts), work.sharing)
                 activations = order.in_flight.peak(rank, parts, logits) * (
-                    self.left[rank] if self.left else 1.0
+                    self.resident[rank] if self.resident else 1.0
                 )
                 peaks = activations, order.peak_messages[rank]
                 self._ranks[key] = memory_beside(
@@ -178,7 +178,7 @@ class CandidateCuts:
 
     def least(self, cut: Cut) -> RankMemory:
         """Return a lower bound on the fullest rank's memory."""
-        if self.candidate.splits_head and not self.left:
+        if self.candidate.splits_head and not self.resident:
             return least_in_order(self.candidate, self.work(cut), self.margin)
         return max(self.memory(cut), key=lambda rank: rank.total)
 

@@ -50,20 +50,20 @@ class SearchBudget:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """Why a search ended before its end: ``left`` candidates have no step below ``least_seconds``.
+    """Why a search ended before its end: ``remaining`` candidates have no step below ``least_seconds``.
 
     ``untried`` are arguments that leave something to the search, which it had no time to try.
     """
 
     why: str
-    left: int
+    remaining: int
     least_seconds: float
     untried: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         reasons = [self.why]
-        if self.left:
-            untried = "1 other was" if self.left == 1 else f"{self.left:,} others were"
+        if self.remaining:
+            untried = "1 other was" if self.remaining == 1 else f"{self.remaining:,} others were"
             reasons.append(
                 f"{untried} not looked at, none of which takes less than {self.least_seconds:.4g} s"
             )

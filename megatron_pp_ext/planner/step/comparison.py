@@ -180,15 +180,15 @@ class _StepEstimates:
 
     def __init__(self, machine: System, data: int, margin: float) -> None:
         self._machine, self._data, self._margin = machine, data, margin
-        self._left = _MOST_ACTIONS
+        self._remaining = _MOST_ACTIONS
 
     def step(self, job: RequestedJob, name: str) -> Alternative | None:
         """Return the step of ``job``, or None where it cannot run or has too many actions."""
         with suppress(ValueError):
             all_rules.refuse_to_plan(job)
             request = pipeline.read(job, self._data)
-            if (actions := _actions(request)) <= self._left:
-                self._left -= actions
+            if (actions := _actions(request)) <= self._remaining:
+                self._remaining -= actions
                 estimated = estimate_request(job, self._machine, request, self._margin)
                 return Alternative(name, estimated.step_seconds, estimated.fullest.total)
         return None

@@ -48,7 +48,7 @@ def test_a_search_that_ends_early_has_all_that_fits_without_copies(monkeypatch):
     alone = Search(without, A100, 25e9, top=8).run()
     monkeypatch.setattr(Replays, "varied", interrupted)
     found = Search(where, A100, 25e9, top=8).run()
-    assert found.stopped and found.stopped.why == "interrupted" and found.stopped.left
+    assert found.stopped and found.stopped.why == "interrupted" and found.stopped.remaining
     steps = [[one.estimate.step_seconds for one in result.best] for result in (alone, found)]
     assert steps[0] == steps[1]
 
