@@ -20,11 +20,11 @@ from megatron_pp_ext.megatron.trainer import (
 
 TRAINER = (
     # The flags that request a schedule.
-    *hooks_of(validation, validation, agreement),
+    *hooks_of(validation, agreement),
     # The model's chunks, their initial weights and their data.
-    *hooks_of(layer_seeds, placed_data, placed_data),
+    *hooks_of(layer_seeds, placed_data),
     # Updates, logs, checkpoints and records of the training loop, and Megatron's report of memory.
-    *hooks_of(reports, checkpoint_loading, reports, reports),
+    *hooks_of(reports, checkpoint_loading),
 )
 
 
