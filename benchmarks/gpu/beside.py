@@ -19,8 +19,7 @@ import typer
 
 from benchmarks.measuring import in_turns
 from megatron_pp_ext.megatron.core.engine_linear import split_backwards
-from megatron_pp_ext.runtime.activation_meter import Owner
-from megatron_pp_ext.runtime.split import STORE
+from megatron_pp_ext.runtime.split import STORE, Owner
 
 HIDDEN, TOKENS, ROUNDS = 4096, 4096, 20
 BEFORE, NOW = Owner(0, 0), Owner(0, 1)

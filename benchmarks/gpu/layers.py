@@ -23,8 +23,7 @@ from benchmarks.gpu.one_rank import TOKENS, WIDE, Block, away, gaps
 from benchmarks.gpu.prefix import prefix
 from benchmarks.measuring import in_turns
 from megatron_pp_ext.calibration.measure import HOST_BYTES, copies_both_ways
-from megatron_pp_ext.runtime.activation_meter import Owner
-from megatron_pp_ext.runtime.split import STORE
+from megatron_pp_ext.runtime.split import STORE, Owner
 from tests.support.split_linear import SplitLinear
 
 HIDDEN = 4096

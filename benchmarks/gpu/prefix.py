@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.measuring import in_turns
 from megatron_pp_ext.features.units.runtime import Sequence
-from megatron_pp_ext.runtime.activation_meter import Owner
+from megatron_pp_ext.runtime.split import Owner
 
 LENGTH, HEADS, WIDTH = 32_768, 32, 128
 REPEATS = 5

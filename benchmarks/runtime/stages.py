@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_pp_ext.runtime.activation_meter import Owner
-from megatron_pp_ext.runtime.split import STORE
+from megatron_pp_ext.runtime.split import STORE, Owner
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement
 

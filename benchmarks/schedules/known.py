@@ -4,7 +4,8 @@ import time
 
 from benchmarks.report import Row, table
 from benchmarks.schedules.comparison import costs_of, verdict
-from megatron_pp_ext.compiler.compile import TRIALS, compile_schedule
+from megatron_pp_ext.compiler.compile import compile_schedule
+from megatron_pp_ext.compiler.request import TRIALS
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.placement import linear, v
 from reference.best_known import V_SHAPED, WAVE_OF_FOUR

@@ -4,10 +4,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_pp_ext.compiler.compile import InfeasibleLimit, placements_of
-from megatron_pp_ext.compiler.limits import LARGEST_FRACTION, kept_by_1f1b, least_limits
+from megatron_pp_ext.compiler.limits import LARGEST_FRACTION, InfeasibleLimit, kept_by_1f1b, least_limits
 from megatron_pp_ext.compiler.make import Made, make
-from megatron_pp_ext.compiler.request import Option, Request, named
+from megatron_pp_ext.compiler.request import Option, Request, named, placements_of
 from megatron_pp_ext.schedule.costs import CostModel, Costs
 from megatron_pp_ext.schedule.entry import FLEX
 from megatron_pp_ext.schedule.simulate import Timeline, simulate

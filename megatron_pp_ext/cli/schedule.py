@@ -11,9 +11,8 @@ from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli.commands import app
 from megatron_pp_ext.cli.lengths import LengthOptions, StepMicrobatches
 from megatron_pp_ext.cli.report import bound_of, console, print_units, report, require_size, show, waiting
-from megatron_pp_ext.compiler.compile import TRIALS
 from megatron_pp_ext.compiler.make import make
-from megatron_pp_ext.compiler.request import named
+from megatron_pp_ext.compiler.request import TRIALS, named
 from megatron_pp_ext.features.offload.cli import LEGEND, OffloadOptions, some_limits
 from megatron_pp_ext.features.pairs.order import Pairs, request_in_pairs
 from megatron_pp_ext.features.units import cli as in_units

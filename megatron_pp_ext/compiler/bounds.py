@@ -20,12 +20,61 @@ A head that is split over the ranks adds to the path and to the work.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Self
 
+from megatron_pp_ext.compiler.limits import at_most, least_limits, without_messages
+from megatron_pp_ext.compiler.search.problem import Problem, problem_of
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import Costs, StageCosts, UnitCosts
 from megatron_pp_ext.schedule.placement import Placement
+from megatron_pp_ext.schedule.simulate import Timeline
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Stages for which orders are compiled: where they are, what they cost, and the limits of the ranks."""
+
+    placement: Placement
+    microbatches: int
+    costs: Costs
+    limits: tuple[float, ...]
+
+    @classmethod
+    def all_of(
+        cls, placements: Iterable[Placement], microbatches: int, costs: Costs, limits: tuple[float, ...]
+    ) -> list[Self]:
+        """Return the cuts by ``placements`` of stages whose finest ones have ``costs``."""
+        return [cls(where, microbatches, costs.merged(where.stages), limits) for where in placements]
+
+    @cached_property
+    def least(self) -> tuple[float, ...]:
+        """What each rank must keep in every order."""
+        return least_limits(self.costs, self.placement, self.microbatches)
+
+    @property
+    def is_feasible(self) -> bool:
+        """Whether an order keeps the limits."""
+        return all(map(at_most, self.least, self.limits))
+
+    @cached_property
+    def room(self) -> tuple[float, ...]:
+        """What messages leave of each limit for activations at most."""
+        return without_messages(self.placement, self.microbatches, self.costs, self.limits)
+
+    def keeps(self, timeline: Timeline) -> bool:
+        """Whether a step keeps the limits."""
+        return all(map(at_most, timeline.peak_memory, self.limits))
+
+    def bound(self, paired: bool = False) -> float:
+        """Return a makespan below which there is no order, of those in pairs neither if ``paired``."""
+        return lower_bound(self.placement, self.microbatches, self.costs, self.room, paired=paired)
+
+    def problem(self, room: Sequence[float]) -> Problem:
+        """Return the problem in whole numbers in which activations have ``room``."""
+        return problem_of(self.placement, self.microbatches, self.costs, room)
 
 
 def lower_bound(

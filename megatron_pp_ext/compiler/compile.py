@@ -13,33 +13,18 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from megatron_pp_ext.compiler import cache
-from megatron_pp_ext.compiler.limits import Cut, at_most
-from megatron_pp_ext.compiler.search.problem import TOLERANCE
+from megatron_pp_ext.compiler.bounds import Cut
+from megatron_pp_ext.compiler.limits import TOLERANCE, InfeasibleLimit, at_most
+from megatron_pp_ext.compiler.request import TRIALS, placements_of
 from megatron_pp_ext.features import FEATURES
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.costs import Costs
-from megatron_pp_ext.schedule.placement import Placement, Shape, linear, loop, v, wave
+from megatron_pp_ext.schedule.placement import Placement, Shape
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
-from megatron_pp_ext.setting_error import SettingError
 
 VERSION = 12
 """Raised with every change that lets the same inputs give another schedule, so that no cached one is used."""
-
-TRIALS = 1000
-"""The number of orders that a search may try on a pipeline of ordinary size; it is lower on larger ones."""
-
-
-class InfeasibleLimit(SettingError):
-    """A memory limit that no schedule can keep; ``{rank}`` in the ``words`` stands for ``rank``."""
-
-    def __init__(self, words: str = "", rank: int = 0) -> None:
-        super().__init__(words.replace("{rank}", str(rank)))
-        self._words, self._rank = words, rank
-
-    def turned_over(self, ranks: int) -> "InfeasibleLimit":
-        """Return the error for ``ranks`` that count from the other end."""
-        return type(self)(self._words, ranks - 1 - self._rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,28 +105,6 @@ def least_makespan(
     """
     cuts = Cut.all_of(placements, microbatches, costs, limits)
     return min((cut.bound(paired=True) for cut in cuts if cut.is_feasible), default=math.inf)
-
-
-def placements_of(ranks: int, costs: Costs) -> tuple[Placement, ...]:
-    """Return all placements on ``ranks`` ranks that the stages of ``costs`` can be merged for.
-
-    Of schedules of equal length the compiler takes the first, so placements with few chunks come first, as
-    they mean fewer messages, and those that turn round come before loops.
-
-    Raises ValueError where ``ranks`` does not divide the number of stages.
-    """
-    chunks, remainder = divmod(len(costs.stages), ranks)
-    if remainder or not chunks:
-        raise ValueError(
-            f"costs are given for {len(costs.stages)} stages, which {ranks} ranks cannot hold evenly: "
-            "give one StageCosts for each chunk of each rank"
-        )
-    placements: list[Placement] = []
-    for count in range(1, chunks + 1):
-        if chunks % count == 0:
-            turns = v(ranks) if count == 2 else wave(ranks, count)
-            placements += [linear(ranks)] if count == 1 else [turns, loop(ranks, count)]
-    return tuple(placements)
 
 
 def _limits(ranks: int, memory_limit: float | Sequence[float]) -> tuple[float, ...]:

@@ -4,18 +4,18 @@ A limit holds activations, and also messages where ``Costs.message`` is above 0.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from typing import Self
+from functools import lru_cache
 
-from megatron_pp_ext.compiler.bounds import lower_bound
-from megatron_pp_ext.compiler.search.problem import TOLERANCE, Problem, problem_of
 from megatron_pp_ext.schedule.actions import Action, Kind
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.messages import SENDS_AHEAD
 from megatron_pp_ext.schedule.placement import Placement
-from megatron_pp_ext.schedule.simulate import Timeline
+from megatron_pp_ext.setting_error import SettingError
+
+TOLERANCE = 1e-9
+"""The fraction by which rounding alone may take sums of fractional activations above a limit."""
 
 Limit = float | tuple[float, ...]
 """One number for all ranks, or one for each."""
@@ -148,45 +148,13 @@ def at_most(amount: float, limit: float) -> bool:
     return amount <= limit * (1 + 2 * TOLERANCE)
 
 
-@dataclass(frozen=True)
-class Cut:
-    """Stages for which orders are compiled: where they are, what they cost, and the limits of the ranks."""
+class InfeasibleLimit(SettingError):
+    """A memory limit that no schedule can keep; ``{rank}`` in the ``words`` stands for ``rank``."""
 
-    placement: Placement
-    microbatches: int
-    costs: Costs
-    limits: tuple[float, ...]
+    def __init__(self, words: str = "", rank: int = 0) -> None:
+        super().__init__(words.replace("{rank}", str(rank)))
+        self._words, self._rank = words, rank
 
-    @classmethod
-    def all_of(
-        cls, placements: Iterable[Placement], microbatches: int, costs: Costs, limits: tuple[float, ...]
-    ) -> list[Self]:
-        """Return the cuts by ``placements`` of stages whose finest ones have ``costs``."""
-        return [cls(where, microbatches, costs.merged(where.stages), limits) for where in placements]
-
-    @cached_property
-    def least(self) -> tuple[float, ...]:
-        """The memory that each rank needs in every order."""
-        return least_limits(self.costs, self.placement, self.microbatches)
-
-    @property
-    def is_feasible(self) -> bool:
-        """Whether an order keeps the limits."""
-        return all(map(at_most, self.least, self.limits))
-
-    @cached_property
-    def room(self) -> tuple[float, ...]:
-        """The most memory for activations that messages leave of each limit."""
-        return without_messages(self.placement, self.microbatches, self.costs, self.limits)
-
-    def keeps(self, timeline: Timeline) -> bool:
-        """Whether a step keeps the limits."""
-        return all(map(at_most, timeline.peak_memory, self.limits))
-
-    def bound(self, paired: bool = False) -> float:
-        """Return a makespan below which there is no order, of those in pairs neither if ``paired``."""
-        return lower_bound(self.placement, self.microbatches, self.costs, self.room, paired=paired)
-
-    def problem(self, room: Sequence[float]) -> Problem:
-        """Return the problem in whole numbers with ``room`` for activations."""
-        return problem_of(self.placement, self.microbatches, self.costs, room)
+    def turned_over(self, ranks: int) -> "InfeasibleLimit":
+        """Return the error for ``ranks`` that count from the other end."""
+        return type(self)(self._words, ranks - 1 - self._rank)

@@ -13,9 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from megatron_pp_ext.compiler.cache import in_turn
-from megatron_pp_ext.compiler.compile import InfeasibleLimit, compile_schedule
-from megatron_pp_ext.compiler.limits import Budget
+from megatron_pp_ext.compiler.limits import Budget, InfeasibleLimit
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.features import FEATURES
 from megatron_pp_ext.features.feature import Feature
@@ -26,7 +24,6 @@ from megatron_pp_ext.schedule.costs import CostModel, Costs
 from megatron_pp_ext.schedule.entry import CSV_PREFIX, FORWARD_ONLY, NO_PIPELINE
 from megatron_pp_ext.schedule.families import one_f_one_b
 from megatron_pp_ext.schedule.placement import Placement
-from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.setting_error import SettingError
 
 
@@ -58,7 +55,7 @@ def make(request: Request, costs: CostModel | None = None, *, is_proved: bool = 
     catalogue's orders, all of which the tests have proved.
 
     Raises ValueError for sizes that the schedule cannot be built for and for limits that cannot be kept
-    (``compiler.compile.InfeasibleLimit``), and what ``costs`` raises.
+    (``compiler.limits.InfeasibleLimit``), and what ``costs`` raises.
     """
     cut = (costs or CostModel(_none)).merged_from(request.finest)
     first, *rest = _by_ends(request)
@@ -93,6 +90,8 @@ def _by_ends(request: Request) -> list[Request]:
 
 
 def _makespan(costs: CostModel, result: Made) -> float:
+    from megatron_pp_ext.schedule.simulate import simulate
+
     return simulate(result.schedule, costs.of(result.schedule.placement)).makespan
 
 
@@ -152,6 +151,9 @@ def _ordered(request: Request, costs: CostModel, is_proved: bool) -> Made:
 
 
 def _compiled(request: Request, costs: CostModel) -> Made:
+    from megatron_pp_ext.compiler.cache import in_turn
+    from megatron_pp_ext.compiler.compile import compile_schedule
+
     finest = costs.of(request.finest)
     for feature in FEATURES:
         finest = feature.counted(request, finest)

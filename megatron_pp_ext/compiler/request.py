@@ -3,20 +3,23 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
-from megatron_pp_ext.compiler.compile import TRIALS, placements_of
 from megatron_pp_ext.compiler.limits import Budget, Limit, least_limits, requested_budget
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.entry import FLEX, FORWARD_ONLY, NO_PIPELINE, require_pipeline
 from megatron_pp_ext.schedule.families.pipedream import Updates
-from megatron_pp_ext.schedule.placement import Placement, Shape, linear, v
+from megatron_pp_ext.schedule.placement import Placement, Shape, linear, loop, v, wave
 
 COMPILED_CHUNKS = 2
 """The chunks a rank into which a compiled schedule may cut a model where no flag sets another number."""
 
 LARGEST = 2_000_000
 """The most actions that are simulated: a million take one to two minutes and 0.7 GB."""
+
+
+TRIALS = 1000
+"""The number of orders that a search may try on a pipeline of ordinary size; it is lower on larger ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +220,28 @@ def named(
         return Request(name, (linear(ranks),), microbatches, splits_backward=False)
     entry = catalog.entry(name)
     return Request(entry.name, (entry.placement(ranks, chunks),), microbatches, entry.splits_backward)
+
+
+def placements_of(ranks: int, costs: Costs) -> tuple[Placement, ...]:
+    """Return all placements on ``ranks`` ranks that the stages of ``costs`` can be merged for.
+
+    Of schedules of equal length the compiler takes the first, so placements with few chunks come first, as
+    they mean fewer messages, and those that turn round come before loops.
+
+    Raises ValueError where ``ranks`` does not divide the number of stages.
+    """
+    chunks, remainder = divmod(len(costs.stages), ranks)
+    if remainder or not chunks:
+        raise ValueError(
+            f"costs are given for {len(costs.stages)} stages, which {ranks} ranks cannot hold evenly: "
+            "give one StageCosts for each chunk of each rank"
+        )
+    placements: list[Placement] = []
+    for count in range(1, chunks + 1):
+        if chunks % count == 0:
+            turns = v(ranks) if count == 2 else wave(ranks, count)
+            placements += [linear(ranks)] if count == 1 else [turns, loop(ranks, count)]
+    return tuple(placements)
 
 
 def evaluation(placement: Placement, microbatches: int, options: tuple[Option, ...] = ()) -> Request:

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from megatron_pp_ext.compiler.limits import Cut
+    from megatron_pp_ext.compiler.bounds import Cut
     from megatron_pp_ext.compiler.make import Made, Make
     from megatron_pp_ext.compiler.request import Option, Request
     from megatron_pp_ext.job.requested_job import RequestedJob
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from megatron_pp_ext.planner.step.workload import Addition
     from megatron_pp_ext.runtime.operations import Extension, RankOrder
     from megatron_pp_ext.schedule.costs import CostModel, Costs
+    from megatron_pp_ext.schedule.placement import Placement
     from megatron_pp_ext.schedule.simulate import Timeline
 
 type ReadRequest = Callable[[RequestedJob], Request]
@@ -70,19 +71,27 @@ class Feature:
 
     ``name`` is also that of the topic of its rules.  ``flags`` is the table of its flags, as
     ``job/our_flags.toml`` has them, and ``left_open`` are the arguments of those of which a search chooses an
-    ``auto``.  ``sums`` are what its flags change in the order of sums.  ``refuses_models`` is whether a
-    model that is built, and trains without flags, is held against the rules of the feature too, and
-    ``refuses_calls`` whether arguments of ``install`` are, before there is a model.
+    ``auto``.  ``asks`` are the arguments by which a job asks for the feature; where it names some, the rules
+    of the feature hold only for jobs that give one of them.  ``sums`` are what its flags change in the order
+    of sums.  ``refuses_models`` is whether a model that is built, and trains without flags, is held against
+    the rules of the feature too, and ``refuses_calls`` whether arguments of ``install`` are, before there is
+    a model.
     """
 
     name: ClassVar[str] = ""
     flags: ClassVar[Path | None] = None
     left_open: ClassVar[tuple[str, ...]] = ()
+    asks: ClassVar[tuple[str, ...]] = ()
     sums: ClassVar[tuple[OtherSums, ...]] = ()
     refuses_models: ClassVar[bool] = False
     refuses_calls: ClassVar[bool] = False
 
     # The job: what is asked, and what cannot be.
+
+    def is_asked(self, job: RequestedJob) -> bool:
+        """Whether ``job`` may ask for the feature; where it does not, the rules are not imported."""
+        values = map(job.argument, self.asks)
+        return not self.asks or any(value is not None and value is not False for value in values)
 
     def read(self, job: RequestedJob, request: Request) -> Request:
         """Return ``request`` with what the flags ask for; ValueError, in one line, if that cannot be."""
@@ -171,7 +180,7 @@ class Feature:
         That is before data parallelism wraps the chunks and before tied weights become equal.
         """
 
-    def model_option(self, model: Sequence[Any]) -> Option | None:
+    def model_option(self, model: Sequence[Any], placement: Placement) -> Option | None:
         """Return the option that the chunks of ``model`` add to requests for its schedules, or None.
 
         It must be the same on all ranks of the job, and can be hashed.

@@ -15,7 +15,6 @@ from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_pp_ext import amounts
 from megatron_pp_ext.compiler.limits import LARGEST_FRACTION
 from megatron_pp_ext.features import FEATURES
 from megatron_pp_ext.json_input import did_you_mean
@@ -25,6 +24,8 @@ from megatron_pp_ext.schedule.entry import AUTO, OTHERS
 
 def _bytes(text: str) -> float:
     """Return the bytes of a flag's value, whose errors argparse puts after the flag."""
+    from megatron_pp_ext import amounts
+
     try:
         return amounts.read(text, "the value")
     except ValueError as error:

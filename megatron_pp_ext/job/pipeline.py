@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_pp_ext import amounts
 from megatron_pp_ext.compiler.limits import LARGEST_FRACTION, Limit
 from megatron_pp_ext.compiler.request import COMPILED_CHUNKS, Request, named
 from megatron_pp_ext.files import require_writable
@@ -25,7 +24,6 @@ from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind, Schedule
 from megatron_pp_ext.schedule.check import require_one_forward_order
 from megatron_pp_ext.schedule.entry import NO_PIPELINE
-from megatron_pp_ext.schedule.formats import csv_file
 from megatron_pp_ext.schedule.placement import linear, wave
 from megatron_pp_ext.setting_error import SettingError
 
@@ -67,11 +65,13 @@ def read_limit(value: float | str, ranks: int, names: Names = BY_FLAG) -> Limit:
 
 def numbers(value: float | str, names: Names = BY_FLAG) -> tuple[float, ...]:
     """Return the numbers in ``value``, one or several; ValueError unless all are above 0."""
+    from megatron_pp_ext.amounts import number
+
     limits: tuple[float, ...] = ()
     readings = ([value], str(value).split("-"))  # 1e-3 is one number, too
     for parts in () if isinstance(value, bool) else readings:
         with suppress(TypeError, ValueError, OverflowError):
-            limits = limits or tuple(map(amounts.number, parts))
+            limits = limits or tuple(map(number, parts))
     if not limits or not all(0 < number < math.inf for number in limits):
         raise SettingError(
             f"{_FLAG} is {value}, but must be a number above 0; give a fraction of 1F1B's peak, such "
@@ -93,6 +93,8 @@ def read_csv(path: Path, job: RequestedJob) -> Schedule:
     split the head, if its stages take the microbatches forward in different orders, or if the layers
     cannot follow its order (``require_first_first``, ``require_backwards_in_order``).
     """
+    from megatron_pp_ext.schedule.formats import csv_file
+
     schedule, ranks = csv_file.read(path), job.parallel.pipeline_model_parallel_size
     if schedule.ranks != ranks:
         raise ValueError(

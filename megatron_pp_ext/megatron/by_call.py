@@ -14,8 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_pp_ext.compiler.compile import InfeasibleLimit
-from megatron_pp_ext.compiler.limits import LARGEST_FRACTION, kept_by_1f1b, least_limits
+from megatron_pp_ext.compiler.limits import LARGEST_FRACTION, InfeasibleLimit, kept_by_1f1b, least_limits
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import Request, named
 from megatron_pp_ext.compiler.source import Source

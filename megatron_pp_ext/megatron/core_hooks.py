@@ -18,11 +18,13 @@ from megatron_pp_ext.megatron.patching import hooks_of
 from megatron_pp_ext.megatron.runners import choose, cuda_graphs, fine_grained_offload, tracing
 
 CORE = (
-    # The stages that a placement puts on this rank: replicas, the embedding's copies, chunks of models.
+    # The stages that a placement puts on this rank: groups, replicas, chunks of models, copies of weights.
     *hooks_of(replicated_ranks, embedding_copies, placed_models),
-    # The step: which actions run in which order, with the backward in two halves, and what features add.
+    # The step: which actions run in which order, with the backward in two halves, what features add, and the
+    # updates of each stage by itself.
     *hooks_of(
         choose,
+        optimizer,
         local_linear,
         data_parallel,
         chunk_pipelines,
@@ -30,13 +32,11 @@ CORE = (
         cuda_graphs,
         *(module for feature in FEATURES for module in feature.hooked()),
     ),
-    # Late checks, updates of each stage by itself, and optimizer state that goes by rank.
-    *hooks_of(optimizer),
     # What is recorded for a trace, without a change to what a run does.
     *hooks_of(tracing),
 )
 
-INSTALLED = (*CORE, *hooks_of(workarounds))
+INSTALLED = (*CORE, *workarounds.IN_CORE)
 """The hooks of ``megatron_pp_ext.install``."""
 
 patching.apply_when_imported(frameworks.HOOKS, frameworks.ENGINE)

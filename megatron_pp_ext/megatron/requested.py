@@ -13,7 +13,7 @@ from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.compiler.source import Source
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import CostModel, Costs
-from megatron_pp_ext.schedule.families.pipedream import Updates
+from megatron_pp_ext.schedule.families.pipedream import Replicas, Updates
 from megatron_pp_ext.schedule.placement import Placement
 
 if TYPE_CHECKING:
@@ -126,6 +126,13 @@ class Pipeline:
     def updates(self) -> Updates | None:
         """The updates of a pipeline that never flushes; None where every step flushes."""
         return self.request.updates
+
+    @property
+    def replicas(self) -> Replicas | None:
+        """The replicas of the stages; None where all have equally many."""
+        if self.updates is None or self.updates.replicas.is_straight:
+            return None
+        return self.updates.replicas
 
     @property
     def name(self) -> str:

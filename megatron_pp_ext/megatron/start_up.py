@@ -9,11 +9,7 @@ from pathlib import Path
 
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
-from megatron_pp_ext import log_lines
-from megatron_pp_ext.compiler.make import make
-from megatron_pp_ext.costs import stages
-from megatron_pp_ext.costs.stages import bytes_between_stages
-from megatron_pp_ext.job import sizes, stage_costs
+from megatron_pp_ext.job import sizes
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.typed_job import Job
@@ -23,12 +19,13 @@ from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import CostModel, Costs
 from megatron_pp_ext.schedule.placement import Placement, Shape
-from megatron_pp_ext.schedule.simulate import simulate
 
 
 @functools.cache
 def show_compiling() -> None:
     """Print what the compiler logs from now on; of the ranks of a machine one alone compiles a schedule."""
+    from megatron_pp_ext import log_lines
+
     log_lines.show_all("megatron_pp_ext.compiler", lambda line: _print_once(line))
 
 
@@ -94,6 +91,8 @@ def _about_schedule(pipeline: Pipeline, model: CostModel) -> str:
         if pipeline.source is not None:
             raise
         return f"{shape}, m = {request.microbatches}"  # stock has orders that the catalogue does not build
+    from megatron_pp_ext.schedule.simulate import simulate
+
     costs, at = _costs(pipeline, model)
     timeline = simulate(schedule, costs)
     peak = f"{max(timeline.peak_microbatches):.3g}"
@@ -113,6 +112,8 @@ def _note(pipeline: Pipeline) -> str:
 def _schedule(pipeline: Pipeline) -> Schedule:
     request = pipeline.request
     if pipeline.source is None:
+        from megatron_pp_ext.compiler.make import make
+
         return make(request).schedule
     return pipeline.source.ordinary
 
@@ -178,6 +179,8 @@ def costs_of(job: RequestedJob) -> CostModel:
     """
     if job.pipeline.pipeline_costs is None:
         return estimate(job)
+    from megatron_pp_ext.job import stage_costs
+
     return CostModel(
         lambda placement: stage_costs.cut(stage_costs.read(job), job, placement.stages, placement.splits_head)
     )
@@ -188,14 +191,20 @@ def estimate(job: RequestedJob) -> CostModel:
 
     The model raises ValueError where the flags do not determine them, and for what the costs do not know.
     """
-    return stages.cost_model(job, _estimate)
+
+    def at(tokens: int, sequences: int) -> CostModel:
+        return estimate(job.changed(seq_length=tokens, micro_batch_size=sequences))
+
+    return CostModel(partial(_estimate, job), at)
 
 
 def _estimate(job: RequestedJob, placement: Placement) -> Costs:
     all_rules.refuse_to_predict(job)
     if not (job.model.hidden_size and job.model.num_attention_heads):
         raise ValueError("cannot estimate a model whose sizes only a file gives: give --pipeline-costs")
-    return stages.stage_costs(job, placement, vocabulary(job))
+    from megatron_pp_ext.costs.stages import stage_costs
+
+    return stage_costs(job, placement, vocabulary(job))
 
 
 def vocabulary(job: RequestedJob) -> int:
@@ -208,6 +217,12 @@ def vocabulary(job: RequestedJob) -> int:
         raise ValueError(
             f"cannot tell the size of the vocabulary: {error}; give --padded-vocab-size"
         ) from error
+
+
+def _message_bytes(job: Job) -> float:
+    from megatron_pp_ext.costs.stages import bytes_between_stages
+
+    return bytes_between_stages(job)
 
 
 def settings(args: Namespace, job: Job, pipeline: Pipeline) -> Settings:
@@ -223,7 +238,7 @@ def settings(args: Namespace, job: Job, pipeline: Pipeline) -> Settings:
         clip_grad=args.clip_grad,
         train_steps=lambda: int(args.train_iters),
         steps_done=lambda counted: int(getattr(args, "curr_iteration", 0)),
-        message_bytes=lambda: bytes_between_stages(job),
+        message_bytes=partial(_message_bytes, job),
         advice=lambda *measured: requested.loaded().better_layout(
             job.changed(padded_vocab_size=args.padded_vocab_size), args.data_parallel_size, *measured
         ),

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.training import get_args
 
 from megatron_pp_ext.around import bound
 from megatron_pp_ext.megatron.patching import hook, hooks_of, substitute
@@ -49,6 +48,8 @@ FLAGS = ("reset_attention_mask", "dataloader_inter_document_masking", "sft")
 
 def every_stage_reads() -> bool:
     """Whether the flags of this job keep attention within documents."""
+    from megatron.training import get_args
+
     args = get_args()
     return any(getattr(args, name, False) for name in FLAGS)
 
@@ -181,3 +182,7 @@ def skip_if_built(stock: Callable[[], None]) -> None:
 WORKAROUNDS = (STAGE_DATA, SKIPPED_STEPS, BUCKET_PADDING, DATASET_HELPERS)
 
 HOOKS = hooks_of(sys.modules[__name__])
+"""The hooks of a training script."""
+
+IN_CORE = count_without_padding.hooks
+"""Those of the defect that any training loop meets."""

@@ -27,8 +27,9 @@ from megatron.core.utils import unwrap_model
 from megatron_pp_ext.files import going_on_without
 from megatron_pp_ext.megatron import requested
 from megatron_pp_ext.megatron.runners.tracing import is_first_pipeline
-from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
+from megatron_pp_ext.runtime.activation_meter import ActivationMeter
 from megatron_pp_ext.runtime.recorder import gather
+from megatron_pp_ext.runtime.split import Owner
 from megatron_pp_ext.schedule.formats import profile
 from megatron_pp_ext.schedule.formats.profile import Profile, ProfiledLayer
 

@@ -4,9 +4,11 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+
+from megatron_pp_ext.runtime.split import Owner
 
 
 def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -37,13 +39,6 @@ def storages(value: Any) -> dict[torch.UntypedStorage, int]:
     """
     all_storages = (tensor.untyped_storage() for tensor in plain_tensors(value))
     return {storage: size for storage in all_storages if (size := storage.nbytes())}
-
-
-class Owner(NamedTuple):
-    """The stage and the microbatch that tensors or deferred work belong to."""
-
-    stage: int
-    microbatch: int
 
 
 class _Handle:

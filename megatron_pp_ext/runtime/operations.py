@@ -9,9 +9,8 @@ from typing import Protocol
 import torch
 from torch.profiler import record_function
 
-from megatron_pp_ext.runtime.activation_meter import Owner
 from megatron_pp_ext.runtime.rank import Rank
-from megatron_pp_ext.runtime.split import STORE
+from megatron_pp_ext.runtime.split import STORE, Owner
 from megatron_pp_ext.schedule.actions import Action, Copies, Kind
 from megatron_pp_ext.schedule.messages import Launch, Message
 

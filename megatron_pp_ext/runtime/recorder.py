@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
+from megatron_pp_ext.runtime.activation_meter import ActivationMeter
 from megatron_pp_ext.runtime.groups import wire_of
-from megatron_pp_ext.runtime.split import STORE
+from megatron_pp_ext.runtime.split import STORE, Owner
 from megatron_pp_ext.schedule.actions import Action, Kind, Label, Span
 from megatron_pp_ext.schedule.recorded import Measured, RankRecord, Reduction
 

@@ -5,12 +5,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from itertools import islice
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
+if TYPE_CHECKING:
+    from megatron_pp_ext.runtime.activation_meter import ActivationMeter
+
+
+class Owner(NamedTuple):
+    """The stage and the microbatch that tensors or deferred work belong to."""
+
+    stage: int
+    microbatch: int
 
 
 class OwnPart:

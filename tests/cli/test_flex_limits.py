@@ -1,7 +1,7 @@
 """What ``mpp compare`` compiles for several memory limits."""
 
 from megatron_pp_ext.cli import flex
-from megatron_pp_ext.compiler.compile import InfeasibleLimit
+from megatron_pp_ext.compiler.limits import InfeasibleLimit
 from megatron_pp_ext.compiler.make import Made
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pp_ext.compiler.bounds import lower_bound
-from megatron_pp_ext.compiler.compile import InfeasibleLimit, compile_schedule, placements_of
-from megatron_pp_ext.compiler.limits import at_most, least_limits
+from megatron_pp_ext.compiler.compile import compile_schedule
+from megatron_pp_ext.compiler.limits import InfeasibleLimit, at_most, least_limits
+from megatron_pp_ext.compiler.request import placements_of
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.check import check

@@ -4,8 +4,8 @@ from fractions import Fraction
 
 import pytest
 
-from megatron_pp_ext.compiler.compile import InfeasibleLimit, compile_schedule
-from megatron_pp_ext.compiler.limits import at_most, least_limits, requested_budget
+from megatron_pp_ext.compiler.compile import compile_schedule
+from megatron_pp_ext.compiler.limits import InfeasibleLimit, at_most, least_limits, requested_budget
 from megatron_pp_ext.compiler.search.problem import problem_of
 from megatron_pp_ext.compiler.search.proposals import one_at_a_time
 from megatron_pp_ext.schedule.costs import Costs, StageCosts

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_pp_ext.compiler.compile import InfeasibleLimit, compile_schedule
-from megatron_pp_ext.compiler.limits import least_limits
+from megatron_pp_ext.compiler.compile import compile_schedule
+from megatron_pp_ext.compiler.limits import InfeasibleLimit, least_limits
 from megatron_pp_ext.compiler.search.problem import problem_of
 from megatron_pp_ext.compiler.search.proposals import one_at_a_time
 from megatron_pp_ext.runtime.channels import Channels

@@ -1,6 +1,6 @@
 """What a search proposes: the shortest of its results whose messages fit, too."""
 
-from megatron_pp_ext.compiler.limits import Cut
+from megatron_pp_ext.compiler.bounds import Cut
 from megatron_pp_ext.compiler.search import proposals
 from megatron_pp_ext.compiler.search.proposals import Proposal, Proposer, one_at_a_time
 from megatron_pp_ext.schedule.costs import Costs

@@ -20,8 +20,8 @@ import transformer_engine.pytorch as engine
 
 from megatron_pp_ext.megatron import frameworks, patching
 from megatron_pp_ext.megatron.core.engine_linear import _LAYOUTS, _layout, own_operand, split_backwards
-from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
-from megatron_pp_ext.runtime.split import STORE
+from megatron_pp_ext.runtime.activation_meter import ActivationMeter
+from megatron_pp_ext.runtime.split import STORE, Owner
 from tests.support.ranks import run_ranks
 
 HIDDEN, TOKENS = 128, 64

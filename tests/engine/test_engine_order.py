@@ -14,8 +14,7 @@ if not hasattr(sys.modules.get("transformer_engine_torch"), "__getattr__"):
 import transformer_engine.pytorch as engine
 
 from megatron_pp_ext.megatron.core.engine_linear import split_backwards
-from megatron_pp_ext.runtime.activation_meter import Owner
-from megatron_pp_ext.runtime.split import STORE
+from megatron_pp_ext.runtime.split import STORE, Owner
 
 ROWS, WIDTH, OUT = 6, 4, 3
 

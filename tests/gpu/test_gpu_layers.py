@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_pp_ext.runtime.activation_meter import Owner
-from megatron_pp_ext.runtime.split import STORE
+from megatron_pp_ext.runtime.split import STORE, Owner
 from tests.support import rounding
 from tests.support.split_linear import SplitLinear
 

@@ -9,8 +9,8 @@ import torch
 
 from megatron_pp_ext.megatron.core import local_linear
 from megatron_pp_ext.megatron.core.local_linear import split_backward
-from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
-from megatron_pp_ext.runtime.split import STORE
+from megatron_pp_ext.runtime.activation_meter import ActivationMeter
+from megatron_pp_ext.runtime.split import STORE, Owner
 
 ROWS, WIDTH, OUT = 6, 4, 3
 SLOT = Owner(0, 0)

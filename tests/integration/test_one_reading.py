@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from megatron_pp_ext import cpu
 from megatron_pp_ext.cli import app
-from megatron_pp_ext.compiler.compile import placements_of
 from megatron_pp_ext.compiler.make import make
+from megatron_pp_ext.compiler.request import placements_of
 from megatron_pp_ext.costs import system
 from megatron_pp_ext.job import layers
 from megatron_pp_ext.job.pipeline import for_world, permitted

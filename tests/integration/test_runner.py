@@ -15,12 +15,11 @@ from megatron_pp_ext.compiler import source
 from megatron_pp_ext.compiler.make import Made
 from megatron_pp_ext.compiler.request import Request, named
 from megatron_pp_ext.megatron import requested
-from megatron_pp_ext.megatron.core import chunk_pipelines
+from megatron_pp_ext.megatron.core import chunk_pipelines, free_memory
 from megatron_pp_ext.megatron.requested import Settings
 from megatron_pp_ext.megatron.runners import choose, flushed, pipeline_runner, transport
 from megatron_pp_ext.megatron.runners.pipeline_runner import PipelineRunner
-from megatron_pp_ext.runtime.activation_meter import Owner
-from megatron_pp_ext.runtime.split import STORE
+from megatron_pp_ext.runtime.split import STORE, Owner
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import CostModel, Costs
@@ -269,13 +268,13 @@ def test_auto_asks_for_free_memory_from_the_second_step_on(monkeypatch: pytest.M
         return Made(catalog.build("1f1b", 2, request.microbatches))
 
     monkeypatch.setattr(flushed, "require_same_schedule", lambda schedule, groups, in_job: None)
-    monkeypatch.setattr(flushed, "free_bytes_by_rank", lambda: measured.append(1) or [1.0, 1.0])
+    monkeypatch.setattr(free_memory, "free_bytes_by_rank", lambda: measured.append(1) or [1.0, 1.0])
     group = SimpleNamespace(rank=lambda: 0)
     monkeypatch.setattr(source, "make", make)
     pipeline = requested.Pipeline(
         named("auto", 2, 4), source.Source(named("auto", 2, 4), CostModel(Costs.unit))
     )
-    monkeypatch.setattr(flushed, "model_options", lambda model: ())
+    monkeypatch.setattr(flushed, "model_options", lambda *model: ())
     steps = choose.runner(pipeline).steps
 
     def plan(microbatches: int, forward_only: bool = False, training_steps: int = 0):

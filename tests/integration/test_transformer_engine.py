@@ -16,8 +16,8 @@ from megatron_pp_ext.compiler.compile import compile_schedule
 from megatron_pp_ext.compiler.limits import least_limits
 from megatron_pp_ext.job.pipeline import require_backwards_in_order, require_first_first
 from megatron_pp_ext.megatron.core.engine_linear import DeferringStore, split_backwards, without_bulk_overlap
-from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
-from megatron_pp_ext.runtime.split import STORE
+from megatron_pp_ext.runtime.activation_meter import ActivationMeter
+from megatron_pp_ext.runtime.split import STORE, Owner
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs, StageCosts

@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_pp_ext.pipedream.flush_free import VersionedStage, WeightVersions
-from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
+from megatron_pp_ext.runtime.activation_meter import ActivationMeter
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import plan_orders
 from megatron_pp_ext.runtime.rank import Rank
+from megatron_pp_ext.runtime.split import Owner
 from megatron_pp_ext.schedule.families import pipedream
 from megatron_pp_ext.schedule.families.pipedream import Replicas, WeightVersion
 from tests.support import plain_stages, rounding

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import gelu
 
-from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner, watching
+from megatron_pp_ext.runtime.activation_meter import ActivationMeter, watching
+from megatron_pp_ext.runtime.split import Owner
 from tests.support.wrapped import KINDS, Product, Wrapped, bytes_of, wrapped
 
 ROWS, WIDTH = 4, 8

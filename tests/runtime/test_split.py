@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import gelu
 
-from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
-from megatron_pp_ext.runtime.split import STORE, Layer, WeightGradientStore
+from megatron_pp_ext.runtime.activation_meter import ActivationMeter
+from megatron_pp_ext.runtime.split import STORE, Layer, Owner, WeightGradientStore
 
 ROWS, WIDTH, OUT = 3, 4, 5
 SLOT = Owner(0, 0)

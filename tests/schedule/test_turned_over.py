@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pp_ext.compiler.compile import InfeasibleLimit
-from megatron_pp_ext.compiler.limits import Budget, at_most, least_limits
+from megatron_pp_ext.compiler.limits import Budget, InfeasibleLimit, at_most, least_limits
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import Request, evaluation, named
 from megatron_pp_ext.features.offload.order import OffloadRequest

@@ -3,8 +3,8 @@
 import torch
 
 from megatron_pp_ext.megatron.core.engine_linear import DeferringStore
-from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
-from megatron_pp_ext.runtime.split import STORE
+from megatron_pp_ext.runtime.activation_meter import ActivationMeter
+from megatron_pp_ext.runtime.split import STORE, Owner
 
 ROWS, WIDTH = 8, 4
 SLOT = Owner(0, 0)

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner, _Handle, storages
+from megatron_pp_ext.runtime.activation_meter import ActivationMeter, _Handle, storages
+from megatron_pp_ext.runtime.split import Owner
 
 
 def kept_bytes(parameters: Iterable[torch.Tensor], forward: Callable[[], torch.Tensor]) -> int:

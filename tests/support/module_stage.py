@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_pp_ext.runtime.activation_meter import Owner
-from megatron_pp_ext.runtime.split import STORE
+from megatron_pp_ext.runtime.split import STORE, Owner
 
 
 class ModuleStage:

@@ -14,7 +14,7 @@ below its 1e-6.
 import math
 from typing import TYPE_CHECKING
 
-from megatron_pp_ext.compiler.search.problem import TOLERANCE
+from megatron_pp_ext.compiler.limits import TOLERANCE
 
 if TYPE_CHECKING:  # tests of schedules need no torch
     import torch

@@ -3,7 +3,7 @@
 import torch
 
 from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations
-from megatron_pp_ext.runtime.activation_meter import Owner
+from megatron_pp_ext.runtime.split import Owner
 
 ROWS, WIDTH = 4, 8
 BYTES = 4 * ROWS * WIDTH

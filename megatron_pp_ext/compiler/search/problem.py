@@ -18,14 +18,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
 
+from megatron_pp_ext.compiler.limits import TOLERANCE
 from megatron_pp_ext.schedule.actions import OF_STAGES, Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.loops import Loop
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.program import Arrays, B, Column, I, Lists, Program, W
-
-TOLERANCE = 1e-9
-"""The fraction by which rounding alone may take sums of fractional activations above a limit."""
 
 _EXACT_SCALES = (1, 2, 4, 5, 8, 10, 16, 20, 100, 1000, 10_000)
 _TIME_STEPS = 10_000_000

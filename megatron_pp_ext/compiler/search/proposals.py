@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from random import Random
 
-from megatron_pp_ext.compiler.limits import Cut, at_most, least_limits
+from megatron_pp_ext.compiler.bounds import Cut
+from megatron_pp_ext.compiler.limits import TOLERANCE, at_most, least_limits
 from megatron_pp_ext.compiler.search.annealing import anneal
 from megatron_pp_ext.compiler.search.list_scheduling import list_schedule
-from megatron_pp_ext.compiler.search.problem import TOLERANCE, Orders, Problem
+from megatron_pp_ext.compiler.search.problem import Orders, Problem
 from megatron_pp_ext.compiler.search.tables import time_orders
 from megatron_pp_ext.compiler.search.tune import best, improve, tune
 from megatron_pp_ext.schedule import catalog

@@ -20,6 +20,7 @@ class Guided(Feature):
 
     name = "guided"
     flags = Path(__file__).with_name("flags.toml")
+    asks = ("pipeline_profile_steps",)
 
     def read(self, job: RequestedJob, request: Request) -> Request:
         steps = job.flags.pipeline_profile_steps
@@ -35,6 +36,8 @@ class Guided(Feature):
         return RULES
 
     def guide(self, pipeline: Pipeline) -> Guide | None:
+        if not pipeline.request.options:
+            return None
         from megatron_pp_ext.features.guided.order import ProfileSteps
 
         steps = pipeline.request.option(ProfileSteps)

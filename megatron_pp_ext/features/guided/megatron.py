@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_pp_ext.compiler.compile import InfeasibleLimit
+from megatron_pp_ext.compiler.limits import InfeasibleLimit
 from megatron_pp_ext.features.guided.order import ProfileSteps, shorter
 from megatron_pp_ext.megatron import requested
 from megatron_pp_ext.megatron.core.free_memory import free_bytes_by_rank

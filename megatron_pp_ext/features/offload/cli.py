@@ -10,7 +10,7 @@ import typer
 
 from megatron_pp_ext.cli import flex
 from megatron_pp_ext.cli.options import Files, require_at_least
-from megatron_pp_ext.compiler.compile import InfeasibleLimit
+from megatron_pp_ext.compiler.limits import InfeasibleLimit
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import Request, named
 from megatron_pp_ext.features.offload.copies import share_offloaded, without_copies

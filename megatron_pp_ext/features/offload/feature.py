@@ -26,6 +26,7 @@ class Offloading(Feature):
 
     name = "offload"
     flags = Path(__file__).with_name("flags.toml")
+    asks = ("pipeline_offload", "pipeline_offload_host_bytes")
 
     def read(self, job: RequestedJob, request: Request) -> Request:
         flags = job.pipeline
@@ -48,6 +49,8 @@ class Offloading(Feature):
         return RULES
 
     def order(self, request: Request, costs: CostModel, before: Make) -> Made:
+        if not request.options:
+            return before(request)
         from megatron_pp_ext.features.offload.order import OffloadRequest
 
         option = request.option(OffloadRequest)
@@ -65,14 +68,16 @@ class Offloading(Feature):
         return CopiesOfRank(order)
 
     def require_possible(self, request: Request) -> None:
-        from megatron_pp_ext.features.offload.megatron import require_free
+        if request.options:
+            from megatron_pp_ext.features.offload.megatron import require_free
 
-        require_free(request)
+            require_free(request)
 
     def step_parts(self, pipeline: Pipeline) -> Iterable[StepPart]:
-        from megatron_pp_ext.features.offload.megatron import offloading
+        if pipeline.request.options:
+            from megatron_pp_ext.features.offload.megatron import offloading
 
-        yield offloading(pipeline)
+            yield offloading(pipeline)
 
     def addition(self) -> Offloaded:
         from megatron_pp_ext.features.offload.planner import Offloaded

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
 from megatron_pp_ext.compiler import cache
+from megatron_pp_ext.compiler.bounds import Cut
 from megatron_pp_ext.compiler.cache import in_turn
-from megatron_pp_ext.compiler.compile import InfeasibleLimit, from_cache, least_makespan
-from megatron_pp_ext.compiler.limits import Cut
+from megatron_pp_ext.compiler.compile import from_cache, least_makespan
+from megatron_pp_ext.compiler.limits import TOLERANCE, InfeasibleLimit
 from megatron_pp_ext.compiler.make import Made, Make
 from megatron_pp_ext.compiler.request import Option, Request
-from megatron_pp_ext.compiler.search.problem import TOLERANCE
 from megatron_pp_ext.features.offload.copies import (
     ROUNDING,
     least_copies,

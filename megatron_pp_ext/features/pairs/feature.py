@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_pp_ext.features.feature import Checks, Feature
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from megatron_pp_ext.compiler.limits import Cut
+    from megatron_pp_ext.compiler.bounds import Cut
     from megatron_pp_ext.compiler.make import Made, Make
     from megatron_pp_ext.compiler.request import Request
     from megatron_pp_ext.features.pairs.runtime import PairsOfRank
@@ -27,14 +27,21 @@ class Pairing(Feature):
     """``--overlap-moe-expert-parallel-comm``, which is Megatron's own flag."""
 
     name = "pairs"
+    asks = ("overlap_moe_expert_parallel_comm",)
     refuses_models = True
+
+    def is_asked(self, job: RequestedJob) -> bool:
+        """See ``Feature``; a file may have pairs."""
+        return super().is_asked(job) or (job.from_file is not None and bool(job.from_file.paired))
 
     def read(self, job: RequestedJob, request: Request) -> Request:
         """See ``Feature``: Megatron's own 1F1B has no place for pairs."""
+        has_place = request.ranks == 1 or not request.is_stock or request.placement.chunks > 1
+        if not (job.parallel.overlap_moe_expert_parallel_comm and has_place):
+            return request
         from megatron_pp_ext.features.pairs.order import request_in_pairs
 
-        has_place = request.ranks == 1 or not request.is_stock or request.placement.chunks > 1
-        return request_in_pairs(request, job.parallel.overlap_moe_expert_parallel_comm and has_place)
+        return request_in_pairs(request)
 
     def rules(self) -> tuple[Rules, ...]:
         from megatron_pp_ext.features.pairs.rules import RULES
@@ -42,6 +49,8 @@ class Pairing(Feature):
         return RULES
 
     def order(self, request: Request, costs: CostModel, before: Make) -> Made:
+        if not request.options:
+            return before(request)
         from megatron_pp_ext.features.pairs.order import Pairs
 
         if request.option(Pairs) is None:
@@ -75,11 +84,17 @@ class Pairing(Feature):
         return (megatron,)
 
     def config_checks(self, checks: Checks) -> Checks:
-        from megatron_pp_ext.features.pairs.megatron import check_as_planned
+        def check(config: Any) -> None:
+            if not getattr(config, "overlap_moe_expert_parallel_comm", False):
+                return checks(config)
+            from megatron_pp_ext.features.pairs.megatron import check_as_planned
 
-        return check_as_planned(checks)
+            return check_as_planned(checks)(config)
+
+        return check
 
     def step_parts(self, pipeline: Pipeline) -> Iterable[StepPart]:
-        from megatron_pp_ext.features.pairs.megatron import planned
+        if pipeline.request.options:
+            from megatron_pp_ext.features.pairs.megatron import planned
 
-        yield planned
+            yield planned

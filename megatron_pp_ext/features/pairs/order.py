@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from megatron_pp_ext.compiler.limits import Cut
+from megatron_pp_ext.compiler.bounds import Cut
 from megatron_pp_ext.compiler.make import Made, Make
 from megatron_pp_ext.compiler.request import Option, Request
 from megatron_pp_ext.schedule import catalog

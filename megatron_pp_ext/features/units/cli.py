@@ -13,8 +13,7 @@ from megatron_pp_ext.cli import options as ask
 from megatron_pp_ext.cli.lengths import LengthOptions
 from megatron_pp_ext.cli.options import require_at_least
 from megatron_pp_ext.cli.report import console, report, waiting
-from megatron_pp_ext.compiler.compile import InfeasibleLimit
-from megatron_pp_ext.compiler.limits import LARGEST_FRACTION
+from megatron_pp_ext.compiler.limits import LARGEST_FRACTION, InfeasibleLimit
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import Request, named
 from megatron_pp_ext.features.units.microbatches import Microbatches

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from megatron_pp_ext.job.requested_job import RequestedJob
     from megatron_pp_ext.job.rules.rule import Rules
     from megatron_pp_ext.megatron.requested import Pipeline
-    from megatron_pp_ext.megatron.runners.flushed import StepPart
+    from megatron_pp_ext.megatron.runners.flushed import Step, StepPart
     from megatron_pp_ext.schedule.costs import CostModel
 
 
@@ -25,6 +27,7 @@ class UnitPlanning(Feature):
     name = "units"
     flags = Path(__file__).with_name("flags.toml")
     left_open = ("pipeline_slice_tokens",)
+    asks = ("pipeline_order", "pipeline_slice_tokens", "pipeline_slice_check")
     sums = (
         OtherSums(
             "--pipeline-order", "gradients are summed in another order of microbatches", fp32=1e-5, lower=1e-1
@@ -82,6 +85,8 @@ class UnitPlanning(Feature):
         return RULES
 
     def order(self, request: Request, costs: CostModel, before: Make) -> Made:
+        if not request.options:
+            return before(request)
         from megatron_pp_ext.features.units.options import Slices
 
         option = request.option(Slices)
@@ -92,11 +97,24 @@ class UnitPlanning(Feature):
         return sliced(request, option, costs, before)
 
     def data_parts(self, pipeline: Pipeline) -> Iterable[StepPart]:
-        from megatron_pp_ext.features.units.megatron.agreement import announcing
-        from megatron_pp_ext.features.units.megatron.steps import in_units
+        """See ``Feature``; without options of features only steps whose messages vary in shape have any."""
 
-        yield announcing(pipeline)
-        yield in_units(pipeline)
+        @cache
+        def parts() -> tuple[StepPart, StepPart]:
+            from megatron_pp_ext.features.units.megatron.agreement import announcing
+            from megatron_pp_ext.features.units.megatron.steps import in_units
+
+            return announcing(pipeline), in_units(pipeline)
+
+        @contextmanager
+        def where_shapes_vary(step: Step) -> Iterator[None]:
+            with ExitStack() as stack:
+                if not step.inputs.shape:
+                    for part in parts():
+                        stack.enter_context(part(step))
+                yield
+
+        return parts() if pipeline.request.options else (where_shapes_vary,)
 
     def addition(self) -> Sliced:
         from megatron_pp_ext.features.units.planner import Sliced

@@ -11,7 +11,7 @@ from itertools import repeat
 
 import numpy as np
 
-from megatron_pp_ext.compiler.compile import InfeasibleLimit
+from megatron_pp_ext.compiler.limits import InfeasibleLimit
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.features.units import orders

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_pp_ext.runtime.activation_meter import Owner
-from megatron_pp_ext.runtime.split import STORE
+from megatron_pp_ext.runtime.split import STORE, Owner
 from megatron_pp_ext.setting_error import SettingError
 
 _ONCE = (

@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from megatron_pp_ext.compiler.compile import InfeasibleLimit
-from megatron_pp_ext.compiler.limits import at_most, without_messages
+from megatron_pp_ext.compiler.limits import InfeasibleLimit, at_most, without_messages
 from megatron_pp_ext.compiler.make import Made, Make, make
 from megatron_pp_ext.compiler.request import Request, of_sizes
 from megatron_pp_ext.features.units.options import Slices

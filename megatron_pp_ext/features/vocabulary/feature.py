@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from megatron_pp_ext.megatron.runners.flushed import StepPart
     from megatron_pp_ext.runtime.operations import RankOrder
     from megatron_pp_ext.schedule.costs import CostModel
+    from megatron_pp_ext.schedule.placement import Placement
 
 
 class VocabularyParallelism(Feature):
@@ -26,6 +28,7 @@ class VocabularyParallelism(Feature):
     name = "vocabulary"
     flags = Path(__file__).with_name("flags.toml")
     left_open = ("pipeline_vocabulary",)
+    asks = ("pipeline_vocabulary",)
     # The parts of the hidden state's gradient are rounded before they are summed.
     sums = (
         OtherSums(
@@ -38,6 +41,8 @@ class VocabularyParallelism(Feature):
     refuses_models = True
 
     def read(self, job: RequestedJob, request: Request) -> Request:
+        if job.pipeline.pipeline_vocabulary is None:
+            return replace(request, splits_head=False)
         from megatron_pp_ext.features.vocabulary.options import permitted, with_vocabulary
 
         return with_vocabulary(request, permitted(job))
@@ -74,6 +79,8 @@ class VocabularyParallelism(Feature):
 
         Copies to the host were planned with them, before it was known that there are none.
         """
+        if not request.options:
+            return result
         from megatron_pp_ext.features.vocabulary.options import FrozenOutput
 
         if request.option(FrozenOutput) is None:
@@ -98,12 +105,15 @@ class VocabularyParallelism(Feature):
 
         deal_out(chunks, pipeline)
 
-    def model_option(self, model: Sequence[Any]) -> Option | None:
+    def model_option(self, model: Sequence[Any], placement: Placement) -> Option | None:
+        if not placement.splits_head:
+            return None
         from megatron_pp_ext.features.vocabulary.megatron.dealing import frozen_output
 
         return frozen_output(model)
 
     def step_parts(self, pipeline: Pipeline) -> Iterable[StepPart]:
-        from megatron_pp_ext.features.vocabulary.megatron.model_vocabulary import shared
+        if pipeline.placement.splits_head:
+            from megatron_pp_ext.features.vocabulary.megatron.model_vocabulary import shared
 
-        yield shared
+            yield shared

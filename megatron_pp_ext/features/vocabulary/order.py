@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from megatron_pp_ext.compiler.compile import InfeasibleLimit
-from megatron_pp_ext.compiler.limits import Budget, least_limits
+from megatron_pp_ext.compiler.limits import Budget, InfeasibleLimit, least_limits
 from megatron_pp_ext.compiler.make import Made, Make
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.features.vocabulary.share import share, share_evaluation, without_weight_gradients

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_pp_ext.features import FEATURES
-from megatron_pp_ext.job import flag_effects
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import schedules, stock, without_flush
 from megatron_pp_ext.job.rules.rule import Rules
@@ -36,32 +35,37 @@ _OF_ALL_JOBS = (
 )
 
 
-def topics() -> tuple[Topic, ...]:
-    """Return all topics, in the order in which they are looked at."""
+def topics(job: RequestedJob | None = None) -> tuple[Topic, ...]:
+    """Return the topics that are looked at for ``job``, in their order; without one, all."""
     of_features = (
         Topic(feature.name, feature.rules(), feature.refuses_models, feature.refuses_calls)
         for feature in FEATURES
+        if job is None or feature.is_asked(job)
     )
     return (*_OF_ALL_JOBS, *of_features)
 
 
-def rules() -> tuple[Rules, ...]:
-    """Return all rules, in the order in which they are looked at."""
-    return tuple(rules for topic in topics() for rules in topic.rules)
+def rules(job: RequestedJob | None = None) -> tuple[Rules, ...]:
+    """Return the rules that are looked at for ``job``, in their order; without one, all."""
+    return tuple(rules for topic in topics(job) for rules in topic.rules)
 
 
 def refuse(job: RequestedJob) -> None:
     """Raise ValueError, in one line, for the first rule that ``job`` breaks."""
-    refuse_by(job, rules())
+    refuse_by(job, rules(job))
 
 
 def refuse_to_plan(job: RequestedJob) -> None:
     """Raise ValueError for what the costs do not know, and for what Megatron starts and cannot train."""
+    from megatron_pp_ext.job import flag_effects
+
     refuse_by(job, (*flag_effects.lacks_costs(), *stock.PLANNED, *stock.RULES))
 
 
 def refuse_to_predict(job: RequestedJob) -> None:
     """Raise ValueError for what the costs of stages do not know, unless a file gives these costs."""
+    from megatron_pp_ext.job import flag_effects
+
     refuse_by(job, (flag_effects.not_compiled(),))
 
 
@@ -72,14 +76,14 @@ def refuse_without_pipeline(job: RequestedJob) -> None:
 
 def refuse_model(job: RequestedJob) -> None:
     """Raise ValueError for what a model that is built cannot train with."""
-    refuse_by(job, [rules for topic in topics() if topic.is_of_models for rules in topic.rules])
+    refuse_by(job, [rules for topic in topics(job) if topic.is_of_models for rules in topic.rules])
 
 
 def refuse_call(schedule: str, arguments: Mapping[str, Any]) -> None:
     """Raise ValueError for ``arguments`` of a call that cannot be combined."""
-    about_calls = [rules for topic in topics() if topic.is_of_calls for rules in topic.rules]
     flags = {f"pipeline_{name}": value for name, value in arguments.items()}
-    refuse_by(RequestedJob.of_args(Namespace(pipeline_schedule=schedule, **flags)), about_calls)
+    job = RequestedJob.of_args(Namespace(pipeline_schedule=schedule, **flags))
+    refuse_by(job, [rules for topic in topics(job) if topic.is_of_calls for rules in topic.rules])
 
 
 def refuse_config(config: Any) -> None:
@@ -89,5 +93,5 @@ def refuse_config(config: Any) -> None:
 
 def has_choice(job: RequestedJob, flag: str) -> bool:
     """Whether ``auto`` as the value of ``flag`` has a choice: no rule is broken that takes it away."""
-    about = (rules for rules in rules() if rules.auto_of == flag)
-    return not any(rule.holds(job) for rules in about for rule in rules.rows)
+    about = (group for group in rules(job) if group.auto_of == flag)
+    return not any(rule.holds(job) for group in about for rule in group.rows)

@@ -17,9 +17,6 @@ from megatron.core.dist_checkpointing.utils import _sharded_tensor_shard_id
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_pp_ext.around import around, bound
-from megatron_pp_ext.job import layers
-from megatron_pp_ext.job.model_config import arguments
-from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.megatron import requested
 from megatron_pp_ext.megatron.core import chunk_pipelines
 from megatron_pp_ext.megatron.patching import hook
@@ -172,6 +169,10 @@ def _link(chunks: Sequence[torch.nn.Module], pipeline: Pipeline, group: dist.Pro
     config = get_model_config(chunks[0])
     if _predicting_in_group(pipeline) is not None or not config.mtp_num_layers:
         return None
+    from megatron_pp_ext.job import layers
+    from megatron_pp_ext.job.model_config import arguments
+    from megatron_pp_ext.job.typed_job import Job
+
     placement = pipeline.placement
     predicting = layers.predicting_stage(Job.of(arguments(config)), placement.stages)
     assert predicting is not None

@@ -10,7 +10,7 @@ no others, the rank p - 1 - i while they are at work: ``mirrored_rank`` and ``Mi
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -20,11 +20,9 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_pp_ext.around import around, bound
-from megatron_pp_ext.job.model_config import in_words_of_call
 from megatron_pp_ext.megatron import patching, requested
 from megatron_pp_ext.megatron.core import chunk_pipelines
 from megatron_pp_ext.megatron.core.chunk_pipelines import finishing
-from megatron_pp_ext.megatron.core.embedding_copies import tie_embeddings
 from megatron_pp_ext.megatron.patching import hook, substitute
 from megatron_pp_ext.megatron.requested import Pipeline
 from megatron_pp_ext.setting_error import SettingError
@@ -168,8 +166,15 @@ def build_chunks_placed(
     if pipeline.placement.has_mirrored:
         build_chunk = functools.partial(build_chunk_placed, build_chunk)
     chunks = stock(finishing(build_chunk), *args, **kwargs)
-    tie_embeddings(chunks)
+    _tie_embeddings(chunks, pipeline)
     return chunks
+
+
+def _tie_embeddings(chunks: Sequence[torch.nn.Module], pipeline: Pipeline) -> None:
+    if pipeline.has_embedding_with_head:
+        from megatron_pp_ext.megatron.core.embedding_copies import tie_embeddings
+
+        tie_embeddings(chunks)
 
 
 def _require_chunk_argument(build_chunk: Callable[..., Any]) -> None:
@@ -309,7 +314,10 @@ def build_placed(stock: Callable[..., None], model: Any, *args: Any, **kwargs: A
     arguments = call.arguments
     groups = copy.copy(arguments.get("pg_collection") or ProcessGroupCollection.use_mpu_process_groups())
     chunk = arguments.get("vp_stage")
-    require_sizes(pipeline, groups.pp.size(), arguments["config"], chunk)
+    from megatron_pp_ext.job.model_config import in_words_of_call
+
+    with in_words_of_call():
+        require_sizes(pipeline, groups.pp.size(), arguments["config"], chunk)
     chunk_pipelines.claim(arguments["config"], pipeline)
     if pipeline.has_embedding_with_head:
         # Both copies of a tied weight are on one rank (``sum_tied_gradients``): there is nobody to exchange
@@ -326,10 +334,10 @@ def build_placed(stock: Callable[..., None], model: Any, *args: Any, **kwargs: A
     else:
         build_chunk_placed(build, groups, vp_stage=chunk)
     chunk_pipelines.remember(model, pipeline)
-    _collect(model, chunk or 0, pipeline)
+    with in_words_of_call():
+        _collect(model, chunk or 0, pipeline)
 
 
-@in_words_of_call()
 def _collect(model: torch.nn.Module, chunk: int, pipeline: Pipeline) -> None:
     """Finish a rank's chunks after the last one, since they are built in order."""
     if chunk == 0:
@@ -340,11 +348,10 @@ def _collect(model: torch.nn.Module, chunk: int, pipeline: Pipeline) -> None:
     chunks = tuple(_unfinished)
     _unfinished.clear()
     chunk_pipelines.finish(chunks)
-    tie_embeddings(chunks)
+    _tie_embeddings(chunks, pipeline)
     patching.apply_imported()  # before any weights are imported into the chunks
 
 
-@in_words_of_call()
 def require_sizes(pipeline: Pipeline, ranks: int, config: Any, chunk: int | None) -> None:
     """Raise ValueError unless a model of ``config`` in ``ranks`` pipeline ranks fits the placement."""
     placement = pipeline.placement

@@ -23,12 +23,10 @@ from megatron_pp_ext.megatron.patching import hook
 from megatron_pp_ext.schedule.families.pipedream import Replicas
 
 
-def replicated(pipeline: requested.Pipeline | None = None) -> Replicas | None:
-    """Return the replicas of the stages of ``pipeline``, by default this process's; None if all have one."""
-    pipeline = pipeline or requested.pipeline()
-    if pipeline is None or pipeline.updates is None or pipeline.updates.replicas.is_straight:
-        return None
-    return pipeline.updates.replicas
+def replicated() -> Replicas | None:
+    """Return the replicas of the stages of this process's pipeline; None if all have one."""
+    pipeline = requested.pipeline()
+    return None if pipeline is None else pipeline.replicas
 
 
 @hook(

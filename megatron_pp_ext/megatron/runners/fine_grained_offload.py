@@ -12,8 +12,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_pp_ext.megatron.patching import hook
 from megatron_pp_ext.megatron.runners.model_stage import StepInputs
-from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner, watching
+from megatron_pp_ext.runtime.activation_meter import ActivationMeter, watching
 from megatron_pp_ext.runtime.plan import RankPlan
+from megatron_pp_ext.runtime.split import Owner
 from megatron_pp_ext.schedule.actions import Action, Kind
 
 
@@ -166,14 +167,11 @@ class FineGrainedOffload:
 
     @contextmanager
     def step(self, kind: Hashable, plan: RankPlan, inputs: StepInputs) -> Iterator[None]:
-        """Let Megatron's layers find the manager of the step inside, if they ask for one.
+        """Let Megatron's layers find the manager of the step inside.
 
         Steps of one ``kind`` have the same ``plan``.  The end of the first of them is collective over the
         job: Megatron prints what it moves.
         """
-        if not inputs.config.fine_grained_activation_offloading:
-            yield
-            return
         if kind not in self._managers:
             first = next(iter(self._managers.values()), None)
             self._managers[kind] = ProgramOffloadManager(None if inputs.forward_only else plan.actions, first)

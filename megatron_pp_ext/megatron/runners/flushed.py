@@ -1,9 +1,9 @@
 """Steps that leave no microbatch in flight: their schedule, what features bring to them, and their run."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 
@@ -11,9 +11,7 @@ from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import Option, evaluation
 from megatron_pp_ext.features import FEATURES
 from megatron_pp_ext.megatron import requested
-from megatron_pp_ext.megatron.core.free_memory import free_bytes_by_rank
 from megatron_pp_ext.megatron.requested import Pipeline
-from megatron_pp_ext.megatron.runners.fine_grained_offload import FineGrainedOffload
 from megatron_pp_ext.megatron.runners.model_stage import ModelStage, StepInputs, model_stages
 from megatron_pp_ext.megatron.runners.pipeline_runner import Recording
 from megatron_pp_ext.megatron.runners.transport import Transport
@@ -24,6 +22,9 @@ from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement
+
+if TYPE_CHECKING:
+    from megatron_pp_ext.megatron.runners.fine_grained_offload import FineGrainedOffload
 
 
 @dataclass(slots=True)
@@ -126,7 +127,7 @@ class Requested:
 
     def _schedule(self, microbatches: int, inputs: StepInputs) -> Schedule:
         free = self._measured_once() if self._measures_memory and inputs.training_steps else None
-        return self._source.schedule(microbatches, free, model_options(inputs.model))
+        return self._source.schedule(microbatches, free, model_options(inputs.model, self._source.placement))
 
     def _measured_once(self) -> Sequence[float]:
         """Return the free bytes of each pipeline rank, measured in the second training step.
@@ -134,13 +135,15 @@ class Requested:
         All ranks of the job build a schedule in that step.  In later ones replicas may come alone, with a
         number of microbatches that others have not or know already.
         """
+        from megatron_pp_ext.megatron.core.free_memory import free_bytes_by_rank
+
         self._free_bytes = self._free_bytes or free_bytes_by_rank()
         return self._free_bytes
 
 
-def model_options(model: Sequence[Any]) -> tuple[Option, ...]:
-    """Return the options that features read off the chunks of ``model``."""
-    return tuple(filter(None, (feature.model_option(model) for feature in FEATURES)))
+def model_options(model: Sequence[Any], placement: Placement) -> tuple[Option, ...]:
+    """Return the options that features read off the chunks of ``model``, which are placed so."""
+    return tuple(filter(None, (feature.model_option(model, placement) for feature in FEATURES)))
 
 
 class Guide(StepSource, Recording, Protocol):
@@ -159,7 +162,7 @@ class FlushedSteps:
         self.placement, self._source, self._transport = pipeline.placement, source, transport
         self._options = pipeline.request.options
         self._parts = step_parts(pipeline)
-        self._offload = FineGrainedOffload()
+        self._offload: FineGrainedOffload | None = None
         self._schedules: dict[tuple[int, bool, Hashable], Schedule] = {}
         self._plans: dict[tuple[int, bool, Hashable], RankPlan] = {}
 
@@ -180,7 +183,7 @@ class FlushedSteps:
             stages = model_stages(inputs, self.placement, step.plan, step.make_stage)
             self._reduce_as_replicas(step)
             channels = self._transport.channels(inputs)
-            with self._offload.step(kind, step.plan, inputs):
+            with self._offloading(kind, step):
                 execute(step.plan, Rank(stages, channels, recorder, step.parts))
 
     def plan(self, inputs: StepInputs) -> RankPlan:
@@ -199,6 +202,15 @@ class FlushedSteps:
             self._schedules[kind] = schedule
             self._plans[kind] = plan_rank(schedule, inputs.group.rank())
         return self._plans[kind]
+
+    def _offloading(self, kind: Hashable, step: Step) -> AbstractContextManager[None]:
+        """Return the context in which Megatron offloads activations in the order of the step."""
+        if not step.inputs.config.fine_grained_activation_offloading:
+            return nullcontext()
+        from megatron_pp_ext.megatron.runners.fine_grained_offload import FineGrainedOffload
+
+        self._offload = self._offload or FineGrainedOffload()
+        return self._offload.step(kind, step.plan, step.inputs)
 
     def training_plan(self) -> RankPlan:
         """Return this rank's plan of the training steps so far; RuntimeError unless there is exactly one."""

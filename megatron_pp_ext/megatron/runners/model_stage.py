@@ -15,10 +15,9 @@ from megatron.core.utils import unwrap_model
 
 from megatron_pp_ext.megatron.core.data_parallel import DataParallel, LastActions, last_actions
 from megatron_pp_ext.megatron.core.placed_models import as_chunk
-from megatron_pp_ext.runtime.activation_meter import Owner, keep_shape
 from megatron_pp_ext.runtime.channels import Shape
 from megatron_pp_ext.runtime.plan import RankPlan
-from megatron_pp_ext.runtime.split import STORE
+from megatron_pp_ext.runtime.split import STORE, Owner
 from megatron_pp_ext.schedule.actions import Action, Announced, Kind
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.setting_error import SettingError
@@ -186,6 +185,8 @@ class ModelStage:
         if activation is not None and self._gives_gradient and not inputs.forward_only:
             activation.requires_grad_()
             if inputs.config.distribute_saved_activations:
+                from megatron_pp_ext.runtime.activation_meter import keep_shape
+
                 keep_shape(activation)
         if microbatch == 0:
             inputs.data_parallel.first_forward(self._chunk)

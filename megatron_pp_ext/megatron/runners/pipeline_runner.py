@@ -1,7 +1,7 @@
 """Megatron's forward-backward contract, which all runners keep."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_pp_ext.job.rules.all_rules import refuse_config
 from megatron_pp_ext.megatron import requested
-from megatron_pp_ext.megatron.core import engine_linear, local_linear, optimizer
+from megatron_pp_ext.megatron.core import local_linear, optimizer
 from megatron_pp_ext.megatron.core.data_parallel import DataParallel
 from megatron_pp_ext.megatron.core.parameters import require_alike
 from megatron_pp_ext.megatron.runners.model_stage import StepInputs, stop_timers, timed
@@ -52,6 +52,16 @@ class Recording(Protocol):
 
     def actions(self, inputs: StepInputs, recorder: Recorder | None) -> AbstractContextManager[None]:
         """Return a context around the actions alone; ``recorder`` is the step's."""
+
+
+class Unobserved:
+    """A ``Recording`` of nothing."""
+
+    def step(self, inputs: StepInputs) -> AbstractContextManager[Recorder | None]:
+        return nullcontext()
+
+    def actions(self, inputs: StepInputs, recorder: Recorder | None) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class Losses(Protocol):
@@ -233,16 +243,19 @@ class PipelineRunner:
 
 def _split_backwards(model: list[Any], config: Any) -> None:
     """Prepare the layers of ``model`` for backwards in two halves, and print what that changes for them."""
-    engine_linear.split_backwards(model)
     local_linear.note_row_layers(model)
     pipeline = requested.pipeline()
-    if pipeline is None or not pipeline.request.may_split_backward:
-        return
-    if engine_linear.without_bulk_overlap(model):
-        print_rank_0(
-            "megatron_pp_ext: bulk overlaps of tp_comm_overlap are off, since their two products are apart"
-        )
-    if getattr(config, "use_transformer_engine_op_fuser", False):
+    is_split = pipeline is not None and pipeline.request.may_split_backward
+    if any(hasattr(module, "wgrad_store") for chunk in model for module in chunk.modules()):
+        from megatron_pp_ext.megatron.core import engine_linear
+
+        engine_linear.split_backwards(model)
+        if is_split and engine_linear.without_bulk_overlap(model):
+            print_rank_0(
+                "megatron_pp_ext: bulk overlaps of tp_comm_overlap are off, since their two products are "
+                "apart"
+            )
+    if is_split and getattr(config, "use_transformer_engine_op_fuser", False):
         print_rank_0(
             "megatron_pp_ext: MLPs of Transformer Engine's op fuser keep whole backwards; other layers split "
             "theirs"

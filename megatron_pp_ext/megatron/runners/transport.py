@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from copy import copy
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,10 @@ from megatron_pp_ext.megatron.requested import PIPELINE, Settings
 from megatron_pp_ext.megatron.runners.model_stage import StepInputs
 from megatron_pp_ext.runtime.channels import Channels, Shape
 from megatron_pp_ext.runtime.groups import MAX_CTAS, GroupOptions, collective_group, direction_groups
-from megatron_pp_ext.runtime.object_send import ObjectSend
 from megatron_pp_ext.schedule.placement import Placement
+
+if TYPE_CHECKING:
+    from megatron_pp_ext.runtime.object_send import ObjectSend
 
 type Directions = tuple[dist.ProcessGroup, dist.ProcessGroup]
 """The groups of messages to a higher and to a lower pipeline rank."""
@@ -202,11 +204,13 @@ class LossesOnLastRank:
             return list(received["losses"])
         return []
 
-    def _connection(self, inputs: StepInputs) -> ObjectSend | None:
+    def _connection(self, inputs: StepInputs) -> "ObjectSend | None":
         """Return the connection that brings losses to the last rank; None if that computes them itself."""
         if self._holder != self._reader and self._object_send is None:
             down, _ = self._transport.directions(inputs.group)
             ranks = dist.get_process_group_ranks(inputs.group)
+            from megatron_pp_ext.runtime.object_send import ObjectSend
+
             self._object_send = ObjectSend(ranks[self._holder], ranks[self._reader], down, device())
         return self._object_send
 

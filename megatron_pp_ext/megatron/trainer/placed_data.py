@@ -1,9 +1,7 @@
 """Data for the stages that a V puts on a rank, and samples for stages with different numbers of replicas."""
 
 import functools
-from argparse import Namespace
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -44,21 +42,6 @@ def _is_needed_by_others(chunk: int | None) -> bool:
     """
     pipeline = requested.pipeline()
     return pipeline is not None and pipeline.placement.ends_on_last and chunk == 0 and dist.get_rank() == 0
-
-
-@contextmanager
-def one_of_each(args: Namespace, pipeline: requested.Pipeline | None) -> Iterator[None]:
-    """Let Megatron's validation see as many ranks as one replica of each stage has.
-
-    From the number of ranks it derives the data-parallel size, and from that the microbatches of a step.
-    """
-    ranks = args.world_size
-    if pipeline is not None and replicated(pipeline):
-        args.world_size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-    try:
-        yield
-    finally:
-        args.world_size = ranks
 
 
 @hook(

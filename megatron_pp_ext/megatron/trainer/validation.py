@@ -7,7 +7,8 @@ rule and the fix in one line.
 import functools
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
@@ -29,7 +30,6 @@ from megatron_pp_ext.megatron.patching import hook
 from megatron_pp_ext.megatron.requested import Settings
 from megatron_pp_ext.megatron.start_up import comparison, settings, show_compiling, summary
 from megatron_pp_ext.megatron.trainer.agreement import refused
-from megatron_pp_ext.megatron.trainer.placed_data import one_of_each
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.setting_error import failed_check
 
@@ -74,7 +74,7 @@ def translate_flags(stock: Callable[..., Any], args: Namespace, defaults: Any = 
         raise refused(error) from error
     try:
         checks = args.check_for_nan_in_loss_and_grad
-        with one_of_each(args, pipeline):
+        with _one_of_each(args, pipeline):
             result = stock(args, defaults)
         if pipeline is not None and pipeline.rehearsal is not None:
             # Megatron drops it with its fake process group, but the planned job makes these checks.
@@ -93,6 +93,21 @@ def translate_flags(stock: Callable[..., Any], args: Namespace, defaults: Any = 
         )
     requested.activate(pipeline)
     return result
+
+
+@contextmanager
+def _one_of_each(args: Namespace, pipeline: requested.Pipeline | None) -> Iterator[None]:
+    """Let Megatron's validation see as many ranks as one replica of each stage has.
+
+    From the number of ranks it derives the data-parallel size, and from that the microbatches of a step.
+    """
+    ranks = args.world_size
+    if pipeline is not None and pipeline.replicas:
+        args.world_size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    try:
+        yield
+    finally:
+        args.world_size = ranks
 
 
 @hook(

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from operator import le
 
-from megatron_pp_ext.compiler.compile import InfeasibleLimit
-from megatron_pp_ext.compiler.limits import Limit, requested_budget
+from megatron_pp_ext.compiler.limits import InfeasibleLimit, Limit, requested_budget
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.job import pipeline

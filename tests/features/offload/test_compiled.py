@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron_pp_ext.compiler.compile import placements_of
+from megatron_pp_ext.compiler.request import placements_of
 from megatron_pp_ext.features.offload import order
 from megatron_pp_ext.features.offload.order import planned, published_orders, shortest_within
 from megatron_pp_ext.schedule import catalog

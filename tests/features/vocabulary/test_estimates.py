@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_pp_ext.compiler.compile import InfeasibleLimit
+from megatron_pp_ext.compiler.limits import InfeasibleLimit
 from megatron_pp_ext.costs import system
 from megatron_pp_ext.costs.model_parts import model_parts
 from megatron_pp_ext.costs.system_kernels import SystemKernelSeconds

@@ -33,7 +33,8 @@ from megatron_pp_ext.features.offload.runtime.host_buffers import (
     Timed,
     Transfer,
 )
-from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner, watching
+from megatron_pp_ext.runtime.activation_meter import ActivationMeter, watching
+from megatron_pp_ext.runtime.split import Owner
 
 
 class _Counted:

@@ -5,9 +5,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations
-from megatron_pp_ext.runtime.activation_meter import Owner
 from megatron_pp_ext.runtime.operations import Compute, Extension, Operation, RankOrder
 from megatron_pp_ext.runtime.rank import Rank
+from megatron_pp_ext.runtime.split import Owner
 from megatron_pp_ext.schedule.actions import Action, Kind, label
 
 

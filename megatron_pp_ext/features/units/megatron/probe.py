@@ -30,9 +30,8 @@ from megatron_pp_ext.features.units.runtime import Slice, at_work_on
 from megatron_pp_ext.megatron.core.placed_models import as_chunk
 from megatron_pp_ext.megatron.runners.model_stage import StepInputs
 from megatron_pp_ext.megatron.runners.transport import device
-from megatron_pp_ext.runtime.activation_meter import Owner
 from megatron_pp_ext.runtime.rank import print_rank_0
-from megatron_pp_ext.runtime.split import STORE
+from megatron_pp_ext.runtime.split import STORE, Owner
 from megatron_pp_ext.setting_error import SettingError
 
 MOST = 64

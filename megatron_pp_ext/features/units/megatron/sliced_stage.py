@@ -15,7 +15,7 @@ from megatron_pp_ext.features.units.options import SLICE_FLAG
 from megatron_pp_ext.features.units.runtime import Sequence, Slice, at_work_on
 from megatron_pp_ext.features.units.units import Units
 from megatron_pp_ext.megatron.runners.model_stage import ModelStage, step_of_one_call
-from megatron_pp_ext.runtime.activation_meter import Owner
+from megatron_pp_ext.runtime.split import Owner
 
 
 def _logged() -> dict[str, torch.Tensor]:

@@ -10,8 +10,8 @@ import torch
 from megatron_pp_ext.features.offload.runtime.host_buffers import HostBuffers
 from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations
 from megatron_pp_ext.features.offload.runtime.operations import Free, Reload
-from megatron_pp_ext.runtime.activation_meter import Owner
 from megatron_pp_ext.runtime.plan import plan_rank
+from megatron_pp_ext.runtime.split import Owner
 from megatron_pp_ext.schedule import catalog
 from tests.support.offloaded import with_offloaded
 from tests.support.saved_rows import BYTES, FIRST, ROWS, SECOND, WIDTH, rows, saved

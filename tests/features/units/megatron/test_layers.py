@@ -14,7 +14,7 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_pp_ext.features.units.megatron.layers import Call, Calls, cut, require_hidden
 from megatron_pp_ext.features.units.runtime import Sequence, Slice, at_work_on
-from megatron_pp_ext.runtime.activation_meter import Owner
+from megatron_pp_ext.runtime.split import Owner
 
 LENGTH = 8
 ENDS = torch.tensor([0, 4, 5, 8], dtype=torch.int32)

@@ -8,8 +8,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron_pp_ext.features.units.runtime import Sequence
-from megatron_pp_ext.runtime.activation_meter import ActivationMeter, Owner
-from megatron_pp_ext.runtime.split import STORE
+from megatron_pp_ext.runtime.activation_meter import ActivationMeter
+from megatron_pp_ext.runtime.split import STORE, Owner
 
 LENGTH, HEADS, WIDTH = 12, 2, 4
 

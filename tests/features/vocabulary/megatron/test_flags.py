@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_pp_ext.compiler.compile import InfeasibleLimit
+from megatron_pp_ext.compiler.limits import InfeasibleLimit
 from megatron_pp_ext.features.vocabulary import order
 from megatron_pp_ext.features.vocabulary.megatron.model_vocabulary import Head, ModelVocabulary
 from megatron_pp_ext.job.requested_job import RequestedJob
