@@ -13,6 +13,7 @@ from megatron_pp_ext.schedule.families import one_f_one_b
 from megatron_pp_ext.schedule.families.pipedream import Replicas, WeightVersion
 from megatron_pp_ext.schedule.formats import trace_file
 from tests.support import frozen, rounding
+from tests.support.flags import PP4, read
 from tests.support.ranks import RankError
 from tests.support.tiers import first
 from tests.support.without_flush import (
@@ -158,3 +159,19 @@ def test_another_number_of_microbatches_under_way_is_refused() -> None:
     running._updates = sizes.Updates(4, WeightVersion.PREVIOUS, False, Replicas.straight(4))
     with pytest.raises(RuntimeError, match="2 microbatches while updates every 4 are under way"):
         running.update(SimpleNamespace(microbatches=2), None)
+
+
+UNTIED = "--untie-embeddings-and-output-weights"
+ONE = f"{PP4} {UNTIED} --global-batch-size 1 --pipeline-schedule pipedream"
+TWO = f"{PP4} {UNTIED} --global-batch-size 4 --pipeline-schedule pipedream-2bw"
+
+
+def test_what_the_flags_mean(monkeypatch):
+    updates = read(monkeypatch, ONE).updates
+    assert (updates.interval, updates.weights, updates.waits) == (1, WeightVersion.LATEST, False)
+    assert read(monkeypatch, f"{ONE} --pipeline-vertical-sync").updates.weights is WeightVersion.SAME
+    updates = read(monkeypatch, TWO).updates
+    assert (updates.interval, updates.weights) == (4, WeightVersion.PREVIOUS)
+    three = f"{ONE} --global-batch-size 3 --pipeline-update-interval 3"
+    assert read(monkeypatch, three).updates.interval == 3
+    assert read(monkeypatch, ONE.replace(UNTIED, "--pipeline-allow-waits --fp16")).updates.waits

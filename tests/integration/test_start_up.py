@@ -1,16 +1,21 @@
-"""What rank 0 prints before the first step."""
+"""What rank 0 prints before the first step, and what runners know of a run beside its schedule."""
+
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_pp_ext import launch
+from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.costs import system
 from megatron_pp_ext.job import pipeline
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.megatron import requested, start_up
 from megatron_pp_ext.megatron.by_call import asked as called
+from megatron_pp_ext.megatron.requested import Pipeline, Settings
 from megatron_pp_ext.megatron.runners import choose
-from megatron_pp_ext.megatron.start_up import caveat, estimate
+from megatron_pp_ext.megatron.start_up import caveat, estimate, settings
 from megatron_pp_ext.megatron.trainer import validation
+from megatron_pp_ext.pipedream import flush_free
 from megatron_pp_ext.planner.step.estimate import estimate_request
 from megatron_pp_ext.schedule.costs import CostModel, Costs
 from megatron_pp_ext.schedule.placement import Placement
@@ -190,3 +195,24 @@ def test_a_job_on_gpus_logs_stocks_figures(said_by, monkeypatch: pytest.MonkeyPa
     first, second, *_ = said.read_text().splitlines()
     assert first.startswith("v-half: 2 ranks x 2 chunks, m = 8, peak ")
     assert second.startswith("By the rates of an H100, v-half: ") and "; stock 1F1B: " in second
+
+
+THIRD = SimpleNamespace(training_steps=2)
+"""A step behind two that the runner ran itself."""
+
+
+def test_what_megatron_settles_later_is_read_when_it_is_needed() -> None:
+    """A run that resumes at step 40 has run it for the first time; --train-samples become steps at last."""
+    args = arguments(f"{PP4} --train-iters 3")
+    known = settings(args, Pipeline(named("v-half", 4, 8)))
+    assert known.steps_done(0) == 0
+    args.curr_iteration, args.train_iters = 42, 50
+    assert known.steps_done(2) == 42
+    assert flush_free.steps_to_come(known, THIRD) == 8
+
+
+def test_a_loop_that_says_nothing_leaves_the_count_to_the_runner() -> None:
+    assert Settings().steps_done(2) == 2
+    assert flush_free.steps_to_come(Settings(train_steps=lambda: 10), THIRD) == 8
+    with pytest.raises(ValueError, match=r"^train_steps is not given, but .*; give the number of steps, or "):
+        flush_free.steps_to_come(Settings(), THIRD)
