@@ -297,12 +297,7 @@ def test_torch_and_megatron_stay_in_their_rooms() -> None:
         assert heavy <= allowed, module
 
 
-IMPORTS_TRAINER = {
-    "megatron.workarounds",
-    "megatron.__init__",
-    "cpu.flags",
-    "pretrain_gpt",
-}
+IMPORTS_TRAINER = {"megatron.workarounds", "megatron.__init__", "cpu.flags", "pretrain_gpt"}
 """What imports megatron.training outside of ``megatron.trainer``: a workaround of its own defect, the
 installation, which waits for it, and what starts it."""
 

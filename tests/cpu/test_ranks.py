@@ -78,10 +78,7 @@ def kill_once_ready(be_victim: Callable[[int], object]) -> None:
 
 @pytest.mark.parametrize(
     "flags",
-    [
-        "--async-save --use-persistent-ckpt-worker",
-        "--async-save --exit-signal-handler --num-workers 1",
-    ],
+    ["--async-save --use-persistent-ckpt-worker", "--async-save --exit-signal-handler --num-workers 1"],
 )
 def test_nothing_outlives_a_rank_that_is_killed_while_it_saves(flags: str, tmp_path: Path) -> None:
     save = ["--save", str(tmp_path), "--save-interval", "1", "--ckpt-format", "torch_dist", *flags.split()]

@@ -67,10 +67,7 @@ DIFFERENT = {
         f"{V_HALF} --pipeline-model-parallel-layout Ett|tt|tt|ttL",
         f"{V_HALF} --pipeline-model-parallel-layout Et|tt|tt|tttL",
     ): "--pipeline-model-parallel-layout is Ett|tt|tt|ttL on rank 0 and Et|tt|tt|tttL on rank 1",
-    (
-        f"{V_HALF} --global-batch-size 4",
-        V_HALF,
-    ): "the microbatches of a step are 4 on rank 0 and 8 on rank 1",
+    (f"{V_HALF} --global-batch-size 4", V_HALF): "the microbatches of a step are 4 on rank 0 and 8 on rank 1",
     (
         f"{V_HALF} --pipeline-layer-seeds",
         V_HALF,

@@ -30,10 +30,7 @@ CASES = {
     "experts": f"{PARALLEL} {EXPERTS}",
     "exchanged tokens": f"--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 {EXPERTS}",
 }
-ALWAYS = {
-    "sequence parallel": "v-half",
-    "overlapped reduction": "v-zb",
-}
+ALWAYS = {"sequence parallel": "v-half", "overlapped reduction": "v-zb"}
 SCHEDULES = ("zb-h1", "v-half", "v-zb", "zb-h2", "v-min")
 
 

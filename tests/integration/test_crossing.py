@@ -126,8 +126,7 @@ def by_name(name: str, case: Case) -> object:
 
 
 @pytest.mark.parametrize(
-    "case",
-    [*(by_name(*case) for case in CASES.items()), *(wide(by_name(*case)) for case in others())],
+    "case", [*(by_name(*case) for case in CASES.items()), *(wide(by_name(*case)) for case in others())]
 )
 def test_goes_on_where_it_was(case: Case, tmp_path: Path) -> None:
     whole = case.writer.losses(case.model, "--save", str(tmp_path), "--save-interval", "2")

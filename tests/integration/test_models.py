@@ -102,14 +102,7 @@ HYBRID_EXPERTS = f"{EXPERTS} --moe-aux-loss-coeff 0.01 {HYBRID} *E|E*|-E|E*/*-"
 
 @BUILDS_HYBRIDS
 @pytest.mark.parametrize(
-    ("model", "schedule"),
-    first(
-        1,
-        [
-            (f"{HYBRID} *|-*|-*-|*-", "v-half"),
-            (f"{HYBRID} *-*-*|-*-", FLEX),
-        ],
-    ),
+    ("model", "schedule"), first(1, [(f"{HYBRID} *|-*|-*-|*-", "v-half"), (f"{HYBRID} *-*-*|-*-", FLEX)])
 )
 def test_hybrid_model(model: str, schedule: str) -> None:
     assert_same_gradients(*same_as_stock(2, model, schedule))

@@ -122,7 +122,7 @@ CASES: dict[str, dict[str, str]] = {
         "is for activations that wait on the host": "--pipeline-offload-host-bytes 1e9"
     },
     f"What `--pipeline-order` needs|{PP4} --pipeline-order given": {
-        "no effect under Megatron's own schedules; add --pipeline-schedule, 1f1b": "",
+        "no effect under Megatron's own schedules; add --pipeline-schedule, 1f1b": ""
     },
     f"With `--pipeline-order rule` or `search`|{PP4} --pipeline-order rule": {
         "update their weights between microbatches": f"{UNTIED} --pipeline-schedule pipedream",
@@ -138,7 +138,7 @@ CASES: dict[str, dict[str, str]] = {
         "offload is made for one order": "--fine-grained-activation-offloading",
     },
     f"With `--pipeline-order rule` or `search`|{PP2} --fake-process-group --pipeline-order rule": {
-        "--rehearse-pipeline: a rehearsal runs": "--pipeline-schedule 1f1b --rehearse-pipeline x.json",
+        "--rehearse-pipeline: a rehearsal runs": "--pipeline-schedule 1f1b --rehearse-pipeline x.json"
     },
     f"What `--pipeline-slice-tokens` needs|{PP4} {SLICES}": {
         "no effect under Megatron's own schedules; add --pipeline-schedule, v-half": "",
@@ -167,10 +167,10 @@ CASES: dict[str, dict[str, str]] = {
         "--pipeline-profile-steps: what it compiles": "--pipeline-profile-steps 1-2",
     },
     f"With `--pipeline-slice-tokens`|{PP2} --fake-process-group {SLICES}": {
-        "--rehearse-pipeline: a rehearsal": "--pipeline-schedule 1f1b --rehearse-pipeline x.json",
+        "--rehearse-pipeline: a rehearsal": "--pipeline-schedule 1f1b --rehearse-pipeline x.json"
     },
     f"With `--pipeline-slice-tokens`|{PAIRS} {SLICES}": {
-        "-expert-parallel-comm: Megatron plans layers of": "--pipeline-schedule 1f1b",
+        "-expert-parallel-comm: Megatron plans layers of": "--pipeline-schedule 1f1b"
     },
     f"Bytes of the host|{PP4} --pipeline-schedule 1f1b --pipeline-offload 0.5": {
         "-host-bytes {pipeline_offload_host_bytes} must be": "--pipeline-offload-host-bytes 0"
@@ -200,7 +200,7 @@ CASES: dict[str, dict[str, str]] = {
         "--pipeline-profile-steps: it measures": "--pipeline-profile-steps 1-2",
     },
     f"In pairs under Megatron's own schedule|{PAIRS}": {
-        "full is not Megatron's in pairs": "--recompute-granularity full",
+        "full is not Megatron's in pairs": "--recompute-granularity full"
     },
     f"With `--overlap-moe-expert-parallel-comm`|{PAIRS.replace('--bf16 ', '')}": {
         "full precision: Megatron plans": "--pipeline-schedule 1f1b"
@@ -253,10 +253,10 @@ CASES: dict[str, dict[str, str]] = {
         "auto chooses stages that take equally long, and": f"{LAYOUT} auto",
     },
     "What `--pipeline-profile-steps` needs|": {
-        "there is no room under {schedule}; leave": f"{ONE} --pipeline-profile-steps 1-2",
+        "there is no room under {schedule}; leave": f"{ONE} --pipeline-profile-steps 1-2"
     },
     "What a rehearsal needs|": {
-        "start it with mpp rehearse": f"{PP2} --rehearse-pipeline x.json --pipeline-schedule v-half",
+        "start it with mpp rehearse": f"{PP2} --rehearse-pipeline x.json --pipeline-schedule v-half"
     },
     f"With `--profile-pipeline`|{PP2} --profile-pipeline x.json": {
         "under Megatron's own schedules; leave it out": "--pipeline-schedule zb-h1",

@@ -30,8 +30,7 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(
-    "schedule",
-    first(2, ["", "--pipeline-schedule v-half", "--pipeline-schedule interleaved"]),
+    "schedule", first(2, ["", "--pipeline-schedule v-half", "--pipeline-schedule interleaved"])
 )
 def test_a_mask_for_the_ranks_between_the_ends(schedule: str, flags: tuple[str, ...]) -> None:
     """Stock's own schedule gets it too: started without this package, it is wrong from three ranks on.

@@ -81,8 +81,7 @@ def test_other_models(world_size: int, flags: str) -> None:
 
 @pytest.mark.parametrize("tied", [wide(""), UNTIED])
 @pytest.mark.parametrize(
-    ("layout", "stages"),
-    [("Ett|ttt|tttm|L", "Ettt|tttttm|L"), wide(("Ett|ttt|ttt|mL", "Etttt|ttttmL"))],
+    ("layout", "stages"), [("Ett|ttt|tttm|L", "Ettt|tttttm|L"), wide(("Ett|ttt|ttt|mL", "Etttt|ttttmL"))]
 )
 def test_predictions_of_several_tokens(tied: str, layout: str, stages: str) -> None:
     """With a copy of the embedding on the first rank, where Megatron's own sum would not look for it.

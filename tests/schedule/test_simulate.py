@@ -151,13 +151,7 @@ def test_parts_of_a_split_head_may_come_between():
     assert any(lender > place + 1 for place, lender in found)
 
 
-@given(
-    st.sampled_from(SPLIT),
-    st.integers(2, 4),
-    st.integers(1, 9),
-    st.floats(0, 0.5),
-    st.floats(0, 0.8),
-)
+@given(st.sampled_from(SPLIT), st.integers(2, 4), st.integers(1, 9), st.floats(0, 0.5), st.floats(0, 0.8))
 def test_lent_seconds_move_and_hidden_ones_go(name, ranks, microbatches, hidden, lent):
     """Each rank works as long as without, less what its messages hide, whatever the order."""
     schedule = catalog.build(name, ranks, microbatches)

@@ -80,8 +80,7 @@ SCHEDULES = ("dualpipe-v", "interleaved", "1f1b")
 
 
 @pytest.mark.parametrize(
-    ("model", "schedule"),
-    first(1, [(model, SCHEDULES[at % 3]) for at, model in enumerate(MODELS)]),
+    ("model", "schedule"), first(1, [(model, SCHEDULES[at % 3]) for at, model in enumerate(MODELS)])
 )
 def test_trains_as_stock(model: str, schedule: str) -> None:
     assert_same_bits(*in_pairs(model, schedule))
