@@ -12,7 +12,6 @@ from megatron_pp_ext.job.flag_table import UnknownFlag
 from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.planner import described
 from megatron_pp_ext.planner.search.launch_lines import environment
-from tests.cli.conftest import own_cache  # noqa: F401  (answers of other tests must not do for this one)
 
 ANY = (
     "--hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024 "
@@ -40,7 +39,7 @@ def verdict(flags: str) -> Verdict:
         return megatron.ask(asked(flags))
 
 
-pytestmark = pytest.mark.usefixtures("shared_megatron")
+pytestmark = pytest.mark.usefixtures("own_cache", "shared_megatron")
 
 
 @pytest.mark.parametrize(
