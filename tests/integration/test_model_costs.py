@@ -90,11 +90,6 @@ def test_what_is_recomputed_runs_again_before_the_gradients() -> None:
     assert costs("--recompute-activations", 8).stages[3] == selective
 
 
-def test_a_layer_without_an_estimate_is_refused() -> None:
-    with pytest.raises(ValueError, match="cannot estimate the layers X of --hybrid-layer-pattern; measure"):
-        costs("--hybrid-layer-pattern X-X-", 4)
-
-
 PREDICTED = (
     "--pipeline-schedule flex --pipeline-memory-limit 0.5",
     "--pipeline-schedule auto",
