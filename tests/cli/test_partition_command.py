@@ -27,8 +27,8 @@ def mpp(tmp_path, monkeypatch):
     (tmp_path / "vgg16.txt").write_text(vgg16.graph_txt())
     profile.write(GPT, tmp_path / "gpt.json")
 
-    def run(line):
-        return CliRunner().invoke(app, line.split())
+    def run(*words):
+        return CliRunner().invoke(app, " ".join(map(str, words)).split())
 
     return run
 
