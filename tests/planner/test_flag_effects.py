@@ -235,7 +235,7 @@ def refusal(flags: str) -> str:
     """Return the line that refuses an estimate with ``flags`` on 8 GPUs; empty where there is one."""
     try:
         asked = described.read(shlex.split(flags), None).counted()
-        layers.by_stage(asked.job, for_world(asked, 8).finest.stages)
+        layers.by_stage(asked, for_world(asked, 8).finest.stages)
     except ValueError as error:
         assert "\n" not in str(error)
         return str(error)
@@ -271,7 +271,7 @@ def test_a_layout_is_that_of_the_model(layout: str, fault: str) -> None:
 )
 def test_0_means_none(flags: str) -> None:
     """The job is the one without these flags."""
-    jobs = [described.read(shlex.split(f"{DENSE} {words}"), None).counted().job for words in ("", flags)]
+    jobs = [described.read(shlex.split(f"{DENSE} {words}"), None).counted() for words in ("", flags)]
     plain, zero = (
         job.changed(recompute_method=None, recompute_num_layers=None, num_query_groups=None) for job in jobs
     )
@@ -287,5 +287,5 @@ def test_0_means_none(flags: str) -> None:
 )
 def test_flags_that_override_others(flags: str, recomputed: set[str]) -> None:
     """Megatron takes --recompute-activations for selective, whatever --recompute-granularity says."""
-    memory = described.read(shlex.split(f"{DENSE} {flags}"), None).counted().job.memory
+    memory = described.read(shlex.split(f"{DENSE} {flags}"), None).counted().memory
     assert memory.recomputed == recomputed and not memory.recomputes_layers
