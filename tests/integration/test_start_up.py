@@ -204,7 +204,7 @@ THIRD = SimpleNamespace(training_steps=2)
 def test_what_megatron_settles_later_is_read_when_it_is_needed() -> None:
     """A run that resumes at step 40 has run it for the first time; --train-samples become steps at last."""
     args = arguments(f"{PP4} --train-iters 3")
-    known = settings(args, Pipeline(named("v-half", 4, 8)))
+    known = settings(args, RequestedJob.of_args(args), Pipeline(named("v-half", 4, 8)))
     assert known.steps_done(0) == 0
     args.curr_iteration, args.train_iters = 42, 50
     assert known.steps_done(2) == 42
