@@ -267,7 +267,7 @@ BY_STRING = {"import_module", "__import__", "find_spec", "run_module", "resolve_
 
 
 def test_training_knows_no_other_product() -> None:
-    """Nor does it by way of what it imports; ``integration/test_walls.py`` trains where there is none."""
+    """Nor does it by way of what it imports; ``megatron/test_walls.py`` trains where there is none."""
     todo = [module for module in modules() if room(module) in TRAINING]
     reached: set[str] = set()
     while todo:

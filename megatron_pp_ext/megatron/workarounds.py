@@ -50,7 +50,7 @@ EVERY = "every release"
 STAGE_DATA = Workaround(
     "attention within documents on every stage and every tensor-parallel rank",
     EVERY,
-    "tests/integration/test_short_documents.py::test_a_mask_for_the_ranks_between_the_ends",
+    "tests/megatron/test_short_documents.py::test_a_mask_for_the_ranks_between_the_ends",
 )
 
 FLAGS = ("reset_attention_mask", "dataloader_inter_document_masking", "sft")
@@ -100,7 +100,7 @@ def send_whole_batch(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 SKIPPED_STEPS = Workaround(
     "--iterations-to-skip on every rank that reads samples, and on those that do not",
     EVERY,
-    "tests/integration/test_single_features.py::test_a_skipped_step_passes_its_samples_over",
+    "tests/megatron/test_single_features.py::test_a_skipped_step_passes_its_samples_over",
 )
 
 
@@ -122,7 +122,7 @@ def pass_over(stock: Callable[[Any], None], data_iterator: Any) -> None:
 BUCKET_PADDING = Workaround(
     "--dist-ckpt-optim-fully-reshardable where gradients are in several buckets",
     "0.17 to 0.19",
-    "tests/integration/test_crossing.py::test_goes_on_where_it_was",
+    "tests/megatron/test_crossing.py::test_goes_on_where_it_was",
 )
 
 
@@ -165,7 +165,7 @@ def _places_without_padding(buffers: Iterable[Any]) -> Iterator[None]:
 DATASET_HELPERS = Workaround(
     "a wheel has the helpers built and no Makefile",
     EVERY,
-    "tests/integration/test_dataset_helpers.py",
+    "tests/megatron/test_dataset_helpers.py",
 )
 
 
