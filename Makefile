@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # 18 minutes and two took 15).  A worker that is done takes over half of what another one has left.
 PARALLEL := -n logical --maxprocesses 4 --dist worksteal
 # The tests of what runs on Megatron, which each of its releases has to pass.
-ON_MEGATRON := tests/integration $(wildcard tests/features/*/megatron)
+ON_MEGATRON := tests/megatron $(wildcard tests/features/*/megatron)
 # Releases of megatron-core that are tested beside the newest, each in a .venv-RELEASE of its own.
 OLDER := 0.17.1 0.18.2
 # The torch of most clusters today, with what it needs at one exact version and what .venv has not got: of CUDA's

@@ -43,6 +43,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was compiled in other tests must not answer for this one."""
+    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
+
+
+@pytest.fixture
 def short_searches(tmp_path: Path) -> Iterator[None]:
     """For tests of what any compiled schedule shows: short searches, without what was compiled before."""
     from tests.support.few_trials import few_trials  # it imports this module

@@ -73,10 +73,7 @@ def test_deactivated_it_is_as_before(tmp_path: Path) -> None:
             "MEGATRON_PP_RANKS=4 needs MEGATRON_PP_SCHEDULE; set it to a schedule of mpp list",
         ),
         ({"MEGATRON_PP_RANKS": "four"}, "MEGATRON_PP_RANKS=four is no number; set it to one, or unset it"),
-        (
-            {"MEGATRON_PP_UNPROVED": "yes"},
-            "MEGATRON_PP_UNPROVED=yes is neither 1 nor 0; set it to 1, or",
-        ),
+        ({"MEGATRON_PP_UNPROVED": "yes"}, "MEGATRON_PP_UNPROVED=yes is neither 1 nor 0; set it to 1, or"),
         ({"MEGATRON_PP_LOSS_RANK": "2"}, "MEGATRON_PP_LOSS_RANK is '2'; give 'first' or 'last', or leave it"),
         (
             {"MEGATRON_PP_RANK": "4"},

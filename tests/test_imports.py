@@ -267,7 +267,7 @@ BY_STRING = {"import_module", "__import__", "find_spec", "run_module", "resolve_
 
 
 def test_training_knows_no_other_product() -> None:
-    """Nor does it by way of what it imports; ``integration/test_walls.py`` trains where there is none."""
+    """Nor does it by way of what it imports; ``megatron/test_walls.py`` trains where there is none."""
     todo = [module for module in modules() if room(module) in TRAINING]
     reached: set[str] = set()
     while todo:
@@ -297,12 +297,7 @@ def test_torch_and_megatron_stay_in_their_rooms() -> None:
         assert heavy <= allowed, module
 
 
-IMPORTS_TRAINER = {
-    "megatron.workarounds",
-    "megatron.__init__",
-    "cpu.flags",
-    "pretrain_gpt",
-}
+IMPORTS_TRAINER = {"megatron.workarounds", "megatron.__init__", "cpu.flags", "pretrain_gpt"}
 """What imports megatron.training outside of ``megatron.trainer``: a workaround of its own defect, the
 installation, which waits for it, and what starts it."""
 

@@ -31,7 +31,7 @@ def activations() -> str:
 
     # isort: split
     from megatron_pp_ext.launch import install
-    from tests.integration import test_planner_memory as runs
+    from tests.megatron import test_planner_memory as runs
 
     install()
     rows: list[Row] = []

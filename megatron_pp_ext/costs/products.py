@@ -80,7 +80,7 @@ class ProductCosts:
 
     Operations follow arXiv 2401.10241, table 3, generalised to grouped queries, gated MLPs and experts.
     Bytes are the tensors that autograd saves and that deferred weight gradients hold, without the small ones
-    (the statistics of norms, masks, indices); ``tests/integration/test_model_costs.py`` compares them with
+    (the statistics of norms, masks, indices); ``tests/megatron/test_model_costs.py`` compares them with
     the activation meter's count.  Under FP8 the inputs of products, and the operands that wait for W, are
     counted as one quantized copy, a byte for each number, and everything else as without FP8.
     """

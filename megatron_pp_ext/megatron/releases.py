@@ -40,7 +40,7 @@ class Release:
 
 
 _ON_OLDER = (
-    "all of `tests/integration` (`make test-matrix`), but for what this release cannot do, which is skipped "
+    "all of `tests/megatron` (`make test-matrix`), but for what this release cannot do, which is skipped "
     "with the reason; a smoke parity in CI"
 )
 

@@ -35,7 +35,7 @@ EVERY = "every release"
 STAGE_DATA = Workaround(
     "attention within documents on every stage and every tensor-parallel rank",
     EVERY,
-    "tests/integration/test_short_documents.py::test_a_mask_for_the_ranks_between_the_ends",
+    "tests/megatron/test_short_documents.py::test_a_mask_for_the_ranks_between_the_ends",
 )
 """Scripts of Megatron read a batch on the first and the last stage, and give the others none. But attention
 within documents needs the documents' ends on every stage: without them, a stage between the two attends to
@@ -91,7 +91,7 @@ def send_whole_batch(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 SKIPPED_STEPS = Workaround(
     "--iterations-to-skip on every rank that reads samples, and on those that do not",
     EVERY,
-    "tests/integration/test_single_features.py::test_a_skipped_step_passes_its_samples_over",
+    "tests/megatron/test_single_features.py::test_a_skipped_step_passes_its_samples_over",
 )
 
 
@@ -113,7 +113,7 @@ def pass_over(stock: Callable[[Any], None], data_iterator: Any) -> None:
 BUCKET_PADDING = Workaround(
     "--dist-ckpt-optim-fully-reshardable where gradients are in several buckets",
     "0.17 to 0.19",
-    "tests/integration/test_crossing.py::test_goes_on_where_it_was",
+    "tests/megatron/test_crossing.py::test_goes_on_where_it_was",
 )
 """Megatron pads the end of each bucket to a multiple of 128 and of the number of replicas.  To save a
 distributed optimizer fully reshardable it gathers the state without this padding, and then takes each
@@ -162,7 +162,7 @@ def _places_without_padding(buffers: Iterable[Any]) -> Iterator[None]:
 
 
 DATASET_HELPERS = Workaround(
-    "a wheel has the helpers built and no Makefile", EVERY, "tests/integration/test_dataset_helpers.py"
+    "a wheel has the helpers built and no Makefile", EVERY, "tests/megatron/test_dataset_helpers.py"
 )
 
 

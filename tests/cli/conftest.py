@@ -5,12 +5,6 @@ from megatron_pp_ext.cli import app, report
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    """Compiled schedules of other runs must not answer for this one."""
-    monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture(autouse=True)
 def wide(monkeypatch):
     """Tables in whole lines, also where the environment told the console its width when it was made."""
     monkeypatch.setenv("COLUMNS", "160")
@@ -24,8 +18,8 @@ def patient(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def megatron(shared_megatron):
-    """Commands ask Megatron, which only the first of them waits for."""
+def megatron(own_cache, shared_megatron):
+    """Commands compile and ask anew; the process that is asked is one for all."""
 
 
 @pytest.fixture

@@ -19,9 +19,7 @@ from tests.support.tiers import first
 UNIT, UNEQUAL = (1, 1, 1, 0), (10, 11, 7, 1)
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def judged(placement, microbatches, costs, limit):

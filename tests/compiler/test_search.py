@@ -1,6 +1,13 @@
 """The parts of the search: each keeps its orders valid and within the limits, and makes none longer."""
 
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -8,13 +15,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_pp_ext import log_lines
+from megatron_pp_ext.compiler.bounds import Cut
+from megatron_pp_ext.compiler.compile import compile_schedule
 from megatron_pp_ext.compiler.limits import least_limits
 from megatron_pp_ext.compiler.search import proposals
 from megatron_pp_ext.compiler.search.annealing import anneal, walk
 from megatron_pp_ext.compiler.search.list_scheduling import DueRules, Knobs, list_schedule
 from megatron_pp_ext.compiler.search.problem import problem_of
-from megatron_pp_ext.compiler.search.proposals import one_at_a_time, search
-from megatron_pp_ext.compiler.search.tables import generator, tables, time_orders
+from megatron_pp_ext.compiler.search.proposals import ProgressLog, Proposal, Proposer, one_at_a_time, search
+from megatron_pp_ext.compiler.search.tables import generator, heap_of, pop, push, tables, time_orders
 from megatron_pp_ext.compiler.search.timed_order import estimate, timed_order
 from megatron_pp_ext.compiler.search.tune import tune
 from megatron_pp_ext.schedule.actions import Kind
@@ -244,3 +254,149 @@ def test_a_shortened_problem_has_fewer_microbatches_and_all_else():
     short = problem.shortened(2)
     assert short.microbatches == 2
     assert short.shortened(6) == problem
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_actions_come_out_by_time_and_then_by_number(seed):
+    random, count = Random(seed), 40
+    heap, waiting, inside = heap_of(count), 0, {}
+    for _ in range(400):
+        if inside and random.random() < 0.45:
+            action = pop(heap, waiting)
+            waiting -= 1
+            assert action == min(inside, key=lambda one: (inside[one], one))
+            del inside[action]
+        else:
+            action, time = random.randrange(count), random.randrange(20)
+            waiting = push(heap, waiting, time, action)
+            inside.setdefault(action, time)
+        assert waiting == len(inside)
+        assert {*heap.waits.nonzero()[0].tolist()} == {*inside}
+
+
+RANKS, MICROBATCHES, BOUND, LIMITS = 2, 4, 30, (1000.0, 1000.0)
+
+
+def proposed(lengths, fitting, monkeypatch):
+    """Search where the results have ``lengths``, and those at the places ``fitting`` keep the limits.
+
+    Return the lengths of the proposals, the places that the search came to, and the lengths that were judged.
+    """
+    placement = v(RANKS)
+    proposer = Proposer(Cut(placement, MICROBATCHES, Costs.unit(placement), LIMITS))
+    proposer.bound = BOUND
+    reached: list[int] = []
+    judged: list[float] = []
+
+    def search(problem, trials, floor, starts):
+        for place, length in enumerate(lengths):
+            reached.append(place)
+            yield length * problem.scale, one_at_a_time(problem), f"result {place}"
+
+    def keeps(one: Proposal) -> bool:
+        judged.append(one.makespan)
+        return int(one.origin.split()[1]) in fitting
+
+    monkeypatch.setattr(proposals, "search", search)
+    monkeypatch.setattr(Proposal, "is_kept", property(keeps))
+    found = proposer.from_search(1)
+    return [one.makespan for one in found], reached, judged
+
+
+def test_a_search_ends_with_a_result_at_the_bound_that_fits(monkeypatch):
+    assert proposed([40, 30, 30, 35], {0, 2, 3}, monkeypatch)[:2] == ([30], [0, 1, 2])
+
+
+def test_a_search_goes_on_while_none_at_the_bound_fits(monkeypatch):
+    found, reached, _ = proposed([30, 40, 35, 36], {1, 2, 3}, monkeypatch)
+    assert found == [35]
+    assert reached == [0, 1, 2, 3]
+
+
+def test_results_are_judged_from_the_shortest_on(monkeypatch):
+    """What is longer than one that fits is not, since counting messages takes long."""
+    _, _, judged = proposed([50, 40, 35, 45], {0, 1, 3}, monkeypatch)
+    assert judged == [35, 40]
+
+
+def test_results_that_rounding_may_reverse_keep_their_order(monkeypatch):
+    close = 35 * (1 + proposals.CLOSE / 2)
+    assert proposed([close, 40, 35], {0, 1, 2}, monkeypatch)[0] == [close, 35]
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """What a search logs."""
+    lines: list[str] = []
+    with log_lines.shown(proposals.__name__, lines.append):
+        yield lines
+
+
+def test_a_search_says_what_it_compiles_and_what_that_took(monkeypatch, tmp_path, said):
+    monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path))
+    monkeypatch.setattr(proposals, "_PAUSE_SECONDS", math.inf)
+    for limits in (3.0, (3.0, 3.0, 4.0)):
+        for _ in range(2):  # the second time it is in the cache
+            compile_schedule(3, 5, Costs.unit(v(3)), limits, placements=[v(3)], trials=1)
+    expected = [
+        rf"{word} a schedule for p = 3, m = 5, v placement, {limit}{took}"
+        for limit in ("limit 3", "limits from 3 to 4")
+        for word, took in (("compiling", ""), ("compiled", r", in \d+\.\d s, \d+\.\d% above its lower bound"))
+    ]
+    assert len(said) == len(expected)
+    assert all(map(re.fullmatch, expected, said)), said
+
+
+def test_a_long_search_says_now_and_then_how_far_it_is(monkeypatch, said):
+    clock = iter((100.0, 105.0, 111.0, 112.0, 121.0, 122.0, 122.5))
+    monkeypatch.setattr(proposals.time, "monotonic", lambda: next(clock))
+    what = "a schedule for p = 2, m = 4, v placement, limit 1e+10"
+    log = ProgressLog(problem_of(v(2), 4, Costs.unit(v(2)), [1e10] * 2), [1e10] * 2, 20.0)
+    for makespan in (25.0, 22.0, 21.0, 23.0, 19.9):
+        log.record(makespan)
+    log.end()
+    assert said == [
+        f"compiling {what}",
+        f"compiling {what}: so far 10.0% above its lower bound after 11 s",
+        f"compiling {what}: so far 5.0% above its lower bound after 21 s",
+        f"compiled {what}, in 22.5 s, 0.0% above its lower bound",
+    ]
+
+
+def test_a_search_without_a_result_says_so(said: list[str]) -> None:
+    ProgressLog(problem_of(v(2), 4, Costs.unit(v(2)), [4.0] * 2), [4.0] * 2, 20.0).end()
+    assert said[-1].endswith("s, none found")
+
+
+INPUTS = ((3, 5, v(3), (10, 11, 7, 1), 5.0), (2, 3, wave(2, 4), (1, 1.1, 0.7, 0.05), 6.0))
+
+
+def digests() -> list[str]:
+    """Return what a short search finds."""
+    found = []
+    for ranks, microbatches, placement, (f, i, w, hop), limit in INPUTS:
+        costs = Costs.uniform(placement, forward=f, input_gradient=i, weight_gradient=w, hop=hop)
+        compiled = compile_schedule(ranks, microbatches, costs, limit, placements=[placement], trials=1)
+        assert compiled.lower_bound < compiled.timeline.makespan, "the whole search has to run"
+        found.append(compiled.timeline.schedule.digest)
+    return found
+
+
+def test_compiled_and_interpreted_loops_find_the_same(tmp_path, monkeypatch):
+    root = str(Path(__file__).parents[2])
+    script = "from tests.compiler.test_search import digests; print(*digests())"
+    environment = os.environ | {
+        "MEGATRON_PP_EXT_CACHE": str(tmp_path / "interpreted"),
+        "NUMBA_DISABLE_JIT": "1",
+        "PYTHONPATH": root,
+    }
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore::RuntimeWarning", "-c", script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=True,
+    )
+    monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path / "compiled"))
+    assert run.stdout.split() == digests()

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from megatron_pp_ext.compiler import compile as compiler
+from megatron_pp_ext.compiler.compile import compile_schedule
 from megatron_pp_ext.compiler.limits import at_most
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.compiler.source import Source
@@ -34,3 +35,18 @@ def test_another_number_of_microbatches_takes_a_fraction_of_the_trials(monkeypat
     monkeypatch.setenv(CACHE, str(tmp_path / "of another rank"))
     other = Source(request, CostModel.fixed(COSTS))
     assert other.schedule(9).digest == source.schedule(9).digest
+
+
+SHORT = 2212
+"""The length with 32 microbatches (docs/compiler.md, p = 8, limit 8)."""
+
+BLOCK = 61.3
+"""What each microbatch takes where eight of them are one block that is repeated."""
+
+
+def test_a_long_schedule_needs_no_blocks_of_microbatches(monkeypatch, tmp_path):
+    """64 microbatches take no longer than the schedule for 32 with four blocks in its middle."""
+    monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path))
+    costs = Costs.uniform(v(8), forward=10, input_gradient=11, weight_gradient=7, hop=1)
+    found = compile_schedule(8, 64, costs, 8.0, placements=[v(8)], trials=300)
+    assert found.timeline.makespan <= SHORT + 32 * BLOCK

@@ -389,11 +389,7 @@ def test_the_default_width_of_an_mlp_is_megatrons(changed, inner):
 
 @pytest.mark.parametrize(
     ("made_by", "gathered"),
-    [
-        ({}, 1 / 2),
-        ({"transformer_impl": "local"}, 1 / 2),
-        ({"tp_comm_overlap": True}, 1 / 2),
-    ],
+    [({}, 1 / 2), ({"transformer_impl": "local"}, 1 / 2), ({"tp_comm_overlap": True}, 1 / 2)],
 )
 def test_what_is_kept_for_w(made_by, gathered):
     """Input and output gradient of all four products.

@@ -23,8 +23,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Run]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layout"),
-    first(1, [(1, []), (2, [*PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2"])]),
+    ("ranks", "layout"), first(1, [(1, []), (2, [*PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2"])])
 )
 def test_another_layout_goes_on(saved: tuple[str, Run], ranks: int, layout: list[str]) -> None:
     folder, run = saved

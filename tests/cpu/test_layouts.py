@@ -27,8 +27,7 @@ def runs(ranks: int, flags: str = "") -> list[Run]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "flags"),
-    [(2, PP2), (4, PP4), (2, INTERLEAVED), (2, TP2), (4, f"{PP2} {SHARDED}")],
+    ("ranks", "flags"), [(2, PP2), (4, PP4), (2, INTERLEAVED), (2, TP2), (4, f"{PP2} {SHARDED}")]
 )
 def test_numbers_are_those_of_one_rank(ranks: int, flags: str) -> None:
     (alone,) = runs(1)

@@ -108,8 +108,7 @@ def test_a_split_that_works() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "problem"),
-    [(None, "does not exist"), (b"", "no text in"), (b"\0\1", "no text in")],
+    ("content", "problem"), [(None, "does not exist"), (b"", "no text in"), (b"\0\1", "no text in")]
 )
 def test_mistakes_get_one_line(tmp_path: Path, content: bytes | None, problem: str) -> None:
     if content is not None:

@@ -1,3 +1,3 @@
 """The flags of the examples go through Megatron's own parser, patched as in the integration tests."""
 
-from tests.integration.conftest import short_search  # noqa: F401
+from tests.megatron.conftest import short_search  # noqa: F401

@@ -124,14 +124,7 @@ def _step(rank: int, name: str | None, about: dict[str, str]) -> tuple[list[floa
     return [float(one["lm loss"][0]) for one in found], gradients
 
 
-@pytest.mark.parametrize(
-    ("name", "about"),
-    [
-        ("v-half", {}),
-        ("v-zb", {"loss_rank": "first"}),
-        ("zb-h1", {}),
-    ],
-)
+@pytest.mark.parametrize(("name", "about"), [("v-half", {}), ("v-zb", {"loss_rank": "first"}), ("zb-h1", {})])
 def test_same_bits_as_stock(name: str, about: dict[str, str]) -> None:
     ours, theirs = (ranks.run_ranks(_step, 2, *under) for under in ((name, about), (None, {})))
     assert [losses for losses, _ in ours] == [losses for losses, _ in theirs]

@@ -65,10 +65,7 @@ from megatron_pp_ext.setting_error import NamesSettings, SettingError, SettingEx
         ({"offload": True}, "offload is True, but must be a share above 0 and at most 1, or auto; give one"),
         ({"schedule": "flex", "memory_limit": True}, "memory_limit is True, but must be a number above 0"),
         ({"ranks": 10**9}, "but at most 2,000,000, which take minutes, are simulated: give fewer stages"),
-        (
-            {"schedule": "flex", "memory_limit": 0.5, "ranks": 10**9},
-            "are simulated: give fewer stages",
-        ),
+        ({"schedule": "flex", "memory_limit": 0.5, "ranks": 10**9}, "are simulated: give fewer stages"),
         ({"schedule": "auto", "microbatches": 10**9}, "are simulated: give 83,333 microbatches or fewer"),
         ({"trace": 5}, "trace is 5; give the path of a file"),
         ({"timeout": 0}, "timeout is 0, but must be above 0; give minutes, such as 10"),

@@ -47,10 +47,7 @@ def test_read_and_spelled(given: float | str, limit: float | tuple[float, ...]) 
             "0.9-0.8",
             "0.9-0.8 is for 2 ranks, but --pipeline-model-parallel-size is 3; give one number for all",
         ),
-        (
-            "0.9-0.8-4e9",
-            "mixes fractions, which are up to 8, and others; give each rank a fraction, or",
-        ),
+        ("0.9-0.8-4e9", "mixes fractions, which are up to 8, and others; give each rank a fraction, or"),
     ],
 )
 def test_refused_in_one_line(given: str, message: str) -> None:

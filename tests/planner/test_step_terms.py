@@ -1,16 +1,25 @@
 """Each term of a step around its kernels: links, collectives, the update, and how they overlap."""
 
+from argparse import Namespace
+from typing import Any
+
 import pytest
 
+from megatron_pp_ext.costs import system
 from megatron_pp_ext.costs.kernels import AttentionWork
+from megatron_pp_ext.costs.model_parts import model_parts
 from megatron_pp_ext.costs.system import Link
 from megatron_pp_ext.costs.system_kernels import SystemKernelSeconds
+from megatron_pp_ext.job.pipeline import for_world
+from megatron_pp_ext.planner import described
 from megatron_pp_ext.planner.search.lower_bounds import bounds
-from megatron_pp_ext.planner.step.estimate import Estimate, StepModel
+from megatron_pp_ext.planner.step.estimate import Estimate, StepModel, estimate_request
 from megatron_pp_ext.planner.step.model_description import describe, model_operations
 from megatron_pp_ext.planner.step.programs import placement_of, program
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.messages import SENDS_AHEAD
+from megatron_pp_ext.schedule.placement import Placement, linear
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.costs.test_system import COPY, MACHINE, NETWORK, NODE, RATE, ring
 
@@ -247,3 +256,175 @@ def test_memory_is_the_sum_of_its_parts_with_a_margin_on_what_comes_and_goes():
         assert found.loss == (rank == 1) * (2 * S * V + made.model.output_buffer)
         assert found.margin == pytest.approx(0.05 * (found.activations + found.messages + found.loss))
         assert found.versions == 0
+
+
+BASE = (
+    "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --vocab-size 32000 --bf16 "
+    "--max-position-embeddings 2048 --micro-batch-size 1 --global-batch-size 32"
+)
+EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 512 --moe-router-topk 2 --disable-bias-linear"
+LATENT = "--multi-latent-attention --kv-lora-rank 128 --qk-head-dim 64 --v-head-dim 96"
+MODELS = {
+    "dense": "",
+    "gated, of grouped queries": "--swiglu --group-query-attention --num-query-groups 4 --kv-channels 96",
+    "of windows": "--window-size 127,0",
+    "experts": f"{EXPERTS} --moe-layer-freq 3 --moe-shared-expert-intermediate-size 256 --swiglu",
+    "latent experts": f"{EXPERTS} --moe-latent-size 256 --squared-relu",
+    "latent attention": f"{LATENT} --q-lora-rank 256",
+    "latent keys alone": LATENT,
+    "predicting": f"{EXPERTS} --mtp-num-layers 2 --swiglu",
+    "recomputed": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "linear": "--experimental-attention-variant gated_delta_net --linear-attention-freq 4 --swiglu",
+    "hybrid": f"--hybrid-layer-pattern M-*EM-ME --mamba-num-heads 32 {EXPERTS}",
+    "hybrid, predicting": f"--hybrid-layer-pattern M-*EM-ME/*-/*- {EXPERTS} --position-embedding-type none",
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_as_megatron_counts(name: str) -> None:
+    training = pytest.importorskip("megatron.training.training")
+    job = described.read([*BASE.split(), *MODELS[name].split()], None).job
+    given = vars(job.args)
+    derived = {
+        "padded_vocab_size": job.padded_vocabulary,
+        "kv_channels": job.model.head_width,
+        "ffn_hidden_size": job.model.mlp_width,
+        "num_experts": given["num_experts"] or None,
+        "mtp_num_layers": job.model.mtp_num_layers or None,
+    }
+    expected = training.num_floating_point_operations(Namespace(**{**given, **derived}), 32)
+    assert model_operations(job, 32) == pytest.approx(expected)
+
+
+MICROBATCHES = 32
+MODEL_WITH_HEAD = (
+    "--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --vocab-size 128000 "
+    "--max-position-embeddings 4096 --bf16 --untie-embeddings-and-output-weights "
+    f"--micro-batch-size 1 --global-batch-size {MICROBATCHES} --pipeline-model-parallel-size 4"
+)
+LOGITS = 4096 * 128000
+DEFER = ("--defer-embedding-wgrad-compute", "--wgrad-deferral-limit")
+
+
+def estimated(*more: str) -> Estimate:
+    asked = described.read([*MODEL_WITH_HEAD.split(), *more], None).counted()
+    return estimate_request(asked, system.read("h100"), for_world(asked, 4))
+
+
+def test_only_microbatches_within_the_limit_keep_what_deferred_gradients_read() -> None:
+    """As megatron.core.tensor_parallel.layers does: 0 defers those of all microbatches."""
+    plain = estimated().ranks[-1].loss
+    waiting = {limit: estimated(*DEFER, limit).ranks[-1].loss - plain for limit in ("8", "16", "32", "0")}
+    each = 2 * (LOGITS + 4096 * 4096)
+    assert waiting == {
+        limit: pytest.approx(count * each) for limit, count in zip(waiting, (8, 16, 32, 32), strict=True)
+    }
+
+
+def test_what_is_not_deferred_is_computed_in_its_backward() -> None:
+    none, some, every = (estimated(*flags) for flags in ((), (*DEFER, "8"), (*DEFER, "0")))
+    assert none.pipeline_seconds > some.pipeline_seconds > every.pipeline_seconds
+    assert 0 < some.other_seconds - none.other_seconds < every.other_seconds - none.other_seconds
+
+
+def test_a_limit_without_deferring_changes_nothing() -> None:
+    assert estimated(DEFER[1], "8") == estimated()
+
+
+def test_a_loss_in_the_place_of_the_logits_keeps_less() -> None:
+    fused = "--cross-entropy-loss-fusion"
+    plain, native = estimated(), estimated(fused)
+    in_place = estimated(fused, "--cross-entropy-fusion-impl", "te")
+    # A compiled loss has a copy of the logits in fp32, one in their place has none of them besides.
+    assert native.ranks[-1].loss - plain.ranks[-1].loss == pytest.approx(4 * LOGITS)
+    assert plain.ranks[-1].loss - in_place.ranks[-1].loss == pytest.approx(2 * LOGITS)
+    # Half of what fp32 probabilities take, for the one microbatch that the last rank has in flight.
+    kept = plain.ranks[-1].activations - in_place.ranks[-1].activations
+    assert kept == pytest.approx(2 * LOGITS)
+    assert plain.step_seconds > native.step_seconds > in_place.step_seconds
+
+
+MODEL_WITH_MESSAGES = {
+    "num_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 256, "micro_batch_size": 3,
+    "vocab_size": 32000, "bf16": True,
+}  # fmt: skip
+H100 = system.read("h100")
+HIDDEN_SIZE = 2 * 256 * 3 * 512
+
+
+def workload_of_messages(placement: Placement, **changed: object) -> Workload:
+    return Workload(describe({**MODEL_WITH_MESSAGES, **changed}), H100, placement, 1)
+
+
+@pytest.mark.parametrize(
+    ("changed", "size"),
+    [
+        ({}, HIDDEN_SIZE),
+        ({"bf16": False}, 2 * HIDDEN_SIZE),
+        ({"tensor_model_parallel_size": 2}, HIDDEN_SIZE),
+        ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, HIDDEN_SIZE / 2),
+        ({"context_parallel_size": 4}, HIDDEN_SIZE / 4),
+        ({"fp32_residual_connection": True}, 2 * HIDDEN_SIZE),
+        ({"fp32_residual_connection": True, "bf16": False}, 2 * HIDDEN_SIZE),
+    ],
+)
+def test_the_size_of_a_message(changed: dict, size: float) -> None:
+    assert workload_of_messages(linear(4), **changed).costs.message == size
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "v-half", "breadth-first"])
+def test_a_rank_s_messages(name: str) -> None:
+    schedule = catalog.build(name, 4, 8)
+    program_ = program(name, 4, 8, schedule.placement.chunks)
+    found = StepModel(workload_of_messages(schedule.placement), program_, name, 8).estimate()
+    assert [rank.messages / HIDDEN_SIZE for rank in found.ranks] == list(program_.peak_messages)
+    for rank in found.ranks:
+        parts = dict(rank.components())
+        assert rank.total == pytest.approx(sum(parts.values()))
+        assert rank.margin == pytest.approx(0.05 * (rank.activations + rank.messages + rank.loss))
+
+
+def test_one_rank_has_none() -> None:
+    (rank,) = StepModel(workload_of_messages(linear(1)), program("none", 1, 4, 1), "none", 4).memory()
+    assert rank.messages == 0
+
+
+def test_without_a_flush_sends_of_earlier_updates_count() -> None:
+    """An update of one microbatch sends one message a rank, but the pipeline goes on."""
+    made = workload_of_messages(linear(4), pipeline_model_parallel_size=4)
+    ranks = StepModel(made, program("pipedream", 4, 1, 1), "pipedream", 1).memory()
+    assert [rank.messages / HIDDEN_SIZE - SENDS_AHEAD - 1 for rank in ranks] == [1, 2, 2, 2]
+
+
+SPARSE = {
+    "experimental_attention_variant": "dsa", "dsa_indexer_n_heads": 64, "dsa_indexer_head_dim": 128,
+    "dsa_indexer_topk": 2048, "dsa_indexer_loss_coeff": 0.01,
+}  # fmt: skip
+SPLIT_MODELS: dict[str, tuple[str, dict[str, Any], float]] = {
+    "DeepSeek-V3": ("deepseek-v3", {}, 0.997),
+    "Kimi-K2": ("kimi-k2", {}, 0.995),
+    "DeepSeek-V3.2": ("deepseek-v3", SPARSE, 0.970),
+    "Qwen3-Next": ("qwen3-next-80b", {}, 0.985),
+    "gpt-oss-120b": ("gpt-oss-120b", {}, 0.997),
+    "gpt-oss-20b": ("gpt-oss-20b", {}, 0.999),
+    "Nemotron-H": ("nemotron-h-56b", {}, 1.0),
+    "Nemotron-3": ("nemotron-3-nano", {}, 0.997),
+}
+"""Shipped models, what flags add to them, and the share of their weight gradients that waits for W."""
+
+
+def share(name: str, more: dict[str, Any]) -> float:
+    """Return the share of the operations: two for each weight that a token uses, of which W has those of
+    products with a weight in a linear layer."""
+    job = describe({**described.read_model(name).values, "micro_batch_size": 1, "bf16": True, **more})
+    model = model_parts(job)
+    used = sum(model.layers, model.last_norm + model.output)
+    chosen = job.model.moe_router_topk / (job.model.num_experts or 1)
+    active = used.parameters + chosen * used.expert_parameters
+    return used.weight_operations / (2 * job.model.seq_length * active)
+
+
+@pytest.mark.parametrize("model", SPLIT_MODELS)
+def test_nearly_all_of_the_weight_gradients_wait_for_w(model: str) -> None:
+    name, more, expected = SPLIT_MODELS[model]
+    assert share(name, more) == pytest.approx(expected, abs=0.0005)

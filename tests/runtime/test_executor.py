@@ -8,6 +8,8 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -15,9 +17,11 @@ import torch.distributed as dist
 
 from megatron_pp_ext.features.offload.runtime.host_buffers import Completion, HostBuffers, Timed, Transfer
 from megatron_pp_ext.features.offload.runtime.offloaded_activations import OffloadedActivations
+from megatron_pp_ext.features.pairs.runtime import PairRunner
+from megatron_pp_ext.runtime import plan
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import plan_rank
-from megatron_pp_ext.runtime.rank import Rank
+from megatron_pp_ext.runtime.rank import Rank, print_rank_0
 from megatron_pp_ext.runtime.recorder import StepRecorder
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule import catalog
@@ -270,3 +274,30 @@ def test_a_stage_that_produces_nothing_is_named() -> None:
     plan = plan_rank(catalog.build("zb-h1", 3, 4), 1)
     with pytest.raises(RuntimeError, match=r"stage 1 produced nothing for .*receiver=2, microbatch=0"):
         execute(plan, Rank({1: watched}, watched))
+
+
+@pytest.mark.parametrize("runs_pairs", [False, True])
+def test_torchs_profiler_shows_every_action_by_its_name(runs_pairs: bool) -> None:
+    schedule = catalog.build("dualpipe-v", 2, 4, paired=True)
+    tensor = torch.zeros(1)
+    channels = MagicMock()
+    channels.receive.return_value = tensor
+    names = ("forward", "backward", "backward_input", "backward_weight")
+    stage = SimpleNamespace(**dict.fromkeys(names, lambda *about: tensor))
+    stages = dict.fromkeys(schedule.placement.stages_of(0), stage)
+    pairs = [PairRunner(lambda *about: (tensor, tensor))] if runs_pairs else []
+    rank, planned = Rank(stages, channels, parts=pairs), plan.plan_rank(schedule, 0)
+    execute(planned, rank)  # without a profiler there is nothing to name
+    with torch.profiler.profile() as profile:
+        execute(planned, rank)
+    order = [str(action) for action in schedule.orders[0]]
+    shown = [name for event in profile.events() for name in event.name.split(";")]
+    assert [name for name in shown if name in order] == order
+
+
+@pytest.mark.parametrize(("rank", "said"), [(None, "a line\n"), (0, "a line\n"), (1, "")])
+def test_the_first_rank_speaks_and_a_process_that_is_none(rank, said, monkeypatch, capsys):
+    monkeypatch.setattr(dist, "is_initialized", lambda: rank is not None)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    print_rank_0("a line")
+    assert capsys.readouterr().out == said

@@ -5,15 +5,26 @@ On a CPU, their processor time is kept as well.
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_pp_ext.runtime import recorder as clock_offset
-from megatron_pp_ext.runtime.recorder import StepRecorder
+from megatron_pp_ext.runtime.executor import execute
+from megatron_pp_ext.runtime.plan import plan_rank
+from megatron_pp_ext.runtime.rank import Rank
+from megatron_pp_ext.runtime.recorder import StepRecorder, aligned, gather
 from megatron_pp_ext.runtime.split import STORE
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Action, Kind
+from megatron_pp_ext.schedule.recorded import RecordedStep, gaps
+from tests.support import plain_stages
+from tests.support.ranks import run_ranks
 
 START, LAG = 100.0, 7.0
 """Seconds by which the device is behind the program."""
@@ -150,3 +161,122 @@ def test_a_step_that_is_forgotten() -> None:
     record = recorder.record
     assert [event.action.microbatch for event in record.events] == [2]
     assert (record.reductions, record.peak_bytes, record.peak_microbatches) == ((), kept.nbytes, 1)
+
+
+AHEAD = (0.0, 1000.0, -70.5)
+"""Seconds by which each rank's clock is ahead of the machine's."""
+
+CPU = torch.device("cpu")
+
+
+def rounded(reading: float) -> float:
+    """Return the seconds by which four additions to a clock's reading may round it."""
+    return 4 * math.ulp(reading + max(AHEAD))
+
+
+def record_with_own_clock(rank: int) -> list | None:
+    clock_offset.now = lambda: time.perf_counter() + AHEAD[rank]
+    dist.init_process_group("gloo")
+    schedule = catalog.build("zb-h1", len(AHEAD), 4)
+    stage = plain_stages.make_stage(rank, len(AHEAD))
+    channels = plain_stages.make_channels(len(AHEAD))
+    recorder = StepRecorder(stage.module.parameters())
+    with recorder.step():
+        execute(plan_rank(schedule, rank), Rank({rank: stage}, channels, recorder))
+    own, together = recorder.record, aligned(recorder.record, dist.group.WORLD, CPU)
+    return gather((own, together), dist.group.WORLD)
+
+
+def test_recorded_steps_are_put_on_one_clock():
+    before = time.perf_counter()
+    pairs = run_ranks(record_with_own_clock, len(AHEAD))[0]
+    after = time.perf_counter()
+    placement = catalog.build("zb-h1", len(AHEAD), 4).placement
+    for (own, together), ahead in zip(pairs, AHEAD, strict=True):
+        moved = together.events[0].start - own.events[0].start
+        assert moved == pytest.approx(-ahead, abs=together.clock_error + rounded(after), rel=0)
+        ends = together.moved(-moved, 0.0).events[-1].end, own.events[-1].end
+        assert ends[0] == pytest.approx(ends[1], abs=rounded(after), rel=0)
+    errors = [together.clock_error for _, together in pairs]
+    assert errors[0] == 0
+    # Half a round trip, and all of them were over within the run.
+    assert all(0 < error < (after - before) / 2 for error in errors[1:])
+    # On one clock no action starts before what it needs from another rank has ended; on their own they do.
+    for which, holds in ((1, True), (0, False)):
+        records = tuple(pair[which] for pair in pairs)
+        early = [
+            wait.sent - wait.until
+            for rank in gaps(RecordedStep("zb-h1", placement, records))
+            for wait in rank
+            if wait.sent is not None
+        ]
+        assert (max(early) <= 2 * max(errors)) == holds
+
+
+class Number:
+    """A number on a device, whose messages are over once launched; only ``item`` waits for them."""
+
+    def __init__(self, wait: Callable[[], object]) -> None:
+        self.value, self._wait = 0.0, wait
+
+    def fill_(self, value: float) -> None:
+        self.value = value
+
+    def item(self) -> float:
+        self._wait()
+        return self.value
+
+
+def offset_of(rank: int, monkeypatch: pytest.MonkeyPatch, wait, now, **messages) -> clock_offset.Offset:
+    """``offset_to_first`` on ``rank`` of two, whose clock, messages and waits for them are stand-ins."""
+    fake = SimpleNamespace(get_process_group_ranks=lambda group: [0, 1], get_rank=lambda: rank, **messages)
+    monkeypatch.setattr(clock_offset, "dist", fake)
+    monkeypatch.setattr(clock_offset, "wire_of", lambda group, device: device)
+    zeros = SimpleNamespace(zeros=lambda size, dtype, device: Number(wait), float64=None)
+    monkeypatch.setattr(clock_offset, "torch", zeros)
+    monkeypatch.setattr(clock_offset, "now", now)
+    return clock_offset.offset_to_first(None, None)
+
+
+def ask_over_gloo(rank: int) -> clock_offset.Offset:
+    dist.init_process_group("gloo")
+    return clock_offset.offset_to_first(dist.group.WORLD, torch.device("meta"))
+
+
+def test_gloo_gets_the_time_from_the_host_s_memory() -> None:
+    """It cannot send what a device holds: here one that holds nothing at all."""
+    first, other = run_ranks(ask_over_gloo, 2)
+    assert first == (0, 0)
+    assert abs(other.seconds) <= other.error  # both read one machine's clock
+
+
+def test_the_first_rank_reads_its_clock_once_it_holds_the_request(monkeypatch) -> None:
+    """If it did when its receive returns, it would give a time before the request."""
+    done: list[str] = []
+    found = offset_of(
+        0,
+        monkeypatch,
+        wait=lambda: done.append("holds"),
+        now=lambda: done.append("reads") or 7.0,
+        recv=lambda number, sender, group: done.append("receives"),
+        send=lambda number, to, group: done.append(f"sends {number.value:g}"),
+    )
+    assert found == (0, 0)
+    assert done == ["receives", "holds", "reads", "sends 7"] * clock_offset.ROUNDS
+
+
+def test_the_shortest_round_trip_counts(monkeypatch) -> None:
+    """Round trips are held up differently; the first rank answers in the middle of the shortest."""
+    delays = [3.0, 0.5, 2.0] * clock_offset.ROUNDS
+    here, ahead = {"now": 100.0}, 1000.0
+
+    def send(number: Number, to: int, group: object) -> None:
+        here["now"] += 0.25
+        number.value = here["now"] + ahead
+
+    def wait() -> None:
+        here["now"] += delays.pop(0)
+
+    # Asked at 0, answered at 0.25, back at 0.75: the answer is taken for that of 0.375.
+    found = offset_of(1, monkeypatch, wait, lambda: here["now"], send=send, recv=lambda *_, **group: None)
+    assert found == (ahead + 0.25 - 0.375, 0.375)

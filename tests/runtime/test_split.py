@@ -4,10 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.functional import gelu
 
 from megatron_pp_ext.runtime.activation_meter import ActivationMeter
-from megatron_pp_ext.runtime.split import STORE, Layer, Owner, WeightGradientStore
+from megatron_pp_ext.runtime.split import STORE, Layer, Owner, OwnPart, WeightGradientStore
+from tests.support.ranks import run_ranks
 
 ROWS, WIDTH, OUT = 3, 4, 5
 SLOT = Owner(0, 0)
@@ -278,3 +280,37 @@ def test_an_abandoned_step_leaves_nothing():
     with STORE.collecting(SLOT):
         leave(events, "a")
     STORE.run(SLOT)
+
+
+GATHERED_ROWS, COLUMNS = 12, 8
+
+
+def cut_and_gather(rank, dim, length):
+    """The whole, its part, and what comes back; every rank has the same whole."""
+    dist.init_process_group("gloo")
+    whole = torch.arange(GATHERED_ROWS * COLUMNS, dtype=torch.float32).view(GATHERED_ROWS, COLUMNS)
+    part = OwnPart.cut(whole, dist.group.WORLD, dim, length)
+    part.start()
+    part.start()  # as one that is under way already
+    again = part.take()
+    return whole, part.part, again, part.take()
+
+
+@pytest.mark.parametrize(
+    ("dim", "length"), [(0, None), (1, None), (0, 8), (1, 4)], ids=["rows", "columns", "padded", "both"]
+)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_was_cut_comes_back_on_every_rank(ranks, dim, length):
+    """Padding, which belongs to no rank, comes back as zeros."""
+    divided = length or (GATHERED_ROWS, COLUMNS)[dim]
+    for rank, (whole, part, *gathered) in enumerate(run_ranks(cut_and_gather, ranks, dim, length)):
+        expected = torch.zeros_like(whole)
+        expected.narrow(dim, 0, divided).copy_(whole.narrow(dim, 0, divided))
+        assert torch.equal(part, whole.narrow(dim, 0, divided).chunk(ranks, dim)[rank])
+        # A view would keep the memory of the whole.
+        assert (
+            part.untyped_storage().nbytes()
+            == part.nbytes
+            == 4 * expected.narrow(dim, 0, divided).numel() / ranks
+        )
+        assert all(torch.equal(again, expected) for again in gathered)

@@ -1,5 +1,6 @@
 """Compiled loops: their code is kept on disk, and nothing that is wrong with the files stops a search."""
 
+import gc
 import logging
 
 import llvmlite.binding as llvm
@@ -9,7 +10,7 @@ import pytest
 
 from megatron_pp_ext.compiler.search.tables import draw, generator
 from megatron_pp_ext.schedule import loops
-from megatron_pp_ext.schedule.loops import Loop
+from megatron_pp_ext.schedule.loops import Loop, without_collection
 
 
 def sum_below(end: int) -> int:
@@ -134,3 +135,15 @@ def test_random_numbers_are_the_same_everywhere():
         state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
         assert draw(random, below) == (state >> 33) % below
     assert random.dtype == np.uint64
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_the_collector_is_as_before_even_after_an_error(was_on: bool) -> None:
+    try:
+        (gc.enable if was_on else gc.disable)()
+        with pytest.raises(ValueError, match="no plan"), without_collection():
+            assert not gc.isenabled()
+            raise ValueError("no plan")
+        assert gc.isenabled() == was_on
+    finally:
+        gc.enable()

@@ -1,20 +1,19 @@
 """All ranks launch in one line, and receives are posted where the line has their messages' senders."""
 
-import random
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.actions import Action, Announced, Kind, Orders, Schedule, delivers, needs
+from megatron_pp_ext.schedule.actions import Action, Announced, Kind, Orders, Schedule, delivers
 from megatron_pp_ext.schedule.check import InvalidSchedule
 from megatron_pp_ext.schedule.families import pipedream
 from megatron_pp_ext.schedule.families.pipedream import Replicas
 from megatron_pp_ext.schedule.launch_order import launch_order
 from megatron_pp_ext.schedule.messages import Message, incoming_message, outgoing_message
-from megatron_pp_ext.schedule.placement import Placement, Shape, linear, v
+from megatron_pp_ext.schedule.placement import linear, v
+from tests.support import slow
 from tests.support.receives import posted_receives
 
 SIZES = [(p, m) for p in (2, 3, 4, 8) for m in (1, p, 3 * p)]
@@ -93,28 +92,7 @@ def test_replicated_stages(counts: tuple[int, ...]) -> None:
         require_one_line(replicas.placed(pipedream.orders(replicas, microbatches)))
 
 
-@st.composite
-def valid_schedules(draw: st.DrawFn) -> Schedule:
-    """Draw orders from a run of all ranks in which each does any action that it can at any time."""
-    ranks, microbatches = draw(st.integers(2, 5)), draw(st.integers(1, 5))
-    shape = draw(st.sampled_from(Shape))
-    chunks = {Shape.LINEAR: 1, Shape.V: 2}.get(shape) or draw(st.integers(1, 3))
-    placement = Placement(shape, ranks, chunks)
-    chance = random.Random(draw(st.integers(0, 2**32)))
-    kinds = (Kind.F, Kind.I, Kind.W) if draw(st.booleans()) else (Kind.F, Kind.B)
-    left = [Action(s, k, m) for s in range(placement.stages) for k in kinds for m in range(microbatches)]
-    done: set[Action] = set()
-    orders: list[list[Action]] = [[] for _ in range(ranks)]
-    while left:
-        ready = [a for a in left if all(need in done for need in needs(delivers(a), placement))]
-        action = chance.choice(ready)
-        left.remove(action)
-        done.add(delivers(action))
-        orders[placement.rank_of(action.stage)].append(action)
-    return Schedule("random", placement, microbatches, tuple(map(tuple, orders)))
-
-
-@given(valid_schedules())
+@given(slow.schedules())
 def test_random_valid_orders(schedule: Schedule) -> None:
     check_schedule(schedule)
 

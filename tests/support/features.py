@@ -112,10 +112,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
 }
 
 EXCLUDED: dict[Pair, str] = {
-    (
-        ("layout", "pp2-tp2"),
-        ("model", "experts"),
-    ): "Megatron wants --sequence-parallel",
+    (("layout", "pp2-tp2"), ("model", "experts")): "Megatron wants --sequence-parallel",
     (("layout", "pp2-ep2"), ("model", "gpt-tied")): "expert parallelism needs experts",
     (("layout", "pp2-ep2"), ("model", "llama-like")): "expert parallelism needs experts",
     (("dispatcher", "all-to-all"), ("layout", "pp2-tp2")): "Megatron wants --sequence-parallel with experts",

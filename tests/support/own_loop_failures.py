@@ -1,4 +1,4 @@
-"""The runs of ``tests/integration/test_failed_steps.py``, written to a file.
+"""The runs of ``tests/megatron/test_failed_steps.py``, written to a file.
 
 Steps fail at one of a rank's operations, or within it.  The other rank of the pipeline then fails as one does
 whose peer is gone.  The connections of both are made anew, and a step follows that has to be as good as the

@@ -111,10 +111,7 @@ def packed(chunks: int) -> own_loop.Record:
     own_loop.batches, own_loop.forward_step = packed_batches, packed_step
     try:
         model = own_loop.build(
-            chunks,
-            model_class=packed_gpt,
-            variable_seq_lengths=True,
-            moe_token_dispatcher_type="alltoall",
+            chunks, model_class=packed_gpt, variable_seq_lengths=True, moe_token_dispatcher_type="alltoall"
         )
         return own_loop.train(model, COUNTS, seq_length=1, forward_step_func=packed_step)
     finally:

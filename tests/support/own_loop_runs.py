@@ -1,4 +1,4 @@
-"""The runs of ``tests/integration/test_install.py``: under stock and under installed schedules.
+"""The runs of ``tests/megatron/test_install.py``: under stock and under installed schedules.
 
 All of them run in one process a rank, in which megatron.training cannot be imported.  As a program it writes
 what the two ranks found to the file that it is given.

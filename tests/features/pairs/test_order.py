@@ -18,9 +18,7 @@ from tests.support import slow
 TIMES = {"forward": 1.0, "input_gradient": 1.1, "weight_gradient": 0.7}
 
 
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.mark.parametrize("pair", [0.9, 0.8, 0.6])

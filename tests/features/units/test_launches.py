@@ -1,4 +1,4 @@
-"""Ranks launch by the times of an order: no sender waits for a receive that is posted too late."""
+"""Ranks launch by the times of a plan: no sender waits for a receive that is posted too late."""
 
 from dataclasses import replace
 from functools import cache
@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from megatron_pp_ext.compiler.make import make
+from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.features.units.microbatches import Microbatches
 from megatron_pp_ext.features.units.plan import Plan, Planner, Template
-from megatron_pp_ext.features.units.rates import LengthCosts
+from megatron_pp_ext.features.units.rates import LengthCosts, StageRates
 from megatron_pp_ext.features.units.units import Units, whole
 from megatron_pp_ext.runtime.plan import plan_orders, plan_rank
 from megatron_pp_ext.schedule import catalog
@@ -18,22 +20,27 @@ from megatron_pp_ext.schedule.actions import Announced, Schedule
 from megatron_pp_ext.schedule.costs import Costs, UnitCosts
 from megatron_pp_ext.schedule.families import pipedream
 from megatron_pp_ext.schedule.families.pipedream import Replicas
-from megatron_pp_ext.schedule.placement import Placement, linear
+from megatron_pp_ext.schedule.placement import Placement, linear, v
+from megatron_pp_ext.schedule.simulate import simulate
 from tests.launches.test_cannot_hang import assert_finishes_strictly
 from tests.support.few_sends import seconds_of, step_seconds
 
 FAMILIES = "1f1b", "interleaved", "zb-h1", "v-half", "gpipe"
 RANKS, MICROBATCHES = 4, 32
+LONGEST = 131_072
+
+
+def documents(seed: int, microbatches: int = 10) -> list[list[int]]:
+    """Documents of very unlike length, as in training on long contexts."""
+    random = Random(seed)
+    return [
+        [min(LONGEST, 200 + int(random.lognormvariate(7, 2))) for _ in range(random.randint(1, 8))]
+        for _ in range(microbatches)
+    ]
 
 
 def planner_of(seed: int, placement: Placement) -> tuple[Planner, Units]:
-    """Microbatches of very unlike length, as in training on long contexts."""
-    random = Random(seed)
-    documents = [
-        [min(131_072, 200 + int(random.lognormvariate(7, 2))) for _ in range(random.randint(1, 8))]
-        for _ in range(MICROBATCHES)
-    ]
-    step = Microbatches.of(documents)
+    step = Microbatches.of(documents(seed, MICROBATCHES))
     mean = sum(step.tokens) / MICROBATCHES
     rates = LengthCosts.with_attention(Costs.per_rank(RANKS, placement.chunks), mean)
     return Planner(placement, rates), whole(step.documents)
@@ -145,3 +152,50 @@ def test_announced_shapes_of_a_pipeline_that_never_flushes(ranks: int, interval:
     if ranks > 2:
         as_known = seconds_of(plans(Announced.NOTHING), schedule, costs, Announced.EVERY)
         assert as_known > 1.5 * known
+
+
+def slices_planner(placement: Placement) -> Planner:
+    """A planner for stages that differ, where attention to 8,192 tokens takes as long as all else."""
+    random, rates = Random(0), []
+    for _ in range(placement.stages):
+        scale = random.uniform(0.7, 1.3)
+        per_square = scale / 8192, 2 * scale / 8192, 0.0
+        rates.append(StageRates((scale,) * 3, per_square, activation=1.0, released=0.5))
+    return Planner(placement, LengthCosts(tuple(rates)))
+
+
+@cache
+def listed(seed: int) -> tuple[Schedule, UnitCosts]:
+    """A plan of slices by list scheduling, and what its units cost."""
+    planner, step = slices_planner(v(RANKS)), documents(seed)
+    limit = 0.6 * 2 * sum(sorted(map(sum, step), reverse=True)[:RANKS])
+    plan = planner.plan(planner.cut(step, 1024), "rule", limits=[max(limit, 2.0 * LONGEST)] * RANKS)
+    return planner.timed(plan).schedule, planner.costs(plan.units)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_slices_take_what_is_planned(seed: int) -> None:
+    schedule, costs = listed(seed)
+    assert step_seconds(schedule, costs) == pytest.approx(simulate(schedule, costs).makespan, rel=0.01)
+
+
+def test_equal_times_would_let_senders_of_slices_wait() -> None:
+    schedule, costs = listed(0)
+    assert step_seconds(replace(schedule, durations=()), costs) > 1.1 * step_seconds(schedule, costs)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "v-half"])
+def test_families_of_slices(name: str) -> None:
+    planner = slices_planner(named(name, RANKS, 4).placement)
+    units = planner.cut(documents(1), 1024)
+    family = planner.in_family(lambda count: make(named(name, RANKS, count)).schedule, units)
+    plan = planner.simulated(planner.timed(family))
+    assert step_seconds(plan.schedule, planner.costs(plan.units)) == pytest.approx(plan.seconds, rel=0.02)
+
+
+def test_plans_of_slices_cannot_hang() -> None:
+    planner = slices_planner(linear(3))
+    plan = planner.plan(planner.cut(documents(2), 4096), "rule", limits=[3.0 * LONGEST] * 3)
+    for schedule in (listed(0)[0], planner.timed(plan).schedule):
+        ranks = [[plan_rank(schedule, rank)] for rank in range(schedule.ranks)]
+        assert_finishes_strictly(ranks, schedule.name)

@@ -15,7 +15,7 @@ from megatron_pp_ext.features.pairs.order import request_in_pairs
 from megatron_pp_ext.features.units.microbatches import Microbatches
 from megatron_pp_ext.features.units.options import Slices
 from megatron_pp_ext.features.units.plan import Planner
-from megatron_pp_ext.features.units.rates import LengthCosts
+from megatron_pp_ext.features.units.rates import LengthCosts, StageRates
 from megatron_pp_ext.features.units.sliced_orders import of_equal_slices
 from megatron_pp_ext.features.units.units import (
     cut,
@@ -29,8 +29,10 @@ from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.check import check
 from megatron_pp_ext.schedule.costs import CostModel, Costs
-from megatron_pp_ext.schedule.placement import linear, loop, v
+from megatron_pp_ext.schedule.placement import Placement, linear, loop, v
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
+from tests.support.ranks import run_ranks
+from tests.support.unit_stages import steps_of
 
 NAMES = [name for name, entry in catalog.ENTRIES.items() if entry.chunks <= 2]
 DOCUMENTS = some.lists(some.lists(some.integers(1, 900), min_size=1, max_size=4), min_size=1, max_size=5)
@@ -180,3 +182,35 @@ def test_slices_go_with_pairs_and_a_split_head_but_not_with_copies() -> None:
     assert pairs.paired and pairs.microbatches == 24
     with pytest.raises(ValueError, match="not copied to the host"):
         make(in_slices.with_option(OffloadRequest(0.5)), CostModel.fixed(costs))
+
+
+RANKS = 4
+MEASURED_DOCUMENTS = [
+    [9000, 300, 40],
+    [52000],
+    [700] * 6,
+    [20000, 5000],
+    [6000, 6000],
+    [800, 12000],
+    [31000],
+    [4000],
+]
+
+
+def planner(placement: Placement) -> Planner:
+    """A planner whose stages keep 3 bytes of a token, of which I gives back 1."""
+    rate = StageRates((1.0, 1.0, 1.0), (1e-4, 2.5e-4, 0.0), activation=3.0, released=1.0)
+    return Planner(placement, LengthCosts((rate,) * placement.stages))
+
+
+@pytest.mark.parametrize("shape", [v, linear])
+def test_peaks_are_those_of_the_plan(shape: type[Placement]) -> None:
+    placement = shape(RANKS)
+    one, cases = planner(placement), []
+    for most in (52_000, 90_000):
+        plan = one.plan(one.cut(MEASURED_DOCUMENTS, 4096), limits=[3.0 * placement.chunks * most] * RANKS)
+        cases.append((plan.schedule, one.costs(plan.units), 0.0))
+    found = run_ranks(steps_of, RANKS, cases, 0)
+    for number, (schedule, costs, _) in enumerate(cases):
+        planned = simulate(schedule, costs).peak_memory
+        assert [of_rank[number][1] for of_rank in found] == [round(peak) for peak in planned]

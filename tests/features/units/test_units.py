@@ -1,12 +1,19 @@
 """Units and cuts: every token once, chains in a row, and what is refused."""
 
 from itertools import pairwise
+from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
+from megatron_pp_ext.compiler.request import named
+from megatron_pp_ext.features.units.microbatches import Microbatches, drawn_step, read_distribution, read_step
+from megatron_pp_ext.features.units.options import Ordering, Slices, are_by_length, slices, with_order
 from megatron_pp_ext.features.units.units import By, Piece, Unit, Units, bounds, cut, equal_slices, ordered
+from megatron_pp_ext.job import call, pipeline
+from megatron_pp_ext.job.model_config import in_words_of_call
+from tests.features.units.test_choice import asked
 
 DOCUMENTS = some.lists(some.lists(some.integers(1, 5000), min_size=1, max_size=6), min_size=1, max_size=6)
 
@@ -103,3 +110,101 @@ def test_slices_end_where_tensor_parallel_ranks_can_share_them() -> None:
 
 def test_rows_count_the_tokens_of_a_batch() -> None:
     assert cut([[10], [6]], 5, rows=3).tokens == (15, 15, 9, 9)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[[4096, 1200], [8000]]", "4096 1200\n8000\n", "4096,1200\n\n  8000", " [[4096,1200],\n[8000]]\n"],
+)
+def test_a_step_is_read_from_json_and_from_text(text, tmp_path):
+    (tmp_path / "lengths").write_text(text)
+    found = read_step(tmp_path / "lengths")
+    assert found == Microbatches.of([[4096, 1200], [8000]])
+    assert found.tokens == (5296, 8000)
+    assert found.squares == (4096**2 + 1200**2, 8000**2)
+    assert not found.are_alike
+    assert found.ordered([1, 0]).tokens == (8000, 5296)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "there are no microbatches"),
+        ("[]", "there are no microbatches"),
+        ("[[1], []]", "microbatch 1 has no documents"),
+        ("[[1], [2.5]]", "microbatch 1 has the length 2.5"),
+        ("[[true]]", "the length true"),
+        ("[[0]]", "the length 0, but a document has 1 to"),
+        ("[[99999999999]]", "the length 99999999999"),
+        ("[1, 2]", "must be a list of lists"),
+        ('{"a": 1}', "must be a list of lists"),
+        ("[[1", "not JSON"),
+        ("4096 x", 'line 1 is "4096 x"'),
+    ],
+)
+def test_what_is_no_step_is_refused_with_the_file(text, words, tmp_path):
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(ValueError, match=f"a.json: .*{words}"):
+        read_step(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("text", ["[]", "[[1]]", "{}", "[0]", "[1.5]", "x"])
+def test_what_is_no_distribution_is_refused_with_the_file(text, tmp_path):
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(ValueError, match=r"a\.json: "):
+        read_distribution(tmp_path / "a.json")
+
+
+def test_drawn_steps_fill_microbatches_and_are_the_same_for_a_seed(tmp_path):
+    (tmp_path / "a.json").write_text("[10, 20, 30, 5000]")
+    lengths = read_distribution(tmp_path / "a.json")
+    one, other = (drawn_step(lengths, 6, 100, Random(3)) for _ in range(2))
+    assert one == other
+    assert len(one) == 6
+    for tokens, behind in zip(one.tokens, one.documents[1:], strict=False):
+        assert tokens <= 100 < tokens + behind[0]
+    assert max(length for part in one.documents for length in part) == 100, "the longest are cut"
+
+
+def test_slices_keep_the_limit_of_a_compiled_order() -> None:
+    sliced = named("flex", 2, 4, limit=0.5).with_option(Slices(4096))
+    assert not are_by_length(sliced)
+    ordered = with_order(sliced, "search")
+    assert ordered.option(Ordering) == Ordering("search")
+    assert are_by_length(ordered)
+    assert not are_by_length(with_order(sliced, "given"))
+
+
+def test_a_length_that_cannot_be() -> None:
+    for tokens in (0, -1, True, 2.5, "some"):
+        with pytest.raises(ValueError, match="must be a whole number from 1 on, or auto"):
+            slices(tokens, 8)
+    with pytest.raises(ValueError, match="does not divide the 8 tokens"):
+        slices(3, 8)
+    assert slices("auto", 8) == Slices(None)
+
+
+def test_a_flag_that_is_no_number() -> None:
+    with pytest.raises(ValueError, match="must be a whole number or auto"):
+        asked("--pipeline-schedule v-half --pipeline-slice-tokens many")
+
+
+def test_a_step_that_is_planned_needs_no_divisor() -> None:
+    given = asked("--pipeline-schedule flex --pipeline-memory-limit 0.5 --pipeline-slice-tokens 5000")
+    with pytest.raises(ValueError, match="does not divide"):
+        pipeline.read(given, 1)
+    planned = pipeline.read(given.with_arguments(pipeline_order="search"), 1)
+    assert are_by_length(planned)
+    assert planned.option(Slices) == Slices(5000)
+
+
+@pytest.mark.parametrize("more", [{"offload": 0.5}, {"offload": "auto"}, {"vocabulary": "shared"}])
+@pytest.mark.parametrize("order", [None, "rule"])
+def test_a_call_that_cannot_be_is_refused_before_there_is_a_model(more: dict, order: str | None) -> None:
+    """In whatever order the arguments are given."""
+    (name,) = more
+    for arguments in ({"slice_tokens": 4, **more}, {**more, "slice_tokens": 4}):
+        line = f"^slice_tokens 4 does not support {name}: .*; leave one of"
+        with pytest.raises(ValueError, match=line), in_words_of_call():
+            call.request_of_call("v-half", 2, 4, **arguments, order=order)
+    call.request_of_call("v-half", 2, 4, **more, order=order)

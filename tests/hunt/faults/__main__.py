@@ -23,11 +23,7 @@ from tests.hunt.options import Budget, Case, Cases, Report, Seed, chosen
 
 
 def main(
-    cases: Cases = 20,
-    seed: Seed = 1,
-    case: Case = None,
-    budget: Budget = float("inf"),
-    report: Report = None,
+    cases: Cases = 20, seed: Seed = 1, case: Case = None, budget: Budget = float("inf"), report: Report = None
 ) -> None:
     """Try the cases, and print a line for each."""
     warnings.simplefilter("ignore")

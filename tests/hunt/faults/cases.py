@@ -60,11 +60,7 @@ RUNNERS = {
     ),
 }
 
-SAVES = {
-    "sync": "",
-    "async": "--async-save",
-    "persistent": "--async-save --use-persistent-ckpt-worker",
-}
+SAVES = {"sync": "", "async": "--async-save", "persistent": "--async-save --use-persistent-ckpt-worker"}
 
 MOMENTS = ("step", "copy", "save", "evaluation")
 

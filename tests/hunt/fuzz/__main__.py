@@ -40,10 +40,7 @@ def main(
     """Draw, run, compare, shrink and report."""
     install()
     found: list[Found] = []
-    with (
-        tempfile.TemporaryDirectory(prefix="fuzz-") as folder,
-        few_trials(os.path.join(folder, "compiled")),
-    ):
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder, few_trials(os.path.join(folder, "compiled")):
         trials = Trials(Path(folder))
         for number in chosen(cases, case, budget):
             row = draw(seed, number)

@@ -1,4 +1,4 @@
-"""Ranks here are forked from this process, as in tests/integration."""
+"""Ranks here are forked from this process, as in tests/megatron."""
 
 from tests.support import ranks  # noqa: F401  (the stand-ins for torch.cuda, before Megatron is imported)
 

@@ -141,10 +141,7 @@ FLAGS: Mapping[str, Mapping[str, str]] = {
     "sharing": {"none": "", "all-ranks": "--pipeline-vocabulary shared"},
     "ends": {"first": "", "last": "--pipeline-loss-rank last"},
     "samples": {"1": "", "2": "--micro-batch-size 2"},
-    "log": {
-        "plain": "",
-        "all": "--log-params-norm --log-num-zeros-in-grad --timing-log-level 2",
-    },
+    "log": {"plain": "", "all": "--log-params-norm --log-num-zeros-in-grad --timing-log-level 2"},
 }
 """Factors whose levels are flags alone."""
 

@@ -65,11 +65,7 @@ def _mutant(file: str, source: str, changed: str) -> Mutant:
     ]
     first, last = spans[0], spans[-1]
     return Mutant(
-        file,
-        first[1] + 1,
-        _joined(old[first[1] : last[2]]),
-        _joined(new[first[3] : last[4]]),
-        changed,
+        file, first[1] + 1, _joined(old[first[1] : last[2]]), _joined(new[first[3] : last[4]]), changed
     )
 
 

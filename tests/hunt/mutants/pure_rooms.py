@@ -32,7 +32,7 @@ MORE_TESTS = {
 
 LOOP_TESTS = {
     "schedule": ["tests/schedule"],
-    "compiler": ["tests/compiler/test_search.py", "tests/compiler/test_event_heap.py"],
+    "compiler": ["tests/compiler/test_search.py"],
     "planner": ["tests/planner/test_layout.py"],
 }
 """The tests of a room's compiled loops: sizes so small that they are quick where nothing is compiled."""

@@ -4,16 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from tests.support.launches.entries import (
-    Collective,
-    Copy,
-    Entry,
-    HostWait,
-    Kernel,
-    Launches,
-    Transfer,
-    Wait,
-)
+from tests.support.launches.entries import Collective, Copy, Entry, HostWait, Kernel, Launches, Transfer, Wait
 
 Place = tuple[int, int]
 """A rank and the number of a launch on it."""

@@ -166,8 +166,7 @@ def test_what_a_better_schedule_may_keep(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("activation", "reason"),
-    first(1, [(100.0, "predicted to take"), (1e9, "memory limit .* is infeasible")]),
+    ("activation", "reason"), first(1, [(100.0, "predicted to take"), (1e9, "memory limit .* is infeasible")])
 )
 def test_the_old_schedule_stays_unless_another_is_shorter(
     activation: float, reason: str, log: Path, monkeypatch: pytest.MonkeyPatch

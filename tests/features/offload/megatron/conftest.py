@@ -1,5 +1,5 @@
-"""Tests here patch Megatron, as those of tests/integration do."""
+"""Tests here patch Megatron, as those of tests/megatron do."""
 
-from tests.integration.conftest import said_by, short_search
+from tests.megatron.conftest import said_by, short_search
 
 __all__ = ["said_by", "short_search"]

@@ -6,18 +6,23 @@ from typing import Any
 
 import pytest
 
-from tests.support.flags import PP4, read
-
-# isort: split
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.features.guided.order import ProfileSteps
 from megatron_pp_ext.features.units.megatron import run_costs
 from megatron_pp_ext.features.units.megatron.run_costs import RunCosts
+from megatron_pp_ext.features.units.megatron.steps import Ordered, limits_of
 from megatron_pp_ext.features.units.microbatches import Microbatches
 from megatron_pp_ext.features.units.options import Ordering
+from megatron_pp_ext.features.units.plan import Planner
 from megatron_pp_ext.features.units.rates import EQUAL_AT, LengthCosts
+from megatron_pp_ext.features.units.units import whole
 from megatron_pp_ext.megatron.requested import Pipeline, Settings
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import CostModel, Costs, UnitCosts
+from megatron_pp_ext.schedule.placement import v
+from tests.support.flags import PP4, arguments, read, requested_by
+
+# isort: split
 
 STEP = Microbatches.of([[40, 3], [100], [7, 7, 7]])
 
@@ -143,3 +148,36 @@ def test_measured_steps_take_the_place_of_what_was_estimated(monkeypatch):
             assert stage.forward == pytest.approx(expected.forward)
             assert stage.input_gradient == pytest.approx(expected.input_gradient)
     assert "by what 6 measured ones took: attention to 50 tokens" in said[0]
+
+
+def test_a_limit_is_raised_to_the_largest_microbatch_in_all_chunks() -> None:
+    placement, rates = v(2), LengthCosts.with_attention(Costs.per_rank(2, 2), 1)
+    planner, units = Planner(placement, rates), whole([[10], [400], [30]])
+    costs = planner.costs(units)
+    limits = limits_of(named("flex", 2, 3, limit=0.01), planner, units)
+    largest = costs.units[1].stages
+    for rank, limit in enumerate(limits):
+        first, second = placement.stages_of(rank)
+        assert limit == pytest.approx(largest[first].activation + largest[second].activation)
+
+
+def test_a_plan_is_of_the_schedule_in_force() -> None:
+    """A schedule may change during a run, with as many microbatches as before."""
+    steps = Ordered(Pipeline(named("1f1b", 2, 4)), Ordering("rule"))
+    before, after = (catalog.build(name, 2, 4) for name in ("zb-h1", "1f1b"))
+    templates = [
+        steps.template(SimpleNamespace(schedule=schedule, may_move_weights=False))  # type: ignore[arg-type]
+        for schedule in (before, before, after)
+    ]
+    assert templates[0] is templates[1] is not templates[2]
+    assert [template.schedule for template in templates] == [before, before, after]
+
+
+def test_the_schedule_settles_chunks_beside_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron builds a model of two chunks a rank, and saves the number of tokens with its flags."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    args = arguments(f"{PP4} --num-layers 8 --pipeline-schedule v-half --pipeline-slice-tokens auto")
+    found = requested_by(args)
+    assert found is not None and found.placement.chunks == 2
+    assert args.num_virtual_stages_per_pipeline_rank == 2
+    assert args.pipeline_slice_tokens == args.seq_length

@@ -18,7 +18,7 @@ from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import Costs, UnitCosts
 from megatron_pp_ext.schedule.simulate import simulate
 
-from tests.support.ranks import RankError, run_ranks  # isort: skip  (the stand-ins come before Megatron)
+from tests.support.ranks import run_ranks  # isort: skip  (the stand-ins come before Megatron)
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -229,16 +229,3 @@ def test_replicas_whose_weight_gradients_move_apart_reduce_in_one_order():
 
 def test_evaluations_are_left_alone(found):
     assert found[-1]["evaluated"] == found[-1]["by stock"] != []
-
-
-def other_lengths(rank: int) -> None:
-    """Train where each rank reads data of its own."""
-    own_loop.start()
-    with megatron_pp_ext.installed("1f1b", ranks=2, microbatches=4, order="search"):
-        model = own_loop.build(1, variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
-        own_loop.train(model, (4,), LENGTHS[rank:], seq_length=1)
-
-
-def test_ranks_that_read_other_lengths_end_in_one_line():
-    with pytest.raises(RankError, match="pipeline ranks 0 and 1 read microbatches of different lengths"):
-        run_ranks(other_lengths, 2, timeout=120)

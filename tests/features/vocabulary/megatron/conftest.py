@@ -1,3 +1,3 @@
-"""Tests here patch Megatron, as those of ``tests/integration`` do."""
+"""Tests here patch Megatron, as those of ``tests/megatron`` do."""
 
-from tests.integration.conftest import said_by, short_search  # noqa: F401
+from tests.megatron.conftest import said_by, short_search  # noqa: F401

@@ -21,11 +21,7 @@ CASES = {
     "v-half-pp3-tied-odd": (3, "v-half", (PIPELINE, "3", "--num-layers", "6", "--global-batch-size", "7")),
     "gpipe-one-microbatch": (2, "gpipe", (PIPELINE, "2", "--global-batch-size", "1")),
     "tp2-untied": (4, "zb-h1", (*SMALL, *TP2, UNTIED)),
-    "cp2-per-token": (
-        4,
-        "v-half",
-        (*SMALL, "--context-parallel-size", "2", "--calculate-per-token-loss"),
-    ),
+    "cp2-per-token": (4, "v-half", (*SMALL, "--context-parallel-size", "2", "--calculate-per-token-loss")),
     "dp2-overlap": (4, "v-half", (*SMALL, "--overlap-grad-reduce", "--ddp-bucket-size", "2000")),
     "dp2-distributed-overlap-unaligned": (
         4,
@@ -45,11 +41,7 @@ CASES = {
         ),
     ),
     "maximal-update": (2, "zb-h1", (PIPELINE, "2", UNTIED, "--use-mup", "--mup-width-mult", "2.0")),
-    "decoupled-rate": (
-        2,
-        "1f1b",
-        (*SMALL, UNTIED, "--decoupled-lr", "0.002", "--decoupled-min-lr", "0.002"),
-    ),
+    "decoupled-rate": (2, "1f1b", (*SMALL, UNTIED, "--decoupled-lr", "0.002", "--decoupled-min-lr", "0.002")),
     "accumulated-loss-of-parts": (3, "1f1b", (PIPELINE, "3", UNTIED, "--num-layers", "6", VOCABULARY, "65")),
 }
 """Ranks, schedule and flags.  The last has more rows than three ranks share evenly."""

@@ -7,7 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_pp_ext.features.vocabulary.runtime.exchanges import Exchanges, Rows, SharedEmbedding
+from megatron_pp_ext.features.vocabulary.runtime.exchanges import (
+    DummyExchanges,
+    Exchanges,
+    Rows,
+    SharedEmbedding,
+)
 from megatron_pp_ext.features.vocabulary.runtime.output import SharedOutput, SharedVocabulary
 from megatron_pp_ext.features.vocabulary.share import share, share_evaluation, without_weight_gradients
 from megatron_pp_ext.runtime.executor import execute
@@ -16,8 +21,10 @@ from megatron_pp_ext.runtime.rank import Rank
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind, Schedule
+from megatron_pp_ext.schedule.messages import Exchange, Exchanged
 from tests.support import plain_stages
 from tests.support.plain_stages import ROWS, WIDTH
+from tests.support.ranks import run_ranks
 from tests.support.tiers import first
 
 VOCABULARY = 11
@@ -233,3 +240,58 @@ def test_an_evaluation_has_the_losses_alone() -> None:
         _, _, _, losses = in_one_process(schedule.placement.stages, 5, 1.0)
         assert {n: value for result in told for n, value in result["losses"].items()} == pytest.approx(losses)
         assert all(result["left"] == 0 and not result["vocabulary"].any() for result in told)
+
+
+def _look_up(rank: int) -> list[int]:
+    """Return how many microbatches' embedded tokens this rank keeps behind each lookup."""
+    dist.init_process_group("gloo")
+    weight, gradient = torch.ones(2, 3), torch.zeros(2, 3)
+    tokens = (lambda microbatch: torch.arange(4)) if rank == 0 else None
+    shape = torch.Size((4,))
+    rows = Rows(2 * rank, 2, lambda: weight, gradient.add_)
+    embedding = SharedEmbedding(rows, shape, torch.device("cpu"), Exchanges(dist.new_group()), 0, tokens)
+    kept = []
+    for microbatch in range(4):
+        embedding.launch(Exchange(Exchanged.TOKENS, microbatch))
+        embedding.launch(Exchange(Exchanged.EMBEDDED, microbatch))
+        kept.append(sum(one.embedded is not None for one in embedding._kept.values()))
+    if rank == 0:
+        assert all(torch.equal(embedding.embedded(microbatch), torch.ones(4, 3)) for microbatch in range(4))
+    embedding.close()
+    return kept
+
+
+def test_what_was_looked_up_is_given_back() -> None:
+    """By the first stage when it takes it, by the others once it had time to leave."""
+    first, second = run_ranks(_look_up, 2)
+    assert first == [1, 2, 3, 4]
+    assert second == [1, 1, 1, 1]
+
+
+SHAPE = (3, 2, 4)
+NUMBERS = torch.arange(24.0).reshape(SHAPE)
+
+
+def dummy_exchanges(rank: int) -> None:
+    dist.init_process_group("gloo")
+    world = dist.group.WORLD
+    assert world is not None
+    exchanges = DummyExchanges(world, world, rows=50)
+    tokens, numbers = torch.full((400,), -1), torch.full(SHAPE, torch.nan)
+    for home in (0, 1):
+        exchanges.broadcast(tokens, home).wait()
+        exchanges.broadcast(numbers, home).wait()
+        # What rank 0 broadcasts itself is as it was.
+        assert bool((tokens == -1).all()) is bool(numbers.isnan().all()) is (home == 0)
+    assert 0 <= tokens.min() < 5 < 45 < tokens.max() < 50
+    assert numbers.any() and numbers.isfinite().all()
+    whole, gathering = exchanges.gather(NUMBERS)
+    gathering.wait()
+    assert torch.equal(whole, NUMBERS[None])
+    mine = NUMBERS.clone()
+    exchanges.reduce(mine, 1).wait()
+    assert torch.equal(mine, NUMBERS)
+
+
+def test_dummy_exchanges_are_numbers_to_compute_with() -> None:
+    run_ranks(dummy_exchanges, 1)
