@@ -7,8 +7,6 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-
 from megatron_pp_ext.job import sizes
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import all_rules
@@ -210,9 +208,13 @@ def _estimate(job: RequestedJob, placement: Placement) -> Costs:
 def vocabulary(job: RequestedJob) -> int:
     """The rows of the embedding; ValueError where neither a flag nor the tokenizer gives them."""
     sizes.require_vocabulary(job)
-    size = job.model.padded_vocab_size or job.model.vocab_size
+    if size := job.model.padded_vocab_size or job.model.vocab_size:
+        return size
+    # Imported here, since calls of ``install`` come while megatron.core is imported.
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+
     try:
-        return int(size or build_tokenizer(copy.copy(job.args)).vocab_size)
+        return int(build_tokenizer(copy.copy(job.args)).vocab_size)
     except (AssertionError, ImportError, OSError) as error:  # a tokenizer's files or its library
         raise ValueError(
             f"cannot tell the size of the vocabulary: {error}; give --padded-vocab-size"

@@ -33,7 +33,7 @@ def costs(tmp_path):
 
 def searched(mpp, folder, *words):
     file = folder / "found.json"
-    result = mpp("search", "--json", file, *words)
+    result = mpp("search", "--json", file, "--no-ask", *words)  # X is a letter of a fork
     assert result.exit_code == 0, result.output
     return json.loads(file.read_text())["best"][0], result.output
 
@@ -68,7 +68,7 @@ def test_a_search_chooses_by_measured_stages(memory, names, best, pattern, mpp, 
         steps[name] = simulate(schedule, STAGES.merged(2 * entry.chunks)).makespan
     assert found["estimate"]["pipeline_seconds"] == pytest.approx(steps[best])
     assert best == min(steps, key=steps.__getitem__) or memory < 60 * GB
-    result = mpp("estimate", "--world-size", 4, "--json", file, "--", *words)
+    result = mpp("estimate", "--no-ask", "--world-size", 4, "--json", file, "--", *words)
     assert result.exit_code == 0, result.output
     assert json.loads(file.read_text())["step_seconds"] == pytest.approx(found["estimate"]["step_seconds"])
     assert "MFU unknown" in result.output

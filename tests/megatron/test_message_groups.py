@@ -1,5 +1,6 @@
 """Megatron's flags for NCCL groups hold for those of a pipeline's messages."""
 
+from argparse import Namespace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,8 @@ import torch.distributed as dist
 from megatron.core.parallel_state import get_nccl_options
 
 from megatron_pp_ext.compiler.request import named
-from megatron_pp_ext.megatron.requested import Pipeline
+from megatron_pp_ext.job.requested_job import RequestedJob
+from megatron_pp_ext.megatron.requested import Pipeline, Settings
 from megatron_pp_ext.megatron.runners import transport
 from megatron_pp_ext.megatron.runners.transport import group_options
 from megatron_pp_ext.megatron.start_up import settings
@@ -28,12 +30,14 @@ FILES = {
 }
 
 
-PIPELINE = Pipeline(named("1f1b", 2, 4))
+def run_settings(args: Namespace) -> Settings:
+    """Return the settings of a run that ``args`` describe."""
+    return settings(args, RequestedJob.of_args(args), Pipeline(named("1f1b", 2, 4)))
 
 
 def options(flags: str = "") -> GroupOptions:
     """The options for NCCL groups under some flags."""
-    return group_options(settings(arguments(flags), PIPELINE))
+    return group_options(run_settings(arguments(flags)))
 
 
 def test_defaults_are_ours() -> None:
@@ -64,7 +68,7 @@ def test_messages_have_megatrons_patience_and_options(
     args = arguments(f"--distributed-timeout-minutes 3 --nccl-communicator-config-path {file}")
     made = []
     monkeypatch.setattr(transport, "direction_groups", lambda *given, **named: made.append((given, named)))
-    transport.message_groups(settings(args, PIPELINE), [1, 3], [(0, 1)])
+    transport.message_groups(run_settings(args), [1, 3], [(0, 1)])
     options = GroupOptions(max_ctas=16)
     assert made == [(([1, 3], timedelta(minutes=3)), {"options": options, "edges": [(0, 1)]})]
 
