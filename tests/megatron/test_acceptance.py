@@ -127,7 +127,7 @@ def test_a_megatron_that_cannot_be_imported_keeps_the_estimate(
 
 
 @pytest.fixture
-def fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def fork(shared_megatron: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Megatron whose trainer has two more flags; its core is the installed one."""
     monkeypatch.undo()
     monkeypatch.setenv("MEGATRON_PP_EXT_CACHE", str(tmp_path / "cache"))

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from megatron.core.pipeline_parallel import schedules as stock_schedules
+from megatron.core.tokenizers.utils import build_tokenizer
 
 from megatron_pp_ext.costs.stages import bytes_between_stages
 from megatron_pp_ext.job.requested_job import RequestedJob
@@ -155,7 +156,7 @@ def test_the_tokenizer_tells_the_vocabulary_where_no_flag_does(monkeypatch: pyte
     args = arguments("")
     expected = estimate(RequestedJob.of_args(args)).of(v(4))
     args.vocab_size, tokenizer = None, Namespace(vocab_size=VOCABULARY)
-    monkeypatch.setattr(start_up, "build_tokenizer", lambda args: tokenizer)
+    monkeypatch.setattr(build_tokenizer, "build_tokenizer", lambda args: tokenizer)
     assert estimate(RequestedJob.of_args(args)).of(v(4)) == expected
     args.tokenizer_type = None
     with pytest.raises(ValueError, match="without the size of the vocabulary; give --tokenizer-type"):
