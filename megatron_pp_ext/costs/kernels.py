@@ -15,7 +15,7 @@ class AttentionWork(NamedTuple):
     """The operations of attention, without its projections."""
 
     operations: float
-    """Those of the forward where no mask hides any."""
+    """The operations of the forward where no mask hides any."""
     scores: float
     """The bytes of the forward's probabilities."""
     is_fused: bool

@@ -185,4 +185,4 @@ HOOKS = hooks_of(sys.modules[__name__])
 """The hooks of a training script."""
 
 IN_CORE = count_without_padding.hooks
-"""Those of the defect that any training loop meets."""
+"""The workarounds that any training loop needs."""

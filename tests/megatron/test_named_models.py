@@ -96,7 +96,7 @@ def actions() -> list[Action]:
 
 
 def test_every_flag_of_megatron_is_known() -> None:
-    """Those of a new release become a row, or a name in flag_effects.toml, by what their code does."""
+    """Arguments of a new release become a row, or a name in flag_effects.toml, by what their code does."""
     flags = [flag for action in actions() for flag in action.option_strings if flag.startswith("--")]
     assert not [flag for flag in flags if flag not in flag_table.known_flags()]
 

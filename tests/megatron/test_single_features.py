@@ -229,7 +229,7 @@ def test_a_chunk_leaves_in_its_last_weight_gradient() -> None:
 
 
 def test_a_bucket_leaves_when_it_is_full() -> None:
-    """Of the first chunk, which alone has several: one of norms alone in its last I, the others in W."""
+    """Buckets of the first chunk: one of norms alone in its last I, the others in W."""
     step = traced(4, [*PP2_DP2, "--pipeline-schedule", "v-half", *REDUCE, *UNALIGNED, *SMALL_BUCKETS])
     last_input, last_weight = (last_of_chunks(step, 0, kind)[0] for kind in (Kind.I, Kind.W))
     starts = sorted(reduction.start for reduction in step.records[0].reductions if reduction.chunk == 0)
