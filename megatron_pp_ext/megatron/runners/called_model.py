@@ -56,20 +56,20 @@ def bind_to_model(
         "hybrid_layer_pattern": of_part("hybrid_layer_pattern", None),
     }
     args = arguments(config, getattr(model[0], "ddp_config", None), **explicit)
-    asked = RequestedJob.of_args(
+    job = RequestedJob.of_args(
         args,
         {ENGINE: str(get_te_version())},
         placement=pipeline.placement,
         chunks=pipeline.placement.chunks,
         from_file=request.from_file,
     )
-    asked = asked.with_arguments(**options.chosen(asked, lambda _: request, lambda: asked.padded_vocabulary))
-    request = options.read(asked, request)
-    asked = replace(asked, splits=request.may_split_backward)
-    all_rules.refuse_model(asked)
+    job = job.with_arguments(**options.chosen(job, lambda _: request, lambda: job.padded_vocabulary))
+    request = options.read(job, request)
+    job = replace(job, splits=request.may_split_backward)
+    all_rules.refuse_model(job)
     if request.from_file is not None:
-        require_trainable(request.from_file, asked)
-    estimate = cost_model(asked, _estimate)
+        require_trainable(request.from_file, job)
+    estimate = cost_model(job, _estimate)
     needs_costs = pipeline.costs is None and catalog.abilities(request.schedule).is_compiled
     pipeline = replace(pipeline, settings=replace(pipeline.settings, estimate=estimate))
     if request.options == pipeline.request.options and not needs_costs:
