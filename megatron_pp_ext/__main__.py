@@ -35,6 +35,9 @@ def prepare(cpu: bool = False) -> None:
     that a CPU needs in.  ValueError where the environment asks for a schedule as well.
     """
     refuse_with_flags()
+    # A script in this package's own folder puts that folder first, whose ``megatron`` would hide Megatron.
+    own = os.path.dirname(os.path.realpath(__file__))
+    sys.path[:] = [folder for folder in sys.path if os.path.realpath(folder) != own]
     if {"--exit-signal-handler", "SIGINT"} <= set(sys.argv[1:]):
         # Training takes this signal over, and saves. Before that there is nothing to save, and no traceback
         # of whatever was being imported helps.

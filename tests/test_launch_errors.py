@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pp_ext import launch_errors
+from megatron_pp_ext import __main__, launch, launch_errors
 from megatron_pp_ext.schedule import catalog
 
 REFUSED = """
-from megatron_pp_ext import launch_errors
+from megatron_pp_ext import __main__, launch, launch_errors
 launch_errors.PATIENCE = float({patience!r})
 with launch_errors.in_one_line():
     print("started", flush=True)
@@ -117,7 +117,7 @@ def test_torchrun_shows_the_line_of_one_rank(tmp_path: Path) -> None:
 
 LOST_PEER = """
 import os, sys, torch, torch.distributed as dist
-from megatron_pp_ext import launch_errors
+from megatron_pp_ext import __main__, launch, launch_errors
 from megatron_pp_ext.runtime.channels import Channels
 from megatron_pp_ext.runtime.groups import direction_groups
 from megatron_pp_ext.schedule.messages import Message
@@ -178,3 +178,12 @@ def test_a_rank_that_is_killed_costs_each_of_the_others_one_line(is_message: boo
 def test_other_errors_while_training_keep_their_traceback() -> None:
     with pytest.raises(RuntimeError, match="out of memory"), launch_errors.in_one_line():
         raise RuntimeError("CUDA out of memory")
+
+
+def test_a_script_of_this_package_leaves_its_folder_off_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In that folder ``megatron`` is a part of this package, which would hide Megatron."""
+    own = os.path.dirname(os.path.realpath(__main__.__file__))
+    monkeypatch.setattr(sys, "path", [own, "/elsewhere"])
+    monkeypatch.setattr(launch, "install", lambda cpu: None)
+    __main__.prepare()
+    assert sys.path == ["/elsewhere"]
