@@ -15,6 +15,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 import megatron_pp_ext
@@ -27,6 +28,19 @@ VARIES = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 ALONE = (["embedding", *4 * ["decoder"]], 4 * ["decoder"], ["mtp", "mtp"], ["loss"])
 
+LATENT = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 8,
+    "rotary_scaling_factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "mscale_all_dim": 1.0,
+}
+"""Keys of 12 numbers, 4 of them with a position, and values of 8."""
+
 KINDS: dict[str, dict[str, Any]] = {
     "equal": {"depths": 1},
     "equal, two": {"depths": 2, "calculate_per_token_loss": True},
@@ -34,6 +48,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "unlike": {"depths": 2, **VARIES},
     "packs": {"depths": 2, "packed": True, **VARIES},
     "packs by tokens": {"depths": 1, "packed": True, "calculate_per_token_loss": True, **VARIES},
+    "latent": {"depths": 1, **LATENT},
+    "latent packs": {"depths": 1, "packed": True, "rope_type": "rope", **LATENT, **VARIES},
+    "latent packs, fused": {"depths": 1, "packed": True, "apply_rope_fusion": True, **LATENT, **VARIES},
 }
 """The models and data that are trained, whole and in slices."""
 
@@ -44,10 +61,54 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
+class LatentAttention(PackedAttention):
+    """The same with values that are narrower than keys, for packs with zeros after them."""
+
+    def __init__(self, *about: Any, k_channels: int = 0, v_channels: int = 0, **more: Any) -> None:
+        super().__init__(*about, **more)
+
+    def forward(self, query: Any, key: Any, value: Any, attention_mask: Any, **about: Any) -> Any:
+        """See ``DotProductAttention``, whose output has the width of values."""
+        self.hidden_size_per_partition = value.shape[-2] * value.shape[-1]
+        return super().forward(query, key, value, attention_mask, **about)
+
+
+def _rotate(part: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, ends: Any) -> torch.Tensor:
+    """Return ``part`` [tokens, (batch,) heads, width] with positions, as the fused kernel computes it."""
+    tokens = torch.arange(len(part))
+    if ends is not None:
+        tokens = torch.cat([torch.arange(size) for size in ends.diff().tolist()])
+    shape = (len(part), *[1] * (part.dim() - 2), part.shape[-1])
+    cos, sin = (table.flatten(1)[tokens].view(shape) for table in (cos, sin))
+    part = torch.cat([part[..., 0::2], part[..., 1::2]], -1)
+    half = part.shape[-1] // 2
+    return part * cos + torch.cat([-part[..., half:], part[..., :half]], -1) * sin
+
+
+def _queries(
+    query: Any, cos: Any, sin: Any, head: int, width: int, ends: Any = None, *unused: Any
+) -> torch.Tensor:
+    return torch.cat([query[..., :head], _rotate(query[..., head:], cos, sin, ends)], -1)
+
+
+def _keys_and_values(
+    both: Any, positions: Any, cos: Any, sin: Any, width: int, head: int, values: int, ends: Any, *unused: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rotated = _rotate(positions, cos, sin, ends).expand(*both.shape[:-1], width)
+    return torch.cat([both[..., :head], rotated], -1), both[..., head:].contiguous()
+
+
+# Megatron's kernels need a GPU.
+multi_latent_attention.fused_apply_mla_rope_for_q = _queries
+multi_latent_attention.fused_apply_mla_rope_for_kv = _keys_and_values
+
+
 def predicting(config: Any, **arguments: Any) -> GPTModel:
     """A GPT with multi-token prediction, whose attention knows packs of documents."""
-    layer = get_gpt_layer_local_spec()
-    layer.submodules.self_attention.submodules.core_attention = PackedAttention
+    is_latent = config.multi_latent_attention
+    layer = get_gpt_layer_local_spec(multi_latent_attention=is_latent, normalization=config.normalization)
+    attention = LatentAttention if is_latent else PackedAttention
+    layer.submodules.self_attention.submodules.core_attention = attention
     prediction = get_gpt_mtp_block_spec(
         config, layer, use_transformer_engine=False, vp_stage=arguments["vp_stage"]
     )
@@ -144,13 +205,24 @@ def trained(chunks: int, depths: int = 1, packed: bool = False, labels: bool = T
     return record, logged, [float(entry["loss"]) for entry in evaluated]
 
 
-CORE = (("1f1b", "unlike"), ("v-half", "equal, two"), ("v-half", "packs"), ("v-half", "packs, alone"))
+CORE = (
+    ("1f1b", "unlike"),
+    ("v-half", "equal, two"),
+    ("v-half", "packs"),
+    ("v-half", "packs, alone"),
+    ("flex", "latent packs, fused"),
+)
 """The cases that are always run, and not only in wide grids."""
 
 CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "full recomputation": ("equal", FULL),
     "packs, full recomputation": ("packs", FULL),
     "selective recomputation": ("packs", {"recompute_granularity": "selective"}),
+    "latent, full recomputation": ("latent packs, fused", FULL),
+    "latent, keys and values again": (
+        "latent packs, fused",
+        {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj", "core_attn"]},
+    ),
     "alone": ("equal, two", {"pipeline_model_parallel_layout": [*map(list, ALONE)]}),
     "packs, alone": ("packs", {"pipeline_model_parallel_layout": [*map(list, ALONE)]}),
 }
