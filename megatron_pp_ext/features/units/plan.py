@@ -200,7 +200,7 @@ class Planner:
 
         With a ``template`` these are whole microbatches, which take its places (``in_template``).  Without
         one, list scheduling orders all actions (``listed``), by the rule in few trials.  ``limits`` are what
-        each rank may keep, in the unit of ``StageRates.activation`` times tokens.  Equal arguments give an
+        each rank may keep, in the unit of ``StageRates.activation`` for a token.  Equal arguments give an
         equal plan on every machine.  InfeasibleLimit where no order is found that keeps the limits.
         ValueError for limits of another number of ranks, for numbers that are none, and for more actions than
         are simulated.
@@ -244,12 +244,10 @@ class Planner:
 
     def least_limits(self, units: Units) -> list[float]:
         """Return the least that each rank may keep: the longest document, or the largest pack."""
-        most = max(sum(units.tokens[number] for number in chain) for chain in units.chains)
-        stages, placement = self.rates.stages, self.placement
-        return [
-            most * math.fsum(stages[stage].activation for stage in placement.stages_of(rank)) * (1 + ROUNDING)
-            for rank in range(placement.ranks)
-        ]
+        rules = free_rules(self.placement, self.splits_backward)
+        listing = listing_of(units, self.table(units), self.placement, self._no_limits, rules)
+        least: list[float] = (listing.ranks.least * (1 + ROUNDING)).tolist()
+        return least
 
     def in_family(self, make: Callable[[int], Schedule], units: Units) -> Plan:
         """Return the plan whose actions have the order of a family (``shift``), in milliseconds.
@@ -507,7 +505,7 @@ class _Listed:
 
     def _require_limits(self) -> None:
         ranks = self._listing.ranks
-        for rank, (needed, limit) in enumerate(zip(ranks.largest, self._limits, strict=True)):
+        for rank, (needed, limit) in enumerate(zip(ranks.least, self._limits, strict=True)):
             if needed > ranks.limits[rank]:
                 raise InfeasibleLimit(
                     f"the memory limit {limit:g} of rank {{rank}} is infeasible, it must keep the longest "

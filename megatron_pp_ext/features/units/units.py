@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 from typing import Literal, NamedTuple, Self
 
-from megatron_pp_ext.features.units.microbatches import Microbatches, require_number, whole_number
+from megatron_pp_ext.features.units.microbatches import Microbatches, UnitSizes, require_number, whole_number
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, UnitName, together
 
 MOST_UNITS = 500_000
@@ -98,6 +98,34 @@ class Units:
     def squares(self) -> tuple[int, ...]:
         """The sums of squares of each unit (``Unit.squares``), in all rows."""
         return tuple(unit.squares * self.rows for unit in self.units)
+
+    @cached_property
+    def sizes(self) -> tuple[UnitSizes, ...]:
+        """The numbers by which each unit costs."""
+        sizes = list[UnitSizes]()
+        for chain in self.chains:
+            if len(chain) == 1:
+                (number,) = chain
+                squares = self.squares[number]
+                sizes.append(UnitSizes(self.tokens[number], squares, squares))
+                continue
+            last, end = self.tokens[chain[-1]], 0
+            whole = sum(self.tokens[number] for number in chain)
+            for number in chain:
+                tokens = self.tokens[number]
+                end += tokens
+                sizes.append(
+                    UnitSizes(
+                        tokens,
+                        self.squares[number],
+                        tokens * end / self.rows,
+                        end,
+                        stored=whole * (number == chain[0]),
+                        owes=(whole - last) * (number == chain[-1]),
+                        owed=(whole - last) * (number == chain[0]),
+                    )
+                )
+        return tuple(sizes)
 
     @cached_property
     def chains(self) -> tuple[range, ...]:
