@@ -204,8 +204,7 @@ class SequenceMemory:
 
     def of_token(self, tokens: float) -> Self:
         """Return the amounts for one of so many ``tokens``, and those of masks."""
-        amounts = (getattr(self, name) / tokens for name in self.__slots__[:-1])
-        return type(self)(*amounts, masks=self.masks)
+        return replace(self.times(1 / tokens), masks=self.masks)
 
     def times(self, factor: float) -> Self:
         """Return ``factor`` times each amount."""
