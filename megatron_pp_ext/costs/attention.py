@@ -143,11 +143,12 @@ def _kept(costs: LayerCosts, query: int, keys: int, projected: int) -> int:
 def _in_slices(costs: LayerCosts, width: int, replaced: int, expanded: int = 0) -> Part:
     """Return the bytes of slices whose keys and values together have this ``width`` (``SequenceMemory``).
 
-    Sums of gradients are in fp32.
+    Sums of gradients are in fp32.  Unfused attention makes a mask of a byte for each score of all heads.
     """
     sizes = costs.sizes
     stored = sizes.cut(width)
     return Part(
+        masks=float(costs.job.precision.is_unfused and "core_attn" not in costs.recomputed),
         stored=stored,
         owed=stored * max(_FP32, sizes.bytes) / sizes.bytes,
         replaced=sizes.cut(replaced),

@@ -53,7 +53,8 @@ class Part:
     ``after_forward`` are the bytes kept between F and I, ``after_input_gradient`` those between I and W:
     input and output gradient of every product with a weight.  ``workspace`` are the temporary bytes inside I
     besides the latter, ``workspace_in_whole`` those inside a backward that is not split.  ``stored``,
-    ``owed``, ``replaced`` and ``expanded`` are the bytes of a microbatch in slices (``SequenceMemory``).
+    ``owed``, ``replaced``, ``expanded`` and ``masks`` are bytes of a microbatch in slices
+    (``SequenceMemory``).
 
     ``parameters`` and ``expert_parameters`` are numbers of weights; the latter are divided among
     expert-parallel ranks.  ``fp8_parameters`` are the ones of either kind that products read in FP8.
@@ -86,6 +87,7 @@ class Part:
     owed: float = 0.0
     replaced: float = 0.0
     expanded: float = 0.0
+    masks: float = 0.0
     matrices: Matrices | None = None
 
     def __add__(self, other: "Part") -> "Part":
@@ -115,6 +117,7 @@ class Part:
             self.owed + other.owed,
             self.replaced + other.replaced,
             self.expanded + other.expanded,
+            self.masks + other.masks,
             self.matrices + other.matrices
             if self.matrices and other.matrices
             else self.matrices or other.matrices,
@@ -149,6 +152,7 @@ class Part:
             count * self.owed,
             count * self.replaced,
             count * self.expanded,
+            count * self.masks,
             self.matrices and self.matrices.times(count),
         )
 
@@ -222,12 +226,13 @@ class Part:
             workspace_in_whole=self.after_forward,
             replaced=0.0,
             expanded=0.0,
+            masks=0.0,
         )
 
     @property
     def sequence(self) -> SequenceMemory:
         """The memory that slices of a microbatch share, as a schedule takes it."""
-        return SequenceMemory(self.stored, self.owed, self.replaced, self.expanded)
+        return SequenceMemory(self.stored, self.owed, self.replaced, self.expanded, self.masks)
 
     def costs(self) -> StageCosts:
         """Return the costs as a schedule takes them."""

@@ -186,7 +186,8 @@ class SequenceMemory:
     All slices together keep ``stored``, the keys and values of all tokens, from the F of the first one to its
     I, and ``owed``, the sums of gradients of these, from the I of the last slice to that of the first.  In
     return slices do not keep ``replaced``, a part of ``StageCosts.activation``.  Each keeps ``expanded``, or
-    the part of it that belongs to the tokens up to its end.  Raises ValueError for a negative amount.
+    the part of it that belongs to the tokens up to its end, and ``masks`` for each product of one of its
+    tokens and one up to its end.  Raises ValueError for a negative amount.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -195,10 +196,15 @@ class SequenceMemory:
     owed: float = 0.0
     replaced: float = 0.0
     expanded: float = 0.0
+    masks: float = 0.0
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
             _require_finite(self, name, positive=False)
+
+    def of_token(self, tokens: float) -> Self:
+        """Return the amounts for one of so many ``tokens``, and those of masks."""
+        return replace(self.times(1 / tokens), masks=self.masks)
 
     def times(self, factor: float) -> Self:
         """Return ``factor`` times each amount."""

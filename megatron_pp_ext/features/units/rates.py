@@ -114,7 +114,10 @@ class StageRates:
             tokens * each + unit.scores * of_score
             for each, of_score in zip(self.amounts, self.scores, strict=True)
         )
-        in_slices = unit.end * self.slices.expanded - bool(unit.end) * tokens * self.slices.replaced
+        slices = self.slices
+        in_slices = unit.end * slices.expanded
+        if unit.end:
+            in_slices += unit.scores * slices.masks - tokens * slices.replaced
         kept = max(0.0, kept + in_slices)
         return StageCosts(
             f,
@@ -257,7 +260,7 @@ class LengthCosts:
             )
         with_slices = zip(stages, costs.sequence or [_NOTHING] * len(stages), strict=True)
         return cls(
-            tuple(replace(stage, slices=memory.times(1 / tokens)) for stage, memory in with_slices),
+            tuple(replace(stage, slices=memory.of_token(tokens)) for stage, memory in with_slices),
             shared,
             costs.hop,
             costs.message,

@@ -137,9 +137,9 @@ def table_by_length(rates: LengthCosts, lengths: Lengths, overhead: float = 0.0)
     within_whole = np.minimum(np.minimum(hidden * counted, alone[2]), (1 - LEAST) * alone[1])
     seconds[B] = alone[1] + alone[2] - within_whole
     seconds[COPY] = copy * tokens
-    of_sequence, of_owed, replaced, expanded = slices
+    of_sequence, of_owed, replaced, expanded, masks = slices
     activation, released, workspace, in_whole = amounts * tokens + of_scores * scores
-    in_slices = end * expanded - (end > 0) * tokens * replaced
+    in_slices = end * expanded + (end > 0) * (scores * masks - tokens * replaced)
     kept[F] = taken[F] = np.maximum(0.0, activation + in_slices)
     kept[I] = -np.minimum(kept[F], released + in_slices)
     kept[W], kept[B] = -kept[I] - kept[F], -kept[F]

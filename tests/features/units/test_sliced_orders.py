@@ -131,7 +131,7 @@ RATES = some.builds(
     AMOUNTS,
     AMOUNTS,
     some.sampled_from([0.0, 1e-2]),
-    some.tuples(AMOUNTS, AMOUNTS, AMOUNTS, AMOUNTS),
+    some.tuples(AMOUNTS, AMOUNTS, AMOUNTS, AMOUNTS, some.sampled_from([0.0, 1e-2])),
 )
 """Stages of all kinds of memory: slices store anything, and I keeps less or more than F."""
 
