@@ -80,11 +80,14 @@ _PACES = 0.0, 0.3, 0.5, 0.2, 0.4
 _NEAR = 1.0005
 """A step within this factor of the lower bound is not searched further."""
 
-_AMPLE = 2
+_AMPLE = 3
 """The units by rank of the pipeline of which a limit has to hold more, so that no smaller ones are tried."""
 
 _WAITS = 1.02
 """The factor of the lower bound from which on smaller units are tried."""
+
+_GAIN = 0.985
+"""The factor by which a step has to be shorter in smaller units: the search shortens all by such a part."""
 
 _OF_ORDER, _OF_ENTRY, _OF_GAPS = (0.25, 0.85, 1.0), (1 / 3, 2 / 3, 2 / 3), (0.0, 0.0, 0.0)
 """The kinds of changes (``climb.Changes``) under a schedule, by list scheduling, and of equal chains."""
@@ -258,7 +261,7 @@ class Planner:
         """Return ``units``, or smaller ones of the same documents where with these ranks wait for memory.
 
         To be busy all the time a rank of p has to keep about p / 2 units, and more of unlike ones, whatever
-        the order.  So where the ``limits`` hold no more than 2 p, units of half as many tokens are tried for
+        the order.  So where the ``limits`` hold no more than 3 p, units of half as many tokens are tried for
         as long as the step gets shorter, each with an overhead of ``OVERHEAD`` tokens or more.  Of a long
         step a part of the microbatches is tried.  ``units`` are those of ``cut``; the heaviest ones of
         several pipelines stay as they are.
@@ -276,7 +279,7 @@ class Planner:
             some = trial.cut(documents, size)
             search = _Listed(some, trial.table(some), self.placement, limits, self.splits_backward)
             seconds = search.climbed(len(_PACES))[0] if search.is_feasible else math.inf
-            if seconds < shortest:
+            if seconds < _GAIN * shortest:
                 shortest, chosen = seconds, size
             elif shortest < math.inf:
                 break
