@@ -5,6 +5,7 @@ What limits a search is a number of trials and never a clock, so that all ranks 
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import repeat
@@ -33,13 +34,14 @@ from megatron_pp_ext.features.units.list_scheduling import (
 from megatron_pp_ext.features.units.microbatches import Microbatches, require_number, whole_number
 from megatron_pp_ext.features.units.options import SMALLEST
 from megatron_pp_ext.features.units.orders import How, Order
-from megatron_pp_ext.features.units.rates import LengthCosts
+from megatron_pp_ext.features.units.rates import OVERHEAD, LengthCosts
 from megatron_pp_ext.features.units.table import Floats, Table, table_by_length
-from megatron_pp_ext.features.units.units import By, Units, cut, more, ordered, shifted, whole
-from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.features.units.units import By, Heaviest, Units, cut, more, ordered, shifted, whole
+from megatron_pp_ext.schedule.actions import Kind, Schedule
 from megatron_pp_ext.schedule.costs import CostModel, Costs, UnitCosts
 from megatron_pp_ext.schedule.loops import without_collection
 from megatron_pp_ext.schedule.placement import Placement
+from megatron_pp_ext.schedule.program import F
 from megatron_pp_ext.schedule.simulate import simulate
 
 BUDGET = 0.05
@@ -77,6 +79,15 @@ _PACES = 0.0, 0.3, 0.5, 0.2, 0.4
 
 _NEAR = 1.0005
 """A step within this factor of the lower bound is not searched further."""
+
+_AMPLE = 3
+"""The units by rank of the pipeline of which a limit has to hold more, so that no smaller ones are tried."""
+
+_WAITS = 1.02
+"""The factor of the lower bound from which on smaller units are tried."""
+
+_GAIN = 0.985
+"""The factor by which a step has to be shorter in smaller units: the search shortens all by such a part."""
 
 _OF_ORDER, _OF_ENTRY, _OF_GAPS = (0.25, 0.85, 1.0), (1 / 3, 2 / 3, 2 / 3), (0.0, 0.0, 0.0)
 """The kinds of changes (``climb.Changes``) under a schedule, by list scheduling, and of equal chains."""
@@ -121,14 +132,18 @@ class Template:
 
     @cached_property
     def rules(self) -> tuple[ListRules, ...]:
-        """The rules by which list scheduling follows the schedule; none where it cannot.
+        """The rules by which list scheduling follows the schedule, and those of none; none where it cannot.
 
         Pairs and copies are planned for one order, and the parts of a split head have no place in another.
         """
         schedule = self.schedule
         if schedule.paired or schedule.copies or schedule.placement.splits_head:
             return ()
-        return tuple(rules_of(schedule, reserves) for reserves in (False, True))
+        rules = tuple(rules_of(schedule, reserves) for reserves in (False, True))
+        kinds = {action.kind for action in schedule}
+        if {Kind.B, Kind.I} <= kinds or Kind.F not in kinds:
+            return rules
+        return (*rules, free_rules(schedule.placement, Kind.B not in kinds))
 
     def require(self, units: Units, table: Table) -> None:
         """Raise ValueError for another number of units or stages than the schedule has."""
@@ -231,7 +246,7 @@ class Planner:
         """
         documents = Microbatches.of(documents).documents
         seconds, refused = dict[int, float](), list[InfeasibleLimit]()
-        for size in self._sizes(documents):
+        for size in _sizes(documents, self.placement.stages):
             units = self.cut(documents, size)
             search = _Listed(units, self.table(units), self.placement, limits, self.splits_backward)
             try:
@@ -241,6 +256,37 @@ class Planner:
         if not seconds:
             raise refused[0]
         return min(seconds, key=seconds.__getitem__)
+
+    def finer(self, units: Units, limits: Sequence[float]) -> Units:
+        """Return ``units``, or smaller ones of the same documents where with these ranks wait for memory.
+
+        To be busy all the time a rank of p has to keep about p / 2 units, and more of unlike ones, whatever
+        the order.  So where the ``limits`` hold no more than 3 p, units of half as many tokens are tried for
+        as long as the step gets shorter, each with an overhead of ``OVERHEAD`` tokens or more.  Of a long
+        step a part of the microbatches is tried.  ``units`` are those of ``cut``; the heaviest ones of
+        several pipelines stay as they are.
+        """
+        ranks, largest = self.placement.ranks, max(units.tokens) // self._rows
+        stages = [self.placement.stages_of(rank) for rank in range(ranks)]
+        of_largest = self.table(units).kept[F].max(axis=1)[np.array(stages)].sum(axis=1)
+        if isinstance(units, Heaviest) or all(bounded(limits, self.placement) > _AMPLE * ranks * of_largest):
+            return units
+        documents = units.documents[:: max(1, units.microbatches // (_AMPLE * ranks))]
+        trial = copy(self)
+        trial.overhead = max(self.overhead, OVERHEAD)
+        shortest, chosen, size = math.inf, largest, largest
+        while size >= max(SMALLEST, self._multiple):
+            some = trial.cut(documents, size)
+            search = _Listed(some, trial.table(some), self.placement, limits, self.splits_backward)
+            seconds = search.climbed(len(_PACES))[0] if search.is_feasible else math.inf
+            if seconds < _GAIN * shortest:
+                shortest, chosen = seconds, size
+            elif shortest < math.inf:
+                break
+            if seconds <= _WAITS * search.lower_bound:
+                break
+            size //= 2
+        return units if chosen == largest else self.cut(units.documents, chosen)
 
     def least_limits(self, units: Units) -> list[float]:
         """Return the least that each rank may keep: the longest document, or the largest pack."""
@@ -281,15 +327,7 @@ class Planner:
             plan = self.in_family(make, self.cut(documents, size))
             return simulate(plan.schedule, self.costs(plan.units)).makespan
 
-        return min(self._sizes(documents), key=seconds)
-
-    def _sizes(self, documents: Sequence[Sequence[int]]) -> list[int]:
-        """Return the sizes of units among which one is chosen; small ones only for what can be planned."""
-        longest = max(map(max, documents))
-        fewest = sum(map(sum, documents)) * 3 * self.placement.stages // LARGEST_PLAN
-        sizes = [SMALLEST << step for step in range((LARGEST // SMALLEST).bit_length())]
-        some = [size for size in sizes if size < 2 * longest] or sizes[:1]
-        return [size for size in some if size > fewest] or some[-1:]
+        return min(_sizes(documents), key=seconds)
 
     @property
     def _no_limits(self) -> list[float]:
@@ -503,6 +541,12 @@ class _Listed:
         assert np.isfinite(seconds), "the reservation lets every order go on"
         return seconds, climb
 
+    @property
+    def is_feasible(self) -> bool:
+        """Whether each rank can keep the longest document."""
+        ranks = self._listing.ranks
+        return bool((ranks.largest <= ranks.limits).all())
+
     def _require_limits(self) -> None:
         ranks = self._listing.ranks
         for rank, (needed, limit) in enumerate(zip(ranks.least, self._limits, strict=True)):
@@ -534,3 +578,12 @@ def _climb(
 def _work_of_chains(units: Units, table: Table) -> list[float]:
     first = np.array([chain.start for chain in units.chains])
     return np.add.reduceat(table.work, first).tolist()
+
+
+def _sizes(documents: Sequence[Sequence[int]], stages: int = 1) -> list[int]:
+    """Return the sizes of units among which one is chosen, with no more actions than are planned."""
+    longest = max(map(max, documents))
+    fewest = 3 * stages * sum(map(sum, documents)) // LARGEST_PLAN
+    sizes = [SMALLEST << step for step in range((LARGEST // SMALLEST).bit_length())]
+    sizes = [size for size in sizes if size < 2 * longest] or sizes[:1]
+    return [size for size in sizes if size > fewest] or sizes[-1:]
