@@ -144,6 +144,8 @@ CASES: dict[str, dict[str, str]] = {
         "no effect under Megatron's own schedules; add --pipeline-schedule, v-half": "",
         "cannot be shared out over --tensor": "--pipeline-schedule v-half --tensor-model-parallel-size 4 "
         "--sequence-parallel --pipeline-slice-tokens 6",
+        "cannot be shared out over --context": "--pipeline-schedule v-half --tensor-model-parallel-size 2 "
+        "--sequence-parallel --pipeline-slice-tokens 6 --context-parallel-size 2",
     },
     f"Without `--pipeline-slice-tokens`|{PP4} --pipeline-schedule 1f1b": {
         "--pipeline-slice-check is about slices": "--pipeline-slice-check off"
@@ -153,7 +155,6 @@ CASES: dict[str, dict[str, str]] = {
         "the file orders microbatches": "--pipeline-schedule csv:x.csv",
     },
     f"With `--pipeline-slice-tokens`|{PP4} {SLICES} --pipeline-schedule v-half": {
-        "--context-parallel-size above 1: each": "--context-parallel-size 2",
         "--mtp-num-layers: the prediction at": "--mtp-num-layers 1",
         "would see later ones": "--window-size 4,2",
         "the state of such attention": "--experimental-attention-variant gated_delta_net "
@@ -165,6 +166,14 @@ CASES: dict[str, dict[str, str]] = {
         "--pipeline-offload: slices share": "--pipeline-offload auto",
         "--pipeline-vocabulary: its exchanges are of": SHARED,
         "--pipeline-profile-steps: what it compiles": "--pipeline-profile-steps 1-2",
+    },
+    f"With `--pipeline-slice-tokens` and context parallelism|{PP4} {SLICES} --pipeline-schedule v-half "
+    "--context-parallel-size 2": {
+        "exchange tokens for whole heads": "--tensor-model-parallel-size 4",
+        "exchange heads in one level": "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 1",
+        "the numbers for all would be": "--softmax-type learnable",
+        "--qk-clip: the maximum of": "--qk-clip",
+        "divided by halves": "--position-embedding-type mrope",
     },
     f"With `--pipeline-slice-tokens`|{PP2} --fake-process-group {SLICES}": {
         "--rehearse-pipeline: a rehearsal": "--pipeline-schedule 1f1b --rehearse-pipeline x.json"

@@ -24,6 +24,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron_pp_ext.features.units import runtime as prefixes
 from megatron_pp_ext.features.units.megatron.agreement import seen_by_any
+from megatron_pp_ext.features.units.megatron.context_parallel import why_not_shared, without_group
 from megatron_pp_ext.features.units.megatron.layers import Calls, named, with_prefix
 from megatron_pp_ext.features.units.options import SLICE_FLAG
 from megatron_pp_ext.features.units.runtime import Slice, at_work_on
@@ -61,6 +62,11 @@ def require_known_operations(
     if all(model in _passed for model in models):
         return
     refused, unknown = {call.refused for call in calls} - {""}, set[str]()
+    if inputs.groups.cp.size() > 1:
+        refused |= {
+            f"context-parallel ranks cannot share slices of this model: {why}; leave out {SLICE_FLAG}"
+            for why in filter(None, map(why_not_shared, models))
+        }
     tensor = int(inputs.groups.tp.size()) if inputs.config.sequence_parallel else 1
     positions = min(int(getattr(model, "max_sequence_length", 2 * MOST)) for model in models)
     tokens = max(1, min(MOST, slice_tokens, positions // 2) // tensor) * tensor
@@ -173,6 +179,7 @@ class _Probe:
                 stack.callback(handle.remove)
 
             for key, attention in self.attentions.items():
+                stack.enter_context(without_group(attention))
                 add(attention.register_forward_pre_hook(partial(_note, calls[key]), with_kwargs=True))
                 add(attention.register_forward_hook(lambda module, args, output: torch.zeros_like(output)))
             for router in (module for module in self.model.modules() if isinstance(module, Router)):
@@ -188,8 +195,8 @@ class _Probe:
                 hidden = change(drawn[mine.start : mine.stop])
             stack.callback(self.model.set_input_tensor, [None])
             self.model.set_input_tensor([hidden])
-            if tokens.start:
-                stack.enter_context(at_work_on(_slice(None, tokens)))
+            # The whole too: context-parallel ranks would divide its positions.
+            stack.enter_context(at_work_on(_slice(None, tokens)))
             output: torch.Tensor = self.model(**self._arguments(tokens))
         return calls, output
 
@@ -218,11 +225,12 @@ class _Probe:
             what: _drawn(call[what].shape, seed).to(call[what])
             for seed, what in enumerate(("query", "key", "value"))
         }
-        whole, parts = attention.forward(**{**call, **drawn}), list[torch.Tensor]()
+        with without_group(attention):
+            whole, parts = attention.forward(**{**call, **drawn}), list[torch.Tensor]()
         sequence = prefixes.Sequence(Owner(0, 0), len(self.whole))
         for tokens in (self.whole[: self.tokens], self.whole[self.tokens :]):
             cut = {what: value[tokens.start : tokens.stop] for what, value in drawn.items()}
-            with at_work_on(_slice(sequence, tokens)):
+            with at_work_on(_slice(sequence, tokens)), without_group(attention):
                 _, arguments = with_prefix(attention, (), {**call, **cut})
                 parts.append(attention.forward(**arguments))
         error = (torch.cat(parts) - whole).float().abs().max() / whole.float().abs().max()
