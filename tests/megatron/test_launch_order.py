@@ -51,6 +51,10 @@ FEATURES = {
     "context": Feature(
         "--context-parallel-size 2 --global-batch-size 4", (f"{FORWARD}: {GATHER}", f"{BACKWARD}: {SCATTER}")
     ),
+    "shared slices": Feature(
+        "--context-parallel-size 2 --global-batch-size 2 --pipeline-slice-tokens 16",
+        (f"{FORWARD}: {EXCHANGE}", rf"\d[IB]\d: {EXCHANGE}"),
+    ),
     "tied": Feature(
         f"{EVALUATED} --pipeline-model-parallel-size 4 --num-layers 8 --global-batch-size 4",
         (f"{BETWEEN}: allreduce 64x32",),
@@ -90,6 +94,7 @@ JOBS = [
     ("context", "1f1b"),
     ("tied", "v-half"),
     ("vocabulary of a line", "zb-h1"),
+    ("shared slices", "v-half"),
     ("in flight", "pipedream"),
     ("replicas", "pipedream"),
     ("experts", "zb-h1"),
@@ -132,7 +137,7 @@ def _without_action(entry: Collective) -> str:
     return entry.name.partition(": ")[2] if "VOCABULARY" in entry.group else entry.name
 
 
-@pytest.mark.parametrize(("feature", "schedule"), first(8, JOBS))
+@pytest.mark.parametrize(("feature", "schedule"), first(9, JOBS))
 def test_a_job_cannot_hang(feature: str, schedule: str) -> None:
     launches = recorded(feature, schedule)
     names = {entry.name for entry in launches[0] if isinstance(entry, Collective)}
@@ -161,6 +166,12 @@ def collectives(launches: Launches, group: str) -> list[int]:
         for at, entry in enumerate(launches)
         if isinstance(entry, Collective) and entry.group.startswith(group)
     ]
+
+
+def test_weight_gradients_of_shared_slices_exchange_nothing() -> None:
+    for launches in recorded("shared slices", "v-half"):
+        for entry in launches:
+            assert not re.match(rf"\dW\d: {EXCHANGE}", entry.name if isinstance(entry, Collective) else "")
 
 
 def test_two_collectives_that_change_places_on_one_rank_are_found() -> None:
