@@ -31,6 +31,10 @@ EXPERTS = "--num-experts 4 --disable-bias-linear --moe-token-dispatcher-type all
 PAIRS = f"{PP2} --expert-model-parallel-size 2 {EXPERTS} --bf16 --overlap-moe-expert-parallel-comm"
 REPLICAS = f"{PP2} {UNTIED} --global-batch-size 3 --pipeline-schedule pipedream --pipeline-replicas 3-1"
 SHARED = "--pipeline-vocabulary shared"
+SPARSE = (
+    "--experimental-attention-variant dsa --multi-latent-attention --dsa-indexer-n-heads 2 "
+    "--dsa-indexer-head-dim 16 --dsa-indexer-topk 8"
+)
 SLICES = "--pipeline-slice-tokens 8"
 
 GRAPHS, PER_LAYER = "--cuda-graph-impl full_iteration", "--cuda-graph-impl transformer_engine"
@@ -155,11 +159,11 @@ CASES: dict[str, dict[str, str]] = {
         "the file orders microbatches": "--pipeline-schedule csv:x.csv",
     },
     f"With `--pipeline-slice-tokens`|{PP4} {SLICES} --pipeline-schedule v-half": {
-        "--mtp-num-layers: the prediction at": "--mtp-num-layers 1",
+        "--mtp-use-repeated-layer: a layer of": "--mtp-num-layers 2 --mtp-use-repeated-layer",
         "would see later ones": "--window-size 4,2",
-        "the state of such attention": "--experimental-attention-variant gated_delta_net "
-        "--linear-attention-freq 4 --spec my.layers stack",
-        "the state of Mamba": "--hybrid-layer-pattern M*|M*|M*|M*|M*|M*|M*|M* --spec my.layers stack",
+        "the state of such attention": f"{SPARSE} --spec my.layers stack",
+        "Mamba-2's fused kernel, which it": "--hybrid-layer-pattern M*|M*|M*|M*|M*|M*|M*|M* "
+        "--spec my.layers stack --disable-mamba-mem-eff-path",
         "another number of keys in each": "--cuda-graph-impl transformer_engine --pipeline-unproved",
         "--tp-comm-overlap: its buffers": "--tp-comm-overlap",
         "--fine-grained-activation-offloading: it counts": "--fine-grained-activation-offloading",
@@ -173,6 +177,8 @@ CASES: dict[str, dict[str, str]] = {
         "exchange heads in one level": "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 1",
         "the numbers for all would be": "--softmax-type learnable",
         "--qk-clip: the maximum of": "--qk-clip",
+        "what it predicts from are": "--mtp-num-layers 1",
+        "takes the order of whole": "--hybrid-layer-pattern M*|M*|M*|M*|M*|M*|M*|M* --spec my.layers stack",
         "divided by halves": "--position-embedding-type mrope",
     },
     f"With `--pipeline-slice-tokens`|{PP2} --fake-process-group {SLICES}": {

@@ -17,6 +17,7 @@ units, and between chains.
 Forwards are charged with what their input gradients take (``StageCosts.charged_to_forward``).
 """
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise, repeat
 from typing import NamedTuple
@@ -24,6 +25,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_pp_ext.compiler.request import LARGEST
+from megatron_pp_ext.features.units.microbatches import require_number
 from megatron_pp_ext.features.units.table import Floats, Integers, Table
 from megatron_pp_ext.features.units.units import Units
 from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind, Schedule
@@ -137,7 +140,15 @@ class Listing(NamedTuple):
 def listing_of(
     units: Units, table: Table, placement: Placement, limits: Sequence[float] | Floats, rules: ListRules
 ) -> Listing:
-    """Return the listing of ``units`` with the costs of ``table``, within the ``limits`` of ranks."""
+    """Return the listing of ``units`` with the costs of ``table``, within the ``limits`` of ranks.
+
+    ValueError for limits that are none (``bounded``), and for more actions than are simulated.
+    """
+    if (actions := 3 * placement.stages * len(units)) > LARGEST:
+        raise ValueError(
+            f"{len(units):,} units on {placement.stages:,} stages make {actions:,} actions, but at most "
+            f"{LARGEST:,} are planned: give more tokens to a unit, or a shorter step"
+        )
     where = Where(
         np.array([placement.rank_of(stage) for stage in range(placement.stages)]),
         np.array([placement.stages_of(rank) for rank in range(placement.ranks)]),
@@ -150,9 +161,20 @@ def listing_of(
     each = table.seconds[F] + np.where(rules.is_whole, table.seconds[B], table.seconds[I] + table.seconds[W])
     seconds = np.add.reduceat(each.sum(axis=0), first) / placement.ranks
     sizes = np.array([len(chain) for chain in units.chains])
-    bounded = np.array(limits, float) * (1 + ROUNDING)
-    ranks = Ranks(bounded, kept.max(axis=1), each.sum(axis=1)[where.stages_of].sum(axis=1))
+    highest = bounded(limits, placement) * (1 + ROUNDING)
+    ranks = Ranks(highest, kept.max(axis=1), each.sum(axis=1)[where.stages_of].sum(axis=1))
     return Listing(where, Chains(first, sizes, seconds, kept), ranks, rules, _state(placement, units))
+
+
+def bounded(limits: Sequence[float] | Floats, placement: Placement) -> Floats:
+    """Return the ``limits`` of all ranks; ValueError for another number of them, and for one that is none."""
+    if not isinstance(limits, Sequence | np.ndarray) or len(limits) != placement.ranks:
+        raise ValueError(
+            f"the memory limits are {limits!r:.40}, but there are {placement.ranks} ranks: give one to each"
+        )
+    for rank, limit in enumerate(limits):
+        require_number(f"the memory limit of rank {rank}", limit, "above 0", math.inf)
+    return np.array(limits, float)
 
 
 def free_rules(placement: Placement, splits_backward: bool) -> ListRules:

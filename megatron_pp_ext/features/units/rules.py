@@ -76,14 +76,22 @@ def _cuts(job: RequestedJob) -> bool:
     return not sequence or isinstance(tokens, str) or tokens < sequence or is_ordered(job)
 
 
-def has_states(job: RequestedJob) -> bool:
-    """Whether layers of a hybrid model carry a state from token to token."""
-    return any(letter in "MG" for letter in job.model.hybrid_layer_pattern or "")
+def _has_unknown_attention(job: RequestedJob) -> bool:
+    """Whether the attention's own state, besides keys and values, is not one that slices hand on."""
+    return job.attention.experimental_attention_variant not in (None, "gated_delta_net")
 
 
 def ranks_of_sequence(job: RequestedJob) -> int:
     """Return how many ranks share the tokens of a slice between layers."""
     return job.parallel.context_parallel_size * job.parallel.sequence_ranks
+
+
+def has_states(job: RequestedJob) -> bool:
+    """Whether some layers are recurrent: Mamba-2 or gated delta nets."""
+    model, attention = job.model, job.attention
+    if model.hybrid_layer_pattern:
+        return any(letter in "MG" for letter in model.hybrid_layer_pattern)
+    return any(attention.letter(number) == "G" for number in range(1, (model.num_layers or 0) + 1))
 
 
 def heads_of_rank(job: RequestedJob) -> int:
@@ -154,9 +162,11 @@ _SLICE_RULES = (
                 when=lambda job: job.pipeline.can.file,
             ),
             Rule(
-                "--mtp-num-layers",
-                "the prediction at a slice's end needs tokens of the next slice, and the model divides "
-                "its loss by the tokens of the call",
+                "--mtp-use-repeated-layer",
+                "a layer of attention hands on keys of one call in every forward, and this one has "
+                "{mtp_num_layers}",
+                "leave one of the two out, or give --mtp-num-layers 1",
+                when=lambda job: job.model.mtp_use_repeated_layer and job.model.mtp_num_layers > 1,
             ),
             Rule(
                 "--window-size {window_size}",
@@ -165,13 +175,19 @@ _SLICE_RULES = (
                 when=lambda job: sees_later(job.attention.window_size),
             ),
             Rule(
-                "--experimental-attention-variant",
+                "--experimental-attention-variant {experimental_attention_variant}",
                 "the state of such attention is not carried from slice to slice",
+                when=lambda job: (
+                    job.attention.experimental_attention_variant not in (None, "gated_delta_net")
+                ),
             ),
             Rule(
-                "--hybrid-layer-pattern with M or G",
-                "the state of Mamba and of a gated delta net is not carried from slice to slice",
-                when=has_states,
+                "--disable-mamba-mem-eff-path",
+                "slices hand states to Mamba-2's fused kernel, which it leaves out",
+                when=lambda job: (
+                    "M" in (job.model.hybrid_layer_pattern or "")
+                    and job.is_set("--disable-mamba-mem-eff-path")
+                ),
             ),
             Rule(
                 "--cuda-graph-impl {cuda_graph_impl}",
@@ -212,6 +228,16 @@ _SHARED_SLICE_RULES = (
                 "--softmax-type {softmax_type}",
                 "each rank attends for a part of the heads, and the numbers for all would be added to them",
                 when=lambda job: job.attention.softmax_type != "vanilla",
+            ),
+            Rule(
+                "--mtp-num-layers",
+                "what it predicts from are tokens of the next rank, whose part of a slice comes after",
+                when=lambda job: job.model.mtp_num_layers,
+            ),
+            Rule(
+                "--hybrid-layer-pattern with M or G",
+                "Megatron's exchange for such layers takes the order of whole sequences",
+                when=has_states,
             ),
             Rule("--qk-clip", "the maximum of each head is counted where all heads are"),
             Rule(

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megatron_pp_ext.features.units.megatron.states import is_recurrent
 from megatron_pp_ext.features.units.options import SLICE_FLAG
 from megatron_pp_ext.features.units.runtime import Share, Slice
 from megatron_pp_ext.features.units.units import Units
@@ -298,7 +299,11 @@ def why_not_shared(model: torch.nn.Module) -> str:
 
     These are what no flag tells; see ``units.rules`` for the others.
     """
+    if getattr(getattr(model, "config", None), "mtp_num_layers", None):
+        return "multi-token prediction (mtp_num_layers) needs tokens of the next rank"
     for module in model.modules():
+        if is_recurrent(module):
+            return f"the exchange of {type(module).__name__} takes the order of whole sequences"
         if isinstance(module, MultimodalRotaryEmbedding):
             return "its rotary positions (MultimodalRotaryEmbedding) are divided by halves of whole sequences"
         attention = getattr(module, "core_attention", None)
