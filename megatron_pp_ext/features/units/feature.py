@@ -100,9 +100,9 @@ class UnitPlanning(Feature):
         return sliced(request, option, costs, before)
 
     def hooked(self) -> tuple[ModuleType, ...]:
-        from megatron_pp_ext.features.units.megatron import mtp
+        from megatron_pp_ext.features.units.megatron import context_parallel, mtp
 
-        return (mtp,)
+        return context_parallel, mtp
 
     def data_parts(self, pipeline: Pipeline) -> Iterable[StepPart]:
         """See ``Feature``; without options of features only steps whose messages vary in shape have any."""

@@ -53,7 +53,7 @@ from megatron_pp_ext.features.units.units import Units, cut_alike, in_order_of, 
 from megatron_pp_ext.megatron.requested import Pipeline
 from megatron_pp_ext.megatron.runners.flushed import Step, StepPart, require_same_schedule
 from megatron_pp_ext.megatron.runners.model_stage import StepInputs
-from megatron_pp_ext.megatron.runners.transport import shapes_of, sizes_of
+from megatron_pp_ext.megatron.runners.transport import sequence_ranks, shapes_of, sizes_of
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.runtime.rank import print_rank_0
 from megatron_pp_ext.schedule import catalog
@@ -321,7 +321,7 @@ class InSlices(PlannedSteps):
         tokens of a unit, where that is left open.
         """
         inputs = step.inputs
-        multiple = int(inputs.groups.tp.size()) if inputs.config.sequence_parallel else 1
+        multiple = sequence_ranks(inputs)
         for documents in pipelines:
             _require_rows(documents, inputs)
             _require_divisible(documents, multiple)
@@ -465,17 +465,16 @@ def _require_divisible(documents: Documents, multiple: int) -> None:
             if length % multiple:
                 raise RuntimeError(
                     f"microbatch {number} has a document of {length} tokens, which {multiple} "
-                    "tensor-parallel ranks cannot share in slices of sequences; pad documents to a multiple"
+                    "ranks cannot share in slices of sequences; pad documents to a multiple"
                 )
 
 
 def _require_length(inputs: StepInputs, length: int) -> None:
     """Raise ValueError unless the step's sequences have the ``length`` that its schedule was made for."""
-    tensor = inputs.groups.tp.size() if inputs.config.sequence_parallel else 1
     varies = inputs.config.variable_seq_lengths
     if not inputs.shape and inputs.config.mtp_standalone and not varies:
         return  # messages announce their shapes, and a batch of another length is refused as it is cut
-    if varies or inputs.shape[0] * tensor != length:
+    if varies or inputs.shape[0] * sequence_ranks(inputs) != length:
         raise SettingError(
             f"slices were planned for sequences of {length} tokens, and this step has others; give all steps "
             "this length, let --pipeline-order rule plan each step, or leave out --pipeline-slice-tokens"
