@@ -154,7 +154,7 @@ CASES: dict[str, dict[str, str]] = {
     },
     f"With `--pipeline-slice-tokens`|{PP4} {SLICES} --pipeline-schedule v-half": {
         "--context-parallel-size above 1: each": "--context-parallel-size 2",
-        "--mtp-use-repeated-layer: a layer of": "--mtp-num-layers 2 --mtp-use-repeated-layer",
+        "--moe-enable-routing-replay: routing is rec": "--moe-enable-routing-replay",
         "would see later ones": "--window-size 4,2",
         "the state of such attention": "--experimental-attention-variant gated_delta_net "
         "--linear-attention-freq 4 --spec my.layers stack",

@@ -22,7 +22,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import unwrap_model
 
-from megatron_pp_ext.features.units.megatron.mtp import keep_wholes, refused_model
+from megatron_pp_ext.features.units.megatron.mtp import keep_wholes, refused_model, repeated
 from megatron_pp_ext.features.units.runtime import Slice, running
 from megatron_pp_ext.setting_error import SettingError
 
@@ -51,6 +51,9 @@ class Calls:
                 stock = module.get_cached_cos_sin
                 if getattr(stock, "func", None) is not _part_of_cached:
                     module.get_cached_cos_sin = partial(_part_of_cached, stock)
+        modules, calls = repeated(model)
+        for module in modules:
+            module.calls_in_forward = calls  # type: ignore[assignment]
 
     def _add(self, module: torch.nn.Module, attention: torch.nn.Module) -> None:
         """Let the ``attention`` of ``module`` see earlier slices."""
@@ -162,10 +165,17 @@ def with_prefix(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     if why := _refused_kind(arguments.get("attn_mask_type")):
         raise SettingError(why)
     for what in ("key", "value"):
-        arguments[what] = part.sequence.grown((module, what), arguments[what], part.start)
+        arguments[what] = part.sequence.grown(
+            (module, what), arguments[what], part.start, calls_in_forward(module)
+        )
     if part.start:
         _mask(module, arguments, part)
     return (), arguments
+
+
+def calls_in_forward(module: torch.nn.Module) -> int:
+    """Return how often each forward calls ``module``."""
+    return int(getattr(module, "calls_in_forward", 1))
 
 
 def _mask(module: torch.nn.Module, arguments: dict[str, Any], part: Slice) -> None:

@@ -24,7 +24,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron_pp_ext.features.units import runtime as prefixes
 from megatron_pp_ext.features.units.megatron.agreement import seen_by_any
-from megatron_pp_ext.features.units.megatron.layers import Calls, cut, named, with_prefix
+from megatron_pp_ext.features.units.megatron.layers import Calls, calls_in_forward, cut, named, with_prefix
 from megatron_pp_ext.features.units.options import SLICE_FLAG
 from megatron_pp_ext.features.units.runtime import Slice, at_work_on
 from megatron_pp_ext.megatron.core.placed_models import as_chunk
@@ -111,7 +111,7 @@ class _Probe:
             of_slice, finite = self._forward(self.whole[self.tokens :], poisons=False)
             self._check_output(output, finite)
             for key, calls in of_whole.items():
-                if len(calls) > 1:
+                if len(calls) > calls_in_forward(self.attentions[key]):
                     raise _Defect(f"a forward calls a layer of attention {len(calls)} times")
                 for call, other in zip(calls, of_slice[key], strict=True):
                     self._check_attention(self.attentions[key], call)
