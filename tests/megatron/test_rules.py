@@ -159,7 +159,7 @@ CASES: dict[str, dict[str, str]] = {
         "the file orders microbatches": "--pipeline-schedule csv:x.csv",
     },
     f"With `--pipeline-slice-tokens`|{PP4} {SLICES} --pipeline-schedule v-half": {
-        "--mtp-use-repeated-layer: a layer of": "--mtp-num-layers 2 --mtp-use-repeated-layer",
+        "--moe-enable-routing-replay: routing is rec": "--moe-enable-routing-replay",
         "would see later ones": "--window-size 4,2",
         "the state of such attention": f"{SPARSE} --spec my.layers stack",
         "Mamba-2's fused kernel, which it": "--hybrid-layer-pattern M*|M*|M*|M*|M*|M*|M*|M* "

@@ -163,13 +163,6 @@ _SLICE_RULES = (
                 when=lambda job: job.pipeline.can.file,
             ),
             Rule(
-                "--mtp-use-repeated-layer",
-                "a layer of attention hands on keys of one call in every forward, and this one has "
-                "{mtp_num_layers}",
-                "leave one of the two out, or give --mtp-num-layers 1",
-                when=lambda job: job.model.mtp_use_repeated_layer and job.model.mtp_num_layers > 1,
-            ),
-            Rule(
                 "--window-size {window_size}",
                 "a token would see later ones, whose keys come with the next slice",
                 "give 0 as its second number",
@@ -195,6 +188,7 @@ _SLICE_RULES = (
                 "attention has another number of keys in each slice",
                 when=has_graphs,
             ),
+            Rule("--moe-enable-routing-replay", "routing is recorded and replayed by whole microbatches"),
             Rule("--tp-comm-overlap", "its buffers have the size of whole sequences"),
             Rule("--fine-grained-activation-offloading", "it counts whole microbatches"),
             Rule("--pipeline-offload", "slices share the keys and values that it would move"),

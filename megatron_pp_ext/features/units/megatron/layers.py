@@ -29,7 +29,7 @@ from megatron_pp_ext.features.units.megatron.context_parallel import (
     of_this_rank,
     require_dealt,
 )
-from megatron_pp_ext.features.units.megatron.mtp import keep_wholes, refused_model
+from megatron_pp_ext.features.units.megatron.mtp import keep_wholes, refused_model, repeated
 from megatron_pp_ext.features.units.megatron.states import carry_states, is_recurrent
 from megatron_pp_ext.features.units.runtime import Slice, running
 from megatron_pp_ext.setting_error import SettingError
@@ -62,6 +62,9 @@ class Calls:
                 stock = module.get_cached_cos_sin
                 if getattr(stock, "func", None) is not _part_of_cached:
                     module.get_cached_cos_sin = partial(_part_of_cached, stock)
+        modules, calls = repeated(model)
+        for module in modules:
+            module.calls_in_forward = calls  # type: ignore[assignment]
 
     def _add(self, module: torch.nn.Module, attention: torch.nn.Module) -> None:
         """Let the ``attention`` of ``module`` see earlier slices."""
@@ -184,7 +187,9 @@ def with_prefix(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     sequence = part.sequence
     for what in ("key", "value") if sequence is not None else ():
         assert sequence is not None
-        arguments[what] = sequence.grown((module, what), arguments[what], part.start)
+        arguments[what] = sequence.grown(
+            (module, what), arguments[what], part.start, calls_in_forward(module)
+        )
     if part.start:
         _mask(module, arguments, part)
     return (), arguments
@@ -194,6 +199,11 @@ def _of_own_tokens(module: torch.nn.Module, args: Any, kwargs: Any, output: Any)
     """Let attention return what this rank's tokens get; also where it has failed, to leave it as it was."""
     part = running()
     return None if part is None or part.share is None else exchange_tokens(module, part, output)
+
+
+def calls_in_forward(module: torch.nn.Module) -> int:
+    """Return how often each forward calls ``module``."""
+    return int(getattr(module, "calls_in_forward", 1))
 
 
 def _mask(module: torch.nn.Module, arguments: dict[str, Any], part: Slice) -> None:

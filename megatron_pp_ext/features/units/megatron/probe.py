@@ -27,7 +27,7 @@ from megatron.core.utils import unwrap_model
 from megatron_pp_ext.features.units import runtime as prefixes
 from megatron_pp_ext.features.units.megatron.agreement import seen_by_any
 from megatron_pp_ext.features.units.megatron.context_parallel import why_not_shared, without_group
-from megatron_pp_ext.features.units.megatron.layers import Calls, cut, named, with_prefix
+from megatron_pp_ext.features.units.megatron.layers import Calls, calls_in_forward, cut, named, with_prefix
 from megatron_pp_ext.features.units.megatron.states import is_recurrent
 from megatron_pp_ext.features.units.options import SLICE_FLAG
 from megatron_pp_ext.features.units.runtime import Slice, at_work_on
@@ -125,7 +125,8 @@ class _Probe:
             of_slice, finite = self._forward(self.whole[self.tokens :], poisons=False)
             self._check_output(output, finite)
             for key, calls in of_whole.items():
-                if len(calls) > 1:
+                most = 1 if key in self.recurrences else calls_in_forward(self.attentions[key])
+                if len(calls) > most:
                     raise _Defect(f"a forward calls a layer {len(calls)} times")
                 for call, other in zip(calls, of_slice[key], strict=True):
                     if key in self.recurrences:
