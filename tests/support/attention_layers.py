@@ -180,6 +180,8 @@ class Norm(torch.nn.Module):
         super().__init__()
         kind = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}[config.normalization]
         norm = kind(hidden_size, eps=eps)
+        for weight in norm.parameters():
+            weight.sequence_parallel = config.sequence_parallel
         self.weight, self.bias, self.eps = norm.weight, getattr(norm, "bias", None), eps
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

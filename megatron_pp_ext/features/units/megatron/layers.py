@@ -22,7 +22,13 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import unwrap_model
 
-from megatron_pp_ext.features.units.megatron.states import carry_states, is_recurrent
+from megatron_pp_ext.features.units.megatron.states import (
+    carry_states,
+    is_recurrent,
+    is_sparse,
+    mask_of_sparse,
+    share_indexer,
+)
 from megatron_pp_ext.features.units.runtime import Slice, running
 from megatron_pp_ext.setting_error import SettingError
 
@@ -60,6 +66,8 @@ class Calls:
             self.refused = self.refused or _refused_kind(getattr(part, "attn_mask_type", None))
         self.reads_masks = self.reads_masks or not _is_of_engine(attention)
         _hook(attention, with_prefix)
+        if is_sparse(attention):
+            self.refused = self.refused or share_indexer(attention)
         if isinstance(attention, DotProductAttention):
             # Its kernel knows as many keys as queries.
             attention.scale_mask_softmax.scaled_masked_softmax_fusion = False
@@ -164,6 +172,8 @@ def with_prefix(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     if why := _refused_kind(arguments.get("attn_mask_type")):
         raise SettingError(why)
     for what in ("key", "value"):
+        if arguments[what] is None:
+            continue  # values that are parts of the keys
         arguments[what] = part.sequence.grown((module, what), arguments[what], part.start)
     if part.start:
         _mask(module, arguments, part)
@@ -174,11 +184,13 @@ def _mask(module: torch.nn.Module, arguments: dict[str, Any], part: Slice) -> No
     """Let the slice's first token see all tokens before it: the diagonal ends at the last row and column."""
     if arguments.get("attn_mask_type") == AttnMaskType.causal and _is_of_engine(module):
         arguments["attn_mask_type"] = AttnMaskType.causal_bottom_right  # whatever mask is given besides
-    if arguments.get("attention_mask") is not None or _is_of_engine(module):
+    if not is_sparse(module) and (arguments.get("attention_mask") is not None or _is_of_engine(module)):
         return
     device = arguments["query"].device
     rows = torch.arange(part.start, part.end, device=device)[:, None]
     arguments["attention_mask"] = (torch.arange(part.end, device=device) > rows)[None, None]
+    if is_sparse(module):
+        mask_of_sparse(arguments, arguments["attention_mask"])
 
 
 def _refused_kind(kind: Any) -> str:
