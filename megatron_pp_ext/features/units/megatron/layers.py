@@ -340,6 +340,8 @@ def _pack(params: PackedSeqParams, part: Slice) -> PackedSeqParams | None:
         [0, *accumulate(part.sizes)], dtype=params.cu_seqlens_q.dtype, device=params.cu_seqlens_q.device
     )
     longest, names = max(part.sizes), {field.name for field in fields(params)}
+    # Of the number of tokens Megatron makes that of the document of each, for Mamba-2.
+    is_numbered = any(getattr(params, name, None) is not None for name in ("total_tokens", "seq_idx"))
     return replace(
         params,
         cu_seqlens_q=ends,
@@ -347,5 +349,5 @@ def _pack(params: PackedSeqParams, part: Slice) -> PackedSeqParams | None:
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         **dict.fromkeys(names.intersection(_OTHERS)),
-        **({"total_tokens": sum(part.sizes)} if getattr(params, "total_tokens", None) else {}),
+        **({"total_tokens": sum(part.sizes)} if is_numbered else {}),
     )

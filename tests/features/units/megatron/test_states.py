@@ -6,7 +6,7 @@ implementation of the gated delta rule.
 
 import pytest
 
-from tests.support import architectures
+from tests.support import architectures, own_loop, own_loop_lengths, own_process
 from tests.support.comparison import assert_close, distance, run, stock
 from tests.support.tiers import wide
 
@@ -70,3 +70,20 @@ def test_trains_as_whole_sequences(case: str) -> None:
     )
     assert_close(ours, whole)
     assert distance(ours, whole) < 1e-6
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """What both ranks found; see ``tests.support.own_loop_states``."""
+    return own_process.found("own_loop_states", tmp_path_factory.mktemp("states"))
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("kind", ["", " packed"])
+@pytest.mark.parametrize("name", own_loop_lengths.SCHEDULES)
+def test_trains_as_whole_microbatches_of_unlike_length(found: list[dict], name: str, kind: str) -> None:
+    """Mamba-2, delta nets and attention in one model; no state enters another document of a pack."""
+    ours, whole = ([rank[one + kind] for rank in found] for one in (name, "stock"))
+    for one, other in zip(ours[-1].losses, whole[-1].losses, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+    own_loop.assert_close_gradients(ours, whole)
