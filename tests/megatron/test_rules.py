@@ -158,7 +158,7 @@ CASES: dict[str, dict[str, str]] = {
     },
     f"With `--pipeline-slice-tokens`|{PP4} {SLICES} --pipeline-schedule v-half": {
         "--context-parallel-size above 1: each": "--context-parallel-size 2",
-        "--mtp-num-layers: the prediction at": "--mtp-num-layers 1",
+        "--mtp-use-repeated-layer: a layer of": "--mtp-num-layers 2 --mtp-use-repeated-layer",
         "would see later ones": "--window-size 4,2",
         "its kernels know no keys": f"{SPARSE} --spec my.layers stack --dsa-kernel-backend cudnn",
         "layers look for the choice": f"{SPARSE} --spec my.layers stack --dsa-indexer-topk-freq 2",

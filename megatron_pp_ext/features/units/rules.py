@@ -141,9 +141,11 @@ _SLICE_RULES = (
                 when=lambda job: job.parallel.context_parallel_size > 1,
             ),
             Rule(
-                "--mtp-num-layers",
-                "the prediction at a slice's end needs tokens of the next slice, and the model divides "
-                "its loss by the tokens of the call",
+                "--mtp-use-repeated-layer",
+                "a layer of attention hands on keys of one call in every forward, and this one has "
+                "{mtp_num_layers}",
+                "leave one of the two out, or give --mtp-num-layers 1",
+                when=lambda job: job.model.mtp_use_repeated_layer and job.model.mtp_num_layers > 1,
             ),
             Rule(
                 "--window-size {window_size}",

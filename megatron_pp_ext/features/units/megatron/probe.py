@@ -26,7 +26,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron_pp_ext.features.units import runtime as prefixes
 from megatron_pp_ext.features.units.megatron.agreement import seen_by_any
-from megatron_pp_ext.features.units.megatron.layers import Calls, named, with_prefix
+from megatron_pp_ext.features.units.megatron.layers import Calls, cut, named, with_prefix
 from megatron_pp_ext.features.units.megatron.states import is_recurrent
 from megatron_pp_ext.features.units.options import SLICE_FLAG
 from megatron_pp_ext.features.units.runtime import Slice, at_work_on
@@ -196,9 +196,12 @@ class _Probe:
                 hidden = change(drawn[mine.start : mine.stop])
             stack.callback(self.model.set_input_tensor, [None])
             self.model.set_input_tensor([hidden])
+            arguments = self._arguments(tokens)
             if tokens.start:
-                stack.enter_context(at_work_on(_slice(None, tokens)))
-            output: torch.Tensor = self.model(**self._arguments(tokens))
+                part = _slice(None, tokens)
+                stack.enter_context(at_work_on(part))
+                arguments = cut(self._arguments(self.whole), part)
+            output: torch.Tensor = self.model(**arguments)
         return calls, output
 
     def _check_output(self, output: torch.Tensor, finite: torch.Tensor) -> None:
