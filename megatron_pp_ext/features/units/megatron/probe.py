@@ -239,7 +239,8 @@ class _Probe:
         """
         drawn = {
             what: _drawn(call[what].shape, seed).to(call[what])
-            for seed, what in enumerate(("query", "key", "value"))
+            for seed, what in enumerate(("query", "key", "value", "x", "qr"))  # the last are an indexer's
+            if call.get(what) is not None
         }
         with without_group(attention):
             whole, parts = attention.forward(**{**call, **drawn}), list[torch.Tensor]()
