@@ -19,11 +19,18 @@ from megatron_pp_ext.compiler.limits import (
 from megatron_pp_ext.compiler.make import Made, Make, make
 from megatron_pp_ext.compiler.request import Request, of_sizes
 from megatron_pp_ext.features.units.list_scheduling import ROUNDING
-from megatron_pp_ext.features.units.options import SMALLEST, Ordering, Slices, Unchecked, are_by_length
+from megatron_pp_ext.features.units.options import (
+    NOMINAL,
+    SMALLEST,
+    Ordering,
+    Slices,
+    Unchecked,
+    are_by_length,
+)
 from megatron_pp_ext.features.units.orders import How
 from megatron_pp_ext.features.units.plan import BUDGET, Plan, Planner
 from megatron_pp_ext.features.units.rates import LengthCosts
-from megatron_pp_ext.features.units.units import Units, require_chain_order, whole
+from megatron_pp_ext.features.units.units import Units, named_units, require_chain_order, whole
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import CostModel, Costs
@@ -33,9 +40,6 @@ from megatron_pp_ext.schedule.simulate import peak_messages
 
 LENGTH = 4096
 """The length at which costs by length are asked for, and half of it: any two lengths give a line."""
-
-NOMINAL = 4
-"""The slices of a sequence whose length is not known yet, in the plan that decides on the placement."""
 
 _CACHED = 32
 """The schedules of a family that are kept for later steps with as many units."""
@@ -178,8 +182,7 @@ def sliced(request: Request, option: Slices, costs: CostModel, before: Make, bud
         return before(request)  # each is planned by itself, or whole where lengths are not known
     if request.is_compiled and request.splits_head:
         raise ValueError(f"slices under {request.schedule} leave the head whole: leave one of the two out")
-    if not option.length:
-        option = replace(option, tokens=1, length=NOMINAL, multiple=1, overhead=0.0, equal_at=inf)
+    option = _known(option)
     plain, results, refused = without_units(request), list[tuple[Plan, float]](), list[InfeasibleLimit]()
     for placement in request.placements:
         planner = planner_of(option, costs, placement, request.may_split_backward)
@@ -210,6 +213,23 @@ def sliced(request: Request, option: Slices, costs: CostModel, before: Make, bud
     return Made(schedule, lower_bound=least if request.is_compiled else None, origin=origin)
 
 
+def _known(option: Slices) -> Slices:
+    """Return ``option`` with sequences of a length, of a few equal slices where it is not known."""
+    if option.length:
+        return option
+    return replace(option, tokens=1, length=NOMINAL, multiple=1, overhead=0.0, equal_at=inf)
+
+
+def costs_in_units(request: Request, costs: CostModel, schedule: Schedule) -> Costs:
+    """Return the costs of the actions of ``schedule``, where ``costs`` are those of whole microbatches."""
+    option = request.option(Slices)
+    if option is None or not schedule.units:
+        return costs.of(schedule.placement)
+    known = _known(option)
+    rates = rates_of(known, costs, schedule.placement)
+    return rates.of(named_units(schedule.units, known.rows), known.overhead)
+
+
 def _as_it_is(schedule: Schedule, units: Units) -> Made:
     """Return the schedule of an evaluation, or of a file, for ``units``."""
     if schedule.name != FORWARD_ONLY:
@@ -235,6 +255,8 @@ def rates_of(option: Slices, costs: CostModel, placement: Placement) -> LengthCo
     They follow from the costs at two lengths; where these are of one length, attention has the part that
     ``option`` states, and where there are none, all stages are alike.
     """
+    if option.rates is not None:
+        return option.rates
     tokens = option.rows * option.length
     try:
         halves, longer = (costs.at(LENGTH // count, count).of(placement) for count in (2, 1))
