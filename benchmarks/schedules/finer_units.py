@@ -86,9 +86,9 @@ def main(
     publish(
         out,
         "Finer units where a limit holds few",
-        f"Means of {trials} steps of 2 microbatches a rank, in units of at most {UNIT:,} tokens: the step over "
-        "the work of a rank, and the number of units, before and after finer ones are tried; once where they "
-        "stay.  Limits are parts of 1F1B's peak tokens.",
+        f"Means of {trials} steps of 2 microbatches a rank, in units of at most {UNIT:,} tokens: the step "
+        "over the work of a rank, and the number of units, before and after finer ones are tried; once where "
+        "they stay.  Limits are parts of 1F1B's peak tokens.",
         table(("lengths", "ranks", *map(str, LIMITS)), rows),
     )
 
