@@ -135,7 +135,7 @@ def test_a_step_is_read_from_json_and_from_text(text, tmp_path):
         ("[]", "there are no microbatches"),
         ("[[1], []]", "microbatch 1 has no documents"),
         ("[[1], [2.5]]", "microbatch 1 has the length 2.5"),
-        ("[[true]]", "the length true"),
+        ("[[true]]", "the length True"),
         ("[[0]]", "the length 0, but a document has 1 to"),
         ("[[99999999999]]", "the length 99999999999"),
         ("[1, 2]", "must be a list of lists"),
