@@ -15,7 +15,7 @@ from functools import cached_property
 from operator import index
 from pathlib import Path
 from random import Random
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from megatron_pp_ext.files import read_text
 from megatron_pp_ext.json_input import naming, parse, read, short
@@ -56,6 +56,24 @@ def require_number(name: str, value: Any, rule: str = "0 or more", most: float =
 
 
 _FIX = "write a list of document lengths for each microbatch, such as [[4096, 1200], [8000]]"
+
+
+class UnitSizes(NamedTuple):
+    """The numbers of tokens that the costs of a unit go by.
+
+    Time goes by ``squares``, those of documents, and the memory of scores by ``scores``, the products of
+    tokens and those that they may see, hidden ones included.  A slice has ``end`` tokens up to its end; it is
+    0 for a unit that is whole.  The first slice keeps ``stored`` tokens for all, the whole sequence.  The
+    last one ``owes`` gradients to the tokens before it, which the first one, in its I, is ``owed``.
+    """
+
+    tokens: float
+    squares: float
+    scores: float
+    end: float = 0.0
+    stored: float = 0.0
+    owes: float = 0.0
+    owed: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -118,6 +136,12 @@ class Microbatches:
     def squares(self) -> tuple[int, ...]:
         """The sum of the squared document lengths of each microbatch."""
         return tuple(sum(length * length for length in lengths) for lengths in self.documents)
+
+    @property
+    def sizes(self) -> tuple[UnitSizes, ...]:
+        """The numbers by which each microbatch costs."""
+        pairs = zip(self.tokens, self.squares, strict=True)
+        return tuple(UnitSizes(tokens, squares, squares) for tokens, squares in pairs)
 
     @property
     def are_alike(self) -> bool:

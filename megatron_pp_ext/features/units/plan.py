@@ -5,6 +5,7 @@ What limits a search is a number of trials and never a clock, so that all ranks 
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import repeat
@@ -33,14 +34,14 @@ from megatron_pp_ext.features.units.list_scheduling import (
 from megatron_pp_ext.features.units.microbatches import Microbatches, require_number, whole_number
 from megatron_pp_ext.features.units.options import SMALLEST
 from megatron_pp_ext.features.units.orders import How, Order
-from megatron_pp_ext.features.units.rates import LengthCosts
+from megatron_pp_ext.features.units.rates import OVERHEAD, LengthCosts
 from megatron_pp_ext.features.units.table import Floats, Table, table_by_length
-from megatron_pp_ext.features.units.units import By, Units, cut, more, ordered, shifted, whole
-from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.features.units.units import By, Heaviest, Units, cut, more, ordered, shifted, whole
+from megatron_pp_ext.schedule.actions import Kind, Schedule
 from megatron_pp_ext.schedule.costs import CostModel, Costs, UnitCosts
 from megatron_pp_ext.schedule.loops import without_collection
 from megatron_pp_ext.schedule.placement import Placement
-from megatron_pp_ext.schedule.simulate import simulate
+from megatron_pp_ext.schedule.program import KINDS, F
 
 BUDGET = 0.05
 """The seconds of one core that a plan may take by default."""
@@ -78,6 +79,15 @@ _PACES = 0.0, 0.3, 0.5, 0.2, 0.4
 _NEAR = 1.0005
 """A step within this factor of the lower bound is not searched further."""
 
+_AMPLE = 3
+"""The units by rank of the pipeline of which a limit has to hold more, so that no smaller ones are tried."""
+
+_WAITS = 1.02
+"""The factor of the lower bound from which on smaller units are tried."""
+
+_GAIN = 0.985
+"""The factor by which a step has to be shorter in smaller units: the search shortens all by such a part."""
+
 _OF_ORDER, _OF_ENTRY, _OF_GAPS = (0.25, 0.85, 1.0), (1 / 3, 2 / 3, 2 / 3), (0.0, 0.0, 0.0)
 """The kinds of changes (``climb.Changes``) under a schedule, by list scheduling, and of equal chains."""
 
@@ -93,7 +103,8 @@ class Plan:
     """The plan of a step: chain ``order[k]`` of the ``cut`` is the k-th of ``schedule``.
 
     ``seconds`` is how long the pipeline takes by simulation, and ``lower_bound`` a time that no order of
-    these units is below; 0 under a schedule whose order of actions is fixed.
+    these units is below; 0 under a schedule whose order of actions is fixed.  ``origin`` says where the order
+    of actions is from.
     """
 
     cut: Units
@@ -101,6 +112,7 @@ class Plan:
     schedule: Schedule
     seconds: float
     lower_bound: float = 0.0
+    origin: str = "list scheduling"
 
     @cached_property
     def units(self) -> Units:
@@ -121,14 +133,18 @@ class Template:
 
     @cached_property
     def rules(self) -> tuple[ListRules, ...]:
-        """The rules by which list scheduling follows the schedule; none where it cannot.
+        """The rules by which list scheduling follows the schedule, and those of none; none where it cannot.
 
         Pairs and copies are planned for one order, and the parts of a split head have no place in another.
         """
         schedule = self.schedule
         if schedule.paired or schedule.copies or schedule.placement.splits_head:
             return ()
-        return tuple(rules_of(schedule, reserves) for reserves in (False, True))
+        rules = tuple(rules_of(schedule, reserves) for reserves in (False, True))
+        kinds = {action.kind for action in schedule}
+        if {Kind.B, Kind.I} <= kinds or Kind.F not in kinds:
+            return rules
+        return (*rules, free_rules(schedule.placement, Kind.B not in kinds))
 
     def require(self, units: Units, table: Table) -> None:
         """Raise ValueError for another number of units or stages than the schedule has."""
@@ -200,7 +216,7 @@ class Planner:
 
         With a ``template`` these are whole microbatches, which take its places (``in_template``).  Without
         one, list scheduling orders all actions (``listed``), by the rule in few trials.  ``limits`` are what
-        each rank may keep, in the unit of ``StageRates.activation`` times tokens.  Equal arguments give an
+        each rank may keep, in the unit of ``StageRates.activation`` for a token.  Equal arguments give an
         equal plan on every machine.  InfeasibleLimit where no order is found that keeps the limits.
         ValueError for limits of another number of ranks, for numbers that are none, and for more actions than
         are simulated.
@@ -231,7 +247,7 @@ class Planner:
         """
         documents = Microbatches.of(documents).documents
         seconds, refused = dict[int, float](), list[InfeasibleLimit]()
-        for size in self._sizes(documents):
+        for size in _sizes(documents, self.placement.stages):
             units = self.cut(documents, size)
             search = _Listed(units, self.table(units), self.placement, limits, self.splits_backward)
             try:
@@ -242,24 +258,79 @@ class Planner:
             raise refused[0]
         return min(seconds, key=seconds.__getitem__)
 
+    def finer(self, units: Units, limits: Sequence[float]) -> Units:
+        """Return ``units``, or smaller ones of the same documents where with these ranks wait for memory.
+
+        To be busy all the time a rank of p has to keep about p / 2 units, and more of unlike ones, whatever
+        the order.  So where the ``limits`` hold no more than 3 p, units of half as many tokens are tried for
+        as long as the step gets shorter, each with an overhead of ``OVERHEAD`` tokens or more.  Of a long
+        step a part of the microbatches is tried.  ``units`` are those of ``cut``; the heaviest ones of
+        several pipelines stay as they are.
+        """
+        ranks, largest = self.placement.ranks, max(units.tokens) // self._rows
+        stages = [self.placement.stages_of(rank) for rank in range(ranks)]
+        of_largest = self.table(units).kept[F].max(axis=1)[np.array(stages)].sum(axis=1)
+        if isinstance(units, Heaviest) or all(bounded(limits, self.placement) > _AMPLE * ranks * of_largest):
+            return units
+        documents = units.documents[:: max(1, units.microbatches // (_AMPLE * ranks))]
+        trial = copy(self)
+        trial.overhead = max(self.overhead, OVERHEAD)
+        shortest, chosen, size = math.inf, largest, largest
+        while size >= max(SMALLEST, self._multiple):
+            some = trial.cut(documents, size)
+            search = _Listed(some, trial.table(some), self.placement, limits, self.splits_backward)
+            seconds = search.climbed(len(_PACES))[0] if search.is_feasible else math.inf
+            if seconds < _GAIN * shortest:
+                shortest, chosen = seconds, size
+            elif shortest < math.inf:
+                break
+            if seconds <= _WAITS * search.lower_bound:
+                break
+            size //= 2
+        return units if chosen == largest else self.cut(units.documents, chosen)
+
     def least_limits(self, units: Units) -> list[float]:
         """Return the least that each rank may keep: the longest document, or the largest pack."""
-        most = max(sum(units.tokens[number] for number in chain) for chain in units.chains)
-        stages, placement = self.rates.stages, self.placement
-        return [
-            most * math.fsum(stages[stage].activation for stage in placement.stages_of(rank)) * (1 + ROUNDING)
-            for rank in range(placement.ranks)
-        ]
+        rules = free_rules(self.placement, self.splits_backward)
+        listing = listing_of(units, self.table(units), self.placement, self._no_limits, rules)
+        least: list[float] = (listing.ranks.least * (1 + ROUNDING)).tolist()
+        return least
 
     def in_family(self, make: Callable[[int], Schedule], units: Units) -> Plan:
-        """Return the plan whose actions have the order of a family (``shift``), in milliseconds.
+        """Return the plan whose actions have the order of a family (``shift``).
 
-        ``make`` makes the family's schedule for so many microbatches.  Chains are light-heavy-light, and the
-        plan has no times: ``simulated`` adds them.
+        ``make`` makes the family's schedule for so many microbatches.  Chains are light-heavy-light.
         """
-        order = orders.light_heavy_light(_work_of_chains(units, self.table(units)))
-        planned = ordered(units, order)
-        return Plan(units, tuple(order), shifted(make(len(units) + more(units)), planned), math.nan)
+        work = _work_of_chains(units, self.table(units))
+        order = orders.light_heavy_light(work) if len(set(work)) > 1 else list(range(len(work)))
+        planned, schedule = ordered(units, order), make(len(units) + more(units))
+        moved = shifted(schedule, planned)
+        places = np.arange(len(units))
+        seconds, _ = FixedOrder(moved, moves_weights=False).timed(places, self.table(planned))
+        return Plan(units, tuple(order), moved, seconds, origin=schedule.name)
+
+    def within_family(
+        self, make: Callable[[int], Schedule], units: Units, how: How = "search", budget: float = BUDGET
+    ) -> Plan:
+        """Return the shorter of ``in_family``, and list scheduling that keeps no more on any rank.
+
+        What is planned in pairs, and the parts of a split head, have no place in another order.
+        """
+        family = self.in_family(make, units)
+        if family.schedule.paired or family.schedule.placement.splits_head:
+            return family
+        listed = self.plan(units, how, limits=self.peaks(family), budget=budget)
+        best = min(family, listed, key=lambda plan: plan.seconds)
+        return replace(best, lower_bound=min(listed.lower_bound, best.seconds))
+
+    def peaks(self, plan: Plan) -> list[float]:
+        """Return the most memory that each rank takes in ``plan``, as ``StageRates.activation`` counts it."""
+        table, peaks = self.table(plan.units), list[float]()
+        for order in plan.schedule.orders:
+            actions = tuple(np.array([(KINDS.index(kind), stage, unit) for stage, kind, unit in order]).T)
+            kept = table.kept[actions]
+            peaks.append(float((kept.cumsum() - kept + table.taken[actions]).max()) * (1 + ROUNDING))
+        return peaks
 
     def in_given_order(self, make: Callable[[int], Schedule], units: Units) -> Plan:
         """Return the plan of the forwards of ``units`` in their order.
@@ -269,29 +340,12 @@ class Planner:
         schedule = replace(make(len(units)), units=units.names)
         return Plan(units, tuple(range(len(units.chains))), schedule, math.nan)
 
-    def simulated(self, plan: Plan) -> Plan:
-        """Return the ``plan`` of a family with its times and the lower bound."""
-        seconds = simulate(plan.schedule, self.costs(plan.units)).makespan
-        table = self.table(plan.cut)
-        search = _Listed(plan.cut, table, self.placement, self._no_limits, self.splits_backward)
-        return replace(plan, seconds=seconds, lower_bound=min(search.lower_bound, seconds))
-
     def chosen_in_family(self, make: Callable[[int], Schedule], documents: Sequence[Sequence[int]]) -> int:
-        """Return the size of units whose step is shortest in the order of a family; see ``in_family``."""
-
-        def seconds(size: int) -> float:
-            plan = self.in_family(make, self.cut(documents, size))
-            return simulate(plan.schedule, self.costs(plan.units)).makespan
-
-        return min(self._sizes(documents), key=seconds)
-
-    def _sizes(self, documents: Sequence[Sequence[int]]) -> list[int]:
-        """Return the sizes of units among which one is chosen; small ones only for what can be planned."""
-        longest = max(map(max, documents))
-        fewest = sum(map(sum, documents)) * 3 * self.placement.stages // LARGEST_PLAN
-        sizes = [SMALLEST << step for step in range((LARGEST // SMALLEST).bit_length())]
-        some = [size for size in sizes if size < 2 * longest] or sizes[:1]
-        return [size for size in some if size > fewest] or some[-1:]
+        """Return the size of units whose step is shortest under a family; see ``within_family``."""
+        return min(
+            _sizes(documents),
+            key=lambda size: self.within_family(make, self.cut(documents, size), "rule").seconds,
+        )
 
     @property
     def _no_limits(self) -> list[float]:
@@ -505,9 +559,15 @@ class _Listed:
         assert np.isfinite(seconds), "the reservation lets every order go on"
         return seconds, climb
 
+    @property
+    def is_feasible(self) -> bool:
+        """Whether each rank can keep the longest document."""
+        ranks = self._listing.ranks
+        return bool((ranks.largest <= ranks.limits).all())
+
     def _require_limits(self) -> None:
         ranks = self._listing.ranks
-        for rank, (needed, limit) in enumerate(zip(ranks.largest, self._limits, strict=True)):
+        for rank, (needed, limit) in enumerate(zip(ranks.least, self._limits, strict=True)):
             if needed > ranks.limits[rank]:
                 raise InfeasibleLimit(
                     f"the memory limit {limit:g} of rank {{rank}} is infeasible, it must keep the longest "
@@ -536,3 +596,12 @@ def _climb(
 def _work_of_chains(units: Units, table: Table) -> list[float]:
     first = np.array([chain.start for chain in units.chains])
     return np.add.reduceat(table.work, first).tolist()
+
+
+def _sizes(documents: Sequence[Sequence[int]], stages: int = 1) -> list[int]:
+    """Return the sizes of units among which one is chosen, with no more actions than are planned."""
+    longest = max(map(max, documents))
+    fewest = 3 * stages * sum(map(sum, documents)) // LARGEST_PLAN
+    sizes = [SMALLEST << step for step in range((LARGEST // SMALLEST).bit_length())]
+    sizes = [size for size in sizes if size < 2 * longest] or sizes[:1]
+    return [size for size in sizes if size > fewest] or sizes[-1:]

@@ -81,9 +81,9 @@ def _has_unknown_attention(job: RequestedJob) -> bool:
     return job.attention.experimental_attention_variant not in (None, "gated_delta_net")
 
 
-def ranks_of_sequence(job: RequestedJob) -> int:
-    """Return how many ranks share the tokens of a slice between layers."""
-    return job.parallel.context_parallel_size * job.parallel.sequence_ranks
+def ranks_of_slice(job: RequestedJob) -> int:
+    """Return how many ranks divide the tokens of a slice among them."""
+    return job.parallel.slice_ranks
 
 
 def has_states(job: RequestedJob) -> bool:
@@ -124,12 +124,12 @@ _SLICE_RULES = (
                 "--pipeline-slice-tokens {pipeline_slice_tokens}",
                 "cannot be shared out over --context-parallel-size {context_parallel_size}, each of whose "
                 "ranks has as many tokens of a slice for its tensor-parallel ranks",
-                "give a multiple of {ranks_of_sequence}",
+                "give a multiple of {ranks_of_slice}",
                 when=lambda job: (
                     isinstance(job.pipeline.pipeline_slice_tokens, int)
-                    and job.pipeline.pipeline_slice_tokens % ranks_of_sequence(job)
+                    and job.pipeline.pipeline_slice_tokens % ranks_of_slice(job)
                 ),
-                words=(ranks_of_sequence,),
+                words=(ranks_of_slice,),
             ),
         ),
     ),

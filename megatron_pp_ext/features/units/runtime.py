@@ -80,6 +80,8 @@ class _Grow(torch.autograd.Function):
     def backward(ctx: "torch.autograd.function.FunctionCtx", *gradients: torch.Tensor) -> object:
         (gradient,) = gradients
         prefix, start, end = ctx.prefix, ctx.start, ctx.end  # type: ignore[attr-defined]
+        # An input that waits for its W keeps the graph behind it, which must not keep the storage.
+        ctx.prefix = None  # type: ignore[attr-defined]
         result = gradient[start:]
         if prefix.owed is not None:
             result = (result + prefix.owed[start:end]).to(gradient.dtype)

@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 from typing import Literal, NamedTuple, Self
 
-from megatron_pp_ext.features.units.microbatches import Microbatches, require_number, whole_number
+from megatron_pp_ext.features.units.microbatches import Microbatches, UnitSizes, require_number, whole_number
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, UnitName, together
 
 MOST_UNITS = 500_000
@@ -100,6 +100,34 @@ class Units:
         return tuple(unit.squares * self.rows for unit in self.units)
 
     @cached_property
+    def sizes(self) -> tuple[UnitSizes, ...]:
+        """The numbers by which each unit costs."""
+        sizes = list[UnitSizes]()
+        for chain in self.chains:
+            if len(chain) == 1:
+                (number,) = chain
+                squares = self.squares[number]
+                sizes.append(UnitSizes(self.tokens[number], squares, squares))
+                continue
+            last, end = self.tokens[chain[-1]], 0
+            whole = sum(self.tokens[number] for number in chain)
+            for number in chain:
+                tokens = self.tokens[number]
+                end += tokens
+                sizes.append(
+                    UnitSizes(
+                        tokens,
+                        self.squares[number],
+                        tokens * end / self.rows,
+                        end,
+                        stored=whole * (number == chain[0]),
+                        owes=(whole - last) * (number == chain[-1]),
+                        owed=(whole - last) * (number == chain[0]),
+                    )
+                )
+        return tuple(sizes)
+
+    @cached_property
     def chains(self) -> tuple[range, ...]:
         """The numbers of the units of each chain, in the order in which they stand."""
         chains, begin = list[range](), 0
@@ -108,6 +136,12 @@ class Units:
             chains.append(range(begin, end))
             begin = end
         return tuple(chains)
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether all microbatches are of one length, cut in one way."""
+        cuts = zip(self.documents, map(len, self.of_microbatch), strict=True)
+        return len(set(cuts)) == 1
 
     @cached_property
     def chain_of(self) -> tuple[range, ...]:
@@ -129,8 +163,11 @@ class Units:
 
     @cached_property
     def names(self) -> tuple[UnitName, ...]:
-        """The name of each unit, for people."""
-        return tuple(UnitName(unit.microbatch, unit.slice) for unit in self.units)
+        """The name and the tokens of each unit, as schedules have them."""
+        return tuple(
+            UnitName(unit.microbatch, unit.slice, unit.prefix, unit.prefix + unit.tokens)
+            for unit in self.units
+        )
 
     def is_first(self, number: int) -> bool:
         """Whether no slice of the same document comes before the unit."""
@@ -207,14 +244,12 @@ def too_many(units: int) -> ValueError:
     )
 
 
-def equal_slices(microbatches: int, slices: int, tokens: int, rows: int = 1) -> Units:
-    """Return units for microbatches of one document of ``tokens`` tokens each, in equal ``slices``."""
-    tokens, slices = whole_number("tokens", tokens), whole_number("slices", slices, most=MOST_UNITS)
-    microbatches = whole_number("microbatches", microbatches, most=MOST_UNITS)
-    if slices * microbatches > MOST_UNITS:
-        raise too_many(slices * microbatches)
-    bounds = [tokens * number // slices for number in range(slices + 1)]
-    return cut_at([bounds] * microbatches, rows)
+def named_units(names: Sequence[UnitName], rows: int = 1) -> Units:
+    """Return the units of a schedule with these ``names``, whose microbatches are one document each."""
+    edges: dict[int, list[int]] = {}
+    for name in names:
+        edges.setdefault(name.microbatch, [0]).append(name.end)
+    return cut_at([edges[microbatch] for microbatch in range(len(edges))], rows)
 
 
 def cut_at(bounds: Sequence[Sequence[int]], rows: int = 1) -> Units:
