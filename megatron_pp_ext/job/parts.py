@@ -364,11 +364,6 @@ class Parallel:
         """The tensor-parallel ranks that divide the tokens between layers among them."""
         return self.tensor_model_parallel_size if self.sequence_parallel else 1
 
-    @property
-    def slice_ranks(self) -> int:
-        """The ranks that divide the tokens of a slice between layers among them."""
-        return self.context_parallel_size * self.sequence_ranks
-
     def deferred_microbatches(self, microbatches: int) -> int:
         """Return the ``microbatches`` of a step whose gradients of the output layer wait for its end.
 

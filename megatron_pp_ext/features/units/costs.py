@@ -17,6 +17,7 @@ from megatron_pp_ext.costs.model_parts import model_parts
 from megatron_pp_ext.costs.optimizers import Sharing, model_state
 from megatron_pp_ext.costs.stages import cost_model, stage_costs, stage_parts, stage_seconds
 from megatron_pp_ext.features.units.options import SLICE_FLAG, sizes, slices_of
+from megatron_pp_ext.features.units.rules import ranks_of_sequence
 from megatron_pp_ext.features.units.sliced_orders import sliced
 from megatron_pp_ext.job import layers
 from megatron_pp_ext.job.requested_job import RequestedJob
@@ -148,7 +149,7 @@ def chosen(job: RequestedJob, request: Request, rows: int, memory: float | None 
     all_rules.refuse_to_predict(job)
     tried, reason = list[tuple[float, float, int]](), ValueError()
     bytes_of_device = memory or system.read(MACHINE).memory_bytes
-    for tokens in sizes(length, job.parallel.slice_ranks):
+    for tokens in sizes(length, ranks_of_sequence(job)):
         try:
             seconds, needed = _tried(job, request, rows, tokens)
         except ValueError as error:  # a limit that shorter slices may keep

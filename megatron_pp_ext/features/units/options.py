@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from megatron_pp_ext.compiler.request import Option, Request
 from megatron_pp_ext.features.units.orders import How
 from megatron_pp_ext.features.units.rates import EQUAL_AT, OVERHEAD
+from megatron_pp_ext.features.units.rules import ranks_of_sequence
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule.entry import AUTO
@@ -164,7 +165,7 @@ def read_tokens(tokens: int | str) -> int | None:
 def slices_of(job: Job, tokens: int | None) -> Slices:
     """Return slices of so many ``tokens`` of the sequences of ``job``; None leaves the number open."""
     rows = job.batch.micro_batch_size or 1
-    return Slices(tokens, job.model.seq_length or 0, rows, job.parallel.slice_ranks)
+    return Slices(tokens, job.model.seq_length or 0, rows, ranks_of_sequence(job))
 
 
 def read_order(job: RequestedJob, request: Request) -> Request:

@@ -4,6 +4,7 @@ from megatron_pp_ext.job.parts import sees_later
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules.rule import Rule, Rules
 from megatron_pp_ext.job.rules.schedules import has_graphs
+from megatron_pp_ext.job.typed_job import Job
 
 
 def is_ordered(job: RequestedJob) -> bool:
@@ -81,9 +82,9 @@ def _has_unknown_attention(job: RequestedJob) -> bool:
     return job.attention.experimental_attention_variant not in (None, "gated_delta_net")
 
 
-def ranks_of_slice(job: RequestedJob) -> int:
-    """Return how many ranks divide the tokens of a slice among them."""
-    return job.parallel.slice_ranks
+def ranks_of_sequence(job: Job) -> int:
+    """Return how many ranks share the tokens of a slice between layers."""
+    return job.parallel.context_parallel_size * job.parallel.sequence_ranks
 
 
 def has_states(job: RequestedJob) -> bool:
@@ -124,12 +125,12 @@ _SLICE_RULES = (
                 "--pipeline-slice-tokens {pipeline_slice_tokens}",
                 "cannot be shared out over --context-parallel-size {context_parallel_size}, each of whose "
                 "ranks has as many tokens of a slice for its tensor-parallel ranks",
-                "give a multiple of {ranks_of_slice}",
+                "give a multiple of {ranks_of_sequence}",
                 when=lambda job: (
                     isinstance(job.pipeline.pipeline_slice_tokens, int)
-                    and job.pipeline.pipeline_slice_tokens % ranks_of_slice(job)
+                    and job.pipeline.pipeline_slice_tokens % ranks_of_sequence(job)
                 ),
-                words=(ranks_of_slice,),
+                words=(ranks_of_sequence,),
             ),
         ),
     ),
