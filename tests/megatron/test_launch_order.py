@@ -137,7 +137,7 @@ def _without_action(entry: Collective) -> str:
     return entry.name.partition(": ")[2] if "VOCABULARY" in entry.group else entry.name
 
 
-@pytest.mark.parametrize(("feature", "schedule"), first(8, JOBS))
+@pytest.mark.parametrize(("feature", "schedule"), first(7, JOBS))
 def test_a_job_cannot_hang(feature: str, schedule: str) -> None:
     launches = recorded(feature, schedule)
     names = {entry.name for entry in launches[0] if isinstance(entry, Collective)}
