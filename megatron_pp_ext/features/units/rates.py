@@ -171,7 +171,7 @@ class LengthCosts:
         A document of ``equal_at`` tokens takes as long for attention's forward as for all else of its
         forward, and ``ATTENTION_BACKWARD`` times as long in I.
         """
-        require_number("equal_at", equal_at, "above 0")
+        require_number("equal_at", equal_at, "above 0", math.inf)
         require_number("tokens", tokens, "above 0")
 
         def rates(stage: StageCosts) -> StageRates:
@@ -188,7 +188,7 @@ class LengthCosts:
 
         Which part of that is attention follows from ``equal_at``, as in ``with_attention``.
         """
-        require_number("equal_at", equal_at, "above 0")
+        require_number("equal_at", equal_at, "above 0", math.inf)
         length, documents = whole_number("length", length), whole_number("documents", documents)
         tokens, squares = documents * length, documents * length**2
 
