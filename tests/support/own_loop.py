@@ -19,7 +19,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, g
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_pp_ext.megatron.core.parameters import global_parameters
 
@@ -63,7 +63,8 @@ def config_of(chunks: int, **more: Any) -> TransformerConfig:
     # Some of Megatron's functions read the number of chunks from here.
     parallel_state.set_virtual_pipeline_model_parallel_world_size(chunks if chunks > 1 else None)
     sizes = {"num_layers": LAYERS, "hidden_size": HIDDEN, "num_attention_heads": 2}
-    return TransformerConfig(
+    kind = MLATransformerConfig if more.get("multi_latent_attention") else TransformerConfig
+    return kind(
         **sizes,
         use_cpu_initialization=True,
         pipeline_dtype=torch.float32,

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from megatron_pp_ext.features.feature import Argument, Feature, OtherSums, ReadRequest, Rows
@@ -95,6 +96,11 @@ class UnitPlanning(Feature):
         from megatron_pp_ext.features.units.sliced_orders import sliced
 
         return sliced(request, option, costs, before)
+
+    def hooked(self) -> tuple[ModuleType, ...]:
+        from megatron_pp_ext.features.units.megatron import mtp
+
+        return (mtp,)
 
     def data_parts(self, pipeline: Pipeline) -> Iterable[StepPart]:
         """See ``Feature``; without options of features only steps whose messages vary in shape have any."""

@@ -18,6 +18,7 @@ go through it as one wave, and ranks wait until it comes back.  So the first sta
 units, and between chains.
 """
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise, repeat
 from typing import NamedTuple
@@ -25,6 +26,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_pp_ext.compiler.request import LARGEST
+from megatron_pp_ext.features.units.microbatches import require_number
 from megatron_pp_ext.features.units.table import Floats, Integers, Table
 from megatron_pp_ext.features.units.units import Units
 from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind, Schedule
@@ -148,7 +151,15 @@ class Listing(NamedTuple):
 def listing_of(
     units: Units, table: Table, placement: Placement, limits: Sequence[float] | Floats, rules: ListRules
 ) -> Listing:
-    """Return the listing of ``units`` with the costs of ``table``, within the ``limits`` of ranks."""
+    """Return the listing of ``units`` with the costs of ``table``, within the ``limits`` of ranks.
+
+    ValueError for limits that are none (``bounded``), and for more actions than are simulated.
+    """
+    if (actions := 3 * placement.stages * len(units)) > LARGEST:
+        raise ValueError(
+            f"{len(units):,} units on {placement.stages:,} stages make {actions:,} actions, but at most "
+            f"{LARGEST:,} are planned: give more tokens to a unit, or a shorter step"
+        )
     where = Where(
         np.array([placement.rank_of(stage) for stage in range(placement.stages)]),
         np.array([placement.stages_of(rank) for rank in range(placement.ranks)]),
@@ -163,15 +174,26 @@ def listing_of(
     seconds = np.add.reduceat(each.sum(axis=0), first) / placement.ranks
     sizes = np.array([len(chain) for chain in units.chains])
     takes = sizes * placement.chunks + (owed > 0)[where.stages_of].sum(axis=1)
-    bounded = np.array(limits, float) * (1 + ROUNDING)
+    highest = bounded(limits, placement) * (1 + ROUNDING)
     headroom = np.where(rules.is_whole, table.taken[B], table.taken[I]) - table.owed
     ranks = Ranks(
-        bounded,
+        highest,
         headroom.max(axis=1)[where.stages_of].max(axis=1),
         kept.max(axis=1),
         each.sum(axis=1)[where.stages_of].sum(axis=1),
     )
     return Listing(where, Chains(first, sizes, seconds, kept, takes), ranks, rules, _state(placement, units))
+
+
+def bounded(limits: Sequence[float] | Floats, placement: Placement) -> Floats:
+    """Return the ``limits`` of all ranks; ValueError for another number of them, and for one that is none."""
+    if not isinstance(limits, Sequence | np.ndarray) or len(limits) != placement.ranks:
+        raise ValueError(
+            f"the memory limits are {limits!r:.40}, but there are {placement.ranks} ranks: give one to each"
+        )
+    for rank, limit in enumerate(limits):
+        require_number(f"the memory limit of rank {rank}", limit, "above 0", math.inf)
+    return np.array(limits, float)
 
 
 def free_rules(placement: Placement, splits_backward: bool) -> ListRules:

@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import repeat
+from typing import get_args
 
 import numpy as np
 
 from megatron_pp_ext.compiler.limits import InfeasibleLimit
 from megatron_pp_ext.compiler.make import make
+from megatron_pp_ext.compiler.request import LARGEST as LARGEST_PLAN
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.features.units import orders
 from megatron_pp_ext.features.units.climb import Changes, Climb, Timing, climbed
@@ -21,13 +23,14 @@ from megatron_pp_ext.features.units.list_scheduling import (
     ROUNDING,
     Listing,
     ListRules,
+    bounded,
     free_rules,
     listing_of,
     lower_bound,
     orders_of,
     rules_of,
 )
-from megatron_pp_ext.features.units.microbatches import Microbatches
+from megatron_pp_ext.features.units.microbatches import Microbatches, require_number, whole_number
 from megatron_pp_ext.features.units.options import SMALLEST
 from megatron_pp_ext.features.units.orders import How, Order
 from megatron_pp_ext.features.units.rates import LengthCosts
@@ -41,6 +44,12 @@ from megatron_pp_ext.schedule.simulate import simulate
 
 BUDGET = 0.05
 """The seconds of one core that a plan may take by default."""
+
+LONGEST_BUDGET = 600.0
+"""The most seconds of a core that a plan may be given."""
+
+_MOST_TRIALS = 1_000_000
+"""The most trials of a search: their random numbers are drawn before."""
 
 STEPS_PER_SECOND = 130e6
 """How many steps of a schedule one core times in a second, at least."""
@@ -157,9 +166,10 @@ class Planner:
                 f"there are costs of {len(rates.stages)} stages, but the placement has {placement.stages}: "
                 "give one for each"
             )
+        require_number("overhead", overhead)
         self.placement, self.rates, self.splits_backward = placement, rates, splits_backward
         self.overhead = overhead
-        self._multiple, self._rows = multiple, rows
+        self._multiple, self._rows = whole_number("multiple", multiple), whole_number("rows", rows)
 
     def whole(self, documents: Iterable[Sequence[int]]) -> Units:
         """Return a unit for each of the microbatches with these ``documents``."""
@@ -192,7 +202,12 @@ class Planner:
         one, list scheduling orders all actions (``listed``), by the rule in few trials.  ``limits`` are what
         each rank may keep, in the unit of ``StageRates.activation`` for a token.  Equal arguments give an
         equal plan on every machine.  InfeasibleLimit where no order is found that keeps the limits.
+        ValueError for limits of another number of ranks, for numbers that are none, and for more actions than
+        are simulated.
         """
+        require_number("budget", budget, most=LONGEST_BUDGET)
+        if how not in get_args(How):
+            raise ValueError(f"how is {how!r:.40}: give 'given', 'rule' or 'search'")
         table = self.table(units)
         if template is not None:
             return in_template(template, units, table, how, limits=limits, budget=budget)
@@ -214,8 +229,9 @@ class Planner:
         Small units fill the pipeline sooner and keep less, and their ``overhead`` makes the step longer.
         Raises InfeasibleLimit where a rank cannot keep the longest document.
         """
+        documents = Microbatches.of(documents).documents
         seconds, refused = dict[int, float](), list[InfeasibleLimit]()
-        for size in _sizes(documents):
+        for size in self._sizes(documents):
             units = self.cut(documents, size)
             search = _Listed(units, self.table(units), self.placement, limits, self.splits_backward)
             try:
@@ -265,7 +281,15 @@ class Planner:
             plan = self.in_family(make, self.cut(documents, size))
             return simulate(plan.schedule, self.costs(plan.units)).makespan
 
-        return min(_sizes(documents), key=seconds)
+        return min(self._sizes(documents), key=seconds)
+
+    def _sizes(self, documents: Sequence[Sequence[int]]) -> list[int]:
+        """Return the sizes of units among which one is chosen; small ones only for what can be planned."""
+        longest = max(map(max, documents))
+        fewest = sum(map(sum, documents)) * 3 * self.placement.stages // LARGEST_PLAN
+        sizes = [SMALLEST << step for step in range((LARGEST // SMALLEST).bit_length())]
+        some = [size for size in sizes if size < 2 * longest] or sizes[:1]
+        return [size for size in some if size > fewest] or some[-1:]
 
     @property
     def _no_limits(self) -> list[float]:
@@ -313,7 +337,8 @@ def in_template(
     found that keeps the limits.
     """
     template.require(units, table)
-    step = _InTemplate(template, units, table, np.array(limits or (), float))
+    bounds = np.zeros(0) if limits is None else bounded(limits, template.schedule.placement)
+    step = _InTemplate(template, units, table, bounds)
     as_given = list(range(len(units)))
     if how == "given" or table.is_of_alike:
         return step.plan(as_given, moves_weights=how != "given")
@@ -350,8 +375,10 @@ class _InTemplate:
         steps, memory, *_ = movable.fixed
         actions = len(steps.before) + len(steps.weights.row) + len(memory.slot) * bool(len(limits))
         trials = int(budget * STEPS_PER_SECOND / (_STARTS * (actions + _STEPS_OF_A_TRIAL)))
+        trials = min(trials, _MOST_TRIALS)
         rules = free_rules(self._placement, splits_backward=True)
-        listing = listing_of(self._units, self._table, self._placement, limits, rules)
+        free = np.full(self._placement.ranks, np.inf)
+        listing = listing_of(self._units, self._table, self._placement, free, rules)
         timing = Timing(listing, movable.fixed, limits, False)
 
         def climb(order: Order, trials: int, seed: int) -> tuple[float, Order]:
@@ -437,7 +464,7 @@ def listed(
     actions = table.kept[0].size * (2 + splits_backward)
     passes = int((budget - actions * SECONDS_OF_AN_ACTION) * ACTIONS_PER_SECOND / actions)
     with without_collection():
-        seconds, climb = search.climbed(max(len(_PACES), passes))
+        seconds, climb = search.climbed(min(max(len(_PACES), passes), _MOST_TRIALS))
         order = tuple(climb.order.tolist())
         names = ordered(units, order).names
         planned = orders_of(climb.actions, search.rules, len(units))
@@ -507,10 +534,3 @@ def _climb(
 def _work_of_chains(units: Units, table: Table) -> list[float]:
     first = np.array([chain.start for chain in units.chains])
     return np.add.reduceat(table.work, first).tolist()
-
-
-def _sizes(documents: Sequence[Sequence[int]]) -> list[int]:
-    """Return the sizes of units among which one is chosen."""
-    longest = max(map(max, documents))
-    sizes = [SMALLEST << step for step in range((LARGEST // SMALLEST).bit_length())]
-    return [size for size in sizes if size < 2 * longest] or sizes[:1]

@@ -13,7 +13,12 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Self
 
-from megatron_pp_ext.features.units.microbatches import Microbatches, UnitSizes
+from megatron_pp_ext.features.units.microbatches import (
+    Microbatches,
+    UnitSizes,
+    require_number,
+    whole_number,
+)
 from megatron_pp_ext.schedule.costs import (
     Costs,
     HeadCosts,
@@ -66,6 +71,9 @@ class StageRates:
     the seconds in which it is copied to the host, and ``hidden`` those of I that a W hides.  An I has
     ``workspace``, and a whole backward ``workspace_in_whole``.  ``scores`` are the four amounts for each
     score, and ``slices`` the memory of a token in slices.
+
+    Raises ValueError for a number that is not finite or below 0, but for what is ``released``, and for a
+    forward or backward that takes no time.
     """
 
     per_token: Times
@@ -78,6 +86,17 @@ class StageRates:
     workspace_in_whole: float = 0.0
     scores: Amounts = (0.0, 0.0, 0.0, 0.0)
     slices: SequenceMemory = _NOTHING
+
+    def __post_init__(self) -> None:
+        for name in ("per_token", "per_square"):
+            for kind, seconds in zip("FIW", getattr(self, name), strict=True):
+                require_number(f"StageRates.{name} of {kind}", seconds)
+        if not any(self.per_token) and not any(self.per_square):
+            raise ValueError("StageRates takes no time for any token: give per_token or per_square")
+        for name in ("activation", "copy", "hidden"):
+            require_number(f"StageRates.{name}", getattr(self, name))
+        below = isinstance(self.released, float | int) and self.released < 0
+        require_number("StageRates.released", -self.released if below else self.released)
 
     @property
     def amounts(self) -> Amounts:
@@ -135,6 +154,18 @@ class LengthCosts:
     message: float = 0.0
     pair: float = 1.0
 
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise ValueError("LengthCosts.stages is empty: give the rates of each stage")
+        require_number("LengthCosts.hop", self.hop)
+        require_number("LengthCosts.message", self.message)
+        require_number("LengthCosts.pair", self.pair)
+        if not 0.5 <= self.pair <= 1:
+            raise ValueError(
+                f"LengthCosts.pair is {self.pair}, but a pair takes half to all of the sum of its actions: "
+                "give 0.5 to 1"
+            )
+
     @classmethod
     def with_attention(cls, costs: Costs, tokens: float, equal_at: float = EQUAL_AT) -> Self:
         """Return costs to which attention's part is added: ``costs`` are all else, for ``tokens`` tokens.
@@ -142,8 +173,8 @@ class LengthCosts:
         A document of ``equal_at`` tokens takes as long for attention's forward as for all else of its
         forward, and ``ATTENTION_BACKWARD`` times as long in I.
         """
-        if not 0 < equal_at < math.inf:
-            raise ValueError(f"attention takes as long as all else at {equal_at:g} tokens: give more than 0")
+        require_number("equal_at", equal_at, "above 0")
+        require_number("tokens", tokens, "above 0")
 
         def rates(stage: StageCosts) -> StageRates:
             f, i, w = (
@@ -159,6 +190,8 @@ class LengthCosts:
 
         Which part of that is attention follows from ``equal_at``, as in ``with_attention``.
         """
+        require_number("equal_at", equal_at, "above 0")
+        length, documents = whole_number("length", length), whole_number("documents", documents)
         tokens, squares = documents * length, documents * length**2
 
         def rates(stage: StageCosts) -> StageRates:
@@ -177,8 +210,9 @@ class LengthCosts:
         They take ``short`` for so many shorter ``documents`` of as many tokens in all.  ValueError for fewer
         than 2 documents.
         """
-        if documents < 2:
+        if whole_number("documents", documents) < 2:
             raise ValueError(f"costs are given for {documents} shorter documents: give them for 2 or more")
+        length = whole_number("length", length)
 
         def rates(cut: StageCosts, whole: StageCosts) -> StageRates:
             pairs = [

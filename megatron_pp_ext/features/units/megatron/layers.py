@@ -22,6 +22,8 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import unwrap_model
 
+from megatron_pp_ext.features.units.megatron.mtp import keep_wholes, refused_model
+from megatron_pp_ext.features.units.megatron.states import carry_states, is_recurrent
 from megatron_pp_ext.features.units.runtime import Slice, running
 from megatron_pp_ext.setting_error import SettingError
 
@@ -38,12 +40,14 @@ class Calls:
         self._model = weakref.ref(model)
         self.reads_masks = False
         """Whether attention looks at the mask that the batch has; the engine's goes by the kind alone."""
-        self.refused = ""
-        """Why attention cannot work on slices, by its kind; empty where it can."""
+        self.refused = refused_model(getattr(model, "config", None))
+        """Why the model cannot work on slices, by its kind of attention; empty where it can."""
         _hook(model, _with_part_of_batch)
         for module in model.modules():
             if isinstance(attention := getattr(module, "core_attention", None), torch.nn.Module):
                 self._add(module, attention)
+            if is_recurrent(module):
+                self.refused = self.refused or carry_states(module)
             if isinstance(module, RotaryEmbedding):
                 _hook(module, _from_start)
             if isinstance(module, YarnRotaryEmbedding):
@@ -232,7 +236,9 @@ def cut(arguments: dict[str, Any], part: Slice) -> dict[str, Any]:
             "a microbatch has several documents by its lengths, but its forward step gives the model no "
             "packed_seq_params: give lengths of whole sequences"
         )
-    return {name: _cut(name, value, part) for name, value in arguments.items()}
+    parts = {name: _cut(name, value, part) for name, value in arguments.items()}
+    keep_wholes(parts, arguments, _ALONG_LAST)
+    return parts
 
 
 def _is_of_several(part: Slice) -> bool:
@@ -318,9 +324,15 @@ def _require_tokens(name: str, tokens: int, part: Slice) -> None:
 
 def _pack(params: PackedSeqParams, part: Slice) -> PackedSeqParams | None:
     """Return the lengths of the documents of a pack; None for one document, whose attention needs none."""
-    if len(part.sizes) == 1:
-        return None
     assert params.cu_seqlens_q is not None
+    if len(part.sizes) == 1:
+        # Padding repeats the last end.
+        if not _is_of_several(part) and len(ends := params.cu_seqlens_q) > 2 and len(ends.unique()) > 2:
+            raise SettingError(
+                "the forward step gives the model packed_seq_params of several documents, and the step was "
+                "planned for one; let data have cu_seqlens, or give lengths"
+            )
+        return None
     ends = torch.tensor(
         [0, *accumulate(part.sizes)], dtype=params.cu_seqlens_q.dtype, device=params.cu_seqlens_q.device
     )

@@ -280,7 +280,9 @@ class ByLength(PlannedSteps):
             units, schedule = self.plan(agreed, pipelines, inputs)
         step.may_move_weights = True  # replicas have other lengths, and so other orders
         inputs.shape = ()
-        inputs.shapes = shapes_of(inputs, ((units.rows, unit.tokens) for unit in units.units))
+        # After a prediction before the last stage a message has the hidden states of several tokens.
+        if not inputs.config.mtp_standalone:
+            inputs.shapes = shapes_of(inputs, ((units.rows, unit.tokens) for unit in units.units))
         changes: list[torch.Tensor] = []
         step.make_stage = partial(
             SlicedStage, units=units, calls=self._calls, knows_documents=units.rows == 1, changes=changes
@@ -288,7 +290,7 @@ class ByLength(PlannedSteps):
         numbers, in_order = units.of_microbatch, range(inputs.microbatches)
         reads = sorted(in_order, key=lambda microbatch: numbers[microbatch][0])
         ends = sorted(in_order, key=lambda microbatch: numbers[microbatch][-1])
-        return PlannedStep(schedule, reads, ends, lambda: _summed_over_documents(changes))
+        return PlannedStep(schedule, reads, ends, lambda: _summed_over_documents(changes), inputs.announces)
 
     def plan(
         self, agreed: Agreed, pipelines: Sequence[Documents], inputs: StepInputs
@@ -360,7 +362,7 @@ class EqualSlices:
         _require_length(inputs, slices)
         assert slices.tokens is not None
         require_known_operations(self._calls, inputs, slices.tokens, self._is_checked)
-        inputs.shape = (inputs.shape[0] // slices.count, *inputs.shape[1:])
+        inputs.shape = (inputs.shape[0] // slices.count, *inputs.shape[1:]) if inputs.shape else ()
         step.make_stage = partial(SlicedStage, units=slices.units(inputs.microbatches), calls=self._calls)
         yield
 
@@ -491,7 +493,10 @@ def _require_length(inputs: StepInputs, slices: Slices) -> None:
     """Raise ValueError unless the step's sequences have the length that its schedule was made for."""
     ((length,),) = slices.units(1).documents
     tensor = inputs.groups.tp.size() if inputs.config.sequence_parallel else 1
-    if inputs.config.variable_seq_lengths or inputs.shape[0] * tensor != length:
+    varies = inputs.config.variable_seq_lengths
+    if not inputs.shape and inputs.config.mtp_standalone and not varies:
+        return  # messages announce their shapes, and a batch of another length is refused as it is cut
+    if varies or inputs.shape[0] * tensor != length:
         raise SettingError(
             f"slices were planned for sequences of {length} tokens, and this step has others; give all steps "
             "this length, let --pipeline-order rule plan each step, or leave out --pipeline-slice-tokens"

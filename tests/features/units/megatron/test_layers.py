@@ -1,6 +1,7 @@
 """What layers get while a slice runs."""
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -211,6 +212,15 @@ def test_documents_that_the_model_is_not_told_of_are_refused() -> None:
             cut({"packed_seq_params": None}, one)
     mask = torch.ones(1, 1, LENGTH, LENGTH).triu(1).bool()
     assert cut({"attention_mask": mask}, long)["attention_mask"].shape == (1, 1, 3, 3)
+
+
+def test_documents_that_the_step_was_not_planned_for_are_refused() -> None:
+    """Data that does not state them counts as one document, whose lengths may be padded by the last end."""
+    whole = Slice(None, 0, 3, ((0, 3),), LENGTH, (3,))
+    with pytest.raises(ValueError, match="several documents, and the step was planned for one"):
+        cut({"packed_seq_params": PACK}, replace(whole, sequence=Sequence(Owner(0, 0), LENGTH)))
+    one = replace(PACK, cu_seqlens_q=torch.tensor([0, LENGTH, LENGTH]))
+    assert cut({"packed_seq_params": one}, replace(whole, total=3))["packed_seq_params"] is None
 
 
 def test_a_slice_keeps_no_mask_of_its_whole_sequence() -> None:
