@@ -87,6 +87,9 @@ _FUSED_KERNELS, _UNFUSED_KERNELS = 11, 16
 
 _ROTARY = ("rope", "yarn", "mrope")
 
+_FP32 = 4
+"""The bytes of a number in fp32."""
+
 
 def self_attention(costs: LayerCosts, window: int | None = None) -> Part:
     """Return self-attention in which a token sees ``window`` tokens, or all of them.
@@ -108,6 +111,7 @@ def self_attention(costs: LayerCosts, window: int | None = None) -> Part:
         + turned(costs, (query + keys if is_rotary else 0) + ordered)
         + core(costs, query, query, 2 * keys, window or model.seq_length)
         + Part(after_forward=costs.sizes.cut(_kept(costs, query, keys, projected)))
+        + _in_slices(costs, 2 * keys, *_kept_in_slices(costs, query, keys, projected))
         + _gated(costs, gate)
         + output(costs, query)
         + costs.products.row(query)
@@ -134,6 +138,41 @@ def _kept(costs: LayerCosts, query: int, keys: int, projected: int) -> int:
     if "core_attn" in costs.recomputed:
         return query + (keys if is_new else 0) + (0 if has_norms else projected)
     return 3 * query
+
+
+def _in_slices(costs: LayerCosts, width: int, replaced: int, expanded: int = 0) -> Part:
+    """Return the bytes of slices whose keys and values together have this ``width`` (``SequenceMemory``).
+
+    Sums of gradients are in fp32.  Unfused attention makes a mask of a byte for each score of all heads.
+    """
+    sizes = costs.sizes
+    stored = sizes.cut(width)
+    return Part(
+        masks=float(costs.job.precision.is_unfused and "core_attn" not in costs.recomputed),
+        stored=stored,
+        owed=stored * max(_FP32, sizes.bytes) / sizes.bytes,
+        replaced=sizes.cut(replaced),
+        expanded=sizes.cut(expanded),
+    )
+
+
+def _kept_in_slices(costs: LayerCosts, query: int, keys: int, projected: int) -> tuple[int, int]:
+    """Return the width of what slices do not keep of ``_kept``, and of what they keep up to their end.
+
+    Where attention is computed again, its inputs are kept besides the stored keys and values.  Queries that
+    are no copies hold what was projected, and so do norms.
+    """
+    options = costs.job.attention
+    if "core_attn" in costs.recomputed:
+        return 0, 0
+    if not costs.job.precision.is_unfused:
+        return 2 * keys, 0
+    if keys != query:
+        return 2 * query, 2 * query
+    if options.qk_layernorm or options.qk_l2_norm:
+        return keys, 0
+    is_rotary = costs.job.model.position_embedding_type in _ROTARY
+    return (projected + keys if is_rotary else 0), 0
 
 
 def _normed(costs: LayerCosts, query: int, keys: int, projected: int) -> Part:
@@ -179,11 +218,13 @@ def latent_attention(costs: LayerCosts, window: int | None = None) -> Part:
     model, latent = costs.job.model, costs.job.attention
     query = model.num_attention_heads * latent.query_width
     value = model.num_attention_heads * latent.v_head_dim
+    is_computed_again = bool({"core_attn", "mla_up_proj"} & set(costs.recomputed))
     whole = (
         costs.norm(is_recomputed=None if latent.compresses_at_once else costs.recomputes_norms)
         + compression(costs)
         + _expansion(costs, query, value)
         + core(costs, query, value, query + value, window or model.seq_length)
+        + _in_slices(costs, query + value, 0 if is_computed_again else query + value)
         + output(costs, value)
         + costs.products.row(value)
         + costs.dropped()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Self
 
-from megatron_pp_ext.schedule.costs import StageCosts
+from megatron_pp_ext.schedule.costs import SequenceMemory, StageCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,9 @@ class Part:
 
     ``after_forward`` are the bytes kept between F and I, ``after_input_gradient`` those between I and W:
     input and output gradient of every product with a weight.  ``workspace`` are the temporary bytes inside I
-    besides the latter, ``workspace_in_whole`` those inside a backward that is not split.
+    besides the latter, ``workspace_in_whole`` those inside a backward that is not split.  ``stored``,
+    ``owed``, ``replaced``, ``expanded`` and ``masks`` are bytes of a microbatch in slices
+    (``SequenceMemory``).
 
     ``parameters`` and ``expert_parameters`` are numbers of weights; the latter are divided among
     expert-parallel ranks.  ``fp8_parameters`` are the ones of either kind that products read in FP8.
@@ -81,6 +83,11 @@ class Part:
     first_gathering: float = 0.0
     lent_seconds: float = 0.0
     hidden_beside: float = 0.0
+    stored: float = 0.0
+    owed: float = 0.0
+    replaced: float = 0.0
+    expanded: float = 0.0
+    masks: float = 0.0
     matrices: Matrices | None = None
 
     def __add__(self, other: "Part") -> "Part":
@@ -106,6 +113,11 @@ class Part:
             max(self.first_gathering, other.first_gathering),
             self.lent_seconds + other.lent_seconds,
             self.hidden_beside + other.hidden_beside,
+            self.stored + other.stored,
+            self.owed + other.owed,
+            self.replaced + other.replaced,
+            self.expanded + other.expanded,
+            self.masks + other.masks,
             self.matrices + other.matrices
             if self.matrices and other.matrices
             else self.matrices or other.matrices,
@@ -136,6 +148,11 @@ class Part:
             self.first_gathering,
             count * self.lent_seconds,
             count * self.hidden_beside,
+            count * self.stored,
+            count * self.owed,
+            count * self.replaced,
+            count * self.expanded,
+            count * self.masks,
             self.matrices and self.matrices.times(count),
         )
 
@@ -207,7 +224,15 @@ class Part:
             after_forward=after_forward,
             workspace=max(0.0, self.after_forward - self.after_input_gradient),
             workspace_in_whole=self.after_forward,
+            replaced=0.0,
+            expanded=0.0,
+            masks=0.0,
         )
+
+    @property
+    def sequence(self) -> SequenceMemory:
+        """The memory that slices of a microbatch share, as a schedule takes it."""
+        return SequenceMemory(self.stored, self.owed, self.replaced, self.expanded, self.masks)
 
     def costs(self) -> StageCosts:
         """Return the costs as a schedule takes them."""

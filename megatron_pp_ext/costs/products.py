@@ -374,7 +374,11 @@ class LayerCosts:
         return self.sizes.hidden_bytes
 
     def other(self) -> Part:
-        """Return the small costs that every stage has, even without layers, such as residual additions."""
+        """Return the small costs that every stage has, even without layers, such as residual additions.
+
+        Layers that are computed again keep the part of the mask that they were called with, all the same one.
+        """
+        is_again = self.job.memory.recomputes_layers or "core_attn" in self.recomputed
         operations = self.sizes.tokens * self.sizes.hidden
         seconds = self.kernels.addition(operations)
         return Part(
@@ -382,6 +386,7 @@ class LayerCosts:
             forward_seconds=seconds,
             input_gradient_seconds=seconds,
             weight_gradient_seconds=seconds,
+            masks=float(is_again and self.job.precision.is_unfused),
         )
 
     def norm(self, is_recomputed: bool | None = None) -> Part:

@@ -225,7 +225,12 @@ def stage_costs(job: Job, placement: Placement, rows: int) -> Costs:
     model, splits_head = model_parts(job, vocabulary=rows), placement.splits_head
     parts = stage_parts(job, model, layers.by_stage(job, placement.stages), splits_head)
     shared = head_costs(job, model) if splits_head else None
-    return Costs(tuple(part.costs() for part in parts), message=bytes_between_stages(job), head=shared)
+    return Costs(
+        tuple(part.costs() for part in parts),
+        message=bytes_between_stages(job),
+        head=shared,
+        sequence=tuple(part.sequence for part in parts),
+    )
 
 
 def stage_seconds(job: Job, stages: int, rows: int, system: System, data: int) -> Costs:
@@ -236,7 +241,8 @@ def stage_seconds(job: Job, stages: int, rows: int, system: System, data: int) -
     apart = data * parallel.tensor_model_parallel_size * parallel.context_parallel_size
     link = system.message_link(parallel.pipeline_model_parallel_size, apart)
     stages_of = tuple(part.costs() for part in parts)
-    return Costs(stages_of, hop_seconds(job, system, link, size), size)
+    sequence = tuple(part.sequence for part in parts)
+    return Costs(stages_of, hop_seconds(job, system, link, size), size, sequence=sequence)
 
 
 def hop_seconds(job: Job, system: System, link: Link, size: float) -> float:

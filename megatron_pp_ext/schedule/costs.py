@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from megatron_pp_ext.json_input import STRICT
 from megatron_pp_ext.schedule.actions import Action, Kind
@@ -179,6 +179,52 @@ class HeadCosts:
         return replace(self, hidden=hop, sums=2 * hop)
 
 
+@dataclass(frozen=True, slots=True)
+class SequenceMemory:
+    """The memory of a stage's attention for one microbatch whose sequences run in slices, beyond its costs.
+
+    All slices together keep ``stored``, the keys and values of all tokens, from the F of the first one to its
+    I, and ``owed``, the sums of gradients of these, from the I of the last slice to that of the first.  In
+    return slices do not keep ``replaced``, a part of ``StageCosts.activation``.  Each keeps ``expanded``, or
+    the part of it that belongs to the tokens up to its end, and ``masks`` for each product of one of its
+    tokens and one up to its end.  Raises ValueError for a negative amount.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+
+    stored: float = 0.0
+    owed: float = 0.0
+    replaced: float = 0.0
+    expanded: float = 0.0
+    masks: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            _require_finite(self, name, positive=False)
+
+    def of_token(self, tokens: float) -> Self:
+        """Return the amounts for one of so many ``tokens``, and those of masks."""
+        return replace(self.times(1 / tokens), masks=self.masks)
+
+    def times(self, factor: float) -> Self:
+        """Return ``factor`` times each amount."""
+        return type(self)(*(factor * getattr(self, name) for name in self.__slots__))
+
+
+class SharedMemory(NamedTuple):
+    """Memory of a stage that one unit takes or gives back for all slices of its sequence.
+
+    Its F takes ``by_forward`` at its start, its I ``by_input_gradient``, whose end gives back ``returned``.
+    """
+
+    by_forward: float = 0.0
+    by_input_gradient: float = 0.0
+    returned: float = 0.0
+
+
+_NONE = SharedMemory()
+
+
 def part_of_pair(hidden: float, unpaired: float) -> float:
     """Return ``Costs.pair`` where actions take ``unpaired`` seconds, of which pairs hide ``hidden``."""
     return max(0.5, 1 - hidden / unpaired)
@@ -197,7 +243,8 @@ class Costs:
     hides anything of the other, and 1/2 where one of two equal actions is free.
 
     ``sizes`` are those at which the costs were measured, by the names of Megatron's arguments; none where
-    nothing states it.
+    nothing states it.  ``sequence`` is the memory that slices of a microbatch share, by stage; empty where it
+    is not known.  ValueError where it is of another number of stages.
     """
 
     __pydantic_config__: ClassVar = {**STRICT, "alias_generator": in_files}
@@ -208,10 +255,16 @@ class Costs:
     head: HeadCosts | None = None
     pair: float = 1.0
     sizes: Mapping[str, int] = field(default_factory=dict, compare=False)
+    sequence: tuple[SequenceMemory, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.stages:
             raise ValueError("Costs.stages is empty: give one StageCosts for each stage of the pipeline")
+        if len(self.sequence) not in (0, len(self.stages)):
+            raise ValueError(
+                f"Costs.sequence has {len(self.sequence)} stages, but there are {len(self.stages)}: give one "
+                "SequenceMemory a stage, or none"
+            )
         _require_finite(self, "hop", positive=False)
         _require_finite(self, "message", positive=False)
         if not 0.5 <= self.pair <= 1:
@@ -384,8 +437,10 @@ class Costs:
                 f"{len(self.stages)}, each 1 or more"
             )
         ends = list(accumulate(counts))
-        groups = (self.stages[first:end] for first, end in zip([0, *ends], ends, strict=False))
-        return replace(self, stages=tuple(map(_added, groups)))
+        groups = [slice(first, end) for first, end in zip([0, *ends], ends, strict=False)]
+        sequence = tuple(_stored_together(self.sequence[group]) for group in groups if self.sequence)
+        stages = tuple(_added(self.stages[group]) for group in groups)
+        return replace(self, stages=stages, sequence=sequence)
 
 
 class CostModel:
@@ -445,6 +500,13 @@ def _added(stages: Sequence[StageCosts]) -> StageCosts:
     return replace(StageCosts(*sums), workspace=workspace[Kind.I], workspace_in_whole=workspace[Kind.B])
 
 
+def _stored_together(stages: Sequence[SequenceMemory]) -> SequenceMemory:
+    """Return the memory that slices share in neighbouring ``stages``."""
+    return SequenceMemory(
+        *(math.fsum(getattr(stage, name) for stage in stages) for name in SequenceMemory.__slots__)
+    )
+
+
 def _taken(stages: Sequence[StageCosts], kind: Kind) -> float:
     """Return the workspace of backwards of ``stages``, one after the other: memory besides what is kept."""
     peak = held = 0.0
@@ -471,12 +533,15 @@ class UnitCosts(Costs):
 
     ``stages`` and ``vocabulary`` are of a mean microbatch, by which memory is counted in microbatches;
     seconds and memory of an action are its microbatch's own.  Messages take ``hop``, and pairs ``pair``,
-    whichever microbatches they are of.  ``tokens`` has the number for each microbatch.  ValueError for a unit
-    with another number of stages, and for tokens of another number of microbatches.
+    whichever microbatches they are of.  ``tokens`` has the number for each microbatch.  Where microbatches
+    are slices, ``shared`` has for each the memory of every stage that is their sequence's; it is empty where
+    there is none.  ValueError for a unit with another number of stages, and for tokens or shared memory of
+    another number of microbatches.
     """
 
     units: tuple[Costs, ...] = ()
     tokens: tuple[int, ...] = ()
+    shared: tuple[tuple[SharedMemory, ...], ...] = ()
 
     def __post_init__(self) -> None:
         Costs.__post_init__(self)
@@ -491,6 +556,11 @@ class UnitCosts(Costs):
                 f"there are tokens of {len(self.tokens)} microbatches and costs of {len(self.units)}: give "
                 "both for each"
             )
+        if len(self.shared) not in (0, len(self.units)):
+            raise ValueError(
+                f"there is shared memory of {len(self.shared)} microbatches and costs of {len(self.units)}: "
+                "give both for each"
+            )
 
     @property
     def are_alike(self) -> bool:
@@ -503,16 +573,36 @@ class UnitCosts(Costs):
 
     def growth(self, action: Action) -> float:
         """Return the memory that ``action`` takes at its start; its end frees what is not kept."""
-        return self._of(action).growth(action)
+        growth, shared = self._of(action).growth(action), self._shared(action)
+        if action.kind is Kind.F:
+            return growth + shared.by_forward
+        return growth + shared.by_input_gradient if action.kind in (Kind.I, Kind.B) else growth
 
     def kept(self, action: Action) -> float:
         """Return by how much more is kept after ``action`` than before; below 0, less."""
-        return self._of(action).kept(action)
+        kept, shared = self._of(action).kept(action), self._shared(action)
+        if action.kind is Kind.F:
+            return kept + shared.by_forward
+        is_backward = action.kind in (Kind.I, Kind.B)
+        return kept + shared.by_input_gradient - shared.returned if is_backward else kept
 
     def joined(self, counts: Sequence[int]) -> Self:
-        """Return the costs of stages of ``counts`` of these each, for every unit; see ``Costs.joined``."""
-        units = tuple(unit.joined(counts) for unit in self.units)
-        return replace(self, stages=Costs(self.stages).joined(counts).stages, units=units)
+        """Return the costs of stages of ``counts`` of these each, for every unit; see ``Costs.joined``.
+
+        Stages that are joined run their I right after each other, and share memory for as long as any does.
+        """
+        ends = list(accumulate(counts))
+        groups = [slice(first, end) for first, end in zip([0, *ends], ends, strict=False)]
+        return replace(
+            self,
+            stages=Costs(self.stages).joined(counts).stages,
+            sequence=(),
+            units=tuple(unit.joined(counts) for unit in self.units),
+            shared=tuple(
+                tuple(SharedMemory(*map(math.fsum, zip(*stages[group], strict=True))) for group in groups)
+                for stages in self.shared
+            ),
+        )
 
     def ordered(self, order: Sequence[int]) -> Self:
         """Return the costs of the step whose microbatch k is ``order[k]`` of this one."""
@@ -520,7 +610,12 @@ class UnitCosts(Costs):
             self,
             units=tuple(self.units[number] for number in order),
             tokens=tuple(self.tokens[number] for number in order),
+            shared=tuple(self.shared[number] for number in order if self.shared),
         )
+
+    def _shared(self, action: Action) -> SharedMemory:
+        is_of_head = action.kind in (Kind.S, Kind.T)
+        return self.shared[action.microbatch][action.stage] if self.shared and not is_of_head else _NONE
 
     def _of(self, action: Action) -> Costs:
         if not 0 <= action.microbatch < len(self.units):

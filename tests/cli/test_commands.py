@@ -331,7 +331,7 @@ def test_a_longer_schedule_is_not_used_for_more_memory(monkeypatch):
     assert {timeline.schedule.name for timeline in found.values()} == {"v-zb"}
 
 
-def test_what_is_compiled_keeps_the_limit():
+def test_what_is_compiled_keeps_the_limit(short_searches):
     found = flex.some_limits(2, 4, Costs.per_rank(2, 2))
     assert 1 in found and 1 / 3 not in found
     assert all(max(line.peak_activations) <= fraction * 2 for fraction, line in found.items())

@@ -77,7 +77,7 @@ def published(ranks, microbatches, costs):
                 yield simulate(schedule, costs.merged(ranks * count))
 
 
-@settings(max_examples=45, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(pipelines())
 def test_any_costs_and_limits(pipeline):
     """A limit holds the messages, too."""

@@ -38,11 +38,11 @@ def judged(placement, microbatches, costs, limit):
     [
         (linear(3), 4, 2, UNIT),
         (linear(4), 6, 3, UNEQUAL),
-        (v(2), 4, 3, UNEQUAL),
         (v(2), 4, 2, UNIT),
         *first(
             0,
             [
+                (v(2), 4, 3, UNEQUAL),
                 (linear(4), 6, 3, UNIT),
                 (linear(4), 6, 5, UNEQUAL),
                 (v(2), 4, 2, UNEQUAL),

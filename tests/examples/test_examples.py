@@ -58,7 +58,7 @@ def test_megatron_accepts_the_flags(
 @ON_GPUS
 def test_the_model_fits(name: str, tmp_path: Path) -> None:
     found = tmp_path / "found.json"
-    words = ["estimate", "--system", "h100", "--world-size", GPUS[name], "--json", found, "--"]
+    words = ["estimate", "--no-ask", "--system", "h100", "--world-size", GPUS[name], "--json", found, "--"]
     shown = CliRunner().invoke(app, [*map(str, words), *flags(printed(name, {}))])
     assert shown.exit_code == 0, shown.output
     machine = system.read("h100")

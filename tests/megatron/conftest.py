@@ -19,9 +19,9 @@ from tests.support.few_trials import few_trials
 install()
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def short_search() -> Iterator[None]:
-    """The patch is its own, so that a test's ``monkeypatch`` ends before the fixtures that it follows."""
+    """Jobs that the tests of a module share compile with few trials, too."""
     with few_trials(os.path.join(os.environ[CACHE], "short")):
         yield
 

@@ -90,7 +90,8 @@ def insert(file: Path, before: str, lines: str) -> None:
 def mpp(package: Path, words: str) -> str:
     """What that package's ``mpp estimate`` says."""
     model = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 64"
-    command = [sys.executable, "-m", "megatron_pp_ext.cli", "estimate", "--", *model.split(), *words.split()]
+    estimate = [sys.executable, "-m", "megatron_pp_ext.cli", "estimate", "--no-ask", "--"]
+    command = [*estimate, *model.split(), *words.split()]
     environment = {**os.environ, "PYTHONPATH": str(package.parent), "COLUMNS": "500"}
     done = subprocess.run(
         command, cwd=package.parent, env=environment, capture_output=True, text=True, check=False

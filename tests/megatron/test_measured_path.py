@@ -53,17 +53,17 @@ def test_one_file_goes_from_a_rehearsal_to_training(tmp_path: Path, monkeypatch:
     options = ["--ranks", "all", "--at-once", 2, "--iterations", 2, "--accept-noise"]
     of_v_half = [*flags, "--pipeline-schedule", "v-half"]
     mpp("rehearse", *options, "--costs", costs, "--json", told, "--", *of_v_half)
-    mpp("estimate", "--json", step, "--", *of_v_half, "--pipeline-costs", costs)
+    mpp("estimate", "--no-ask", "--json", step, "--", *of_v_half, "--pipeline-costs", costs)
     measured, estimated = costs_file.read(costs), json.loads(step.read_text())
     hop = estimated["pipeline_seconds"] - simulate(catalog.build("v-half", 2, 8), measured).makespan
     assert 0 <= hop < 1e-2  # the file has none, and those of the system are short
     with pytest.raises(AssertionError, match="was measured with --micro-batch-size 1, not 2: measure"):
-        mpp("estimate", "--", *of_v_half, "--micro-batch-size", 2, "--pipeline-costs", costs)
+        mpp("estimate", "--no-ask", "--", *of_v_half, "--micro-batch-size", 2, "--pipeline-costs", costs)
     held = [rank["weights"] for rank in json.loads(told.read_text())["ranks"]]
     assert [rank["weights"] for rank in estimated["ranks"]] == held
 
     tried = ["--gpus", 2, "--schedules", "1f1b,v-half,v-zb", "--global-batch-size", 8, "--json", found]
-    mpp("search", *tried, "--", *flags, "--pipeline-costs", costs)
+    mpp("search", "--no-ask", *tried, "--", *flags, "--pipeline-costs", costs)
     best = json.loads(found.read_text())["best"][0]
     words = best["flags"]
     at = words.index("--pipeline-schedule")

@@ -5,10 +5,11 @@ import math
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -213,22 +214,32 @@ from megatron_pp_ext.launch import install
 from tests.support import ranks  # the stand-ins for torch.cuda, before Megatron is imported
 install()
 from tests.megatron import test_model_costs
-flags, sys.argv = sys.argv[1], sys.argv[:1]
-print(json.dumps(test_model_costs.step_bytes(flags)))
+sys.argv, answers, sys.stdout = sys.argv[:1], sys.stdout, sys.stderr
+for line in sys.stdin:
+    print(json.dumps(test_model_costs.step_bytes(line.strip())), file=answers, flush=True)
 """
 
 
-@cache
-def measure(flags: str) -> tuple[dict[int, Measured], list[int]]:
-    """The four stages of a V on two ranks, and the peak of each rank.
+@pytest.fixture(scope="module")
+def measure() -> Iterator[Callable[[str], tuple[dict[int, Measured], list[int]]]]:
+    """Return the four stages of a V on two ranks, and the peak of each rank, by the flags of a job.
 
-    They train in a process of their own: ranks forked after other tests were seen to keep more.
+    Jobs train in a process of their own: ranks forked after other tests were seen to keep more.
     """
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, flags]
-    ran = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    stages, peaks = json.loads(ran.stdout.splitlines()[-1])
-    return {int(stage): Measured(*sizes) for stage, sizes in stages.items()}, peaks
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=Path(__file__).parents[2], text=True, **pipes) as process:
+
+        @cache
+        def measured(flags: str) -> tuple[dict[int, Measured], list[int]]:
+            process.stdin.write(f"{flags}\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+            assert answer, "the job failed"
+            stages, peaks = json.loads(answer)
+            return {int(stage): Measured(*sizes) for stage, sizes in stages.items()}, peaks
+
+        yield measured
 
 
 def step_bytes(flags: str) -> tuple[dict[int, tuple[int, int]], list[int]]:
@@ -263,7 +274,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("model", first(2, MODELS))
-def test_bytes_are_those_of_a_run(model: str) -> None:
+def test_bytes_are_those_of_a_run(model: str, measure: Any) -> None:
     """Stage by stage, and at the peak of a rank, whose moment the schedule's simulation knows."""
     measured, peaks = measure(MODELS[model])
     estimated = costs(f"{LARGER} {MODELS[model]}", 4)
@@ -303,7 +314,7 @@ RECOMPUTED = {
 
 
 @pytest.mark.parametrize("flags", first(2, RECOMPUTED))
-def test_recomputation_keeps_less_until_the_gradients_come(flags: str) -> None:
+def test_recomputation_keeps_less_until_the_gradients_come(flags: str, measure: Any) -> None:
     """W needs as much as ever, so the schedules are told of no less than that."""
     plain, _ = measure("")
     measured, peaks = measure(flags)

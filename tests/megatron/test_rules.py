@@ -31,6 +31,10 @@ EXPERTS = "--num-experts 4 --disable-bias-linear --moe-token-dispatcher-type all
 PAIRS = f"{PP2} --expert-model-parallel-size 2 {EXPERTS} --bf16 --overlap-moe-expert-parallel-comm"
 REPLICAS = f"{PP2} {UNTIED} --global-batch-size 3 --pipeline-schedule pipedream --pipeline-replicas 3-1"
 SHARED = "--pipeline-vocabulary shared"
+SPARSE = (
+    "--experimental-attention-variant dsa --multi-latent-attention --dsa-indexer-n-heads 2 "
+    "--dsa-indexer-head-dim 16 --dsa-indexer-topk 8"
+)
 SLICES = "--pipeline-slice-tokens 8"
 
 GRAPHS, PER_LAYER = "--cuda-graph-impl full_iteration", "--cuda-graph-impl transformer_engine"
@@ -156,9 +160,9 @@ CASES: dict[str, dict[str, str]] = {
         "--context-parallel-size above 1: each": "--context-parallel-size 2",
         "--moe-enable-routing-replay: routing is rec": "--moe-enable-routing-replay",
         "would see later ones": "--window-size 4,2",
-        "the state of such attention": "--experimental-attention-variant gated_delta_net "
-        "--linear-attention-freq 4 --spec my.layers stack",
-        "the state of Mamba": "--hybrid-layer-pattern M*|M*|M*|M*|M*|M*|M*|M* --spec my.layers stack",
+        "the state of such attention": f"{SPARSE} --spec my.layers stack",
+        "Mamba-2's fused kernel, which it": "--hybrid-layer-pattern M*|M*|M*|M*|M*|M*|M*|M* "
+        "--spec my.layers stack --disable-mamba-mem-eff-path",
         "another number of keys in each": "--cuda-graph-impl transformer_engine --pipeline-unproved",
         "--tp-comm-overlap: its buffers": "--tp-comm-overlap",
         "--fine-grained-activation-offloading: it counts": "--fine-grained-activation-offloading",

@@ -59,7 +59,8 @@ def test_it_works_elsewhere(wheel: Path, tmp_path: Path) -> None:
 
     assert python("-c", "import megatron_pp_ext; print(megatron_pp_ext.__file__)").startswith(str(installed))
     assert "v-half" in python("-m", "megatron_pp_ext.cli", "list")
-    words = "estimate --model llama3-8b --system a100-80g --world-size 8 -- --pipeline-model-parallel-size 4"
+    words = "estimate --no-ask --model llama3-8b --system a100-80g --world-size 8"
+    words += " -- --pipeline-model-parallel-size 4"
     batch = "--micro-batch-size 1 --global-batch-size 16 --pipeline-schedule v-half"
     assert "a100-80g" in python("-m", "megatron_pp_ext.cli", *words.split(), *batch.split())
 

@@ -7,6 +7,7 @@ here has the same weights and saves for its backward what they save: a norm its 
 import contextlib
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -157,17 +158,19 @@ class _Saving(torch.autograd.Function):
     """A computation that saves its operands alone, and runs again for their gradients, as a kernel does."""
 
     @staticmethod
-    def forward(ctx: Any, compute: Callable[..., torch.Tensor], *operands: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, compute: Callable[..., Any], *operands: torch.Tensor) -> Any:
         ctx.compute = compute
         ctx.save_for_backward(*operands)
         return compute(*operands)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         operands = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
         with torch.enable_grad():
-            output = ctx.compute(*operands)
-        return None, *torch.autograd.grad(output, operands, gradient, allow_unused=True)
+            outputs = ctx.compute(*operands)
+        if len(gradients) == 1:
+            outputs = (outputs,)
+        return None, *torch.autograd.grad(outputs, operands, gradients, allow_unused=True)
 
 
 class Norm(torch.nn.Module):
@@ -273,8 +276,13 @@ class _L2Norm(torch.autograd.Function):
 _l2norm = _L2Norm.apply
 
 
-def _convolution(x: torch.Tensor, weight: torch.Tensor, **unused: Any) -> tuple[torch.Tensor, None]:
+def _convolution(
+    x: torch.Tensor, weight: torch.Tensor, cu_seqlens: torch.Tensor | None = None, **unused: Any
+) -> tuple[torch.Tensor, None]:
     """flash-linear-attention's, over tokens and by channels, followed by SiLU: it saves its input."""
+    if cu_seqlens is not None:
+        places = pairwise(cu_seqlens.tolist())
+        return torch.cat([_convolution(x[:, begin:end], weight)[0] for begin, end in places], 1), None
 
     def compute(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         width = weight.shape[-1]
@@ -288,16 +296,29 @@ def _convolution(x: torch.Tensor, weight: torch.Tensor, **unused: Any) -> tuple[
 
 def _gated_delta_rule(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
-    **unused: Any,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """flash-linear-attention's: it saves its operands and, for each token, 64 numbers a head."""
+    initial_state: torch.Tensor | None = None, output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None, **unused: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """flash-linear-attention's: it saves its operands and, for each token, 64 numbers a head.
+
+    The documents of a pack have no state before them.
+    """
+    rule = common.torch_chunk_gated_delta_rule
+    if cu_seqlens is not None:
+        places = list(pairwise(cu_seqlens.tolist()))
+        parts = [rule(*(x[:, a:b] for x in (query, key, value)), g[:, a:b], beta[:, a:b]) for a, b in places]
+        return torch.cat([part for part, _ in parts], 1), None
     inside = value.new_zeros(*value.shape[:3], 64)
+    operands = [query, key, value, g, beta, inside, *([] if initial_state is None else [initial_state])]
 
-    def compute(*operands: torch.Tensor) -> torch.Tensor:
-        query, key, value, g, beta, _ = operands
-        return common.torch_chunk_gated_delta_rule(query, key, value, g, beta)[0]
+    def compute(*operands: torch.Tensor) -> Any:
+        query, key, value, g, beta, _, *state = operands
+        of_state = {"initial_state": state[0] if state else None, "output_final_state": output_final_state}
+        result = rule(query, key, value, g, beta, **of_state)
+        return result if output_final_state else result[0]
 
-    return _Saving.apply(compute, query, key, value, g, beta, inside), None
+    result = _Saving.apply(compute, *operands)
+    return result if output_final_state else (result, None)
 
 
 def _gated_norm(layer: GatedDeltaNet, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import v
 from tests.conftest import CACHE
 
-TRIALS = 30
+TRIALS = 10
 
 
 @contextmanager

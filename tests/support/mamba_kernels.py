@@ -32,21 +32,27 @@ def _scanned(
     step_bias: torch.Tensor,
     decay: torch.Tensor,
     skip: torch.Tensor,
+    state: torch.Tensor | None,
     groups: int,
     width: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scan's result before the gate, and the gate; arXiv 2405.21060, section 2 and figure 6.
+    documents: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the scan's result before the gate, the gate, and the state after the last token.
 
-    ``projected`` is (batch, tokens, gate + x + B + C + steps) and ``decay`` one number a head of ``width``.
+    See arXiv 2405.21060, section 2 and figure 6.  ``projected`` is (batch, tokens, gate + x + B + C + steps)
+    and ``decay`` one number a head of ``width``; ``state`` is that before the first token, and ``documents``
+    numbers the document of each token, none of which sees another.
     """
     heads, channels = decay.shape[0], weight.shape[0]
     inner = heads * width
     state_size = (channels - inner) // (2 * groups)
     gate, mixed, steps = projected.split([inner, channels, heads], -1)
-    convolved = functional.conv1d(
-        mixed.transpose(1, 2), weight[:, None], bias, padding=weight.shape[1] - 1, groups=channels
-    )
-    mixed = functional.silu(convolved[..., : projected.shape[1]]).transpose(1, 2)
+    taps = weight.shape[1] - 1
+    windows = functional.pad(mixed, (0, 0, taps, 0)).unfold(1, taps + 1, 1)
+    if documents is not None:
+        of_inputs = functional.pad(documents, (taps, 0), value=-1).unfold(1, taps + 1, 1)
+        windows = windows * (of_inputs == documents[..., None])[:, :, None]
+    mixed = functional.silu((windows * weight).sum(-1) + bias)
     values, into, out_of = mixed.split([inner, groups * state_size, groups * state_size], -1)
     values = values.unflatten(-1, (heads, width)).float()
     into, out_of = (
@@ -54,32 +60,38 @@ def _scanned(
         for part in (into, out_of)
     )
     steps = functional.softplus(steps.float() + step_bias)
-    state = values.new_zeros(*values.shape[:1], heads, width, state_size)
+    if state is None:
+        state = values.new_zeros(*values.shape[:1], heads, width, state_size)
     results = []
     for token in range(values.shape[1]):
+        if documents is not None and token:
+            state = state * (documents[:, token] == documents[:, token - 1])[:, None, None, None]
         step = steps[:, token, :, None, None]
         added = values[:, token, :, :, None] * into[:, token, :, None, :]
         state = state * torch.exp(step * decay[:, None, None]) + step * added
         results.append((state * out_of[:, token, :, None, :]).sum(-1))
     result = torch.stack(results, 1) + skip[:, None] * values
-    return result.flatten(-2).to(projected.dtype), gate
+    return result.flatten(-2).to(projected.dtype), gate, state
 
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, groups: int, width: int, *operands: torch.Tensor) -> torch.Tensor:
-        result, gate = _scanned(*operands, groups, width)
-        ctx.sizes = groups, width
+    def forward(ctx: Any, about: tuple[Any, ...], *operands: torch.Tensor | None) -> Any:
+        result, gate, state = _scanned(*operands, *about)
+        ctx.about = about
         ctx.save_for_backward(*operands, result)
-        return result * functional.silu(gate)
+        return result * functional.silu(gate), state
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        operands = [saved.detach().requires_grad_() for saved in ctx.saved_tensors[:-1]]
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        *saved, _ = ctx.saved_tensors
+        operands = [tensor if tensor is None else tensor.detach().requires_grad_() for tensor in saved]
         with torch.enable_grad():
-            result, gate = _scanned(*operands, *ctx.sizes)
+            result, gate, state = _scanned(*operands, *ctx.about)
             output = result * functional.silu(gate)
-        return (None, None, *torch.autograd.grad(output, operands, gradient))
+        leaves = [tensor for tensor in operands if tensor is not None]
+        results = iter(torch.autograd.grad((output, state), leaves, gradients))
+        return None, *(None if tensor is None else next(results) for tensor in operands)
 
 
 def mamba_split_conv1d_scan_combined(
@@ -92,10 +104,16 @@ def mamba_split_conv1d_scan_combined(
     chunk_size: int,
     headdim: int,
     ngroups: int,
+    initial_states: torch.Tensor | None = None,
+    return_final_states: bool = False,
+    seq_idx: torch.Tensor | None = None,
     **unused: Any,
-) -> torch.Tensor:
+) -> Any:
     """Convolve, scan and gate, as mamba_ssm's function of this name."""
-    return _Scan.apply(ngroups, headdim, zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D)
+    about = ngroups, headdim, seq_idx
+    operands = zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, initial_states
+    result, state = _Scan.apply(about, *operands)
+    return (result, state) if return_final_states else result
 
 
 class _Normed(torch.autograd.Function):

@@ -158,7 +158,7 @@ MODELS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
     "own attention": (_MEETS, partial(mixed, attended), {}),
     "pairs of words": ("the embedding of a token depends on other tokens", with_pairs_of_words, {}),
     "own positions": ("the query of a token is another in a slice", with_own_positions, {}),
-    "a layer twice": ("a forward calls a layer of attention 2 times", with_a_layer_twice, {}),
+    "a layer twice": ("a forward calls a layer 2 times", with_a_layer_twice, {}),
     "values ahead": ("LooksAhead gives other results in slices", partial(gpt, attention=LooksAhead), {}),
     "decay": ("Decays gives other results in slices", partial(gpt, attention=Decays), {}),
 }

@@ -23,7 +23,7 @@ from tests.support import ranks  # has to come before Megatron: installs the sta
 # Not used here: each rank would import these by itself, with seconds of other packages behind them.
 import megatron.core.datasets.helpers
 import megatron.core.models.mimo
-import megatron.core.tokenizers.text  # noqa: F401
+import megatron.core.tokenizers.text.models  # noqa: F401
 import pytest
 import torch
 from megatron.core import mpu
@@ -32,6 +32,10 @@ from megatron.training import arguments, ft_integration, training
 from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.global_vars import get_tensorboard_writer
 
+import megatron_pp_ext.compiler.compile
+import megatron_pp_ext.job.stage_costs
+import megatron_pp_ext.log_lines
+import megatron_pp_ext.runtime.object_send  # noqa: F401
 from megatron_pp_ext import cpu, pretrain_gpt
 from megatron_pp_ext.cpu.flags import megatron_flags
 from megatron_pp_ext.job import flag_effects

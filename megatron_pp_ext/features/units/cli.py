@@ -249,7 +249,8 @@ def _planned(
                 plan = planner.simulated(planner.in_family(of_family, planner.cut(documents, tokens)))
             else:
                 tokens = tokens or planner.chosen_tokens(documents, limits)
-                plan = planner.plan(planner.cut(documents, tokens), limits=limits)
+                units = planner.finer(planner.cut(documents, tokens), limits)
+                plan = planner.plan(units, limits=limits)
         except InfeasibleLimit as error:
             refused.append(error)
             shortest = planner.cut(microbatches.documents, slicing.most_tokens or SMALLEST)

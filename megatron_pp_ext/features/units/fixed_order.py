@@ -222,7 +222,7 @@ def timed(fixed: Fixed, table: Table, order: Integers, patience: float) -> float
     steps, _, ends, done = fixed
     before, sends, wire, rank, row, slot, other_row, other_slot, weights = steps
     bounds, weight_row, weight_slot, ready, due = weights
-    seconds, _, delays, pair = table
+    seconds, _, _, _, delays, pair = table
     latest = 0.0
     finished = bounds[:-1].copy()
     ended = np.zeros(len(finished))
@@ -269,8 +269,9 @@ def excess(memory: OrderMemory, table: Table, order: Integers, limits: Floats) -
     for rank in range(len(limits)):
         live = peak = 0.0
         for action in range(bounds[rank], bounds[rank + 1]):
-            live += table.kept[row[action], order[slot[action]]]
-            peak = max(peak, live)
+            unit = order[slot[action]]
+            peak = max(peak, live + table.taken[row[action], unit])
+            live += table.kept[row[action], unit]
         most = max(most, peak / limits[rank] - 1)
     return most if most > ROUNDING else 0.0
 

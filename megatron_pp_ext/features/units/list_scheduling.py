@@ -6,17 +6,19 @@ otherwise; or actions have the places of a schedule whose order they follow as f
 stage takes the units forward in their order, and back chain by chain, each in reverse.
 
 A *reservation* keeps ranks from waiting for each other.  Chains end in the order in which they begin, so a
-rank takes a forward only if each chain that it has not done all forwards of would still fit once those
-before it are done.  Then the oldest chain can always go on, on all ranks, and no order gets stuck as long as
-each chain alone fits.
+rank takes memory for a chain only if each one that has yet to take some would still fit once those before it
+are done.  Memory is taken by forwards, and by the input gradient of a chain's last unit for the sums that it
+owes to the others.  Any input gradient has *headroom* besides: its workspace, and what it leaves to its W
+beyond what its forward kept.  W give theirs back at any time, so headroom is that of one input gradient, and
+it is left free by all that is reserved.  A rank whose next input gradient does not fit does W first.  Then
+the oldest chain can always go on, on all ranks, and no order gets stuck as long as each chain alone fits.
 
 *Gaps* keep ranks from filling their memory too soon.  Chains that enter the pipeline right after each other
 go through it as one wave, and ranks wait until it comes back.  So the first stage may let time pass between
 units, and between chains.
-
-Forwards are charged with what their input gradients take (``StageCosts.charged_to_forward``).
 """
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise, repeat
 from typing import NamedTuple
@@ -24,6 +26,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_pp_ext.compiler.request import LARGEST
+from megatron_pp_ext.features.units.microbatches import require_number
 from megatron_pp_ext.features.units.table import Floats, Integers, Table
 from megatron_pp_ext.features.units.units import Units
 from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind, Schedule
@@ -46,21 +50,29 @@ class Where(NamedTuple):
 class Chains(NamedTuple):
     """The first unit of each chain, the number of its units, and ``seconds`` of work of a mean rank.
 
-    ``kept[rank, chain]`` are all of its activations.
+    ``kept[rank, chain]`` is all the memory that it takes there, and ``takes[rank, chain]`` the number of
+    actions that take it.
     """
 
     first: Integers
     size: Integers
     seconds: Floats
     kept: Floats
+    takes: Integers
 
 
 class Ranks(NamedTuple):
-    """Each rank's limit, the most memory of any one chain that it needs, and its work in seconds."""
+    """Each rank's limit, headroom, the most memory that any one chain takes, and its work in seconds."""
 
     limits: Floats
+    headroom: Floats
     largest: Floats
     seconds: Floats
+
+    @property
+    def least(self) -> Floats:
+        """The lowest limit of each rank."""
+        return self.largest + self.headroom
 
 
 class ListRules(NamedTuple):
@@ -96,10 +108,10 @@ class State(NamedTuple):
     place, those of I by stage and number in the order of I.
 
     Each rank is ``free`` from some time on, was ``idle`` for so long, and is to ``start`` an action of a
-    ``kind`` and a ``stage``.  Its ``oldest`` chain is the first one of which it has not done all forwards.
-    It keeps ``live``, of which ``ended`` are of the chains before that one.  W that wait are in ``queue``
-    from ``head`` to ``tail``, by their priority.  ``held`` and ``to_come`` are what it keeps, and has yet to
-    keep, of each chain.
+    ``kind`` and a ``stage``.  It keeps ``live``, of which ``waiting`` is what W give back that wait.  These
+    are in ``queue`` from ``head`` to ``tail``, by their priority.  ``held`` and ``to_come`` are what it keeps
+    of each chain besides, and has yet to take, in so many ``takes``.  Its ``oldest`` chain is the first one
+    for which it has any to come, and it holds ``ended`` of those before.
     """
 
     unit_at: Integers
@@ -112,6 +124,7 @@ class State(NamedTuple):
     free: Floats
     idle: Floats
     live: Floats
+    waiting: Floats
     ended: Floats
     start: Floats
     oldest: Integers
@@ -122,6 +135,7 @@ class State(NamedTuple):
     queue: Integers
     held: Floats
     to_come: Floats
+    takes: Integers
 
 
 class Listing(NamedTuple):
@@ -137,7 +151,15 @@ class Listing(NamedTuple):
 def listing_of(
     units: Units, table: Table, placement: Placement, limits: Sequence[float] | Floats, rules: ListRules
 ) -> Listing:
-    """Return the listing of ``units`` with the costs of ``table``, within the ``limits`` of ranks."""
+    """Return the listing of ``units`` with the costs of ``table``, within the ``limits`` of ranks.
+
+    ValueError for limits that are none (``bounded``), and for more actions than are simulated.
+    """
+    if (actions := 3 * placement.stages * len(units)) > LARGEST:
+        raise ValueError(
+            f"{len(units):,} units on {placement.stages:,} stages make {actions:,} actions, but at most "
+            f"{LARGEST:,} are planned: give more tokens to a unit, or a shorter step"
+        )
     where = Where(
         np.array([placement.rank_of(stage) for stage in range(placement.stages)]),
         np.array([placement.stages_of(rank) for rank in range(placement.ranks)]),
@@ -146,13 +168,31 @@ def listing_of(
         ),
     )
     first = np.array([chain.start for chain in units.chains])
-    kept = np.add.reduceat(table.kept[F], first, axis=1)[where.stages_of].sum(axis=1)
+    owed = np.add.reduceat(table.owed, first, axis=1)
+    kept = (np.add.reduceat(table.kept[F], first, axis=1) + owed)[where.stages_of].sum(axis=1)
     each = table.seconds[F] + np.where(rules.is_whole, table.seconds[B], table.seconds[I] + table.seconds[W])
     seconds = np.add.reduceat(each.sum(axis=0), first) / placement.ranks
     sizes = np.array([len(chain) for chain in units.chains])
-    bounded = np.array(limits, float) * (1 + ROUNDING)
-    ranks = Ranks(bounded, kept.max(axis=1), each.sum(axis=1)[where.stages_of].sum(axis=1))
-    return Listing(where, Chains(first, sizes, seconds, kept), ranks, rules, _state(placement, units))
+    takes = sizes * placement.chunks + (owed > 0)[where.stages_of].sum(axis=1)
+    headroom = np.where(rules.is_whole, table.taken[B], table.taken[I]) - table.owed
+    ranks = Ranks(
+        bounded(limits, placement) * (1 + ROUNDING),
+        headroom.max(axis=1)[where.stages_of].max(axis=1),
+        kept.max(axis=1),
+        each.sum(axis=1)[where.stages_of].sum(axis=1),
+    )
+    return Listing(where, Chains(first, sizes, seconds, kept, takes), ranks, rules, _state(placement, units))
+
+
+def bounded(limits: Sequence[float] | Floats, placement: Placement) -> Floats:
+    """Return the ``limits`` of all ranks; ValueError for another number of them, and for one that is none."""
+    if not isinstance(limits, Sequence | np.ndarray) or len(limits) != placement.ranks:
+        raise ValueError(
+            f"the memory limits are {limits!r:.40}, but there are {placement.ranks} ranks: give one to each"
+        )
+    for rank, limit in enumerate(limits):
+        require_number(f"the memory limit of rank {rank}", limit, "above 0", math.inf)
+    return np.array(limits, float)
 
 
 def free_rules(placement: Placement, splits_backward: bool) -> ListRules:
@@ -259,6 +299,7 @@ def _state(placement: Placement, units: Units) -> State:
         free=floats(ranks),
         idle=floats(ranks),
         live=floats(ranks),
+        waiting=floats(ranks),
         ended=floats(ranks),
         start=floats(ranks),
         oldest=integers(ranks),
@@ -269,6 +310,7 @@ def _state(placement: Placement, units: Units) -> State:
         queue=integers(ranks, placement.chunks * count),
         held=floats(*by_chain),
         to_come=floats(*by_chain),
+        takes=integers(*by_chain),
     )
 
 
@@ -292,6 +334,7 @@ def listed(listing: Listing, table: Table, entry: EntryTimes, until: float, acti
             rank = changed[at]
             free = state.free[rank]
             start, first, kind, stage = np.inf, 0, -1, -1
+            lacks_memory = False
             for chunk in range(chunks - 1, -1, -1):
                 choice = where.stages_of[rank, chunk]
                 done, place = state.inputs[choice], state.forwards[choice]
@@ -302,9 +345,19 @@ def listed(listing: Listing, table: Table, entry: EntryTimes, until: float, acti
                 elif done < state.inputs[choice + 1]:
                     ready = max(free, state.input_ends[choice + 1, done] + table.delays[where.wire[choice]])
                 if ready <= start and ready < np.inf:
-                    number = priority[I, choice, each * state.back_at[done]]
+                    at_place = state.back_at[done]
+                    number = priority[I, choice, each * at_place]
                     if ready < start or number < first:
-                        start, first, kind, stage = ready, number, I, choice
+                        unit, row = state.unit_at[at_place], I * stages + choice
+                        if is_whole[choice, each * at_place]:
+                            row = B * stages + choice
+                        taken, owed = table.taken[row, unit], table.owed[choice, unit]
+                        if state.live[rank] + taken > ranks.limits[rank] or not (
+                            owed == 0 or _fits(ranks, state, rank, owed, state.chain_at[at_place], reserves)
+                        ):
+                            lacks_memory = lacks_memory or ready <= free
+                        else:
+                            start, first, kind, stage = ready, number, I, choice
                 if place == (state.forwards[choice - 1] if choice else units):
                     continue
                 ready = max(free, release)
@@ -320,7 +373,8 @@ def listed(listing: Listing, table: Table, entry: EntryTimes, until: float, acti
             if state.head[rank] < state.tail[rank] and free <= start:
                 number = state.queue[rank, state.head[rank]]
                 waiting = number // units
-                if free < start or priority[W, waiting, each * (number - waiting * units)] < first:
+                is_first = priority[W, waiting, each * (number - waiting * units)] < first
+                if free < start or is_first or (lacks_memory and kind == F):
                     start, kind = free, W
             state.start[rank], state.kind[rank], state.stage[rank] = start, kind, stage
         rank = 0
@@ -342,7 +396,7 @@ def listed(listing: Listing, table: Table, entry: EntryTimes, until: float, acti
             end = start + table.seconds[F * stages + stage, unit]
             state.forward_ends[stage, place] = end
             state.forwards[stage] += 1
-            _keep(where, state, rank, chain, table.kept[F * stages + stage, unit])
+            _take(state, rank, chain, table.kept[F * stages + stage, unit])
             if stage < stages - 1:
                 changed[1], changes = where.rank_of[stage + 1], 2
             if stage == 0:
@@ -360,7 +414,14 @@ def listed(listing: Listing, table: Table, entry: EntryTimes, until: float, acti
             end = start + table.seconds[row, unit]
             state.input_ends[stage, done] = end
             state.inputs[stage] += 1
-            _release(state, rank, state.chain_at[place], -table.kept[row, unit])
+            chain, owed, for_weights = state.chain_at[place], table.owed[stage, unit], 0.0
+            if owed > 0:
+                _take(state, rank, chain, owed)
+            if not whole:
+                for_weights = -table.kept[W * stages + stage, unit]
+                state.waiting[rank] += for_weights
+            _release(state, rank, chain, owed - table.kept[row, unit] + for_weights)
+            state.live[rank] += for_weights
             if not whole:
                 state.queue[rank, state.tail[rank]] = stage * units + place
                 state.tail[rank] += 1
@@ -375,7 +436,9 @@ def listed(listing: Listing, table: Table, entry: EntryTimes, until: float, acti
             unit = state.unit_at[place]
             state.head[rank] += 1
             end = start + table.seconds[W * stages + stage, unit]
-            _release(state, rank, state.chain_at[place], -table.kept[W * stages + stage, unit])
+            for_weights = -table.kept[W * stages + stage, unit]
+            state.waiting[rank] -= for_weights
+            state.live[rank] -= for_weights
         state.free[rank] = end
         last = max(last, end)
         actions[rank, filled[rank]] = (kind * stages + stage) * units + place
@@ -397,18 +460,23 @@ def _begin(chains: Chains, entry: EntryTimes, state: State) -> None:
         place += size
         for rank in range(ranks):
             state.held[rank, at], state.to_come[rank, at] = 0.0, chains.kept[rank, chain]
+            state.takes[rank, at] = chains.takes[rank, chain]
     for stage in range(len(state.forwards)):
         state.forwards[stage] = state.inputs[stage] = 0
     for rank in range(ranks):
         state.free[rank] = state.idle[rank] = state.live[rank] = state.ended[rank] = 0.0
+        state.waiting[rank] = 0.0
         state.oldest[rank] = state.head[rank] = state.tail[rank] = 0
 
 
 @part_of_loop
 def _fits(ranks: Ranks, state: State, rank: int, amount: float, chain: int, reserves: bool) -> bool:
-    """Whether a forward of ``chain`` that keeps ``amount`` leaves what the reservation is for."""
+    """Whether a rank that takes ``amount`` for ``chain`` leaves what the reservation is for."""
     limit = ranks.limits[rank]
-    behind = state.live[rank] + amount
+    if state.live[rank] + amount > limit:
+        return False
+    limit -= ranks.headroom[rank]
+    behind = state.live[rank] - state.waiting[rank] + amount
     if behind > limit or not reserves:
         return behind <= limit
     behind -= state.ended[rank]
@@ -422,23 +490,20 @@ def _fits(ranks: Ranks, state: State, rank: int, amount: float, chain: int, rese
 
 
 @part_of_loop
-def _keep(where: Where, state: State, rank: int, chain: int, amount: float) -> None:
-    """Count what a forward keeps, and the chains whose forwards the rank has all done with it."""
+def _take(state: State, rank: int, chain: int, amount: float) -> None:
+    """Count what an action takes for ``chain``, and the chains that take no more after it."""
     state.live[rank] += amount
     state.held[rank, chain] += amount
     state.to_come[rank, chain] -= amount
-    least = len(state.unit_at)
-    for stage in where.stages_of[rank]:
-        least = min(least, state.forwards[stage])
-    first = state.chain_at[least] if least < len(state.unit_at) else state.held.shape[1]
-    while state.oldest[rank] < first:
+    state.takes[rank, chain] -= 1
+    while state.oldest[rank] < state.held.shape[1] and state.takes[rank, state.oldest[rank]] == 0:
         state.ended[rank] += state.held[rank, state.oldest[rank]]
         state.oldest[rank] += 1
 
 
 @part_of_loop
 def _release(state: State, rank: int, chain: int, amount: float) -> None:
-    """Count what a backward, or a half of it, gives back."""
+    """Count what a backward gives back, or leaves to its W."""
     state.live[rank] -= amount
     state.held[rank, chain] -= amount
     if chain < state.oldest[rank]:

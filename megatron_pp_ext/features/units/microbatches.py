@@ -8,23 +8,72 @@ or text with a line for each microbatch, whose lengths are apart by spaces or co
 distribution is a JSON list of lengths in tokens, from which documents are drawn, all with the same chance.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import index
 from pathlib import Path
 from random import Random
-from typing import Self
+from typing import Any, NamedTuple, Self
 
 from megatron_pp_ext.files import read_text
 from megatron_pp_ext.json_input import naming, parse, read, short
+from megatron_pp_ext.schedule.costs import MOST
 
 MOST_DOCUMENTS = 1_000_000
-"""The most documents of a step that are read."""
+"""The most documents of a step."""
 
 LONGEST_DOCUMENT = 1 << 31
 """The longest document in tokens."""
 
+
+def whole_number(name: str, value: Any, least: int = 1, most: int = LONGEST_DOCUMENT) -> int:
+    """Return ``value`` as an int; ValueError unless it is a whole number from ``least`` to ``most``."""
+    try:
+        number = None if isinstance(value, bool) else index(value)
+    except TypeError:
+        number = None
+    if number is None or not least <= number <= most:
+        raise ValueError(
+            f"{name} is {value!r:.40}, but must be a whole number from {least:,} to {most:,}: correct it"
+        )
+    return number
+
+
+def require_number(name: str, value: Any, rule: str = "0 or more", most: float = MOST) -> None:
+    """Raise ValueError unless ``value`` is a number up to ``most`` that is ``rule``, of which NaN is none.
+
+    The rule is "0 or more" or "above 0".
+    """
+    try:
+        number = math.nan if isinstance(value, bool | str) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not 0 <= number <= most or (rule == "above 0" and not number):
+        finite = "" if math.isinf(most) else f", at most {most:g}"
+        raise ValueError(f"{name} is {value!r:.40}, but must be a number {rule}{finite}: correct it")
+
+
 _FIX = "write a list of document lengths for each microbatch, such as [[4096, 1200], [8000]]"
+
+
+class UnitSizes(NamedTuple):
+    """The numbers of tokens that the costs of a unit go by.
+
+    Time goes by ``squares``, those of documents, and the memory of scores by ``scores``, the products of
+    tokens and those that they may see, hidden ones included.  A slice has ``end`` tokens up to its end; it is
+    0 for a unit that is whole.  The first slice keeps ``stored`` tokens for all, the whole sequence.  The
+    last one ``owes`` gradients to the tokens before it, which the first one, in its I, is ``owed``.
+    """
+
+    tokens: float
+    squares: float
+    scores: float
+    end: float = 0.0
+    stored: float = 0.0
+    owes: float = 0.0
+    owed: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -41,25 +90,40 @@ class Microbatches:
     def __post_init__(self) -> None:
         if not self.documents:
             raise ValueError(f"there are no microbatches: {_FIX}")
+        if (count := sum(map(len, self.documents))) > MOST_DOCUMENTS:
+            raise ValueError(f"there are {count:,} documents, at most {MOST_DOCUMENTS:,}: give one step")
         for number, lengths in enumerate(self.documents):
             if not lengths:
                 raise ValueError(f"microbatch {number} has no documents: give the length of at least one")
+            if set(map(type, lengths)) == {int} and 0 < min(lengths) <= max(lengths) <= LONGEST_DOCUMENT:
+                continue
             for length in lengths:
                 if not isinstance(length, int) or isinstance(length, bool):
                     raise ValueError(
-                        f"microbatch {number} has the length {short(length)}, but lengths are whole numbers "
+                        f"microbatch {number} has the length {length!r:.40}, but lengths are whole numbers "
                         "of tokens: correct it"
                     )
                 if not 0 < length <= LONGEST_DOCUMENT:
                     raise ValueError(
-                        f"microbatch {number} has the length {length}, but a document has 1 to "
+                        f"microbatch {number} has the length {length!r:.40}, but a document has 1 to "
                         f"{LONGEST_DOCUMENT:,} tokens: correct it"
                     )
 
     @classmethod
     def of(cls, documents: Iterable[Iterable[int]]) -> Self:
-        """Return the microbatches with these document lengths."""
-        return cls(tuple(map(tuple, documents)))
+        """Return the microbatches with these document lengths, which may be whole numbers of any type.
+
+        ValueError for anything that is no list of lists.
+        """
+        try:
+            step = tuple(map(tuple, documents))
+        except TypeError:
+            raise ValueError(
+                f"the documents are {documents!r:.40}, but must be a list of lists: {_FIX}"
+            ) from None
+        return cls(
+            tuple(lengths if set(map(type, lengths)) <= {int} else _as_int(lengths) for lengths in step)
+        )
 
     def __len__(self) -> int:
         return len(self.documents)
@@ -74,6 +138,12 @@ class Microbatches:
         return tuple(sum(length * length for length in lengths) for lengths in self.documents)
 
     @property
+    def sizes(self) -> tuple[UnitSizes, ...]:
+        """The numbers by which each microbatch costs."""
+        pairs = zip(self.tokens, self.squares, strict=True)
+        return tuple(UnitSizes(tokens, squares, squares) for tokens, squares in pairs)
+
+    @property
     def are_alike(self) -> bool:
         """Whether all microbatches take equally long."""
         return len(set(zip(self.tokens, self.squares, strict=True))) == 1
@@ -81,6 +151,14 @@ class Microbatches:
     def ordered(self, order: Sequence[int]) -> Self:
         """Return the step whose microbatch k is ``order[k]`` of this one."""
         return type(self)(tuple(self.documents[number] for number in order))
+
+
+def _as_int(lengths: Sequence[Any]) -> tuple[Any, ...]:
+    """Return whole numbers of any type as int, and all else as it is."""
+    return tuple(
+        index(length) if hasattr(length, "__index__") and not isinstance(length, bool) else length
+        for length in lengths
+    )
 
 
 def read_step(path: Path) -> Microbatches:
@@ -93,8 +171,6 @@ def read_step(path: Path) -> Microbatches:
         lists = parse(text, _FIX) if text.lstrip()[:1] in ("[", "{") else _lines(text)
         if not isinstance(lists, list) or not all(isinstance(lengths, list) for lengths in lists):
             raise ValueError(f"has {short(lists)}, but must be a list of lists: {_FIX}")
-        if (count := sum(map(len, lists))) > MOST_DOCUMENTS:
-            raise ValueError(f"has {count:,} documents, at most {MOST_DOCUMENTS:,} are read: give one step")
         return Microbatches.of(lists)
 
 
@@ -139,8 +215,11 @@ def drawn_step(lengths: Sequence[int], microbatches: int, most_tokens: int, rand
     """Return a step whose documents are drawn from ``lengths`` and packed in the order in which they come.
 
     A microbatch has at most ``most_tokens`` tokens: the document that does not fit any more begins the next
-    one, and longer documents are cut to this length.
+    one, and longer documents are cut to this length.  ValueError for no lengths or microbatches.
     """
+    if not lengths:
+        raise ValueError(f"there are no lengths to draw from: {_FIX_OF_DISTRIBUTION}")
+    most_tokens = whole_number("the most tokens of a microbatch", most_tokens)
     batches: list[list[int]] = []
     waiting = min(random.choice(lengths), most_tokens)
     for _ in range(microbatches):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count as counter
 
+from megatron_pp_ext.features.units.microbatches import MOST_DOCUMENTS, require_number, whole_number
 from megatron_pp_ext.features.units.rates import EQUAL_AT, OVERHEAD
 
 Part = tuple[float, int, list[int]]
@@ -27,6 +28,9 @@ def partition(numbers: Sequence[float], parts: int, *, equal_sizes: bool = False
     Numbers are 0 or more.  With ``equal_sizes`` all parts have as many numbers.  Raises ValueError for fewer
     numbers than parts and, with ``equal_sizes``, for a number of them that ``parts`` does not divide.
     """
+    parts = whole_number("parts", parts)
+    for number in set(numbers):
+        require_number("a number to divide", number)
     if not 0 < parts <= len(numbers):
         raise ValueError(
             f"{len(numbers)} numbers cannot fill {parts} parts: give more numbers or fewer parts"
@@ -101,8 +105,22 @@ def balance(
     fewer documents than microbatches, for documents that do not fit into ``most_tokens``, and for several
     numbers of microbatches, or ``given``, without ``ranks``.
     """
-    several = not isinstance(microbatches, int)
-    counts = tuple(microbatches) if not isinstance(microbatches, int) else (microbatches,)
+    several = isinstance(microbatches, Sequence) and not isinstance(microbatches, str)
+    counts: tuple[int, ...] = tuple(microbatches) if isinstance(microbatches, Sequence) else (microbatches,)
+    replicas = whole_number("replicas", replicas)
+    counts = tuple(whole_number("microbatches", count) for count in counts)
+    lengths = [whole_number("the length of a document", length) for length in lengths]
+    if len(lengths) > MOST_DOCUMENTS:
+        raise ValueError(f"there are {len(lengths):,} documents, at most {MOST_DOCUMENTS:,}: give one step")
+    most_tokens = None if most_tokens is None else whole_number("most_tokens", most_tokens)
+    require_number("equal_at", equal_at, "above 0")
+    require_number("overhead", overhead)
+    if ranks is not None:
+        ranks = whole_number("ranks", ranks)
+    if given is not None and sorted(place for share in given for part in share for place in part) != list(
+        range(len(lengths))
+    ):
+        raise ValueError("given has not each document once: give their numbers, or leave it out")
     if not counts or (ranks is None and (several or given is not None)):
         raise ValueError(
             "packings are compared by the pipeline's simulated step: give the numbers of microbatches, and "
@@ -134,18 +152,11 @@ def balance(
 def _balanced(
     lengths: Sequence[int], replicas: int, microbatches: int, most_tokens: int | None, equal_at: float
 ) -> Balanced:
-    if replicas < 1 or microbatches < 1:
-        raise ValueError(
-            f"documents go to {replicas} replicas with {microbatches} microbatches, but there is one or more "
-            "of each: correct it"
-        )
     if len(lengths) < replicas * microbatches:
         raise ValueError(
             f"{len(lengths)} documents cannot fill {replicas} x {microbatches} microbatches: give more "
             "documents or fewer microbatches"
         )
-    if min(lengths) < 1:
-        raise ValueError(f"a document has {min(lengths)} tokens, but each has 1 or more: leave it out")
     costs = [length + length * length / equal_at for length in lengths]
 
     def of(places: Sequence[int]) -> list[float]:

@@ -5,14 +5,17 @@ What limits a search is a number of trials and never a clock, so that all ranks 
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import repeat
+from typing import get_args
 
 import numpy as np
 
 from megatron_pp_ext.compiler.limits import InfeasibleLimit
 from megatron_pp_ext.compiler.make import make
+from megatron_pp_ext.compiler.request import LARGEST as LARGEST_PLAN
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.features.units import orders
 from megatron_pp_ext.features.units.climb import Changes, Climb, Timing, climbed
@@ -21,26 +24,34 @@ from megatron_pp_ext.features.units.list_scheduling import (
     ROUNDING,
     Listing,
     ListRules,
+    bounded,
     free_rules,
     listing_of,
     lower_bound,
     orders_of,
     rules_of,
 )
-from megatron_pp_ext.features.units.microbatches import Microbatches
+from megatron_pp_ext.features.units.microbatches import Microbatches, require_number, whole_number
 from megatron_pp_ext.features.units.options import SMALLEST
 from megatron_pp_ext.features.units.orders import How, Order
-from megatron_pp_ext.features.units.rates import LengthCosts
+from megatron_pp_ext.features.units.rates import OVERHEAD, LengthCosts
 from megatron_pp_ext.features.units.table import Floats, Table, table_by_length
-from megatron_pp_ext.features.units.units import By, Units, cut, more, ordered, shifted, whole
-from megatron_pp_ext.schedule.actions import Schedule
+from megatron_pp_ext.features.units.units import By, Heaviest, Units, cut, more, ordered, shifted, whole
+from megatron_pp_ext.schedule.actions import Kind, Schedule
 from megatron_pp_ext.schedule.costs import CostModel, Costs, UnitCosts
 from megatron_pp_ext.schedule.loops import without_collection
 from megatron_pp_ext.schedule.placement import Placement
+from megatron_pp_ext.schedule.program import F
 from megatron_pp_ext.schedule.simulate import simulate
 
 BUDGET = 0.05
 """The seconds of one core that a plan may take by default."""
+
+LONGEST_BUDGET = 600.0
+"""The most seconds of a core that a plan may be given."""
+
+_MOST_TRIALS = 1_000_000
+"""The most trials of a search: their random numbers are drawn before."""
 
 STEPS_PER_SECOND = 130e6
 """How many steps of a schedule one core times in a second, at least."""
@@ -68,6 +79,15 @@ _PACES = 0.0, 0.3, 0.5, 0.2, 0.4
 
 _NEAR = 1.0005
 """A step within this factor of the lower bound is not searched further."""
+
+_AMPLE = 3
+"""The units by rank of the pipeline of which a limit has to hold more, so that no smaller ones are tried."""
+
+_WAITS = 1.02
+"""The factor of the lower bound from which on smaller units are tried."""
+
+_GAIN = 0.985
+"""The factor by which a step has to be shorter in smaller units: the search shortens all by such a part."""
 
 _OF_ORDER, _OF_ENTRY, _OF_GAPS = (0.25, 0.85, 1.0), (1 / 3, 2 / 3, 2 / 3), (0.0, 0.0, 0.0)
 """The kinds of changes (``climb.Changes``) under a schedule, by list scheduling, and of equal chains."""
@@ -112,14 +132,18 @@ class Template:
 
     @cached_property
     def rules(self) -> tuple[ListRules, ...]:
-        """The rules by which list scheduling follows the schedule; none where it cannot.
+        """The rules by which list scheduling follows the schedule, and those of none; none where it cannot.
 
         Pairs and copies are planned for one order, and the parts of a split head have no place in another.
         """
         schedule = self.schedule
         if schedule.paired or schedule.copies or schedule.placement.splits_head:
             return ()
-        return tuple(rules_of(schedule, reserves) for reserves in (False, True))
+        rules = tuple(rules_of(schedule, reserves) for reserves in (False, True))
+        kinds = {action.kind for action in schedule}
+        if {Kind.B, Kind.I} <= kinds or Kind.F not in kinds:
+            return rules
+        return (*rules, free_rules(schedule.placement, Kind.B not in kinds))
 
     def require(self, units: Units, table: Table) -> None:
         """Raise ValueError for another number of units or stages than the schedule has."""
@@ -157,9 +181,10 @@ class Planner:
                 f"there are costs of {len(rates.stages)} stages, but the placement has {placement.stages}: "
                 "give one for each"
             )
+        require_number("overhead", overhead)
         self.placement, self.rates, self.splits_backward = placement, rates, splits_backward
         self.overhead = overhead
-        self._multiple, self._rows = multiple, rows
+        self._multiple, self._rows = whole_number("multiple", multiple), whole_number("rows", rows)
 
     def whole(self, documents: Iterable[Sequence[int]]) -> Units:
         """Return a unit for each of the microbatches with these ``documents``."""
@@ -190,9 +215,14 @@ class Planner:
 
         With a ``template`` these are whole microbatches, which take its places (``in_template``).  Without
         one, list scheduling orders all actions (``listed``), by the rule in few trials.  ``limits`` are what
-        each rank may keep, in the unit of ``StageRates.activation`` times tokens.  Equal arguments give an
+        each rank may keep, in the unit of ``StageRates.activation`` for a token.  Equal arguments give an
         equal plan on every machine.  InfeasibleLimit where no order is found that keeps the limits.
+        ValueError for limits of another number of ranks, for numbers that are none, and for more actions than
+        are simulated.
         """
+        require_number("budget", budget, most=LONGEST_BUDGET)
+        if how not in get_args(How):
+            raise ValueError(f"how is {how!r:.40}: give 'given', 'rule' or 'search'")
         table = self.table(units)
         if template is not None:
             return in_template(template, units, table, how, limits=limits, budget=budget)
@@ -214,8 +244,9 @@ class Planner:
         Small units fill the pipeline sooner and keep less, and their ``overhead`` makes the step longer.
         Raises InfeasibleLimit where a rank cannot keep the longest document.
         """
+        documents = Microbatches.of(documents).documents
         seconds, refused = dict[int, float](), list[InfeasibleLimit]()
-        for size in _sizes(documents):
+        for size in _sizes(documents, self.placement.stages):
             units = self.cut(documents, size)
             search = _Listed(units, self.table(units), self.placement, limits, self.splits_backward)
             try:
@@ -226,14 +257,43 @@ class Planner:
             raise refused[0]
         return min(seconds, key=seconds.__getitem__)
 
+    def finer(self, units: Units, limits: Sequence[float]) -> Units:
+        """Return ``units``, or smaller ones of the same documents where with these ranks wait for memory.
+
+        To be busy all the time a rank of p has to keep about p / 2 units, and more of unlike ones, whatever
+        the order.  So where the ``limits`` hold no more than 3 p, units of half as many tokens are tried for
+        as long as the step gets shorter, each with an overhead of ``OVERHEAD`` tokens or more.  Of a long
+        step a part of the microbatches is tried.  ``units`` are those of ``cut``; the heaviest ones of
+        several pipelines stay as they are.
+        """
+        ranks, largest = self.placement.ranks, max(units.tokens) // self._rows
+        stages = [self.placement.stages_of(rank) for rank in range(ranks)]
+        of_largest = self.table(units).kept[F].max(axis=1)[np.array(stages)].sum(axis=1)
+        if isinstance(units, Heaviest) or all(bounded(limits, self.placement) > _AMPLE * ranks * of_largest):
+            return units
+        documents = units.documents[:: max(1, units.microbatches // (_AMPLE * ranks))]
+        trial = copy(self)
+        trial.overhead = max(self.overhead, OVERHEAD)
+        shortest, chosen, size = math.inf, largest, largest
+        while size >= max(SMALLEST, self._multiple):
+            some = trial.cut(documents, size)
+            search = _Listed(some, trial.table(some), self.placement, limits, self.splits_backward)
+            seconds = search.climbed(len(_PACES))[0] if search.is_feasible else math.inf
+            if seconds < _GAIN * shortest:
+                shortest, chosen = seconds, size
+            elif shortest < math.inf:
+                break
+            if seconds <= _WAITS * search.lower_bound:
+                break
+            size //= 2
+        return units if chosen == largest else self.cut(units.documents, chosen)
+
     def least_limits(self, units: Units) -> list[float]:
         """Return the least that each rank may keep: the longest document, or the largest pack."""
-        most = max(sum(units.tokens[number] for number in chain) for chain in units.chains)
-        stages, placement = self.rates.stages, self.placement
-        return [
-            most * math.fsum(stages[stage].activation for stage in placement.stages_of(rank)) * (1 + ROUNDING)
-            for rank in range(placement.ranks)
-        ]
+        rules = free_rules(self.placement, self.splits_backward)
+        listing = listing_of(units, self.table(units), self.placement, self._no_limits, rules)
+        least: list[float] = (listing.ranks.least * (1 + ROUNDING)).tolist()
+        return least
 
     def in_family(self, make: Callable[[int], Schedule], units: Units) -> Plan:
         """Return the plan whose actions have the order of a family (``shift``), in milliseconds.
@@ -315,7 +375,8 @@ def in_template(
     found that keeps the limits.
     """
     template.require(units, table)
-    step = _InTemplate(template, units, table, np.array(limits or (), float))
+    bounds = np.zeros(0) if limits is None else bounded(limits, template.schedule.placement)
+    step = _InTemplate(template, units, table, bounds)
     as_given = list(range(len(units)))
     if how == "given" or table.is_of_alike:
         return step.plan(as_given, moves_weights=how != "given")
@@ -352,8 +413,10 @@ class _InTemplate:
         steps, memory, *_ = movable.fixed
         actions = len(steps.before) + len(steps.weights.row) + len(memory.slot) * bool(len(limits))
         trials = int(budget * STEPS_PER_SECOND / (_STARTS * (actions + _STEPS_OF_A_TRIAL)))
+        trials = min(trials, _MOST_TRIALS)
         rules = free_rules(self._placement, splits_backward=True)
-        listing = listing_of(self._units, self._table, self._placement, limits, rules)
+        free = np.full(self._placement.ranks, np.inf)
+        listing = listing_of(self._units, self._table, self._placement, free, rules)
         timing = Timing(listing, movable.fixed, limits, False)
 
         def climb(order: Order, trials: int, seed: int) -> tuple[float, Order]:
@@ -439,7 +502,7 @@ def listed(
     actions = table.kept[0].size * (2 + splits_backward)
     passes = int((budget - actions * SECONDS_OF_AN_ACTION) * ACTIONS_PER_SECOND / actions)
     with without_collection():
-        seconds, climb = search.climbed(max(len(_PACES), passes))
+        seconds, climb = search.climbed(min(max(len(_PACES), passes), _MOST_TRIALS))
         order = tuple(climb.order.tolist())
         names = ordered(units, order).names
         planned = orders_of(climb.actions, search.rules, len(units))
@@ -478,9 +541,15 @@ class _Listed:
         assert np.isfinite(seconds), "the reservation lets every order go on"
         return seconds, climb
 
+    @property
+    def is_feasible(self) -> bool:
+        """Whether each rank can keep the longest document."""
+        ranks = self._listing.ranks
+        return bool((ranks.largest <= ranks.limits).all())
+
     def _require_limits(self) -> None:
         ranks = self._listing.ranks
-        for rank, (needed, limit) in enumerate(zip(ranks.largest, self._limits, strict=True)):
+        for rank, (needed, limit) in enumerate(zip(ranks.least, self._limits, strict=True)):
             if needed > ranks.limits[rank]:
                 raise InfeasibleLimit(
                     f"the memory limit {limit:g} of rank {{rank}} is infeasible, it must keep the longest "
@@ -511,8 +580,10 @@ def _work_of_chains(units: Units, table: Table) -> list[float]:
     return np.add.reduceat(table.work, first).tolist()
 
 
-def _sizes(documents: Sequence[Sequence[int]]) -> list[int]:
-    """Return the sizes of units among which one is chosen."""
+def _sizes(documents: Sequence[Sequence[int]], stages: int = 1) -> list[int]:
+    """Return the sizes of units among which one is chosen, with no more actions than are planned."""
     longest = max(map(max, documents))
+    fewest = 3 * stages * sum(map(sum, documents)) // LARGEST_PLAN
     sizes = [SMALLEST << step for step in range((LARGEST // SMALLEST).bit_length())]
-    return [size for size in sizes if size < 2 * longest] or sizes[:1]
+    sizes = [size for size in sizes if size < 2 * longest] or sizes[:1]
+    return [size for size in sizes if size > fewest] or sizes[-1:]

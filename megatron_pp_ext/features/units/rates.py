@@ -2,15 +2,31 @@
 
 A stage takes ``per_token * tokens + per_square * sum of squared document lengths`` for a microbatch, with
 factors of its own for F, I and W.  Attention alone has a part that goes by squares, and none in W.
+
+It keeps memory for each token, and for each score where attention is not fused.  Slices of a sequence share
+keys, values and sums of their gradients on top.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Self
 
-from megatron_pp_ext.features.units.microbatches import Microbatches
-from megatron_pp_ext.schedule.costs import Costs, HeadCosts, StageCosts, UnitCosts
+from megatron_pp_ext.features.units.microbatches import (
+    Microbatches,
+    UnitSizes,
+    require_number,
+    whole_number,
+)
+from megatron_pp_ext.schedule.costs import (
+    Costs,
+    HeadCosts,
+    SequenceMemory,
+    SharedMemory,
+    StageCosts,
+    UnitCosts,
+)
 
 if TYPE_CHECKING:
     from megatron_pp_ext.features.units.units import Units
@@ -31,11 +47,19 @@ LEAST = 1e-12
 
 _TIMES = "forward", "input_gradient", "weight_gradient"
 
+_AMOUNTS = "activation", "released_by_input_gradient", "workspace", "workspace_in_whole"
+"""The memory of a stage, by the names of ``StageCosts``."""
+
 _SINGULAR = 1e-9
 """The part by which tokens and squares must differ from being proportional."""
 
+_NOTHING = SequenceMemory()
+
 Times = tuple[float, float, float]
 """The seconds of F, I and W."""
+
+Amounts = tuple[float, float, float, float]
+"""The memory that F keeps and that I gives back, and the workspace of an I and of a whole backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +68,10 @@ class StageRates:
 
     Those in ``per_token`` and ``per_square`` are the seconds of F, I and W for a token and for a squared
     token.  ``activation`` is kept for each token, ``released`` the part of it that an I gives back, ``copy``
-    the seconds in which it is copied to the host, and ``hidden`` those of I that a W hides.
+    the seconds in which it is copied to the host, and ``hidden`` those of I that a W hides.  An I has
+    ``workspace``, and a whole backward ``workspace_in_whole``.  ``scores`` are the four amounts for each
+    score, and ``slices`` the memory of a token in slices.  Raises ValueError for a number that is not finite
+    or below 0, but for what is ``released``, and for a forward or backward that takes no time.
     """
 
     per_token: Times
@@ -53,24 +80,61 @@ class StageRates:
     released: float = 0.0
     copy: float = 0.0
     hidden: float = 0.0
+    workspace: float = 0.0
+    workspace_in_whole: float = 0.0
+    scores: Amounts = (0.0, 0.0, 0.0, 0.0)
+    slices: SequenceMemory = _NOTHING
 
-    def costs(self, tokens: float, squares: float, overhead: float = 0.0) -> StageCosts:
-        """Return the costs for a microbatch of so many tokens and this sum of squares.
+    def __post_init__(self) -> None:
+        for name in ("per_token", "per_square"):
+            for kind, seconds in zip("FIW", getattr(self, name), strict=True):
+                require_number(f"StageRates.{name} of {kind}", seconds)
+        if not any(self.per_token) and not any(self.per_square):
+            raise ValueError("StageRates takes no time for any token: give per_token or per_square")
+        for name in ("activation", "copy", "hidden", "workspace", "workspace_in_whole"):
+            require_number(f"StageRates.{name}", getattr(self, name))
+        below = isinstance(self.released, float | int) and self.released < 0
+        require_number("StageRates.released", -self.released if below else self.released)
+
+    @property
+    def amounts(self) -> Amounts:
+        """The memory for each token."""
+        return self.activation, self.released, self.workspace, self.workspace_in_whole
+
+    def costs(self, unit: UnitSizes, overhead: float = 0.0) -> StageCosts:
+        """Return the costs of ``unit`` alone, without what slices share.
 
         It takes as long as with ``overhead`` tokens more, of which nothing is kept.
         """
+        tokens = unit.tokens
         pairs = zip(self.per_token, self.per_square, strict=True)
-        times = [each * (tokens + overhead) + quadratic * squares for each, quadratic in pairs]
+        times = [each * (tokens + overhead) + quadratic * unit.squares for each, quadratic in pairs]
         f, i, w = (max(seconds, LEAST * sum(times)) for seconds in times)
+        kept, released, workspace, in_whole = (
+            tokens * each + unit.scores * of_score
+            for each, of_score in zip(self.amounts, self.scores, strict=True)
+        )
+        slices = self.slices
+        in_slices = unit.end * slices.expanded
+        if unit.end:
+            in_slices += unit.scores * slices.masks - tokens * slices.replaced
+        kept = max(0.0, kept + in_slices)
         return StageCosts(
             f,
             i,
             w,
-            tokens * self.activation,
-            tokens * self.released,
+            kept,
+            min(kept, released + in_slices),
             copy=tokens * self.copy,
             hidden=min((tokens + overhead) * self.hidden, w, (1 - LEAST) * i),
+            workspace=max(0.0, workspace),
+            workspace_in_whole=max(0.0, in_whole),
         )
+
+    def shared(self, unit: UnitSizes) -> SharedMemory:
+        """Return the memory that ``unit`` takes and gives back for all slices of its sequence."""
+        stored, owed = self.slices.stored, self.slices.owed
+        return SharedMemory(stored * unit.stored, owed * unit.owes, stored * unit.stored + owed * unit.owed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +152,18 @@ class LengthCosts:
     message: float = 0.0
     pair: float = 1.0
 
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise ValueError("LengthCosts.stages is empty: give the rates of each stage")
+        require_number("LengthCosts.hop", self.hop)
+        require_number("LengthCosts.message", self.message)
+        require_number("LengthCosts.pair", self.pair)
+        if not 0.5 <= self.pair <= 1:
+            raise ValueError(
+                f"LengthCosts.pair is {self.pair}, but a pair takes half to all of the sum of its actions: "
+                "give 0.5 to 1"
+            )
+
     @classmethod
     def with_attention(cls, costs: Costs, tokens: float, equal_at: float = EQUAL_AT) -> Self:
         """Return costs to which attention's part is added: ``costs`` are all else, for ``tokens`` tokens.
@@ -95,8 +171,8 @@ class LengthCosts:
         A document of ``equal_at`` tokens takes as long for attention's forward as for all else of its
         forward, and ``ATTENTION_BACKWARD`` times as long in I.
         """
-        if not 0 < equal_at < math.inf:
-            raise ValueError(f"attention takes as long as all else at {equal_at:g} tokens: give more than 0")
+        require_number("equal_at", equal_at, "above 0")
+        require_number("tokens", tokens, "above 0")
 
         def rates(stage: StageCosts) -> StageRates:
             f, i, w = (
@@ -112,6 +188,8 @@ class LengthCosts:
 
         Which part of that is attention follows from ``equal_at``, as in ``with_attention``.
         """
+        require_number("equal_at", equal_at, "above 0")
+        length, documents = whole_number("length", length), whole_number("documents", documents)
         tokens, squares = documents * length, documents * length**2
 
         def rates(stage: StageCosts) -> StageRates:
@@ -130,8 +208,9 @@ class LengthCosts:
         They take ``short`` for so many shorter ``documents`` of as many tokens in all.  ValueError for fewer
         than 2 documents.
         """
-        if documents < 2:
+        if whole_number("documents", documents) < 2:
             raise ValueError(f"costs are given for {documents} shorter documents: give them for 2 or more")
+        length = whole_number("length", length)
 
         def rates(cut: StageCosts, whole: StageCosts) -> StageRates:
             pairs = [
@@ -139,7 +218,11 @@ class LengthCosts:
                 for name in _TIMES
             ]
             per_token, per_square = zip(*pairs, strict=True)
-            return _rates(whole, length, per_token, per_square)
+            scores = length * length * (1 - 1 / documents)
+            kept, released, workspace, in_whole = (
+                _of_score(getattr(cut, name), getattr(whole, name), scores) for name in _AMOUNTS
+            )
+            return _rates(whole, length, per_token, per_square, (kept, released, workspace, in_whole))
 
         return cls._of(long, length, [rates(*both) for both in zip(short.stages, long.stages, strict=True)])
 
@@ -175,7 +258,14 @@ class LengthCosts:
                 weight_gradient=shared.weight_gradient / tokens,
                 activation=shared.activation / tokens,
             )
-        return cls(tuple(stages), shared, costs.hop, costs.message, costs.pair)
+        with_slices = zip(stages, costs.sequence or [_NOTHING] * len(stages), strict=True)
+        return cls(
+            tuple(replace(stage, slices=memory.of_token(tokens)) for stage, memory in with_slices),
+            shared,
+            costs.hop,
+            costs.message,
+            costs.pair,
+        )
 
     @property
     def equal_at(self) -> float:
@@ -194,6 +284,19 @@ class LengthCosts:
         groups = [self.stages[first : first + each] for first in range(0, len(self.stages), each)]
         return replace(self, stages=tuple(map(_joined, groups)))
 
+    def with_slices_of(self, model: "LengthCosts") -> Self:
+        """Return the rates with what slices share in ``model``, for each unit of memory that a token keeps.
+
+        So measured activations of any unit get what is known of the model alone.
+        """
+        stages = tuple(
+            replace(stage, slices=other.slices.times(stage.activation / other.activation))
+            if other.activation
+            else stage
+            for stage, other in zip(self.stages, model.stages, strict=True)
+        )
+        return replace(self, stages=stages)
+
     def of(self, step: "Microbatches | Units", overhead: float = 0.0) -> UnitCosts:
         """Return the costs of a step with these units; its ``stages`` are those of the mean one.
 
@@ -202,9 +305,11 @@ class LengthCosts:
         """
         count, tokens = len(step), step.tokens
         share = len(step.documents) / count
-        mean = self._unit(sum(tokens) / count, sum(step.squares) / count, overhead)
-        pairs = zip(tokens, step.squares, strict=True)
-        units = tuple(self._unit(*pair, overhead) for pair in pairs)
+        sizes = step.sizes
+        squares = sum(step.squares) / count
+        mean = self._unit(UnitSizes(sum(tokens) / count, squares, squares), overhead)
+        units = tuple(self._unit(unit, overhead) for unit in sizes)
+        shared = tuple(tuple(stage.shared(unit) for stage in self.stages) for unit in sizes)
         return UnitCosts(
             mean.stages,
             self.hop * share,
@@ -213,6 +318,7 @@ class LengthCosts:
             self.pair,
             units=units,
             tokens=tokens,
+            shared=shared if any(map(any, chain.from_iterable(shared))) else (),
         )
 
     def work(self, microbatches: Microbatches) -> list[float]:
@@ -222,8 +328,8 @@ class LengthCosts:
         pairs = zip(microbatches.tokens, microbatches.squares, strict=True)
         return [per_token * tokens + per_square * squares for tokens, squares in pairs]
 
-    def _unit(self, tokens: float, squares: float, overhead: float) -> Costs:
-        shared = self.head
+    def _unit(self, unit: UnitSizes, overhead: float) -> Costs:
+        shared, tokens = self.head, unit.tokens
         if shared is not None:
             shared = replace(
                 shared,
@@ -232,7 +338,7 @@ class LengthCosts:
                 activation=tokens * shared.activation,
             )
         # Most stages are alike.
-        each = {rates: rates.costs(tokens, squares, overhead) for rates in dict.fromkeys(self.stages)}
+        each = {rates: rates.costs(unit, overhead) for rates in dict.fromkeys(self.stages)}
         return Costs(tuple(each[rates] for rates in self.stages), head=shared)
 
 
@@ -243,18 +349,62 @@ def _joined(stages: Sequence[StageRates]) -> StageRates:
         f, i, w = (math.fsum(each) for each in zip(*(getattr(stage, name) for stage in stages), strict=True))
         return f, i, w
 
-    amounts = (
+    activation, released, copy, hidden = (
         math.fsum(getattr(stage, name) for stage in stages)
         for name in ("activation", "released", "copy", "hidden")
     )
-    return StageRates(added("per_token"), added("per_square"), *amounts)
+    # The I of joined stages run one after the other.
+    workspace = max(stage.workspace + max(0.0, -stage.released) for stage in stages) - max(0.0, -released)
+    return StageRates(
+        added("per_token"),
+        added("per_square"),
+        activation,
+        released,
+        copy,
+        hidden,
+        max(0.0, workspace),
+        max(stage.workspace_in_whole for stage in stages),
+        (
+            math.fsum(stage.scores[0] for stage in stages),
+            math.fsum(stage.scores[1] for stage in stages),
+            max(stage.scores[2] for stage in stages),
+            max(stage.scores[3] for stage in stages),
+        ),
+        SequenceMemory(
+            *(math.fsum(getattr(stage.slices, name) for stage in stages) for name in SequenceMemory.__slots__)
+        ),
+    )
 
 
-def _rates(stage: StageCosts, tokens: float, per_token: Times, per_square: Times) -> StageRates:
-    """Return the rates of ``stage``, whose forward is charged with what its I takes."""
-    stage = stage.charged_to_forward
-    amounts = stage.activation, stage.released_by_input_gradient, stage.copy, stage.hidden
-    return StageRates(per_token, per_square, *(amount / tokens for amount in amounts))
+def _rates(
+    stage: StageCosts,
+    tokens: float,
+    per_token: Times,
+    per_square: Times,
+    scores: Amounts = (0.0, 0.0, 0.0, 0.0),
+) -> StageRates:
+    """Return the rates of ``stage``, which takes ``scores`` of its memory for each squared token."""
+    kept, released, workspace, in_whole = (
+        getattr(stage, name) / tokens - of_score * tokens
+        for name, of_score in zip(_AMOUNTS, scores, strict=True)
+    )
+    return StageRates(
+        per_token,
+        per_square,
+        kept,
+        released,
+        stage.copy / tokens,
+        stage.hidden / tokens,
+        workspace,
+        in_whole,
+        scores,
+    )
+
+
+def _of_score(short: float, long: float, scores: float) -> float:
+    """Return the memory for each score where ``long`` has so many ``scores`` more than ``short``."""
+    per_score = (long - short) / scores
+    return per_score if abs(long - short) > _SINGULAR * abs(long) else 0.0
 
 
 def _line(short: float, length: float, long: float, longer_length: float) -> tuple[float, float]:

@@ -76,9 +76,9 @@ def _cuts(job: RequestedJob) -> bool:
     return not sequence or isinstance(tokens, str) or tokens < sequence or is_ordered(job)
 
 
-def has_states(job: RequestedJob) -> bool:
-    """Whether layers of a hybrid model carry a state from token to token."""
-    return any(letter in "MG" for letter in job.model.hybrid_layer_pattern or "")
+def _has_unknown_attention(job: RequestedJob) -> bool:
+    """Whether the attention's own state, besides keys and values, is not one that slices hand on."""
+    return job.attention.experimental_attention_variant not in (None, "gated_delta_net")
 
 
 _SLICE_RULES = (
@@ -145,13 +145,19 @@ _SLICE_RULES = (
                 when=lambda job: sees_later(job.attention.window_size),
             ),
             Rule(
-                "--experimental-attention-variant",
+                "--experimental-attention-variant {experimental_attention_variant}",
                 "the state of such attention is not carried from slice to slice",
+                when=lambda job: (
+                    job.attention.experimental_attention_variant not in (None, "gated_delta_net")
+                ),
             ),
             Rule(
-                "--hybrid-layer-pattern with M or G",
-                "the state of Mamba and of a gated delta net is not carried from slice to slice",
-                when=has_states,
+                "--disable-mamba-mem-eff-path",
+                "slices hand states to Mamba-2's fused kernel, which it leaves out",
+                when=lambda job: (
+                    "M" in (job.model.hybrid_layer_pattern or "")
+                    and job.is_set("--disable-mamba-mem-eff-path")
+                ),
             ),
             Rule(
                 "--cuda-graph-impl {cuda_graph_impl}",

@@ -1,10 +1,12 @@
-"""The keys and values of earlier slices, and the gradients that later slices owe them.
+"""The keys and values of earlier slices, the states of recurrences, and the gradients that slices owe them.
 
 Every attention layer keeps one storage for the keys and one for the values of a sequence.  The forward of a
 slice writes its own part, and attention gets a view from the first token to the slice's last: no prefix is
 copied.  The backwards of slices run in reverse.  That of a later slice gives gradients of all keys that it
-has read; those of earlier slices are summed until the backwards of these take them up.  So only the forward
-and the input gradient of a slice touch what slices share, and weight gradients may run at any time.
+has read; those of earlier slices are summed until the backwards of these take them up.  A recurrence hands
+its state to the next slice in the same way, and the gradient of that state goes to the slice before.  So only
+the forward and the input gradient of a slice touch what slices share, and weight gradients may run at any
+time.
 """
 
 from collections.abc import Iterator
@@ -41,7 +43,7 @@ class Prefix:
         """
         end = start + len(new)
         if start != self.written and torch._C._current_graph_task_id() == -1:
-            raise SettingError(f"a layer of attention was called twice for a slice, {_ONCE}")
+            raise SettingError(f"a layer was called twice for a slice, {_ONCE}")
         self.kept[start:end].copy_(new)
         self.written = max(end, self.written)
         # With a version counter of its own: later slices write to the storage while this view is saved.
@@ -77,12 +79,76 @@ class _Grow(torch.autograd.Function):
     def backward(ctx: "torch.autograd.function.FunctionCtx", *gradients: torch.Tensor) -> object:
         (gradient,) = gradients
         prefix, start, end = ctx.prefix, ctx.start, ctx.end  # type: ignore[attr-defined]
+        # An input that waits for its W keeps the graph behind it, which must not keep the storage.
+        ctx.prefix = None  # type: ignore[attr-defined]
         result = gradient[start:]
         if prefix.owed is not None:
             result = (result + prefix.owed[start:end]).to(gradient.dtype)
         if start:
             prefix.owe(gradient[:start])
         return result, None, None
+
+
+class State:
+    """The numbers that a layer hands from each slice of a sequence to the next, as a recurrence its state.
+
+    ``entering`` has those with which a slice begins, by its first token, from the forward of the slice before
+    to its own input gradient: a layer that is recomputed there begins with them again.  ``owed`` has their
+    gradients until the slice before takes them up.  The slices up to token ``written`` have handed theirs on.
+    """
+
+    def __init__(self, owner: Owner) -> None:
+        self.entering: dict[int, torch.Tensor] = {}
+        self.owed: dict[int, torch.Tensor] = {}
+        self.written = 0
+        self._owner = owner
+
+    def keep(self, state: torch.Tensor, end: int) -> None:
+        """Copy the ``state`` of the slice at token ``end``: it may be a view of all that a layer computed."""
+        self.entering[end] = self._counted(state.detach().clone())
+
+    def owe(self, gradient: torch.Tensor, start: int) -> None:
+        """Note the ``gradient`` of what entered the slice at token ``start``, which is done with that."""
+        del self.entering[start]
+        self.owed[start] = self._counted(gradient)
+
+    def _counted(self, tensor: torch.Tensor) -> torch.Tensor:
+        if STORE.meter is not None:
+            STORE.meter.hold(self._owner, tensor, holder=tensor)
+        return tensor
+
+
+class _Enter(torch.autograd.Function):
+    """Returns the state with which a slice begins; ``graph`` is any tensor from which the layer computes."""
+
+    @staticmethod
+    def forward(ctx: "torch.autograd.function.FunctionCtx", *inputs: object) -> torch.Tensor:
+        graph, state, start = inputs
+        assert isinstance(graph, torch.Tensor) and isinstance(state, State) and isinstance(start, int)
+        ctx.state, ctx.start = state, start  # type: ignore[attr-defined]
+        return state.entering[start].detach()
+
+    @staticmethod
+    def backward(ctx: "torch.autograd.function.FunctionCtx", *gradients: torch.Tensor) -> object:
+        (gradient,) = gradients
+        ctx.state.owe(gradient, ctx.start)  # type: ignore[attr-defined]
+        return None, None, None
+
+
+class _HandOn(torch.autograd.Function):
+    """Returns the ``result`` of a layer, whose backward takes up the gradient of the state after it."""
+
+    @staticmethod
+    def forward(ctx: "torch.autograd.function.FunctionCtx", *inputs: object) -> torch.Tensor:
+        result, _, state, end = inputs
+        assert isinstance(result, torch.Tensor) and isinstance(state, State)
+        ctx.state, ctx.end = state, end  # type: ignore[attr-defined]
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: "torch.autograd.function.FunctionCtx", *gradients: torch.Tensor) -> object:
+        (gradient,) = gradients
+        return gradient, ctx.state.owed.pop(ctx.end, None), None, None  # type: ignore[attr-defined]
 
 
 @dataclass(slots=True)
@@ -92,6 +158,7 @@ class Sequence:
     owner: Owner
     length: int
     prefixes: dict[object, Prefix] = field(default_factory=dict)
+    states: dict[object, State] = field(default_factory=dict)
     forwarded: int = 0
     """The tokens of the slices that have gone forward."""
     counts: dict[object, int] = field(default_factory=dict)
@@ -119,15 +186,52 @@ class Sequence:
         number = self.counts[place] = self.counts.get(place, -1) + 1
         return calls - 1 - number if is_again else number
 
+    def entered(self, key: object, start: int, graph: torch.Tensor) -> torch.Tensor | None:
+        """Return the state with which the slice from token ``start`` on begins; None for the first slice.
+
+        ``key`` names the layer and what it hands on.  The layer computes from the tensor ``graph``, so that
+        the state's gradient comes with that of the layer.  ValueError where an earlier slice left it out.
+        """
+        if not start:
+            return None
+        if key not in self.states or start not in self.states[key].entering:
+            raise self._skipped()
+        entered: torch.Tensor = _Enter.apply(graph, self.states[key], start)
+        return entered
+
+    def handed_on(self, key: object, new: torch.Tensor, end: int, result: torch.Tensor) -> torch.Tensor:
+        """Hand the state ``new`` after token ``end`` to the next slice, and return the layer's ``result``.
+
+        The backward from that result takes up the gradient of the state.  A forward that recomputation
+        repeats hands nothing on.  ValueError unless each layer is called once for each slice.
+        """
+        if key not in self.states:
+            if self.forwarded:
+                raise self._skipped()
+            self.states[key] = State(self.owner)
+        state = self.states[key]
+        if end > state.written:
+            state.written = end
+            if end < self.length:
+                state.keep(new, end)
+        elif self.forwarded < end:
+            raise SettingError(f"a layer was called twice for a slice, {_ONCE}")
+        if end == self.length:
+            return result
+        handed_on: torch.Tensor = _HandOn.apply(result, new, state, end)
+        return handed_on
+
     def end_forward(self, end: int) -> None:
         """Note that the slice up to token ``end`` went forward; ValueError for a layer that it left out."""
-        if any(prefix.written != end for prefix in self.prefixes.values()):
+        ends = {prefix.written for prefix in self.prefixes.values()}
+        ends |= {state.written for state in self.states.values()}
+        if not ends <= {end}:
             raise self._skipped()
         self.forwarded = end
 
     @staticmethod
     def _skipped() -> ValueError:
-        return ValueError(f"a layer of attention was called for some slices of a sequence alone, {_ONCE}")
+        return ValueError(f"a layer was called for some slices of a sequence alone, {_ONCE}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,11 @@ from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 from typing import Literal, NamedTuple, Self
 
+from megatron_pp_ext.features.units.microbatches import Microbatches, UnitSizes, require_number, whole_number
 from megatron_pp_ext.schedule.actions import Action, Kind, Schedule, UnitName, together
+
+MOST_UNITS = 500_000
+"""The most units of a step."""
 
 
 class Piece(NamedTuple):
@@ -62,7 +66,8 @@ class Units:
 
     ``documents[m]`` are the lengths in tokens of the documents of microbatch m.  Where a microbatch is not
     packed, it is one document, of which every token stands for one of each of its ``rows`` sequences.
-    Raises ValueError where the units do not have all tokens once, in forward order within each document.
+    Raises ValueError where the units do not have all tokens once, in forward order within each document, for
+    documents as ``Microbatches`` does, and for more than ``MOST_UNITS``.
     """
 
     documents: tuple[tuple[int, ...], ...]
@@ -93,6 +98,34 @@ class Units:
     def squares(self) -> tuple[int, ...]:
         """The sums of squares of each unit (``Unit.squares``), in all rows."""
         return tuple(unit.squares * self.rows for unit in self.units)
+
+    @cached_property
+    def sizes(self) -> tuple[UnitSizes, ...]:
+        """The numbers by which each unit costs."""
+        sizes = list[UnitSizes]()
+        for chain in self.chains:
+            if len(chain) == 1:
+                (number,) = chain
+                squares = self.squares[number]
+                sizes.append(UnitSizes(self.tokens[number], squares, squares))
+                continue
+            last, end = self.tokens[chain[-1]], 0
+            whole = sum(self.tokens[number] for number in chain)
+            for number in chain:
+                tokens = self.tokens[number]
+                end += tokens
+                sizes.append(
+                    UnitSizes(
+                        tokens,
+                        self.squares[number],
+                        tokens * end / self.rows,
+                        end,
+                        stored=whole * (number == chain[0]),
+                        owes=(whole - last) * (number == chain[-1]),
+                        owed=(whole - last) * (number == chain[0]),
+                    )
+                )
+        return tuple(sizes)
 
     @cached_property
     def chains(self) -> tuple[range, ...]:
@@ -147,6 +180,10 @@ class Units:
 
 def _check(units: Units) -> None:
     """Raise ValueError unless ``units`` have every token once and chains are as in their class."""
+    Microbatches(units.documents)
+    whole_number("rows", units.rows)
+    if len(units.units) > MOST_UNITS:
+        raise too_many(len(units.units))
     ends: dict[tuple[int, int], int] = {}
     slices, last = [0] * len(units.documents), dict[int, int]()
     for number, unit in enumerate(units.units):
@@ -160,6 +197,8 @@ def _check(units: Units) -> None:
         slices[unit.microbatch] += 1
         lengths = units.documents[unit.microbatch]
         for document, begin, end in unit.pieces:
+            if not 0 <= document < len(lengths):
+                raise ValueError(f"{where} is of document {document} of {len(lengths)}: correct it")
             is_part = begin > 0 or end < lengths[document]
             if is_part and len(unit.pieces) > 1:
                 raise ValueError(f"{where} has a part of a document among others: give it a unit of its own")
@@ -178,7 +217,9 @@ def _check(units: Units) -> None:
 
 def whole(documents: Iterable[Iterable[int]]) -> Units:
     """Return a unit for each of the microbatches with these ``documents``."""
-    step = tuple(map(tuple, documents))
+    step = Microbatches.of(documents).documents
+    if len(step) > MOST_UNITS:
+        raise too_many(len(step))
     units = (
         Unit(number, 0, number, tuple(Piece(document, 0, length) for document, length in enumerate(lengths)))
         for number, lengths in enumerate(step)
@@ -186,14 +227,29 @@ def whole(documents: Iterable[Iterable[int]]) -> Units:
     return Units(step, tuple(units))
 
 
+def too_many(units: int) -> ValueError:
+    """Return the error for more ``units`` than a step may have."""
+    return ValueError(
+        f"a step has {units:,} units or more, but at most {MOST_UNITS:,}: give more tokens to a unit, or a "
+        "shorter step"
+    )
+
+
 def equal_slices(microbatches: int, slices: int, tokens: int, rows: int = 1) -> Units:
     """Return units for microbatches of one document of ``tokens`` tokens each, in equal ``slices``."""
+    tokens, slices = whole_number("tokens", tokens), whole_number("slices", slices, most=MOST_UNITS)
+    microbatches = whole_number("microbatches", microbatches, most=MOST_UNITS)
+    if slices * microbatches > MOST_UNITS:
+        raise too_many(slices * microbatches)
     bounds = [tokens * number // slices for number in range(slices + 1)]
     return cut_at([bounds] * microbatches, rows)
 
 
 def cut_at(bounds: Sequence[Sequence[int]], rows: int = 1) -> Units:
     """Return units for microbatches of one document each, cut at its ``bounds`` from 0 to its end."""
+    for microbatch, edges in enumerate(bounds):
+        if len(edges) < 2:
+            raise ValueError(f"microbatch {microbatch} has no unit: give its cuts, with 0 and its end")
     units = (
         Unit(microbatch, number, microbatch, (Piece(0, begin, end),))
         for microbatch, edges in enumerate(bounds)
@@ -209,6 +265,9 @@ Units of unlike cost make ranks wait for each other.  So slices by cost are more
 of attention in the cost of the document's last token.
 """
 
+_NEVER = 1e15
+"""The ``equal_at`` above which attention costs nothing; below the inverse it costs all."""
+
 _LITTLE = 0.01
 """The part of a slice for which there is none more."""
 
@@ -218,22 +277,25 @@ def bounds(length: int, slices: int, equal_at: float | None = None, most: int | 
 
     Slices have equal tokens, or with ``equal_at`` equal cost of forward and backward, where attention of a
     document of so many tokens takes as long as all else.  Those that would have more than ``most`` tokens
-    have so many, and the later ones share the rest.  ValueError for more slices than tokens, and for fewer
-    than ``most`` needs.
+    have so many, and the later ones share the rest.  ValueError for more slices than tokens or
+    ``MOST_UNITS``, for fewer than ``most`` needs, and for an ``equal_at`` that is not above 0.
     """
+    length, slices = whole_number("length", length), whole_number("slices", slices, most=MOST_UNITS)
+    if equal_at is not None:
+        require_number("equal_at", equal_at, "above 0", math.inf)
     if not 1 <= slices <= length:
         raise ValueError(f"{length} tokens do not make {slices} slices: give 1 to {length}")
-    if most is not None and slices * most < length:
+    if most is not None and slices * whole_number("most", most) < length:
         raise ValueError(f"{length} tokens in {slices} slices are more than {most} in one: give more slices")
-    if equal_at is None:
+    if equal_at is None or equal_at > _NEVER:
         return [length * number // slices for number in range(slices + 1)]
-    edges = [0]
+    edges, equal_at = [0], max(equal_at, 1 / _NEVER)
     for remaining in range(slices, 1, -1):
         begin = edges[-1]
         # x + x * x / a is the cost of the first x tokens.
         before, whole = (x + x * x / equal_at for x in (begin, length))
         cost = before + (whole - before) / remaining
-        end = round(equal_at / 2 * (math.sqrt(1 + 4 * cost / equal_at) - 1))
+        end = round(2 * cost / (1 + math.sqrt(1 + 4 * cost / equal_at)))
         end = min(max(end, begin + 1), length - (remaining - 1), begin + (most or length))
         edges.append(end)
     return [*edges, length]
@@ -254,12 +316,16 @@ def cut(
     of its forward.  Microbatches follow each other, and in each the long documents come
     before the short ones.  Slices end at a ``multiple`` of so many tokens, which divides all lengths.  A
     token stands for one of each of the ``rows`` of a batch.  ValueError for ``most_tokens`` below
-    ``multiple``.
+    ``multiple``, for documents as ``Microbatches`` raises it, and for more than ``MOST_UNITS``.
     """
+    most_tokens, multiple = whole_number("most_tokens", most_tokens), whole_number("multiple", multiple)
+    require_number("equal_at", equal_at, "above 0", math.inf)
     if most_tokens < multiple:
         raise ValueError(f"units have at most {most_tokens} tokens, but need {multiple} or more: raise it")
     units, chain = list[Unit](), 0
-    step = [tuple(lengths) for lengths in documents]
+    step = Microbatches.of(documents).documents
+    if len(step) > MOST_UNITS:
+        raise too_many(len(step))
     for microbatch, lengths in enumerate(step):
         number = 0
         for pieces in _of_microbatch(lengths, most_tokens, equal_at if by == "cost" else math.inf, multiple):
@@ -267,7 +333,9 @@ def cut(
                 units.append(Unit(microbatch, number, chain, group))
                 number += 1
             chain += 1
-    return Units.of(step, units, rows)
+            if len(units) > MOST_UNITS:
+                raise too_many(len(units))
+    return Units(step, tuple(units), rows)
 
 
 def _of_microbatch(
@@ -293,9 +361,14 @@ def _of_microbatch(
 
 def _within(length: int, most_tokens: int, equal_at: float, multiple: int) -> list[int]:
     """Return the cuts of a document into slices of at most ``most_tokens``."""
+    if length % multiple:
+        raise ValueError(
+            f"a document has {length} tokens, which {multiple} does not divide: give it padding, or a "
+            "multiple that divides all lengths"
+        )
     blocks, most = length // multiple, most_tokens // multiple
     fewest = -(-blocks // most)
-    if math.isinf(equal_at):
+    if equal_at > _NEVER:
         cuts = bounds(blocks, fewest)
     else:
         of_attention = 2 * length / (2 * length + equal_at)
@@ -348,6 +421,10 @@ def cut_alike(
     ``cut``.  ValueError where a microbatch has fewer tokens than it would get units.
     """
     natural = [cut(documents, most_tokens, multiple=multiple, rows=rows) for documents in pipelines]
+    if len(numbers := {replica.microbatches for replica in natural}) != 1:
+        raise ValueError(
+            f"the pipelines that share experts have {sorted(numbers)} microbatches: give as many to each"
+        )
     places = zip(*(replica.of_microbatch for replica in natural), strict=True)
     counts = [max(map(len, of_place)) for of_place in places]
     recut = tuple(_recut(replica, counts, multiple) for replica in natural)
@@ -376,12 +453,12 @@ def in_order_of(planned: Units, units: Units) -> Units:
 def _recut(units: Units, counts: Sequence[int], multiple: int) -> Units:
     """Return the same documents in ``counts[m]`` units of microbatch m, no fewer than it has."""
     result, chain = list[Unit](), 0
+    chains_of: list[list[list[tuple[Piece, ...]]]] = [[] for _ in counts]
+    for numbers in units.chains:
+        of_chain = [units.units[number].pieces for number in numbers]
+        chains_of[units.units[numbers.start].microbatch].append(of_chain)
     for microbatch, count in enumerate(counts):
-        chains = [
-            [units.units[number].pieces for number in numbers]
-            for numbers in units.chains
-            if units.units[numbers.start].microbatch == microbatch
-        ]
+        chains = chains_of[microbatch]
         while (total := sum(map(len, chains))) < count:
             lengths = units.documents[microbatch]
             at = max(range(len(chains)), key=lambda index: _mean(chains[index], lengths, multiple))

@@ -205,7 +205,14 @@ class Workload:
     def costs(self) -> Costs:
         """The costs of the stages, as a schedule takes them."""
         stages = tuple(_once(Part.costs, self.parts))
-        costs = Costs(stages, self.hop, self.message, self.head, pair=self.together(self.parts))
+        costs = Costs(
+            stages,
+            self.hop,
+            self.message,
+            self.head,
+            pair=self.together(self.parts),
+            sequence=tuple(part.sequence for part in self.parts),
+        )
         for addition in additions():
             costs = addition.costs(self, costs)
         return costs

@@ -25,7 +25,7 @@ from megatron_pp_ext.schedule.costs import Costs, as_written
 
 def write(costs: Costs, path: str | Path) -> None:
     """Write ``costs`` to ``path``."""
-    content = {name: value for name, value in as_written(costs).items() if value not in (None, {})}
+    content = {name: value for name, value in as_written(costs).items() if value not in (None, {}, ())}
     write_json(Path(path), content)
 
 

@@ -28,7 +28,7 @@ from megatron_pp_ext.features.units.units import (
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.check import check
-from megatron_pp_ext.schedule.costs import CostModel, Costs
+from megatron_pp_ext.schedule.costs import CostModel, Costs, SequenceMemory
 from megatron_pp_ext.schedule.placement import Placement, linear, loop, v
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from tests.support.ranks import run_ranks
@@ -111,6 +111,48 @@ def test_no_plan_gets_stuck_or_breaks_its_limit(documents, most, placement, fact
     timeline = simulate(plan.schedule, planner.costs(plan.units))
     assert timeline.makespan == pytest.approx(plan.seconds)
     assert max(timeline.peak_activations) <= limits[0] * (1 + 1e-6)
+    assert plan.lower_bound <= plan.seconds
+
+
+AMOUNTS = some.floats(0, 8)
+RATES = some.builds(
+    lambda activation, released, workspace, in_whole, scores, slices: StageRates(
+        (1.0, 1.0, 1.0),
+        (2e-3, 5e-3, 0.0),
+        activation + slices[2],
+        min(released, activation) + slices[2],
+        workspace=workspace,
+        workspace_in_whole=in_whole,
+        scores=(scores, scores, scores, scores),
+        slices=SequenceMemory(*slices),
+    ),
+    some.floats(0.1, 8),
+    some.floats(-20, 8),
+    AMOUNTS,
+    AMOUNTS,
+    some.sampled_from([0.0, 1e-2]),
+    some.tuples(AMOUNTS, AMOUNTS, AMOUNTS, AMOUNTS, some.sampled_from([0.0, 1e-2])),
+)
+"""Stages of all kinds of memory: slices store anything, and I keeps less or more than F."""
+
+
+@given(DOCUMENTS, some.integers(40, 900), PLACEMENTS, some.floats(1, 3), some.booleans(), some.data())
+@settings(max_examples=60, deadline=None)
+def test_bytes_of_all_kinds_keep_their_limit(documents, most, placement, factor, splits, data) -> None:
+    """From the least limit on; the tightest is that of the largest chain alone."""
+    stages = tuple(data.draw(RATES) for _ in range(placement.stages))
+    planner = Planner(placement, LengthCosts(stages), splits_backward=splits)
+    units = planner.cut(documents, most)
+    limits = [factor * limit for limit in planner.least_limits(units)]
+    plan = planner.plan(units, limits=limits, budget=0.001)
+    check(plan.schedule)
+    timeline = simulate(plan.schedule, planner.costs(plan.units))
+    assert timeline.makespan == pytest.approx(plan.seconds)
+    for peak, limit in zip(timeline.peak_activations, limits, strict=True):
+        assert peak <= limit * (1 + 1e-6)
+    assert abs(
+        sum(change for rank in range(placement.ranks) for _, change in timeline.changes(rank))
+    ) < 1e-6 * max(limits)
     assert plan.lower_bound <= plan.seconds
 
 

@@ -95,7 +95,7 @@ def test_units_that_are_no_step_are_refused(units, message) -> None:
 
 
 def test_a_unit_needs_a_token() -> None:
-    with pytest.raises(ValueError, match="at most 0 tokens"):
+    with pytest.raises(ValueError, match="most_tokens is 0, but must be"):
         cut([[5]], 0)
     with pytest.raises(ValueError, match="3 tokens do not make 4 slices"):
         bounds(3, 4)

@@ -23,6 +23,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import unwrap_model
 
 from megatron_pp_ext.features.units.megatron.mtp import keep_wholes, refused_model, repeated
+from megatron_pp_ext.features.units.megatron.states import carry_states, is_recurrent
 from megatron_pp_ext.features.units.runtime import Slice, running
 from megatron_pp_ext.setting_error import SettingError
 
@@ -45,6 +46,8 @@ class Calls:
         for module in model.modules():
             if isinstance(attention := getattr(module, "core_attention", None), torch.nn.Module):
                 self._add(module, attention)
+            if is_recurrent(module):
+                self.refused = self.refused or carry_states(module)
             if isinstance(module, RotaryEmbedding):
                 _hook(module, _from_start)
             if isinstance(module, YarnRotaryEmbedding):
@@ -173,8 +176,8 @@ def with_prefix(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     return (), arguments
 
 
-def calls_in_forward(module: torch.nn.Module) -> int:
-    """Return how often each forward calls ``module``."""
+def calls_in_forward(module: torch.nn.Module | None) -> int:
+    """Return how often each forward calls the attention ``module``."""
     return int(getattr(module, "calls_in_forward", 1))
 
 

@@ -1,10 +1,11 @@
 """The check before a model's first step that its tokens meet in no other way than slices know.
 
-Slices know attention, through the keys and values of earlier ones, and positions.  Any other operation along
-the sequence, such as a token shift, a convolution or attention of one's own, would see a slice alone, and
-gradients would be wrong in silence.  So each chunk runs a few random tokens on its rank, whose attention
-returns zeros: a token whose input is no number has to be the only one whose output is none.  Each attention
-is then held in slices against itself on the whole, and the positions of a slice against those of the whole.
+Slices know attention, through the keys and values of earlier ones, Megatron's recurrent layers, through their
+states, and positions.  Any other operation along the sequence, such as a token shift, a convolution or
+attention of one's own, would see a slice alone, and gradients would be wrong in silence.  So each chunk runs
+a few random tokens on its rank, whose attention and recurrent layers return zeros: a token whose input is no
+number has to be the only one whose output is none.  Each of these layers is then held in slices against
+itself on the whole, and the positions of a slice against those of the whole.
 
 Weights do not matter: also zero times no number is none.  The model is in evaluation mode meanwhile, and its
 buffers and random numbers are put back, so that no step knows of it.
@@ -18,6 +19,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.moe.router import Router
 from megatron.core.utils import unwrap_model
@@ -25,6 +27,7 @@ from megatron.core.utils import unwrap_model
 from megatron_pp_ext.features.units import runtime as prefixes
 from megatron_pp_ext.features.units.megatron.agreement import seen_by_any
 from megatron_pp_ext.features.units.megatron.layers import Calls, calls_in_forward, cut, named, with_prefix
+from megatron_pp_ext.features.units.megatron.states import is_recurrent
 from megatron_pp_ext.features.units.options import SLICE_FLAG
 from megatron_pp_ext.features.units.runtime import Slice, at_work_on
 from megatron_pp_ext.megatron.core.placed_models import as_chunk
@@ -100,6 +103,7 @@ class _Probe:
             for module in model.modules()
             if isinstance(getattr(module, "core_attention", None), torch.nn.Module)
         }
+        self.recurrences = {id(module): module for module in model.modules() if is_recurrent(module)}
 
     def run(self) -> None:
         """Raise ``_Defect`` for what slices would get wrong, ``_NotKnown`` where that cannot be seen."""
@@ -111,9 +115,12 @@ class _Probe:
             of_slice, finite = self._forward(self.whole[self.tokens :], poisons=False)
             self._check_output(output, finite)
             for key, calls in of_whole.items():
-                if len(calls) > calls_in_forward(self.attentions[key]):
-                    raise _Defect(f"a forward calls a layer of attention {len(calls)} times")
+                if len(calls) > calls_in_forward(self.attentions.get(key)):
+                    raise _Defect(f"a forward calls a layer {len(calls)} times")
                 for call, other in zip(calls, of_slice[key], strict=True):
+                    if key in self.recurrences:
+                        self._check_recurrence(self.recurrences[key], call)
+                        continue
                     self._check_attention(self.attentions[key], call)
                     self._check_positions(call, other)
         except (_Defect, _NotKnown):
@@ -164,17 +171,18 @@ class _Probe:
             raise _Defect("the embedding of a token depends on other tokens, which may be in another slice")
 
     def _forward(self, tokens: range, poisons: bool) -> tuple[dict[int, list[dict[str, Any]]], torch.Tensor]:
-        """Return the arguments of each call of attention in a forward of ``tokens``, and the output."""
-        calls: dict[int, list[dict[str, Any]]] = {key: [] for key in self.attentions}
+        """Return the arguments of each call of a layer in which tokens meet, and the output of a forward."""
+        layers = self.attentions | self.recurrences
+        calls: dict[int, list[dict[str, Any]]] = {key: [] for key in layers}
         change = self._poison if poisons else torch.clone
         with ExitStack() as stack:
 
             def add(handle: Any) -> None:
                 stack.callback(handle.remove)
 
-            for key, attention in self.attentions.items():
-                add(attention.register_forward_pre_hook(partial(_note, calls[key]), with_kwargs=True))
-                add(attention.register_forward_hook(lambda module, args, output: torch.zeros_like(output)))
+            for key, layer in layers.items():
+                add(layer.register_forward_pre_hook(partial(_note, calls[key]), with_kwargs=True))
+                add(layer.register_forward_hook(lambda module, args, output: _zeros(output)))
             for router in (module for module in self.model.modules() if isinstance(module, Router)):
                 add(router.register_forward_pre_hook(_numbers_alone))  # its kernels may not expect others
             hidden = None
@@ -206,8 +214,8 @@ class _Probe:
         is_none = rows.flatten(1).isnan().any(1)
         if any(is_none[at] for at, token in enumerate(mine) if token != self.poisoned):
             raise _Defect(
-                "outside of its attention (core_attention) the output of a token depends on other tokens, "
-                "which may be in another slice"
+                "outside of its attention (core_attention) and recurrent layers the output of a token "
+                "depends on other tokens, which may be in another slice"
             )
         if self.poisoned in mine and not is_none[mine.index(self.poisoned)]:
             raise _NotKnown("its output does not depend on its input alone")
@@ -228,11 +236,33 @@ class _Probe:
             with at_work_on(_slice(sequence, tokens)):
                 _, arguments = with_prefix(attention, (), {**call, **cut})
                 parts.append(attention.forward(**arguments))
-        error = (torch.cat(parts) - whole).float().abs().max() / whole.float().abs().max()
-        if not error <= 8 * max(torch.finfo(whole.dtype).eps, 2**-10):
+        if error := _error(whole, torch.cat(parts)):
             raise _Defect(
                 f"{type(attention).__name__} gives other results in slices than for a whole sequence (by "
                 f"{error:.0%}): its tokens may see later ones, or meet outside of queries, keys and values"
+            )
+
+    def _check_recurrence(self, layer: torch.nn.Module, call: dict[str, Any]) -> None:
+        """In two slices a recurrent layer gives what it gives for the whole, but for rounding."""
+        hidden = call["hidden_states"]
+        drawn = _drawn((len(self.whole), *hidden.shape[1:]), 0).to(hidden)
+        sequence = prefixes.Sequence(Owner(0, 0), len(self.whole))
+
+        def output(tokens: range) -> torch.Tensor:
+            mine = self._mine(tokens)
+            result, _ = layer.forward(**{**call, "hidden_states": drawn[mine.start : mine.stop]})
+            if self.ranks > 1:
+                result = gather_from_sequence_parallel_region(result)
+            return result
+
+        whole, parts = output(self.whole), list[torch.Tensor]()
+        for tokens in (self.whole[: self.tokens], self.whole[self.tokens :]):
+            with at_work_on(_slice(sequence, tokens)):
+                parts.append(output(tokens))
+        if error := _error(whole, torch.cat(parts)):
+            raise _Defect(
+                f"{type(layer).__name__} gives other results in slices than for a whole sequence (by "
+                f"{error:.0%}): its tokens may meet outside of the convolution and the recurrence"
             )
 
     def _check_positions(self, call: dict[str, Any], of_slice: dict[str, Any]) -> None:
@@ -245,6 +275,17 @@ class _Probe:
                     f"the {what} of a token is another in a slice than in the whole sequence: positions that "
                     "Megatron's rotary embeddings do not make begin anew in each slice"
                 )
+
+
+def _zeros(output: Any) -> Any:
+    """Return zeros in the place of the result of a layer, which may come with a bias."""
+    return torch.zeros_like(output) if torch.is_tensor(output) else (torch.zeros_like(output[0]), *output[1:])
+
+
+def _error(whole: torch.Tensor, parts: torch.Tensor) -> float:
+    """Return by how much of the ``whole`` result that of the ``parts`` is off; 0 within rounding."""
+    apart, most = (numbers.float().abs().max() for numbers in (parts - whole, whole))
+    return 0.0 if apart <= 8 * max(torch.finfo(whole.dtype).eps, 2**-10) * most else float(apart / most)
 
 
 def _drawn(shape: Sequence[int], seed: int) -> torch.Tensor:

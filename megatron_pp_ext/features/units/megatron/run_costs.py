@@ -62,9 +62,9 @@ class RunCosts:
             return
         together = Microbatches.of(documents)
         stages = units[0].stages
-        self._fitted = LengthCosts.fitted(
-            together, UnitCosts(stages, units=tuple(units), tokens=together.tokens)
-        )
+        fitted = LengthCosts.fitted(together, UnitCosts(stages, units=tuple(units), tokens=together.tokens))
+        self._of_model = self._of_model or self._estimate()
+        self._fitted = fitted.with_slices_of(self._of_model)
         print_rank_0(
             f"megatron_pp_ext: microbatches are ordered by what {len(units)} measured ones took: attention "
             f"to {self._fitted.equal_at:,.0f} tokens takes as long as all else"
@@ -86,6 +86,8 @@ class RunCosts:
             length = max(1, int(mean))
         cut = costs.merged(self._pipeline.placement.stages)
         rates = LengthCosts.measured(cut, length, documents, self._of_model.equal_at)
+        if not cut.sequence:
+            rates = rates.with_slices_of(self._of_model)
         return _with_messages_of(rates, mean / (length * documents))
 
     def _estimate(self) -> LengthCosts:

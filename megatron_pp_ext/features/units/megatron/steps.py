@@ -326,9 +326,8 @@ class ByLength(PlannedSteps):
         if inputs.forward_only:
             plan = planner.in_given_order(self._of_evaluation, units)
         elif self.request.is_compiled:
-            plan = planner.plan(
-                units, self.ordering.how, limits=limits_of(self.request, planner, units, whole)
-            )
+            limits = limits_of(self.request, planner, units, whole)
+            plan = planner.plan(planner.finer(units, limits), self.ordering.how, limits=limits)
         else:
             plan = planner.in_family(self._of_family, units)
         return plan.units if mine is None else in_order_of(plan.units, mine), planner.timed(plan).schedule
