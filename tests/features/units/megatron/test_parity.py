@@ -84,10 +84,21 @@ def test_trains_as_whole_sequences(case: str) -> None:
 
 
 @pytest.mark.wide
-def test_multi_head_latent_attention() -> None:
+@pytest.mark.parametrize("more", [(), ("--mtp-num-layers", "1")])
+def test_multi_head_latent_attention(more: tuple[str, ...]) -> None:
     """DeepSeek-V3's layers; without the losses of its router, which are taken over a slice's tokens."""
-    flags = [*PP2, *architectures.flags("deepseek-v3", 2), "--moe-aux-loss-coeff", "0"]
+    flags = [*PP2, *architectures.flags("deepseek-v3", 2), "--moe-aux-loss-coeff", "0", *more]
     assert_close(run(2, [*flags, *sliced("v-half", 8)]), stock(2, *flags))
+
+
+@pytest.mark.wide
+def test_a_repeated_prediction_of_a_hybrid_model() -> None:
+    """Nemotron 3's, whose layers with states are before those of the prediction."""
+    *flags, _ = [*PP2, *architectures.flags("nemotron-3", 4)]
+    flags += ["ME|ME|M*|ME/*E/*E", "--mtp-num-layers", "2", "--mtp-use-repeated-layer"]
+    flags += ["--moe-aux-loss-coeff", "0"]
+    whole = run(2, [*flags, "--pipeline-schedule", "v-half"])
+    assert_close(run(2, [*flags, *sliced("v-half", 8)]), whole)
 
 
 @pytest.mark.wide
