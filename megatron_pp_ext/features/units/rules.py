@@ -4,6 +4,7 @@ from megatron_pp_ext.job.parts import sees_later
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules.rule import Rule, Rules
 from megatron_pp_ext.job.rules.schedules import has_graphs
+from megatron_pp_ext.job.typed_job import Job
 
 
 def is_ordered(job: RequestedJob) -> bool:
@@ -83,6 +84,24 @@ def _is_sparse(job: RequestedJob) -> bool:
     )
 
 
+def ranks_of_sequence(job: Job) -> int:
+    """Return how many ranks share the tokens of a slice between layers."""
+    return job.parallel.context_parallel_size * job.parallel.sequence_ranks
+
+
+def has_states(job: RequestedJob) -> bool:
+    """Whether some layers are recurrent: Mamba-2 or gated delta nets."""
+    model, attention = job.model, job.attention
+    if model.hybrid_layer_pattern:
+        return any(letter in "MG" for letter in model.hybrid_layer_pattern)
+    return any(attention.letter(number) == "G" for number in range(1, (model.num_layers or 0) + 1))
+
+
+def heads_of_rank(job: RequestedJob) -> int:
+    """Return the heads of attention of a tensor-parallel rank."""
+    return job.model.num_attention_heads // job.parallel.tensor_model_parallel_size
+
+
 _SLICE_RULES = (
     Rules(
         title="What `--pipeline-slice-tokens` needs",
@@ -103,6 +122,17 @@ _SLICE_RULES = (
                     isinstance(job.pipeline.pipeline_slice_tokens, int)
                     and job.pipeline.pipeline_slice_tokens % job.parallel.sequence_ranks
                 ),
+            ),
+            Rule(
+                "--pipeline-slice-tokens {pipeline_slice_tokens}",
+                "cannot be shared out over --context-parallel-size {context_parallel_size}, each of whose "
+                "ranks has as many tokens of a slice for its tensor-parallel ranks",
+                "give a multiple of {ranks_of_sequence}",
+                when=lambda job: (
+                    isinstance(job.pipeline.pipeline_slice_tokens, int)
+                    and job.pipeline.pipeline_slice_tokens % ranks_of_sequence(job)
+                ),
+                words=(ranks_of_sequence,),
             ),
         ),
     ),
@@ -133,19 +163,6 @@ _SLICE_RULES = (
                 "the file orders microbatches, whose backwards need not be in reverse",
                 "choose a schedule by name",
                 when=lambda job: job.pipeline.can.file,
-            ),
-            Rule(
-                "--context-parallel-size above 1",
-                "each of its ranks has two pieces of the whole sequence, so that a slice's tokens would "
-                "be on some of them",
-                when=lambda job: job.parallel.context_parallel_size > 1,
-            ),
-            Rule(
-                "--mtp-use-repeated-layer",
-                "a layer of attention hands on keys of one call in every forward, and this one has "
-                "{mtp_num_layers}",
-                "leave one of the two out, or give --mtp-num-layers 1",
-                when=lambda job: job.model.mtp_use_repeated_layer and job.model.mtp_num_layers > 1,
             ),
             Rule(
                 "--window-size {window_size}",
@@ -182,6 +199,7 @@ _SLICE_RULES = (
                 "attention has another number of keys in each slice",
                 when=has_graphs,
             ),
+            Rule("--moe-enable-routing-replay", "routing is recorded and replayed by whole microbatches"),
             Rule("--tp-comm-overlap", "its buffers have the size of whole sequences"),
             Rule("--fine-grained-activation-offloading", "it counts whole microbatches"),
             Rule("--pipeline-offload", "slices share the keys and values that it would move"),
@@ -193,4 +211,47 @@ _SLICE_RULES = (
     ),
 )
 
-RULES = (*_ORDER_RULES, *_SLICE_RULES)
+_SHARED_SLICE_RULES = (
+    Rules(
+        title="With `--pipeline-slice-tokens` and context parallelism",
+        when=lambda job: _cuts(job) and job.parallel.context_parallel_size > 1,
+        subject="--pipeline-slice-tokens {pipeline_slice_tokens} with context parallelism",
+        rows=(
+            Rule(
+                "--num-attention-heads {num_attention_heads}",
+                "its ranks exchange tokens for whole heads, and {heads_of_rank} of a tensor-parallel rank "
+                "cannot be divided among {context_parallel_size}",
+                "give a --context-parallel-size that divides them",
+                when=lambda job: heads_of_rank(job) % job.parallel.context_parallel_size,
+                words=(heads_of_rank,),
+            ),
+            Rule(
+                "--cp-comm-type a2a+p2p",
+                "its ranks exchange heads in one level",
+                "choose a2a, with a --context-parallel-size of ranks within a node",
+            ),
+            Rule(
+                "--softmax-type {softmax_type}",
+                "each rank attends for a part of the heads, and the numbers for all would be added to them",
+                when=lambda job: job.attention.softmax_type != "vanilla",
+            ),
+            Rule(
+                "--mtp-num-layers",
+                "what it predicts from are tokens of the next rank, whose part of a slice comes after",
+                when=lambda job: job.model.mtp_num_layers,
+            ),
+            Rule(
+                "--hybrid-layer-pattern with M or G",
+                "Megatron's exchange for such layers takes the order of whole sequences",
+                when=has_states,
+            ),
+            Rule("--qk-clip", "the maximum of each head is counted where all heads are"),
+            Rule(
+                "--position-embedding-type mrope",
+                "such positions are divided by halves of the whole sequence",
+            ),
+        ),
+    ),
+)
+
+RULES = (*_ORDER_RULES, *_SLICE_RULES, *_SHARED_SLICE_RULES)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 
 from megatron_pp_ext.runtime.split import STORE, Owner
 from megatron_pp_ext.setting_error import SettingError
@@ -161,13 +162,17 @@ class Sequence:
     states: dict[object, State] = field(default_factory=dict)
     forwarded: int = 0
     """The tokens of the slices that have gone forward."""
+    counts: dict[object, int] = field(default_factory=dict)
+    """The calls of layers that a forward calls several times, by layer, slice and direction."""
 
-    def grown(self, key: object, new: torch.Tensor, start: int) -> torch.Tensor:
+    def grown(self, key: object, new: torch.Tensor, start: int, calls: int = 1) -> torch.Tensor:
         """Return a view of the first tokens up to the end of ``new``, which begins at token ``start``.
 
-        ``key`` names the layer and what it keeps.  A forward that recomputation repeats writes the same
-        numbers again.  ValueError unless each layer is called once for each slice.
+        ``key`` names the layer and what it keeps, and ``calls`` are those of the layer in a forward.  A
+        forward that recomputation repeats writes the same numbers again.  ValueError unless each layer is
+        called as often for each slice.
         """
+        key = (key, self._number(key, start, calls)) if calls > 1 else key
         if key not in self.prefixes:
             if self.forwarded:
                 raise self._skipped()
@@ -210,6 +215,13 @@ class Sequence:
         handed_on: torch.Tensor = _HandOn.apply(result, new, state, end)
         return handed_on
 
+    def _number(self, key: object, start: int, calls: int) -> int:
+        """Return the number of a layer's call in a slice's forward; recomputation begins at the last."""
+        is_again = torch._C._current_graph_task_id() != -1
+        place = key, start, is_again
+        number = self.counts[place] = self.counts.get(place, -1) + 1
+        return calls - 1 - number if is_again else number
+
     def end_forward(self, end: int) -> None:
         """Note that the slice up to token ``end`` went forward; ValueError for a layer that it left out."""
         ends = {prefix.written for prefix in self.prefixes.values()}
@@ -224,13 +236,31 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """The tokens of a unit that this rank of a context-parallel ``group`` has.
+
+    Of the unit's tokens, in their order, each rank has as many, one rank after the other.  ``ranges`` are
+    their places among the ``total`` that the rank has of the microbatch.
+    """
+
+    group: dist.ProcessGroup
+    ranges: tuple[tuple[int, int], ...]
+    total: int
+
+    def of(self, tokens: int) -> tuple[int, int]:
+        """Return where the part of this rank begins and ends among the ``tokens`` of the unit."""
+        rank, ranks = self.group.rank(), self.group.size()
+        return rank * tokens // ranks, (rank + 1) * tokens // ranks
+
+
+@dataclass(frozen=True, slots=True)
 class Slice:
     """The tokens from ``start`` to ``end`` of a sequence, while a stage works on them.
 
     ``sequence`` is what its slices share, None where it is whole.  A pack of several whole sequences starts
     at 0, too.  ``ranges`` are the places of the tokens among the ``total`` of the microbatch.
     ``sizes`` are the tokens of each sequence of a pack; they are empty where it is not known which sequences
-    the microbatch has.
+    the microbatch has.  ``share`` is this rank's part of it, None where the rank has all.
     """
 
     sequence: Sequence | None
@@ -239,6 +269,17 @@ class Slice:
     ranges: tuple[tuple[int, int], ...]
     total: int
     sizes: tuple[int, ...] = ()
+    share: Share | None = None
+
+    @property
+    def ranges_here(self) -> tuple[tuple[int, int], ...]:
+        """The places of the tokens that this rank has, among those of the microbatch that it has."""
+        return self.ranges if self.share is None else self.share.ranges
+
+    @property
+    def total_here(self) -> int:
+        """The tokens of the microbatch that this rank has."""
+        return self.total if self.share is None else self.share.total
 
 
 _running: Slice | None = None

@@ -3,7 +3,6 @@
 What a backward computes again and drops is not metered, so it is left out of the plans' side too.
 """
 
-import json
 import subprocess
 import sys
 from dataclasses import replace

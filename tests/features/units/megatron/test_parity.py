@@ -21,12 +21,16 @@ LLAMA = (
     *("--group-query-attention", "--num-query-groups", "2", "--untie-embeddings-and-output-weights"),
 )
 TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+ROTARY = ("--position-embedding-type", "rope")
 FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 DISTRIBUTED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 EXPERTS = (
     *("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "32"),
     *("--moe-token-dispatcher-type", "alltoall"),
 )
+SHARED = (*EXPERTS, "--expert-model-parallel-size", "2")
+PREDICTION = ("--mtp-num-layers", "2", "--mtp-loss-scaling-factor", "0.3")
+FLEX = "flex --pipeline-memory-limit 1.0"
 WINDOW = ("--window-size", "8,0", "--softmax-type", "learnable")
 EVALUATION = ("--eval-interval", "1", "--eval-iters", "2", "--train-iters", "2", "--clip-grad", "0")
 
@@ -44,6 +48,16 @@ CASES = {
     "replicas": (4, "v-half", 8, (*PP2, *LLAMA, *DISTRIBUTED)),
     "windows and sinks": (2, "zb-h1", 4, (*PP2, *LLAMA, *WINDOW)),
     "experts": (2, "zb-h1", 8, (*PP2, *LLAMA, *EXPERTS)),
+    "experts of two pipelines": (4, "zb-h1", 8, (*PP2, *LLAMA, *SHARED)),
+    "prediction, tied, two samples": (
+        2,
+        "v-half",
+        8,
+        (*PP2, *PREDICTION, *ROTARY, "--micro-batch-size", "2"),
+    ),
+    "prediction, tensor-parallel": (4, "v-half", 8, (*PP2, *LLAMA, *TP2, *PREDICTION, *EVALUATION)),
+    "prediction, experts": (4, "zb-h1", 8, (*PP2, *LLAMA, *SHARED, *PREDICTION)),
+    "prediction, planned": (2, f"{FLEX} --pipeline-order rule", 12, (*PP2, *LLAMA, *PREDICTION, *FULL)),
     "planned in each step": (2, "v-half --pipeline-order rule", 12, (*PP2, *LLAMA)),
     "planned, two samples": (2, "zb-h1 --pipeline-order search", 8, (*PP2, "--micro-batch-size", "2")),
     "planned, replicas": (4, "v-half --pipeline-order rule", 8, (*PP2, *LLAMA, *DISTRIBUTED)),
@@ -61,7 +75,12 @@ def sliced(schedule: str, tokens: int) -> tuple[str, ...]:
 @pytest.mark.parametrize("case", [case if case in ALWAYS else wide(case) for case in CASES])
 def test_trains_as_whole_sequences(case: str) -> None:
     ranks, schedule, tokens, flags = CASES[case]
-    assert_close(run(ranks, [*flags, *sliced(schedule, tokens)]), stock(ranks, *flags))
+    ours, whole = run(ranks, [*flags, *sliced(schedule, tokens)]), stock(ranks, *flags)
+    assert_close(ours, whole)
+    for one, other in zip(ours.logged, whole.logged, strict=True):
+        assert one.keys() == other.keys()
+        for name in one.keys() - {"load_balancing_loss"}:
+            assert float(one[name]) == pytest.approx(float(other[name]), rel=1e-5), name
 
 
 @pytest.mark.wide

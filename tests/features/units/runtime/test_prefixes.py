@@ -44,6 +44,33 @@ def test_gradients_are_those_of_the_whole(bounds: tuple[int, ...]) -> None:
         assert torch.allclose(one.grad, other.grad, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_repeated_layer_has_keys_of_each_call(recomputes: bool) -> None:
+    """Also where recomputation calls it again, the last call first."""
+    (whole, *_), (ours, *_) = leaves(), leaves()
+    hidden = whole
+    for _ in range(2):
+        hidden = attention(hidden, hidden.cos(), hidden.sin())
+    hidden.sin().sum().backward()
+    sequence, outputs = Sequence(Owner(0, 0), LENGTH), []
+    for start, end in pairwise((0, 5, 12)):
+
+        def call(hidden: torch.Tensor, start: int = start) -> torch.Tensor:
+            key, value = hidden.cos(), hidden.sin()
+            return attention(
+                hidden, sequence.grown("key", key, start, 2), sequence.grown("value", value, start, 2)
+            )
+
+        hidden = ours[start:end]
+        for _ in range(2):
+            hidden = checkpoint(call, hidden, use_reentrant=True) if recomputes else call(hidden)
+        outputs.append(hidden.sin().sum())
+        sequence.end_forward(end)
+    for output in reversed(outputs):
+        output.backward()
+    assert torch.allclose(ours.grad, whole.grad, rtol=0, atol=1e-12)
+
+
 def test_no_prefix_is_copied() -> None:
     sequence = Sequence(Owner(0, 0), LENGTH)
     first = sequence.grown("key", torch.ones(4, 1), 0)
