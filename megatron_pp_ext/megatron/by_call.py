@@ -19,7 +19,6 @@ from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import Request, named
 from megatron_pp_ext.compiler.source import Source
 from megatron_pp_ext.features.units.options import LengthsOf
-from megatron_pp_ext.features.units.sliced_orders import costs_in_units
 from megatron_pp_ext.files import require_writable
 from megatron_pp_ext.job import call
 from megatron_pp_ext.job.model_config import in_words_of_call, use_variables
@@ -96,7 +95,12 @@ class InstallCall:
             is_unproved=self.is_unproved,
         )
         merged = model.merged_from(request.finest)
-        timeline = simulate(source.ordinary, costs_in_units(request, merged, source.ordinary))
+        costs = merged.of(source.placement)
+        if source.ordinary.units:
+            from megatron_pp_ext.features.units.sliced_orders import costs_in_units
+
+            costs = costs_in_units(request, merged, source.ordinary)
+        timeline = simulate(source.ordinary, costs)
         peak, bubble = max(timeline.peak_microbatches), timeline.bubble
         line = f"megatron_pp_ext: {summary(pipeline, model)}"
         if self.costs and (beside := ", ".join(_beside_stock(timeline, self.costs, request))):
