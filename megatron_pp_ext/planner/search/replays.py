@@ -19,7 +19,13 @@ from megatron_pp_ext.planner.layout import climb
 from megatron_pp_ext.planner.layout.cut import Cut, bounds, even
 from megatron_pp_ext.planner.layout.rows import ModelStages, StageSeconds, fewest
 from megatron_pp_ext.planner.search.candidate import Candidate, Variants
-from megatron_pp_ext.planner.search.lower_bounds import MeanRank, ModelSums, least_memory_sharing, mean_rank
+from megatron_pp_ext.planner.search.lower_bounds import (
+    MeanRank,
+    ModelSums,
+    least_memory,
+    least_memory_sharing,
+    mean_rank,
+)
 from megatron_pp_ext.planner.step.estimate import (
     Estimate,
     RankMemory,
@@ -165,6 +171,8 @@ class CandidateCuts:
         """Return a lower bound on the mean memory of the ranks, where stages have equally many layers."""
         candidate, placement = self.candidate, self.stages.placement
         mean = self.workloads.mean(candidate, placement)
+        if candidate.option(Slices) is not None:
+            return mean.memory(candidate.microbatches, self.margin)
         shared, order = mean.work.head, order_of(candidate, 2 * candidate.pipeline, mean.work)
         peaks = order.in_flight.peaks(mean.work.parts, shared.activation if shared else 0.0)
         whole = fmean(map(mul, peaks, self.resident or repeat(1.0)))
@@ -201,7 +209,8 @@ class CandidateCuts:
 
     def least(self, cut: Cut) -> RankMemory:
         """Return a lower bound on the fullest rank's memory."""
-        if self.candidate.splits_head and not self.resident:
+        is_sliced = self.candidate.option(Slices) is not None
+        if is_sliced or (self.candidate.splits_head and not self.resident):
             return least_in_order(self.candidate, self.work(cut), self.margin)
         return max(self.memory(cut), key=lambda rank: rank.total)
 
@@ -239,6 +248,8 @@ def short_memory(candidate: Candidate, work: Workload, margin: float) -> tuple[R
 
 def least_in_order(candidate: Candidate, work: Workload, margin: float) -> RankMemory:
     """Return a lower bound on the fullest rank's memory, without building the whole schedule."""
+    if candidate.option(Slices) is not None:  # list scheduling may keep less of more microbatches
+        return least_memory(work, candidate.microbatches, margin)
     if candidate.splits_head:
         return least_memory_sharing(work, candidate.schedule, candidate.microbatches, margin)
     return max(short_memory(candidate, work, margin), key=lambda rank: rank.total)
