@@ -13,7 +13,6 @@ from megatron_pp_ext.costs.model_parts import ModelParts
 from megatron_pp_ext.costs.optimizers import model_state
 from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.features.units.options import Slices, job_slices
-from megatron_pp_ext.features.units.sliced_orders import rates_of
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.layout import climb
 from megatron_pp_ext.planner.layout.cut import Cut, bounds, even
@@ -135,6 +134,9 @@ def _planned_by(work: Workload, option: Option) -> Option:
     """Return slices with the costs by which they are planned; another ``option`` as it is."""
     if not isinstance(option, Slices):
         return option
+    # Imported here because it takes numba, which an estimate of whole sequences does without.
+    from megatron_pp_ext.features.units.sliced_orders import rates_of
+
     sized = job_slices(work.job, option.tokens)
     return replace(sized, rates=rates_of(sized, planning_costs(work.job), work.placement))
 
