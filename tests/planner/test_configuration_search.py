@@ -17,7 +17,7 @@ from megatron_pp_ext.planner.search.candidate import Candidate, Recompute, fixed
 from megatron_pp_ext.planner.search.compiled import Compiler
 from megatron_pp_ext.planner.search.configurations import Space, record
 from megatron_pp_ext.planner.search.lower_bounds import bounds, least_memory, least_memory_sharing
-from megatron_pp_ext.planner.search.replays import Evaluated
+from megatron_pp_ext.planner.search.replays import Evaluated, order_of
 from megatron_pp_ext.planner.search.result import ALIKE, Compiles, why
 from megatron_pp_ext.planner.step.estimate import StepModel, estimate_request
 from megatron_pp_ext.planner.step.model_description import asked_of, describe
@@ -52,8 +52,7 @@ def everything(where):
 def estimated(candidate, where):
     job = candidate.described(where.job)
     work = Workload(job, A100, candidate.placement, candidate.data)
-    sizes = candidate.pipeline, candidate.microbatches, candidate.chunks
-    order = program(candidate.schedule, *sizes, candidate.splits_head, candidate.options)
+    order = order_of(candidate, work=work)
     return work, StepModel(work, order, candidate.schedule, candidate.microbatches).estimate()
 
 

@@ -19,7 +19,6 @@ from megatron_pp_ext.costs.optimizers import Sharing, model_state
 from megatron_pp_ext.costs.stages import cost_model, stage_costs, stage_parts, stage_seconds
 from megatron_pp_ext.features.units.options import SLICE_FLAG, job_slices, sizes
 from megatron_pp_ext.features.units.rules import ranks_of_sequence
-from megatron_pp_ext.features.units.sliced_orders import sliced
 from megatron_pp_ext.job import layers
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import all_rules
@@ -174,6 +173,9 @@ def _tried(job: Job, request: Request, rows: int, tokens: int) -> tuple[float, f
     Many microbatches are counted by fewer: each further one takes what the busiest rank works on it.
     ValueError where no order fits.
     """
+    # Imported here because it takes numba, which an estimate of whole sequences does without.
+    from megatron_pp_ext.features.units.sliced_orders import sliced
+
     machine = system.read(MACHINE)
     option = job_slices(job, tokens)
     fewest, count = request.ranks, min(request.microbatches, _microbatches(job, request, tokens))

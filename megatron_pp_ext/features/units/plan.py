@@ -318,7 +318,9 @@ class Planner:
         """
         family = self.in_family(make, units)
         if family.schedule.paired or family.schedule.placement.splits_head:
-            return family
+            table = self.table(units)
+            search = _Listed(units, table, self.placement, self._no_limits, self.splits_backward)
+            return replace(family, lower_bound=min(search.lower_bound, family.seconds))
         listed = self.plan(units, how, limits=self.peaks(family), budget=budget)
         best = min(family, listed, key=lambda plan: plan.seconds)
         return replace(best, lower_bound=min(listed.lower_bound, best.seconds))

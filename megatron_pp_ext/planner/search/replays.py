@@ -13,13 +13,18 @@ from megatron_pp_ext.costs.model_parts import ModelParts
 from megatron_pp_ext.costs.optimizers import model_state
 from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.features.units.options import Slices, job_slices
-from megatron_pp_ext.features.units.sliced_orders import rates_of
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.layout import climb
 from megatron_pp_ext.planner.layout.cut import Cut, bounds, even
 from megatron_pp_ext.planner.layout.rows import ModelStages, StageSeconds, fewest
 from megatron_pp_ext.planner.search.candidate import Candidate, Variants
-from megatron_pp_ext.planner.search.lower_bounds import MeanRank, ModelSums, least_memory_sharing, mean_rank
+from megatron_pp_ext.planner.search.lower_bounds import (
+    MeanRank,
+    ModelSums,
+    least_memory,
+    least_memory_sharing,
+    mean_rank,
+)
 from megatron_pp_ext.planner.step.estimate import (
     Estimate,
     RankMemory,
@@ -129,6 +134,9 @@ def _planned_by(work: Workload, option: Option) -> Option:
     """Return slices with the costs by which they are planned; another ``option`` as it is."""
     if not isinstance(option, Slices):
         return option
+    # Imported here because it takes numba, which an estimate of whole sequences does without.
+    from megatron_pp_ext.features.units.sliced_orders import rates_of
+
     sized = job_slices(work.job, option.tokens)
     return replace(sized, rates=rates_of(sized, planning_costs(work.job), work.placement))
 
@@ -165,6 +173,8 @@ class CandidateCuts:
         """Return a lower bound on the mean memory of the ranks, where stages have equally many layers."""
         candidate, placement = self.candidate, self.stages.placement
         mean = self.workloads.mean(candidate, placement)
+        if candidate.option(Slices) is not None:
+            return mean.memory(candidate.microbatches, self.margin)
         shared, order = mean.work.head, order_of(candidate, 2 * candidate.pipeline, mean.work)
         peaks = order.in_flight.peaks(mean.work.parts, shared.activation if shared else 0.0)
         whole = fmean(map(mul, peaks, self.resident or repeat(1.0)))
@@ -201,7 +211,8 @@ class CandidateCuts:
 
     def least(self, cut: Cut) -> RankMemory:
         """Return a lower bound on the fullest rank's memory."""
-        if self.candidate.splits_head and not self.resident:
+        is_sliced = self.candidate.option(Slices) is not None
+        if is_sliced or (self.candidate.splits_head and not self.resident):
             return least_in_order(self.candidate, self.work(cut), self.margin)
         return max(self.memory(cut), key=lambda rank: rank.total)
 
@@ -239,6 +250,8 @@ def short_memory(candidate: Candidate, work: Workload, margin: float) -> tuple[R
 
 def least_in_order(candidate: Candidate, work: Workload, margin: float) -> RankMemory:
     """Return a lower bound on the fullest rank's memory, without building the whole schedule."""
+    if candidate.option(Slices) is not None:  # list scheduling may keep less of more microbatches
+        return least_memory(work, candidate.microbatches, margin)
     if candidate.splits_head:
         return least_memory_sharing(work, candidate.schedule, candidate.microbatches, margin)
     return max(short_memory(candidate, work, margin), key=lambda rank: rank.total)

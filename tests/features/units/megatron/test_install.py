@@ -54,6 +54,6 @@ def test_sequences_of_another_length_are_refused(found: list[dict]) -> None:
 
 
 def test_the_first_line_has_slices_that_were_chosen(found: list[dict]) -> None:
-    assert "sequences in 2 slices of 4 tokens" in found[0]["line"]
+    assert "sequences in slices of at most 4 tokens and equal cost" in found[0]["line"]
     ours, stock = found[-1]["chosen"].losses, found[-1]["stock"].losses
     assert all(one == pytest.approx(other, rel=1e-6) for one, other in zip(ours, stock, strict=True))

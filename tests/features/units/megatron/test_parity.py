@@ -5,13 +5,21 @@ whole sequence, and every weight's gradient is a sum over slices.  So losses and
 the rounding of these sums, and not to the last bit.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 import pytest
 
+from megatron_pp_ext.megatron import requested
 from megatron_pp_ext.schedule.actions import Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.formats import trace_file
+from megatron_pp_ext.schedule.recorded import RecordedStep
 from megatron_pp_ext.schedule.simulate import simulate
-from tests.support import architectures, rounding
-from tests.support.comparison import assert_close, assert_same_bits, distance, run, stock, traced
+from tests.support import architectures, rounding, training
+from tests.support.comparison import assert_close, assert_same_bits, distance, run, stock
 from tests.support.tiers import first, wide
 
 PIPELINE = "--pipeline-model-parallel-size"
@@ -131,7 +139,7 @@ def test_one_slice_is_the_whole_sequence() -> None:
 
 
 def planned_bytes(schedule: Schedule) -> int:
-    """The peak of rank 0 with 4 of the tiny GPT's layers, which recomputes them, in the slices of ``schedule``.
+    """The peak of rank 0 with 4 of the tiny GPT's layers, which recomputes them, in slices.
 
     A layer keeps its input of each slice, and keys and values of the sequence; with the last slice's backward
     comes what that owes to the others.
@@ -156,18 +164,27 @@ def planned_bytes(schedule: Schedule) -> int:
     return max(peaks)
 
 
+def recorded(flags: Sequence[str]) -> tuple[RecordedStep, Schedule]:
+    """The record of the last of two steps on two ranks, and its schedule."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder, "trace.json")
+        words = ["--train-iters", "2", *flags, "--pipeline-trace", str(file)]
+        of_ranks = training.train(2, words, grab=lambda chunks: requested.require().source.ordinary.units)
+        step = trace_file.read(file)
+    return step, replace(step.timeline().schedule, units=of_ranks[0].grabbed)
+
+
 @pytest.mark.parametrize("count", first(1, [4, 2, 8]))
 def test_measured_bytes_are_those_of_the_plan(count: int) -> None:
     """On the first rank, which keeps a few bytes more: its embedding saves the tokens."""
-    step = traced(2, [*PP2, *FULL, *sliced("1f1b", 32 // count)])
-    expected = planned_bytes(step.timeline().schedule)
-    assert step.records[0].peak_bytes == pytest.approx(expected, rel=0.05)
+    step, schedule = recorded([*PP2, *FULL, *sliced("1f1b", 32 // count)])
+    assert step.records[0].peak_bytes == pytest.approx(planned_bytes(schedule), rel=0.05)
 
 
 def test_units_in_flight_are_those_of_the_simulation() -> None:
     """Keys and values are held as long as their first slice: they are in flight with it."""
-    step = traced(2, [*PP2, *LLAMA, *sliced("v-half", 8)])
-    order = step.timeline().schedule
-    assert order.whole_microbatches == 8 and order.microbatches >= 4 * 8
-    peaks = simulate(order, Costs.unit(order.placement)).peak_microbatches
-    assert [record.peak_microbatches for record in step.records] == [round(2 * peak) for peak in peaks]
+    step, schedule = recorded([*PP2, *LLAMA, *sliced("v-half", 8)])
+    assert schedule.whole_microbatches == 8 and schedule.microbatches >= 4 * 8
+    costs = Costs.unit(schedule.placement)
+    peaks = simulate(schedule, costs).peak_activations
+    assert [record.peak_microbatches for record in step.records] == [round(peak) for peak in peaks]
