@@ -78,6 +78,16 @@ def test_trains_as_whole_sequences(case: str) -> None:
     assert of_indexers[0] == pytest.approx(of_indexers[1], rel=1e-5)
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize("repeats", [False, True])
+def test_layers_of_prediction_with_states(repeats: bool) -> None:
+    """Also where both depths of prediction are one layer, which a forward calls twice."""
+    flags = [PIPELINE, "2", *architectures.FLAGS[HYBRID].split(), "--hybrid-layer-pattern", "M-|M*/M/M"]
+    flags += ["--mtp-use-repeated-layer"] if repeats else []
+    sliced = ["--pipeline-schedule", "zb-h1", "--pipeline-slice-tokens", "8"]
+    assert distance(run(2, [*flags, *sliced]), stock(2, *flags)) < 1e-6
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """What both ranks found; see ``tests.support.own_loop_states``."""
