@@ -9,6 +9,7 @@ devices, so that an estimate for the same devices chooses what training chooses.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from math import gcd
 
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import Request
@@ -16,7 +17,7 @@ from megatron_pp_ext.costs import system
 from megatron_pp_ext.costs.model_parts import model_parts
 from megatron_pp_ext.costs.optimizers import Sharing, model_state
 from megatron_pp_ext.costs.stages import cost_model, stage_costs, stage_parts, stage_seconds
-from megatron_pp_ext.features.units.options import SLICE_FLAG, sizes, slices_of
+from megatron_pp_ext.features.units.options import SLICE_FLAG, job_slices, sizes
 from megatron_pp_ext.features.units.rules import ranks_of_sequence
 from megatron_pp_ext.features.units.sliced_orders import sliced
 from megatron_pp_ext.job import layers
@@ -34,8 +35,12 @@ CostsOf = Callable[[Job], Costs]
 
 
 def cut(job: Job, length: int, documents: int = 1) -> Job:
-    """Return ``job`` with sequences of this ``length``, and so many times as many in a microbatch."""
-    return job.changed(seq_length=length, micro_batch_size=documents * job.batch.micro_batch_size)
+    """Return ``job`` with sequences of this ``length``, and so many times as many in a microbatch.
+
+    They are slices, whose attention context-parallel ranks share by heads.
+    """
+    rows = documents * job.batch.micro_batch_size
+    return job.changed(seq_length=length, micro_batch_size=rows, pipeline_slice_tokens=length)
 
 
 def of_slices(costs_of: CostsOf, job: Job, names: Sequence[UnitName]) -> UnitCosts:
@@ -101,8 +106,10 @@ def owed_bytes(job: Job, layers: int) -> float:
     """Return the bytes of the gradients of keys and values that later slices leave for earlier ones."""
     model, tokens = job.model, job.model.seq_length * job.batch.micro_batch_size
     bytes_of = 2 if job.precision.is_half else 4
-    width = 2 * model.key_heads * model.head_width / job.parallel.tensor_model_parallel_size
-    return layers * tokens * width * bytes_of
+    heads = model.key_heads / job.parallel.tensor_model_parallel_size
+    # Context-parallel ranks have some each, repeated ones where there are too few.
+    heads /= gcd(max(1, int(heads)), job.parallel.context_parallel_size)
+    return layers * tokens * 2 * heads * model.head_width * bytes_of
 
 
 def _attention(costs_of: CostsOf, job: Job) -> list[tuple[float, float]]:
@@ -168,7 +175,7 @@ def _tried(job: Job, request: Request, rows: int, tokens: int) -> tuple[float, f
     ValueError where no order fits.
     """
     machine = system.read(MACHINE)
-    option = slices_of(job, tokens)
+    option = job_slices(job, tokens)
     fewest, count = request.ranks, min(request.microbatches, _microbatches(job, request, tokens))
     if count < min(request.microbatches, fewest):
         raise ValueError(f"slices of {tokens} tokens make more actions than are tried: give longer ones")

@@ -89,7 +89,7 @@ def ranks_of_sequence(job: Job) -> int:
     return job.parallel.context_parallel_size * job.parallel.sequence_ranks
 
 
-def has_states(job: RequestedJob) -> bool:
+def has_states(job: Job) -> bool:
     """Whether some layers are recurrent: Mamba-2 or gated delta nets."""
     model, attention = job.model, job.attention
     if model.hybrid_layer_pattern:
@@ -97,7 +97,14 @@ def has_states(job: RequestedJob) -> bool:
     return any(attention.letter(number) == "G" for number in range(1, (model.num_layers or 0) + 1))
 
 
-def heads_of_rank(job: RequestedJob) -> int:
+def may_share(job: Job) -> bool:
+    """Whether the context-parallel ranks of ``job`` may share slices, by what the model has."""
+    ranks = job.parallel.context_parallel_size
+    has_others = job.attention.softmax_type != "vanilla" or job.model.mtp_num_layers or has_states(job)
+    return ranks == 1 or not (has_others or heads_of_rank(job) % ranks)
+
+
+def heads_of_rank(job: Job) -> int:
     """Return the heads of attention of a tensor-parallel rank."""
     return job.model.num_attention_heads // job.parallel.tensor_model_parallel_size
 

@@ -180,6 +180,13 @@ class Sequence:
         grown: torch.Tensor = _Grow.apply(new, self.prefixes[key], start)
         return grown
 
+    def _number(self, key: object, start: int, calls: int) -> int:
+        """Return the number of a layer's call in a slice's forward; recomputation begins at the last."""
+        is_again = torch._C._current_graph_task_id() != -1
+        place = key, start, is_again
+        number = self.counts[place] = self.counts.get(place, -1) + 1
+        return calls - 1 - number if is_again else number
+
     def entered(self, key: object, start: int, graph: torch.Tensor, calls: int = 1) -> torch.Tensor | None:
         """Return the state with which the slice from token ``start`` on begins; None for the first slice.
 
@@ -221,13 +228,6 @@ class Sequence:
             return result
         handed_on: torch.Tensor = _HandOn.apply(result, new, state, end)
         return handed_on
-
-    def _number(self, key: object, start: int, calls: int) -> int:
-        """Return the number of a layer's call in a slice's forward; recomputation begins at the last."""
-        is_again = torch._C._current_graph_task_id() != -1
-        place = key, start, is_again
-        number = self.counts[place] = self.counts.get(place, -1) + 1
-        return calls - 1 - number if is_again else number
 
     def end_forward(self, end: int) -> None:
         """Note that the slice up to token ``end`` went forward; ValueError for a layer that it left out."""

@@ -208,8 +208,8 @@ def _of_own_tokens(module: torch.nn.Module, args: Any, kwargs: Any, output: Any)
     return None if part is None or part.share is None else exchange_tokens(module, part, output)
 
 
-def calls_in_forward(module: torch.nn.Module) -> int:
-    """Return how often each forward calls ``module``."""
+def calls_in_forward(module: torch.nn.Module | None) -> int:
+    """Return how often each forward calls the attention ``module``."""
     return int(getattr(module, "calls_in_forward", 1))
 
 

@@ -114,6 +114,8 @@ class _Probe:
             if isinstance(getattr(module, "core_attention", None), torch.nn.Module)
         }
         self.recurrences = {id(module): module for module in model.modules() if is_recurrent(module)}
+        self.predicts = bool(getattr(model, "mtp_process", False))
+        """Whether the model has layers of multi-token prediction."""
 
     def run(self) -> None:
         """Raise ``_Defect`` for what slices would get wrong, ``_NotKnown`` where that cannot be seen."""
@@ -206,6 +208,11 @@ class _Probe:
                 drawn = _drawn(shape, 0).to(self.device, dtype)
                 mine = self._mine(tokens)
                 hidden = change(drawn[mine.start : mine.stop])
+                if getattr(self.model, "post_process", True) and not self.predicts:
+                    # A stage before has predicted, where any does.
+                    hidden = torch.cat([hidden] * (1 + (self.config.mtp_num_layers or 0)))
+            if self.predicts:
+                add(self.model.mtp.register_forward_hook(self._check_predictions))
             stack.callback(self.model.set_input_tensor, [None])
             self.model.set_input_tensor([hidden])
             arguments = self._arguments(tokens)
@@ -221,16 +228,29 @@ class _Probe:
         mine, rows = self._mine(self.whole), output
         if getattr(self.model, "post_process", True) and len(rows) == 1:  # batch x all tokens x words
             mine, rows = self.whole, rows[0]
+        elif self.predicts:
+            rows = rows[: len(mine)]
         if len(rows) != len(mine) or finite.isnan().any():
             raise _NotKnown(f"its output has the shape {tuple(output.shape)}, or is no number for numbers")
+        is_none = self._without_others(mine, rows)
+        if self.poisoned in mine and not is_none[mine.index(self.poisoned)]:
+            raise _NotKnown("its output does not depend on its input alone")
+
+    def _without_others(self, mine: range, rows: torch.Tensor) -> torch.Tensor:
+        """Return which ``rows`` are no number: of ``mine`` the poisoned token's at most."""
         is_none = rows.flatten(1).isnan().any(1)
         if any(is_none[at] for at, token in enumerate(mine) if token != self.poisoned):
             raise _Defect(
                 "outside of its attention (core_attention) and recurrent layers the output of a token "
                 "depends on other tokens, which may be in another slice"
             )
-        if self.poisoned in mine and not is_none[mine.index(self.poisoned)]:
-            raise _NotKnown("its output does not depend on its input alone")
+        return is_none
+
+    def _check_predictions(self, block: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+        """What layers of multi-token prediction make of a token depends on that and on the next tokens."""
+        layers = 1 + self.config.mtp_num_layers
+        for rows in output.chunk(layers) if len(output) == layers * len(self._mine(self.whole)) else ():
+            self._without_others(self._mine(self.whole), rows)
 
     def _check_attention(self, attention: torch.nn.Module, call: dict[str, Any]) -> None:
         """In two slices attention gives what it gives for the whole, but for rounding.
