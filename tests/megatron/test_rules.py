@@ -182,6 +182,7 @@ CASES: dict[str, dict[str, str]] = {
         "--qk-clip: the maximum of": "--qk-clip",
         "what it predicts from are": "--mtp-num-layers 1",
         "takes the order of whole": "--hybrid-layer-pattern M*|M*|M*|M*|M*|M*|M*|M* --spec my.layers stack",
+        "its indexer chooses for all heads": f"{SPARSE} --spec my.layers stack",
         "divided by halves": "--position-embedding-type mrope",
     },
     f"With `--pipeline-slice-tokens`|{PP2} --fake-process-group {SLICES}": {

@@ -252,6 +252,11 @@ _SHARED_SLICE_RULES = (
                 "Megatron's exchange for such layers takes the order of whole sequences",
                 when=has_states,
             ),
+            Rule(
+                "--experimental-attention-variant dsa",
+                "its indexer chooses for all heads, and each rank would attend for a part of them",
+                when=_is_sparse,
+            ),
             Rule("--qk-clip", "the maximum of each head is counted where all heads are"),
             Rule(
                 "--position-embedding-type mrope",

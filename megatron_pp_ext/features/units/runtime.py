@@ -187,25 +187,32 @@ class Sequence:
         number = self.counts[place] = self.counts.get(place, -1) + 1
         return calls - 1 - number if is_again else number
 
-    def entered(self, key: object, start: int, graph: torch.Tensor) -> torch.Tensor | None:
+    def entered(self, key: object, start: int, graph: torch.Tensor, calls: int = 1) -> torch.Tensor | None:
         """Return the state with which the slice from token ``start`` on begins; None for the first slice.
 
-        ``key`` names the layer and what it hands on.  The layer computes from the tensor ``graph``, so that
-        the state's gradient comes with that of the layer.  ValueError where an earlier slice left it out.
+        ``key`` names the layer and what it hands on, and ``calls`` are those of the layer in a forward.  The
+        layer computes from the tensor ``graph``, so that the state's gradient comes with that of the layer.
+        ValueError where an earlier slice left it out.
         """
         if not start:
             return None
+        if calls > 1:
+            key = key, self._number((key, "entered"), start, calls)
         if key not in self.states or start not in self.states[key].entering:
             raise self._skipped()
         entered: torch.Tensor = _Enter.apply(graph, self.states[key], start)
         return entered
 
-    def handed_on(self, key: object, new: torch.Tensor, end: int, result: torch.Tensor) -> torch.Tensor:
+    def handed_on(
+        self, key: object, new: torch.Tensor, end: int, result: torch.Tensor, calls: int = 1
+    ) -> torch.Tensor:
         """Hand the state ``new`` after token ``end`` to the next slice, and return the layer's ``result``.
 
         The backward from that result takes up the gradient of the state.  A forward that recomputation
-        repeats hands nothing on.  ValueError unless each layer is called once for each slice.
+        repeats hands nothing on.  ValueError unless each layer is called as often for each slice.
         """
+        if calls > 1:
+            key = key, self._number((key, "handed on"), end, calls)
         if key not in self.states:
             if self.forwarded:
                 raise self._skipped()

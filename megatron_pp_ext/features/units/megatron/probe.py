@@ -127,13 +127,14 @@ class _Probe:
             of_slice, finite = self._forward(self.whole[self.tokens :], poisons=False)
             self._check_output(output, finite)
             for key, calls in of_whole.items():
-                if len(calls) > calls_in_forward(self.attentions.get(key)):
+                layer = self.recurrences.get(key) or self.attentions[key]
+                if len(calls) > calls_in_forward(layer):
                     raise _Defect(f"a forward calls a layer {len(calls)} times")
                 for call, other in zip(calls, of_slice[key], strict=True):
                     if key in self.recurrences:
-                        self._check_recurrence(self.recurrences[key], call)
+                        self._check_recurrence(layer, call)
                         continue
-                    self._check_attention(self.attentions[key], call)
+                    self._check_attention(layer, call)
                     self._check_positions(call, other)
         except (_Defect, _NotKnown):
             raise

@@ -87,6 +87,11 @@ def _sliced() -> tuple[Slice, Sequence] | None:
     return None if part is None or part.sequence is None else (part, part.sequence)
 
 
+def _calls(module: torch.nn.Module) -> int:
+    """Return how often each forward calls ``module``: a layer of prediction may be repeated."""
+    return int(getattr(module, "calls_in_forward", 1))
+
+
 def _scan(
     module: Any, stock: Callable[..., torch.Tensor], zxBCdt: torch.Tensor, packed_seq_params: Any = None
 ) -> torch.Tensor:
@@ -101,12 +106,12 @@ def _scan(
     from megatron.core.ssm import mamba_mixer as kernels
 
     part, sequence = sliced
-    heads, before = module.cp, module.d_conv - 1
+    heads, before, calls = module.cp, module.d_conv - 1, _calls(module)
     inputs = zxBCdt.transpose(0, 1)
     convolved = inputs[..., heads.d_inner_local_tpcp : -heads.nheads_local_tpcp]
     graph = _in_graph(module, zxBCdt)
-    tail = sequence.entered((module, "inputs"), part.start, graph)
-    state = sequence.entered((module, "state"), part.start, graph)
+    tail = sequence.entered((module, "inputs"), part.start, graph, calls)
+    state = sequence.entered((module, "state"), part.start, graph, calls)
     rest = _last(convolved, tail, before)
     if tail is not None:
         gate = tail.new_zeros(*tail.shape[:2], heads.d_inner_local_tpcp)
@@ -136,8 +141,8 @@ def _scan(
     )
     if tail is not None:
         result = result[:, before:]
-    result = sequence.handed_on((module, "inputs"), rest, part.end, result)
-    result = sequence.handed_on((module, "state"), after, part.end, result)
+    result = sequence.handed_on((module, "inputs"), rest, part.end, result, calls)
+    result = sequence.handed_on((module, "state"), after, part.end, result, calls)
     result = heads.post_conv_ssm(result.transpose(0, 1).contiguous(), packed_seq_params)
     return module.norm(result) if module.rmsnorm else result
 
@@ -184,15 +189,15 @@ def _convolved(
     part, sequence = sliced
     inputs = module.in_proj.convolution_inputs.transpose(0, 1)[..., : qkv.shape[-1]]
     del module.in_proj.convolution_inputs
-    before = module.conv_kernel_dim - 1
-    tail = sequence.entered((module, "inputs"), part.start, _in_graph(module, inputs))
+    before, calls = module.conv_kernel_dim - 1, _calls(module)
+    tail = sequence.entered((module, "inputs"), part.start, _in_graph(module, inputs), calls)
     if tail is not None:
         first = torch.cat([tail, inputs[:, :before]], 1).transpose(1, 2).float()
         weight, bias = module.conv1d.weight.float(), module.conv1d.bias
         results = functional.conv1d(first, weight, None if bias is None else bias.float(), groups=len(weight))
         results = module.act_fn(results).transpose(1, 2).to(qkv.dtype)
         qkv = torch.cat([results, qkv[:, results.shape[1] :]], 1)
-    qkv = sequence.handed_on((module, "inputs"), _last(inputs, tail, before), part.end, qkv)
+    qkv = sequence.handed_on((module, "inputs"), _last(inputs, tail, before), part.end, qkv, calls)
     prepared = stock(qkv, *arguments)
     return prepared
 
@@ -203,10 +208,10 @@ def _delta_rule(module: Any, stock: Callable[..., Any], *operands: torch.Tensor,
     if sliced is None:
         return stock(*operands, **named)
     part, sequence = sliced
-    graph = _in_graph(module, operands[0])
-    named["initial_state"] = sequence.entered((module, "state"), part.start, graph)
+    graph, calls = _in_graph(module, operands[0]), _calls(module)
+    named["initial_state"] = sequence.entered((module, "state"), part.start, graph, calls)
     result, after = stock(*operands, **{**named, "output_final_state": True})
-    return sequence.handed_on((module, "state"), after, part.end, result), None
+    return sequence.handed_on((module, "state"), after, part.end, result, calls), None
 
 
 _SPARSE = "megatron.core.transformer.experimental_attention_variant.dsa"
@@ -246,7 +251,7 @@ def _with_earlier_keys(
     query, key, weights = stock(*arguments, **named)
     if (sliced := _sliced()) is not None:
         part, sequence = sliced
-        key = sequence.grown((module, "key"), key, part.start)
+        key = sequence.grown((module, "key"), key, part.start, _calls(module))
     return query, key, weights
 
 

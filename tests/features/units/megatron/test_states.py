@@ -6,7 +6,7 @@ implementation of the gated delta rule.
 
 import pytest
 
-from tests.support import architectures, own_loop, own_loop_lengths, own_process, rounding
+from tests.support import architectures, own_loop, own_loop_lengths, own_process
 from tests.support.comparison import assert_close, distance, run, stock
 from tests.support.tiers import wide
 
@@ -53,10 +53,11 @@ def flags_of(model: str, schedule: str) -> list[str]:
     """Return the flags of ``model``; the losses of its routers are taken over a slice's tokens.
 
     All of a few indexer heads may have no score for a key.  Which of several such keys are chosen depends on
-    the number of keys.
+    the number of keys.  Nor do weights move where attention is sparse: Adam would make of the rounding of an
+    indexer's tiny gradients updates as large as others, and some choices would differ.
     """
     stages = 4 if schedule.startswith(("v-", "flex")) else 2
-    heads = ["--dsa-indexer-n-heads", "32"] if model == SPARSE else []
+    heads = ["--dsa-indexer-n-heads", "32", "--lr", "0"] if model == SPARSE else []
     return [PIPELINE, "2", *architectures.flags(model, stages), *heads, "--moe-aux-loss-coeff", "0"]
 
 
@@ -68,14 +69,20 @@ def test_trains_as_whole_sequences(case: str) -> None:
     flags += ["--pipeline-schedule", *schedule.split(), "--pipeline-slice-tokens", str(tokens)]
     ours = run(ranks, flags)
     assert distance(ours, whole) < 1e-6
-    if model != SPARSE:
-        assert_close(ours, whole)
-        return
-    # Indexers have tiny gradients, which Adam makes updates as large as others': then some choices differ.
-    assert ours.losses[0] == pytest.approx(whole.losses[0], rel=rounding.relative())
-    assert ours.losses + ours.validation == pytest.approx(whole.losses + whole.validation, rel=1e-4)
-    of_indexers = [float(result.logged[0]["indexer loss"]) for result in (ours, whole)]
-    assert of_indexers[0] == pytest.approx(of_indexers[1], rel=1e-5)
+    assert_close(ours, whole)
+    if model == SPARSE:
+        of_indexers = [float(result.logged[0]["indexer loss"]) for result in (ours, whole)]
+        assert of_indexers[0] == pytest.approx(of_indexers[1], rel=1e-5)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("repeats", [False, True])
+def test_layers_of_prediction_with_states(repeats: bool) -> None:
+    """Also where both depths of prediction are one layer, which a forward calls twice."""
+    flags = [PIPELINE, "2", *architectures.FLAGS[HYBRID].split(), "--hybrid-layer-pattern", "M-|M*/M/M"]
+    flags += ["--mtp-use-repeated-layer"] if repeats else []
+    sliced = ["--pipeline-schedule", "zb-h1", "--pipeline-slice-tokens", "8"]
+    assert distance(run(2, [*flags, *sliced]), stock(2, *flags)) < 1e-6
 
 
 @pytest.fixture(scope="module")
