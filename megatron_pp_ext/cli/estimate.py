@@ -108,7 +108,7 @@ def estimate(
     with ask_megatron.Megatron() as megatron:
         with waiting("estimating"):
             words, job, chosen = with_layout(words, job, gpus)
-            words, job = with_choices(words, job, gpus)
+            words, job = with_choices(words, job, gpus, machine.memory_bytes)
             request = for_world(job, gpus)
             require_size(request)
             launch = Launch([*words, *missing(words)], gpus, machine.gpus_per_node)
@@ -199,9 +199,16 @@ def with_layout(words: Sequence[str], job: RequestedJob, gpus: int) -> tuple[lis
     return [*rest, flag, str(job.pipeline.pipeline_model_parallel_layout)], job, chosen
 
 
-def with_choices(words: Sequence[str], job: RequestedJob, gpus: int) -> tuple[list[str], RequestedJob]:
-    """Return flags with what features choose where these leave it open, and what they ask then."""
-    choices = options.chosen(job, lambda changed: for_world(changed, gpus), lambda: job.padded_vocabulary)
+def with_choices(
+    words: Sequence[str], job: RequestedJob, gpus: int, memory: float | None = None
+) -> tuple[list[str], RequestedJob]:
+    """Return flags with what features choose where these leave it open, and what they ask then.
+
+    ``memory`` are the bytes of a GPU, where they are known.
+    """
+    choices = options.chosen(
+        job, lambda changed: for_world(changed, gpus), lambda: job.padded_vocabulary, memory
+    )
     flags = {"--" + name.replace("_", "-"): str(value) for name, value in choices.items()}
     rest = [word for name, values in by_name(words) if name not in flags for word in (name, *values)]
     return [*rest, *chain.from_iterable(flags.items())], job.with_arguments(**choices)

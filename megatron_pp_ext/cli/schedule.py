@@ -131,7 +131,9 @@ def schedule(
     model = CostModel.fixed(costs)
     with waiting(about):
         result = make_it(slicing.added_to(offload.added_to(request)), model)
-        timeline = simulate(result.schedule, slicing.costs(costs.merged(result.schedule.placement.stages)))
+        timeline = simulate(
+            result.schedule, slicing.costs(costs.merged(result.schedule.placement.stages), result.schedule)
+        )
         notes = [*offload.notes(request, model, timeline, files)]
         bound = bound_of(timeline) if result.lower_bound is None else result.lower_bound
         report(timeline, bound, times.units, files, notes)
@@ -210,9 +212,7 @@ def compare(
             for ending, row in rows.items():
                 costs = model.of(row.finest)
                 schedule = make(row, model).schedule
-                timelines[f"{request.schedule}{ending}"] = simulate(
-                    schedule, slicing.costs(costs) if schedule.units else costs
-                )
+                timelines[f"{request.schedule}{ending}"] = simulate(schedule, slicing.costs(costs, schedule))
     console.print(f"{ranks} ranks, {count} microbatches")
     with waiting("counting activations and messages"):
         console.print(terminal.summary_table(timelines))

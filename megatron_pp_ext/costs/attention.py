@@ -6,6 +6,7 @@ A sliding window (arXiv 2004.05150, section 3.1) hides more, and is counted in t
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import gcd
 
 from megatron_pp_ext.costs.kernels import AttentionWork
 from megatron_pp_ext.costs.part import Part
@@ -16,7 +17,7 @@ def core(costs: LayerCosts, query: float, value: float, around: float, window: i
     """Return attention with queries of a width of ``query`` and values of ``value``, in all heads together.
 
     A token sees ``window`` tokens at most.  Meanwhile the keys and values of other context-parallel ranks,
-    which have a width of ``around``, arrive.
+    which have a width of ``around``, arrive; of slices the ranks exchange heads for tokens before and after.
     """
     model, sizes, kernels = costs.job.model, costs.sizes, costs.kernels
     is_fused, length = not costs.job.precision.is_unfused, model.seq_length
@@ -30,21 +31,52 @@ def core(costs: LayerCosts, query: float, value: float, around: float, window: i
             widths * pairs * length,
             sizes.bytes * scores,
             is_fused,
-            length / costs.job.parallel.context_parallel_size,
+            length / (1 if exchanges_heads(costs) else costs.job.parallel.context_parallel_size),
             width=(query + value) / 2 / model.num_attention_heads,
             # Unfused attention computes all scores, and then hides them.
             seen=met(window if is_fused else length, length) / (2 * length),
         )
     )
-    results, gradients = pairs * value, pairs * (query + around)
+    if exchanges_heads(costs):
+        exchange = _exchange(costs, query + around * copies_of_keys(costs), value)
+        forward, backward = forward + exchange, backward + exchange
+    else:
+        results, gradients = pairs * value, pairs * (query + around)
+        forward = kernels.ring(forward, sizes.cut(around), results)
+        backward = kernels.ring(backward, 2 * sizes.cut(around), gradients)
     part = Part(
         activation_operations=widths * pairs * met(window, length),
-        forward_seconds=kernels.ring(forward, sizes.cut(around), results),
-        input_gradient_seconds=kernels.ring(backward, 2 * sizes.cut(around), gradients),
+        forward_seconds=forward,
+        input_gradient_seconds=backward,
         after_forward=0.0 if is_fused else _kept_scores(costs, scores),
         parameters=model.num_attention_heads / sizes.share if sinks == "learnable" else 0.0,
     )
     return part.recomputed(after_forward=0) if "core_attn" in costs.recomputed else part
+
+
+def exchanges_heads(costs: LayerCosts) -> bool:
+    """Whether context-parallel ranks exchange heads for tokens, as they do for slices of sequences."""
+    job = costs.job
+    return job.parallel.context_parallel_size > 1 and isinstance(job.pipeline.pipeline_slice_tokens, int)
+
+
+def copies_of_keys(costs: LayerCosts) -> int:
+    """Return how often keys and values are repeated, so that such an exchange gives each rank some."""
+    job = costs.job
+    if not exchanges_heads(costs) or job.attention.multi_latent_attention:
+        return 1
+    heads = max(1, job.model.key_heads // job.parallel.tensor_model_parallel_size)
+    return job.parallel.context_parallel_size // gcd(heads, job.parallel.context_parallel_size)
+
+
+def _exchange(costs: LayerCosts, inputs: float, result: float) -> float:
+    """Return the seconds of both exchanges, each with a copy of what is sent and of what comes.
+
+    The result is received and sent as it lies in memory once each.
+    """
+    inputs, result = costs.sizes.cut(inputs), costs.sizes.cut(result)
+    sent = costs.kernels.exchange(inputs) + costs.kernels.exchange(result)
+    return sent + costs.kernels.copy(4 * inputs + 2 * result)
 
 
 def met(window: float, length: float) -> float:
@@ -111,7 +143,7 @@ def self_attention(costs: LayerCosts, window: int | None = None) -> Part:
         + turned(costs, (query + keys if is_rotary else 0) + ordered)
         + core(costs, query, query, 2 * keys, window or model.seq_length)
         + Part(after_forward=costs.sizes.cut(_kept(costs, query, keys, projected)))
-        + _in_slices(costs, 2 * keys, *_kept_in_slices(costs, query, keys, projected))
+        + _in_slices(costs, 2 * keys * copies_of_keys(costs), *_kept_in_slices(costs, query, keys, projected))
         + _gated(costs, gate)
         + output(costs, query)
         + costs.products.row(query)
@@ -130,7 +162,7 @@ def _kept(costs: LayerCosts, query: int, keys: int, projected: int) -> int:
     """
     model, options = costs.job.model, costs.job.attention
     if not costs.job.precision.is_unfused:
-        return query + 2 * keys
+        return query + 2 * keys * copies_of_keys(costs)
     has_norms = options.qk_layernorm or options.qk_l2_norm
     is_new = has_norms or model.position_embedding_type in _ROTARY
     if keys == query:
@@ -166,7 +198,7 @@ def _kept_in_slices(costs: LayerCosts, query: int, keys: int, projected: int) ->
     if "core_attn" in costs.recomputed:
         return 0, 0
     if not costs.job.precision.is_unfused:
-        return 2 * keys, 0
+        return 2 * keys * copies_of_keys(costs), 0
     if keys != query:
         return 2 * query, 2 * query
     if options.qk_layernorm or options.qk_l2_norm:

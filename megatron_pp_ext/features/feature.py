@@ -109,9 +109,12 @@ class Feature:
         """Return the values of the flags ``left_open`` as the other flags permit them."""
         return {name: job.value(name) for name in self.left_open}
 
-    def chosen(self, job: RequestedJob, read: ReadRequest, rows: Rows) -> Mapping[str, Any]:
+    def chosen(
+        self, job: RequestedJob, read: ReadRequest, rows: Rows, memory: float | None = None
+    ) -> Mapping[str, Any]:
         """Return the flags that are open, by the names of their arguments, as the model's costs decide.
 
+        ``memory`` are the bytes of a device, the same on all ranks; None where nobody knows them.
         It is empty where none is open.  ValueError, in one line, where no value is possible.
         """
         return {}

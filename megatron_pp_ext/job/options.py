@@ -39,12 +39,13 @@ def left_open(job: Job) -> tuple[str, ...]:
     return tuple(name for name in names if job.value(name) == AUTO)
 
 
-def chosen(job: RequestedJob, read: ReadRequest, rows: Rows) -> dict[str, Any]:
+def chosen(job: RequestedJob, read: ReadRequest, rows: Rows, memory: float | None = None) -> dict[str, Any]:
     """Return all flags that ``job`` leaves open, by the names of their arguments, with the chosen values.
 
-    A feature sees what those before it chose.  ValueError, in one line, where one has no possible value.
+    A feature sees what those before it chose.  ``memory`` are the bytes of a device, where they are known.
+    ValueError, in one line, where one has no possible value.
     """
     values: dict[str, Any] = {}
     for feature in FEATURES:
-        values |= feature.chosen(job.with_arguments(**values), read, rows)
+        values |= feature.chosen(job.with_arguments(**values), read, rows, memory)
     return values

@@ -166,10 +166,15 @@ OF_STAGES = (Kind.F, Kind.I, Kind.W, Kind.B)
 
 
 class UnitName(NamedTuple):
-    """Which slice of which microbatch a unit is, where sequences go through the pipeline in slices."""
+    """Which slice of which microbatch a unit is, where sequences go through the pipeline in slices.
+
+    It has the tokens from ``begin`` to ``end`` of its sequence; a pack of several begins at 0.
+    """
 
     microbatch: int
     slice: int
+    begin: int = 0
+    end: int = 1
 
     def __str__(self) -> str:
         return f"{self.microbatch}.{self.slice}"
@@ -215,6 +220,14 @@ class Schedule:
     def share(self) -> float:
         """The part of a microbatch that a unit is on average."""
         return self.whole_microbatches / self.microbatches
+
+    @property
+    def largest_share(self) -> float:
+        """The part of a microbatch that the largest unit is at most."""
+        if not self.units:
+            return 1.0
+        sizes = [unit.end - unit.begin for unit in self.units]
+        return max(sizes) * self.whole_microbatches / sum(sizes)
 
     def unit_name(self, microbatch: int) -> str:
         """Return the name of the unit of this number: ``3``, or ``3.1`` for slice 1 of microbatch 3."""
@@ -264,7 +277,7 @@ class Schedule:
         if self.copies:
             text += f"\ncopies {self.copies}"
         if self.units:
-            text += "\nunits " + ",".join(map(str, self.units))
+            text += "\nunits " + ",".join(f"{unit}:{unit.begin}-{unit.end}" for unit in self.units)
         if self.durations:
             text += f"\ndurations {self.durations}"
         placement = self.placement

@@ -630,3 +630,19 @@ def test_the_products_and_casts_of_each_expert_are_launched(flags: dict[str, str
     if flags.get("fp8_recipe") == "mxfp8":
         fused = {"use_transformer_engine_op_fuser": True}
         assert launched(16, **fused) == pytest.approx(launched(8, **fused), abs=1e-3)
+
+
+@pytest.mark.parametrize(("context", "copies"), [(2, 1), (4, 2)])
+def test_slices_exchange_heads_among_context_parallel_ranks(context, copies):
+    """Before attention queries, keys and values, which are repeated for ranks without some, and after it the
+    results; of whole sequences keys and values go round."""
+    shared = {"context_parallel_size": context, "pipeline_slice_tokens": S, **GROUPED}
+    head, of_rank = H // A, 2 * B * S // context
+    part = self_attention(costs("exchange", **shared))
+    sent = of_rank * head * (A + 2 * 2 * copies + A)
+    assert (part.forward_seconds, part.input_gradient_seconds) == (sent, sent)
+    assert self_attention(costs("ring", **shared)).forward_seconds == 0
+    assert part.stored == of_rank * 2 * 2 * copies * head
+    whole = {**shared, "pipeline_slice_tokens": None}
+    assert self_attention(costs("exchange", **whole)).forward_seconds == 0
+    assert self_attention(costs("ring", **whole)).forward_seconds == of_rank * 2 * 2 * head

@@ -51,6 +51,10 @@ FEATURES = {
     "context": Feature(
         "--context-parallel-size 2 --global-batch-size 4", (f"{FORWARD}: {GATHER}", f"{BACKWARD}: {SCATTER}")
     ),
+    "shared slices": Feature(
+        "--context-parallel-size 2 --global-batch-size 2 --pipeline-slice-tokens 16",
+        (f"{FORWARD}: {EXCHANGE}", rf"\d[IB]\d: {EXCHANGE}"),
+    ),
     "tied": Feature(
         f"{EVALUATED} --pipeline-model-parallel-size 4 --num-layers 8 --global-batch-size 4",
         (f"{BETWEEN}: allreduce 64x32",),
@@ -89,6 +93,7 @@ JOBS = [
     ("context", "1f1b"),
     ("tied", "v-half"),
     ("vocabulary of a line", "zb-h1"),
+    ("shared slices", "v-half"),
     ("in flight", "pipedream"),
     ("replicas", "pipedream"),
     ("tensor", "zb-h1"),
@@ -161,6 +166,12 @@ def collectives(launches: Launches, group: str) -> list[int]:
         for at, entry in enumerate(launches)
         if isinstance(entry, Collective) and entry.group.startswith(group)
     ]
+
+
+def test_weight_gradients_of_shared_slices_exchange_nothing() -> None:
+    for launches in recorded("shared slices", "v-half"):
+        for entry in launches:
+            assert not re.match(rf"\dW\d: {EXCHANGE}", entry.name if isinstance(entry, Collective) else "")
 
 
 def test_two_collectives_that_change_places_on_one_rank_are_found() -> None:

@@ -148,6 +148,8 @@ CASES: dict[str, dict[str, str]] = {
         "no effect under Megatron's own schedules; add --pipeline-schedule, v-half": "",
         "cannot be shared out over --tensor": "--pipeline-schedule v-half --tensor-model-parallel-size 4 "
         "--sequence-parallel --pipeline-slice-tokens 6",
+        "cannot be shared out over --context": "--pipeline-schedule v-half --tensor-model-parallel-size 2 "
+        "--sequence-parallel --pipeline-slice-tokens 6 --context-parallel-size 2",
     },
     f"Without `--pipeline-slice-tokens`|{PP4} --pipeline-schedule 1f1b": {
         "--pipeline-slice-check is about slices": "--pipeline-slice-check off"
@@ -157,10 +159,12 @@ CASES: dict[str, dict[str, str]] = {
         "the file orders microbatches": "--pipeline-schedule csv:x.csv",
     },
     f"With `--pipeline-slice-tokens`|{PP4} {SLICES} --pipeline-schedule v-half": {
-        "--context-parallel-size above 1: each": "--context-parallel-size 2",
         "--moe-enable-routing-replay: routing is rec": "--moe-enable-routing-replay",
         "would see later ones": "--window-size 4,2",
-        "the state of such attention": f"{SPARSE} --spec my.layers stack",
+        "its kernels know no keys": f"{SPARSE} --spec my.layers stack --dsa-kernel-backend cudnn",
+        "layers look for the choice": f"{SPARSE} --spec my.layers stack --dsa-indexer-topk-freq 2",
+        "takes as many keys as queries": f"{SPARSE} --spec my.layers stack --tensor-model-parallel-size 2 "
+        "--sequence-parallel",
         "Mamba-2's fused kernel, which it": "--hybrid-layer-pattern M*|M*|M*|M*|M*|M*|M*|M* "
         "--spec my.layers stack --disable-mamba-mem-eff-path",
         "another number of keys in each": "--cuda-graph-impl transformer_engine --pipeline-unproved",
@@ -169,6 +173,16 @@ CASES: dict[str, dict[str, str]] = {
         "--pipeline-offload: slices share": "--pipeline-offload auto",
         "--pipeline-vocabulary: its exchanges are of": SHARED,
         "--pipeline-profile-steps: what it compiles": "--pipeline-profile-steps 1-2",
+    },
+    f"With `--pipeline-slice-tokens` and context parallelism|{PP4} {SLICES} --pipeline-schedule v-half "
+    "--context-parallel-size 2": {
+        "exchange tokens for whole heads": "--tensor-model-parallel-size 4",
+        "exchange heads in one level": "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 1",
+        "the numbers for all would be": "--softmax-type learnable",
+        "--qk-clip: the maximum of": "--qk-clip",
+        "what it predicts from are": "--mtp-num-layers 1",
+        "takes the order of whole": "--hybrid-layer-pattern M*|M*|M*|M*|M*|M*|M*|M* --spec my.layers stack",
+        "divided by halves": "--position-embedding-type mrope",
     },
     f"With `--pipeline-slice-tokens`|{PP2} --fake-process-group {SLICES}": {
         "--rehearse-pipeline: a rehearsal": "--pipeline-schedule 1f1b --rehearse-pipeline x.json"

@@ -9,6 +9,7 @@ from megatron_pp_ext.compiler.limits import requested_budget
 from megatron_pp_ext.costs import system
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.features.pairs.order import Pairs
+from megatron_pp_ext.features.units.options import Slices
 from megatron_pp_ext.job import options
 from megatron_pp_ext.job.pipeline import for_world, spelled
 from megatron_pp_ext.planner.search.best_first import Search
@@ -451,3 +452,12 @@ def test_an_interrupt_before_anything_is_found_is_one_in_each_round():
         Search(space(batch=16, fixed=tuple(SIZES), **SIZES, pipeline_offload="auto"), A100, 1e9).run(
             interrupted_in_round(2)
         )
+
+
+def test_context_parallel_ranks_share_slices():
+    """Slices end where all ranks of a sequence have as many tokens; 4 heads are too few for 8 ranks."""
+    cuts = [*space(gpus=16, batch=1, num_attention_heads=4, pipeline_slice_tokens=512).cuts()]
+    sizes = {(cut.tensor, cut.context, cut.option(Slices).multiple) for cut in cuts if cut.option(Slices)}
+    assert {(1, 2, 2), (2, 2, 4), (1, 4, 4)} <= sizes
+    assert all(multiple == tensor * context for tensor, context, multiple in sizes)
+    assert max(tensor * context for tensor, context, _ in sizes) == 4

@@ -18,7 +18,7 @@ from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import Request, named
 from megatron_pp_ext.features.units.microbatches import Microbatches
 from megatron_pp_ext.features.units.options import SMALLEST, Slices
-from megatron_pp_ext.features.units.rates import OVERHEAD
+from megatron_pp_ext.features.units.rates import OVERHEAD, LengthCosts
 from megatron_pp_ext.schedule.actions import Kind, Schedule
 from megatron_pp_ext.schedule.costs import Costs, UnitCosts
 from megatron_pp_ext.schedule.entry import AUTO, FLEX
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from megatron_pp_ext.features.units.plan import Plan
 
 
-LEGEND = "/{}: every sequence goes through the pipeline in {} equal slices"
+LEGEND = "/{}: every sequence goes through the pipeline in {} slices"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +101,18 @@ class Slicing:
         return (self.slices or 1) > 1
 
     def added_to(self, request: Request) -> Request:
-        return request.with_option(Slices(1, self.slices or 1)) if self.is_given else request
-
-    def costs(self, costs: Costs) -> Costs:
-        """Return the costs of a slice, where ``costs`` are those of a microbatch."""
+        """Return ``request`` with the slices, whose attention is not counted apart."""
         if not self.is_given:
-            return costs
-        from megatron_pp_ext.features.units.sliced_orders import of_equal_slices
+            return request
+        return request.with_option(Slices(1, self.slices or 1, overhead=0.0, equal_at=inf))
 
-        return of_equal_slices(costs, self.slices or 1)
+    def costs(self, costs: Costs, schedule: Schedule) -> Costs:
+        """Return the costs of the units of ``schedule``, where ``costs`` are those of a microbatch."""
+        if not schedule.units:
+            return costs
+        from megatron_pp_ext.features.units.units import named_units
+
+        return LengthCosts.measured(costs, self.slices or 1, 1, inf).of(named_units(schedule.units))
 
     def require_size(self, request: Request) -> None:
         """Raise ValueError, before anything is built, for more actions than are simulated."""
@@ -162,7 +165,8 @@ def show_schedule(
 ) -> None:
     """Print the step of ``request`` in units of slices and packs, and write the files.
 
-    A family keeps its order, and ``flex`` gets the shortest one that is found for its memory limit.
+    A family gets the shorter of its own order and list scheduling within what that keeps, and ``flex`` the
+    shortest one that is found for its memory limit.
     ``costs`` are those of the request's finest stages, and ``units`` the meaning of 1.
     InfeasibleLimit where no placement keeps the limit.
     """
@@ -228,33 +232,29 @@ def _planned(
 ) -> _CutStep:
     """Return the step of ``request`` in units; see ``show_schedule``."""
     from megatron_pp_ext.features.units.plan import Plan, Planner
+    from megatron_pp_ext.features.units.sliced_orders import SlicePlanner
 
     microbatches = lengths.microbatches
     assert microbatches is not None
     plans, refused, least = list[tuple[Planner, Plan]](), list[InfeasibleLimit](), list[float]()
-    limits = None
-    if request.is_compiled:
-        limits = request.budget(lengths.costs(times, costs).of(microbatches)).ranks
-
-    def of_family(count: int) -> Schedule:
-        return make(replace(request, microbatches=count)).schedule
-
+    documents = microbatches.documents
     for placement in request.placements:
         rates = lengths.costs(times, costs.merged(placement.stages))
-        planner = Planner(placement, rates, overhead=slicing.overhead)
+        planner = Planner(
+            placement, rates, splits_backward=request.may_split_backward, overhead=slicing.overhead
+        )
+        steps, whole = (
+            SlicePlanner(replace(request, placements=(placement,)), planner),
+            planner.whole(documents),
+        )
         try:
-            documents, tokens = microbatches.documents, slicing.most_tokens
-            if limits is None:
-                tokens = tokens or planner.chosen_in_family(of_family, documents)
-                plan = planner.simulated(planner.in_family(of_family, planner.cut(documents, tokens)))
-            else:
-                tokens = tokens or planner.chosen_tokens(documents, limits)
-                units = planner.finer(planner.cut(documents, tokens), limits)
-                plan = planner.plan(units, limits=limits)
+            tokens = slicing.most_tokens or steps.chosen(documents, whole)
+            plan = steps.plan(planner.cut(documents, tokens), whole=whole)
         except InfeasibleLimit as error:
             refused.append(error)
-            shortest = planner.cut(microbatches.documents, slicing.most_tokens or SMALLEST)
-            least.append(max(map(truediv, planner.least_limits(shortest), limits or [inf])))
+            shortest = planner.cut(documents, slicing.most_tokens or SMALLEST)
+            limits = request.budget(planner.rates.of(microbatches)).ranks
+            least.append(max(map(truediv, planner.least_limits(shortest), limits)))
         else:
             plans.append((planner, plan))
     if not plans:

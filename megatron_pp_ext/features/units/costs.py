@@ -1,24 +1,31 @@
-"""The costs of equal slices, and the choice of their length: ``--pipeline-slice-tokens auto``.
+"""The costs of slices, and the choice of their length: ``--pipeline-slice-tokens auto``.
 
 A slice costs what a microbatch of its length would, whose smaller products have a lower rate, and attention
 to the slices before it on top.  Short slices fill the pipeline sooner, but have that rate, and there are more
-messages.  The rates are those of one machine, whatever the run has, so that an estimate chooses what training
-chooses.
+messages.  The rates are those of one machine, whatever the run has, and the memory is that of the run's
+devices, so that an estimate for the same devices chooses what training chooses.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from math import gcd
 
 from megatron_pp_ext.compiler.make import make
-from megatron_pp_ext.compiler.request import LARGEST, Request
+from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.costs import system
-from megatron_pp_ext.costs.stages import stage_costs, stage_seconds
-from megatron_pp_ext.features.units.options import SLICE_FLAG, SMALLEST, Slices
+from megatron_pp_ext.costs.model_parts import model_parts
+from megatron_pp_ext.costs.optimizers import Sharing, model_state
+from megatron_pp_ext.costs.stages import cost_model, stage_costs, stage_parts, stage_seconds
+from megatron_pp_ext.features.units.options import SLICE_FLAG, job_slices, sizes
+from megatron_pp_ext.features.units.rules import ranks_of_sequence
+from megatron_pp_ext.features.units.sliced_orders import sliced
+from megatron_pp_ext.job import layers
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.typed_job import Job
-from megatron_pp_ext.schedule.actions import UnitName
-from megatron_pp_ext.schedule.costs import CostModel, Costs, UnitCosts
+from megatron_pp_ext.schedule.actions import Action, Schedule, UnitName
+from megatron_pp_ext.schedule.costs import Costs, StageCosts, UnitCosts
 from megatron_pp_ext.schedule.entry import AUTO
 from megatron_pp_ext.schedule.simulate import simulate
 from megatron_pp_ext.setting_error import SettingError
@@ -28,39 +35,81 @@ CostsOf = Callable[[Job], Costs]
 
 
 def cut(job: Job, length: int, documents: int = 1) -> Job:
-    """Return ``job`` with sequences of this ``length``, and so many times as many in a microbatch."""
-    return job.changed(seq_length=length, micro_batch_size=documents * job.batch.micro_batch_size)
+    """Return ``job`` with sequences of this ``length``, and so many times as many in a microbatch.
+
+    They are slices, whose attention context-parallel ranks share by heads.
+    """
+    rows = documents * job.batch.micro_batch_size
+    return job.changed(seq_length=length, micro_batch_size=rows, pipeline_slice_tokens=length)
 
 
-def of_slices(costs_of: CostsOf, job: Job, slices: int, names: Sequence[UnitName]) -> UnitCosts:
-    """Return the costs of units with these ``names``: equal ``slices`` of the sequences of ``job``."""
-    length = job.model.seq_length // slices
-    alone, attention = costs_of(cut(job, length)), _attention(costs_of, job)
-    squares = job.batch.micro_batch_size * length**2
-    kinds = [
-        Costs(
-            tuple(
-                replace(
-                    stage,
-                    forward=stage.forward + 2 * number * squares * forward,
-                    input_gradient=stage.input_gradient + 2 * number * squares * backward,
-                )
-                for stage, (forward, backward) in zip(alone.stages, attention, strict=True)
-            ),
-            head=alone.head,
+def of_slices(costs_of: CostsOf, job: Job, names: Sequence[UnitName]) -> UnitCosts:
+    """Return the costs of units with these ``names``, which are slices of the sequences of ``job``.
+
+    A slice costs what a microbatch of its length would, interpolated between the longest and the shortest
+    one, and attention to the slices before it.
+    """
+    rows, count = job.batch.micro_batch_size, len(names)
+    spans = {(name.begin, name.end) for name in names}
+    lengths = sorted({end - begin for begin, end in spans})
+    least, most = lengths[0], lengths[-1]
+    ends, attention = [costs_of(cut(job, length)) for length in (least, most)], _attention(costs_of, job)
+    mean = ends[-1]
+
+    def unit(begin: int, end: int) -> Costs:
+        part = (end - begin - least) / (most - least) if most > least else 1.0
+        squares = rows * 2 * begin * (end - begin)
+        stages = (
+            replace(
+                stage,
+                forward=stage.forward + squares * forward,
+                input_gradient=stage.input_gradient + squares * backward,
+            )
+            for stage, (forward, backward) in zip(
+                _between(ends[0].stages, mean.stages, part), attention, strict=True
+            )
         )
-        for number in range(slices)
-    ]
-    tokens = job.batch.micro_batch_size * length
+        return Costs(tuple(stages), head=mean.head)
+
+    units = {span: unit(*span) for span in spans}
+    longest = max(spans, key=lambda span: (span[1] - span[0], span[1]))
     return UnitCosts(
-        kinds[slices // 2].stages,
-        alone.hop,
-        alone.message,
-        alone.head,
-        alone.pair,
-        units=tuple(kinds[name.slice] for name in names),
-        tokens=(tokens,) * len(names),
+        units[longest].stages,
+        mean.hop,
+        mean.message,
+        mean.head,
+        mean.pair,
+        units=tuple(units[name.begin, name.end] for name in names),
+        tokens=tuple(rows * (name.end - name.begin) for name in names[:count]),
     )
+
+
+def _between(short: Sequence[StageCosts], long: Sequence[StageCosts], part: float) -> Iterator[StageCosts]:
+    """Yield the costs of stages that are so large a ``part`` of the way from ``short`` to ``long``."""
+    for low, high in zip(short, long, strict=True):
+        values = {cost.name: getattr(low, cost.name) for cost in fields(StageCosts)}
+        yield replace(
+            high, **{name: value + part * (getattr(high, name) - value) for name, value in values.items()}
+        )
+
+
+def peak(order: Iterable[Action], costs: Costs) -> float:
+    """Return the most that a rank with this ``order`` keeps at one time."""
+    live = most = 0.0
+    for action in order:
+        most = max(most, live + costs.growth(action))
+        live += costs.kept(action)
+    return max(most, live)
+
+
+def owed_bytes(job: Job, layers: int) -> float:
+    """Return the bytes of the gradients of keys and values that later slices leave for earlier ones."""
+    model, tokens = job.model, job.model.seq_length * job.batch.micro_batch_size
+    bytes_of = 2 if job.precision.is_half else 4
+    heads = model.key_heads / job.parallel.tensor_model_parallel_size
+    # Context-parallel ranks have some each, repeated ones where there are too few.
+    heads /= gcd(max(1, int(heads)), job.parallel.context_parallel_size)
+    return layers * tokens * 2 * heads * model.head_width * bytes_of
 
 
 def _attention(costs_of: CostsOf, job: Job) -> list[tuple[float, float]]:
@@ -78,21 +127,26 @@ def _attention(costs_of: CostsOf, job: Job) -> list[tuple[float, float]]:
 
 
 MACHINE = "h100"
-"""The machine whose rates decide."""
+"""The machine whose rates decide, and whose memory where a run does not know its own."""
+
+MARGIN = 0.05
+"""The part of activations that allocators leave unused, as in estimates."""
 
 _TRIALS = 200
 """The orders that the compiler may try for whole sequences, which are one candidate of several."""
 
-_LOSSES = 3
-"""After how many candidates in a row that are longer than the best one no shorter slices are tried."""
+_MOST_ACTIONS = 50_000
+"""The actions of the largest step that is tried: fewer microbatches stand for more, and in the slices that
+even these leave too many of nothing is gained that larger ones lack."""
 
 
-def chosen(job: RequestedJob, request: Request, rows: int) -> int:
+def chosen(job: RequestedJob, request: Request, rows: int, memory: float | None = None) -> int:
     """Return the tokens of the slices with which a step of ``request`` is shortest by simulation.
 
-    They divide the sequence, whose length they are where whole sequences are best.  The model is that of
-    ``job``, whose embedding has ``rows`` rows.  ValueError where its costs are not known, and where no
-    length keeps the memory limit.
+    They are the length of the sequence where whole ones are best.  Of those that keep ``memory`` bytes, that
+    of ``MACHINE`` where it is None, the shortest step wins; where none does, the one that needs least.  The
+    model is that of ``job``, whose embedding has ``rows`` rows.  ValueError where its costs are not known,
+    and where no length keeps the memory limit.
     """
     length = job.model.seq_length
     if request.is_stock or request.ranks == 1:
@@ -100,43 +154,75 @@ def chosen(job: RequestedJob, request: Request, rows: int) -> int:
     if not (length and job.model.hidden_size and job.model.num_attention_heads):
         raise SettingError(f"{SLICE_FLAG} {AUTO} needs the sizes of the model: give a number of tokens")
     all_rules.refuse_to_predict(job)
-    best, least, losses, reason = 0, float("inf"), 0, ValueError()
-    for tokens in _candidates(job, request):
+    tried, reason = list[tuple[float, float, int]](), ValueError()
+    bytes_of_device = memory or system.read(MACHINE).memory_bytes
+    for tokens in sizes(length, ranks_of_sequence(job)):
         try:
-            seconds = _seconds(job, request, rows, length // tokens)
+            seconds, needed = _tried(job, request, rows, tokens)
         except ValueError as error:  # a limit that shorter slices may keep
             reason = error
-            continue
-        if seconds < least:
-            best, least, losses = tokens, seconds, 0
-        elif (losses := losses + 1) == _LOSSES:
-            break
-    if not best:
+        else:
+            tried.append((max(0.0, needed / bytes_of_device - 1), seconds, tokens))
+    if not tried:
         raise reason
-    return best
+    return min(tried)[-1]
 
 
-def _candidates(job: Job, request: Request) -> Iterator[int]:
-    """Yield the lengths that ``job`` permits, the longest first, which is that of the whole sequence."""
-    length, shared = job.model.seq_length, job.parallel.sequence_ranks
-    kinds = 3 if request.may_split_backward else 2
-    most = LARGEST // (request.finest.stages * kinds * request.microbatches)
-    for slices in range(1, max(1, min(most, length // SMALLEST)) + 1):
-        if slices == 1 or (length % slices == 0 and length // slices % shared == 0):
-            yield length // slices
+def _tried(job: Job, request: Request, rows: int, tokens: int) -> tuple[float, float]:
+    """Return the simulated step in slices of ``tokens``, and the bytes of the fullest rank.
 
-
-def _seconds(job: Job, request: Request, rows: int, slices: int) -> float:
-    """Return the simulated step with so many ``slices`` of every sequence; ValueError where no order fits."""
-    if slices == 1 and request.is_compiled:
-        request = replace(request, trials=min(request.trials, _TRIALS))
-    cut = request.with_option(Slices(job.model.seq_length // slices, slices))
-    schedule = make(cut, CostModel(lambda placement: stage_costs(job, placement, rows))).schedule
-    machine, stages = system.read(MACHINE), schedule.placement.stages
+    Many microbatches are counted by fewer: each further one takes what the busiest rank works on it.
+    ValueError where no order fits.
+    """
+    machine = system.read(MACHINE)
+    option = job_slices(job, tokens)
+    fewest, count = request.ranks, min(request.microbatches, _microbatches(job, request, tokens))
+    if count < min(request.microbatches, fewest):
+        raise ValueError(f"slices of {tokens} tokens make more actions than are tried: give longer ones")
+    few = replace(
+        request.with_option(option),
+        microbatches=count,
+        ordinary=request.ordinary or request.microbatches,
+        trials=min(request.trials, _TRIALS),
+    )
+    costs = cost_model(job, lambda job, placement: stage_costs(job, placement, rows))
+    before = partial(make, costs=costs, is_proved=True)
+    schedule = (sliced(few, option, costs, before, 0.0) if option.cuts else before(few)).schedule
+    placement = schedule.placement
 
     def costs_of(job: Job) -> Costs:
-        return stage_seconds(job, stages, rows, machine, request.data)
+        return stage_seconds(job, placement.stages, rows, machine, request.data)
 
-    return simulate(
-        schedule, of_slices(costs_of, job, slices, schedule.units) if schedule.units else costs_of(job)
-    ).makespan
+    of_units = of_slices(costs_of, job, schedule.units) if schedule.units else costs_of(job)
+    timeline = simulate(schedule, of_units)
+    busiest = max(sum(of_units.seconds(action) for action in order) / count for order in schedule.orders)
+    seconds = timeline.makespan + (request.microbatches - count) * busiest
+    return seconds, max(_bytes(job, request.data, schedule, of_units, rows))
+
+
+def _microbatches(job: Job, request: Request, tokens: int) -> int:
+    """Return for how many microbatches in slices of ``tokens`` a step is tried at most."""
+    slices = 1 if tokens >= job.model.seq_length else 2 * job.model.seq_length // tokens
+    actions = request.finest.stages * (3 if request.may_split_backward else 2) * slices
+    return min(2 * request.ranks, _MOST_ACTIONS // actions)
+
+
+def _bytes(job: Job, data: int, schedule: Schedule, costs: Costs, rows: int) -> Iterator[float]:
+    """Yield the bytes of each rank in a step of ``schedule``, whose actions have these ``costs``."""
+    model, placement = model_parts(job, vocabulary=rows), schedule.placement
+    layers_by_stage = layers.by_stage(job, placement.stages)
+    parts = stage_parts(job, model, layers_by_stage)
+    tensor, dense = job.parallel.tensor_model_parallel_size, data * job.parallel.context_parallel_size
+    sharing = Sharing(dense, max(1, dense * tensor // job.parallel.expert_ranks))
+    buffers = model.buffers + schedule.splits_backward * model.gather_buffers
+    for rank, order in enumerate(schedule.orders):
+        stages = placement.stages_of(rank)
+        first, *rest = (parts[stage] for stage in stages)
+        state = model_state(job, sum(rest, first), sharing)
+        moving = peak(order, costs)
+        if schedule.units:
+            moving += sum(owed_bytes(job, layers_by_stage[stage]) for stage in stages)
+        if placement.stages - 1 in stages:
+            moving += schedule.largest_share * model.loss_workspace
+        fixed = state.weights + state.gradients + state.optimizer + buffers
+        yield fixed + (1 + MARGIN) * moving + system.read(MACHINE).reserved_bytes

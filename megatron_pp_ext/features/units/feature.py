@@ -65,7 +65,9 @@ class UnitPlanning(Feature):
 
         return as_flags(request)
 
-    def chosen(self, job: RequestedJob, read: ReadRequest, rows: Rows) -> Mapping[str, Any]:
+    def chosen(
+        self, job: RequestedJob, read: ReadRequest, rows: Rows, memory: float | None = None
+    ) -> Mapping[str, Any]:
         """See ``Feature``: the length of slices, unless each step is planned by itself."""
         from megatron_pp_ext.schedule.entry import AUTO
 
@@ -78,7 +80,7 @@ class UnitPlanning(Feature):
             return {}
         from megatron_pp_ext.features.units.costs import chosen
 
-        return {"pipeline_slice_tokens": chosen(job, request, rows())}
+        return {"pipeline_slice_tokens": chosen(job, request, rows(), memory)}
 
     def rules(self) -> tuple[Rules, ...]:
         from megatron_pp_ext.features.units.rules import RULES
@@ -88,19 +90,19 @@ class UnitPlanning(Feature):
     def order(self, request: Request, costs: CostModel, before: Make) -> Made:
         if not request.options:
             return before(request)
-        from megatron_pp_ext.features.units.options import Slices
+        from megatron_pp_ext.features.units.options import Slices, are_by_length
 
         option = request.option(Slices)
-        if option is None or option.count == 1:
+        if option is None or not (option.cuts or are_by_length(request)):
             return before(request)
         from megatron_pp_ext.features.units.sliced_orders import sliced
 
         return sliced(request, option, costs, before)
 
     def hooked(self) -> tuple[ModuleType, ...]:
-        from megatron_pp_ext.features.units.megatron import mtp
+        from megatron_pp_ext.features.units.megatron import context_parallel, mtp
 
-        return (mtp,)
+        return context_parallel, mtp
 
     def data_parts(self, pipeline: Pipeline) -> Iterable[StepPart]:
         """See ``Feature``; without options of features only steps whose messages vary in shape have any."""

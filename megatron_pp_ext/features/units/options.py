@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 from megatron_pp_ext.compiler.request import Option, Request
 from megatron_pp_ext.features.units.orders import How
-from megatron_pp_ext.features.units.units import Units, equal_slices
+from megatron_pp_ext.features.units.rates import EQUAL_AT, OVERHEAD, LengthCosts
+from megatron_pp_ext.features.units.rules import ranks_of_sequence
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule.entry import AUTO
@@ -17,6 +18,9 @@ ORDER_FLAG, SLICE_FLAG, OFF = "--pipeline-order", "--pipeline-slice-tokens", "of
 
 SMALLEST = 512
 """The fewest tokens of a slice that is tried where the number is open."""
+
+NOMINAL = 4
+"""The slices of a sequence whose length is not known yet, in the plan that decides on the placement."""
 
 LengthsOf = Callable[[Any], Sequence[int]]
 """What a data iterator yields for a microbatch -> the lengths of its documents in tokens."""
@@ -62,6 +66,9 @@ class Ordering(Option):
     lengths_of: LengthsOf = lengths_of_batch
     costs_from: str = ""
 
+    evaluates: ClassVar[bool] = True
+    """Evaluations, too, read ahead where their sequences are cut."""
+
     @property
     def about(self) -> str:
         if self.how == "given":
@@ -73,29 +80,41 @@ class Ordering(Option):
 
 @dataclass(frozen=True, slots=True)
 class Slices(Option):
-    """The request for slices of ``tokens`` tokens, of which every sequence has ``count``.
+    """The request for slices of at most ``tokens`` tokens of sequences of ``length`` tokens.
 
-    ``tokens`` are None as long as they are to be chosen, and ``count`` is 1 as long as the length of the
-    sequences is not known: a call of ``install`` knows no model.
+    ``tokens`` are None as long as they are to be chosen, and ``length`` is 0 as long as it is not known: a
+    call of ``install`` knows no model.  A microbatch has ``rows`` sequences, of which slices end at a
+    ``multiple`` of so many tokens, and each slice costs ``overhead`` tokens on top of its own.  Where no
+    costs by length are known, attention of ``equal_at`` tokens takes as long as all else.  ``rates`` are such
+    costs where a caller has them already.
     """
 
     tokens: int | None
-    count: int = 1
+    length: int = 0
+    rows: int = 1
+    multiple: int = 1
+    overhead: float = OVERHEAD
+    equal_at: float = EQUAL_AT
+    rates: LengthCosts | None = None
 
     evaluates: ClassVar[bool] = True
 
     @property
+    def cuts(self) -> bool:
+        """Whether sequences of the step are cut."""
+        return self.tokens is None or not 0 < self.length <= self.tokens
+
+    @property
     def word(self) -> str:
-        return "" if self.count == 1 else f"slices{self.count}"
+        return f"slices{self.tokens}" if self.tokens and self.cuts else ""
 
     @property
     def about(self) -> str:
-        return "" if self.count == 1 else f"sequences in {self.count} slices of {self.tokens} tokens"
-
-    def units(self, microbatches: int) -> Units:
-        """Return the units of a step with so many ``microbatches`` of one sequence length."""
-        assert self.tokens is not None
-        return equal_slices(microbatches, self.count, self.tokens * self.count)
+        if not self.length:
+            return f"planned for {NOMINAL} slices of each sequence until the model is known"
+        if not (self.tokens and self.cuts):
+            return ""
+        return f"sequences in slices of at most {self.tokens} tokens and equal cost"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +147,7 @@ def with_lengths(request: Request, lengths_of: LengthsOf, limit: float | str | N
 
 def with_slices(request: Request, tokens: int | str, limit: float | str | None = None) -> Request:
     """Return ``request`` with slices of so many tokens, of sequences whose length is not known."""
-    return request.with_option(slices(tokens, 0))
+    return request.with_option(Slices(read_tokens(tokens)))
 
 
 def with_check(request: Request, check: str, limit: float | str | None = None) -> Request:
@@ -138,27 +157,22 @@ def with_check(request: Request, check: str, limit: float | str | None = None) -
     return request.with_option(Unchecked()) if check == OFF else request
 
 
-def slices(tokens: int | str, sequence: int) -> Slices:
-    """Return slices of ``tokens`` tokens of sequences of ``sequence`` tokens, 0 where that is not known.
-
-    Where ``tokens`` is ``auto`` they are whole sequences until it is resolved (``choices``).  ValueError, in
-    one line, for any other text, a number that is not above 0, and one that does not divide the sequence.
-    """
+def read_tokens(tokens: int | str) -> int | None:
+    """Return the tokens of a slice, None for ``auto``; ValueError, in one line, for anything else."""
     if tokens == AUTO:
-        return Slices(None)
+        return None
     if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
         raise SettingError(
             f"{SLICE_FLAG} is {tokens!r}, but must be a whole number from 1 on, or {AUTO}; give one, such "
             "as 4096"
         )
-    if not sequence or tokens >= sequence:
-        return Slices(tokens)
-    if sequence % tokens:
-        raise SettingError(
-            f"{SLICE_FLAG} is {tokens}, which does not divide the {sequence} tokens of a sequence; give a "
-            "divisor"
-        )
-    return Slices(tokens, sequence // tokens)
+    return tokens
+
+
+def job_slices(job: Job, tokens: int | None) -> Slices:
+    """Return slices of so many ``tokens`` of the sequences of ``job``; None leaves the number open."""
+    rows = job.batch.micro_batch_size or 1
+    return Slices(tokens, job.model.seq_length or 0, rows, ranks_of_sequence(job))
 
 
 def read_order(job: RequestedJob, request: Request) -> Request:
@@ -177,26 +191,30 @@ def read_slices(job: RequestedJob, request: Request) -> Request:
         return request
     if job.pipeline.pipeline_slice_check == OFF:
         request = request.with_option(Unchecked())
-    option = slices(tokens, 0)
-    if are_by_length(request.with_option(option)):
-        return request.with_option(option)
-    return request.with_option(slices(tokens, job.model.seq_length))
+    return request.with_option(job_slices(job, read_tokens(tokens)))
 
 
 def choices(job: Job) -> tuple[Slices | None, ...]:
     """Return the slices in the candidates of a search, None for whole sequences.
 
-    ``auto`` gives whole sequences, and halves of them, of these and so on.  ValueError for a number that does
-    not divide the sequences.
+    ``auto`` gives whole sequences, and those of ``sizes``.
     """
-    tokens, length = job.pipeline.pipeline_slice_tokens, job.model.seq_length
+    tokens = job.pipeline.pipeline_slice_tokens
     if tokens is None:
         return (None,)
     if tokens != AUTO:
-        option = slices(tokens, length)
-        return (option if option.count > 1 else None,)
-    counts = [1 << step for step in range(1, max(1, length // SMALLEST).bit_length())]
-    return (None, *(Slices(length // count, count) for count in counts if length % count == 0))
+        option = job_slices(job, read_tokens(tokens))
+        return (option if option.cuts else None,)
+    return (None, *(job_slices(job, size) for size in sizes(job.model.seq_length)[1:]))
+
+
+def sizes(length: int, multiple: int = 1) -> list[int]:
+    """Return the tokens of slices that ``auto`` tries: the whole ``length``, its half and so on.
+
+    None but the whole is below ``SMALLEST``.  They are multiples of ``multiple``, which divides the length.
+    """
+    blocks, steps = length // multiple, range(1, max(1, length // SMALLEST).bit_length())
+    return [length, *(-(-blocks >> step) * multiple for step in steps)]
 
 
 def as_flags(request: Request) -> Mapping[str, Any]:

@@ -41,8 +41,7 @@ from megatron_pp_ext.schedule.actions import Kind, Schedule
 from megatron_pp_ext.schedule.costs import CostModel, Costs, UnitCosts
 from megatron_pp_ext.schedule.loops import without_collection
 from megatron_pp_ext.schedule.placement import Placement
-from megatron_pp_ext.schedule.program import F
-from megatron_pp_ext.schedule.simulate import simulate
+from megatron_pp_ext.schedule.program import KINDS, F
 
 BUDGET = 0.05
 """The seconds of one core that a plan may take by default."""
@@ -104,7 +103,8 @@ class Plan:
     """The plan of a step: chain ``order[k]`` of the ``cut`` is the k-th of ``schedule``.
 
     ``seconds`` is how long the pipeline takes by simulation, and ``lower_bound`` a time that no order of
-    these units is below; 0 under a schedule whose order of actions is fixed.
+    these units is below; 0 under a schedule whose order of actions is fixed.  ``origin`` says where the order
+    of actions is from.
     """
 
     cut: Units
@@ -112,6 +112,7 @@ class Plan:
     schedule: Schedule
     seconds: float
     lower_bound: float = 0.0
+    origin: str = "list scheduling"
 
     @cached_property
     def units(self) -> Units:
@@ -296,14 +297,40 @@ class Planner:
         return least
 
     def in_family(self, make: Callable[[int], Schedule], units: Units) -> Plan:
-        """Return the plan whose actions have the order of a family (``shift``), in milliseconds.
+        """Return the plan whose actions have the order of a family (``shift``).
 
-        ``make`` makes the family's schedule for so many microbatches.  Chains are light-heavy-light, and the
-        plan has no times: ``simulated`` adds them.
+        ``make`` makes the family's schedule for so many microbatches.  Chains are light-heavy-light.
         """
-        order = orders.light_heavy_light(_work_of_chains(units, self.table(units)))
-        planned = ordered(units, order)
-        return Plan(units, tuple(order), shifted(make(len(units) + more(units)), planned), math.nan)
+        work = _work_of_chains(units, self.table(units))
+        order = orders.light_heavy_light(work) if len(set(work)) > 1 else list(range(len(work)))
+        planned, schedule = ordered(units, order), make(len(units) + more(units))
+        moved = shifted(schedule, planned)
+        places = np.arange(len(units))
+        seconds, _ = FixedOrder(moved, moves_weights=False).timed(places, self.table(planned))
+        return Plan(units, tuple(order), moved, seconds, origin=schedule.name)
+
+    def within_family(
+        self, make: Callable[[int], Schedule], units: Units, how: How = "search", budget: float = BUDGET
+    ) -> Plan:
+        """Return the shorter of ``in_family``, and list scheduling that keeps no more on any rank.
+
+        What is planned in pairs, and the parts of a split head, have no place in another order.
+        """
+        family = self.in_family(make, units)
+        if family.schedule.paired or family.schedule.placement.splits_head:
+            return family
+        listed = self.plan(units, how, limits=self.peaks(family), budget=budget)
+        best = min(family, listed, key=lambda plan: plan.seconds)
+        return replace(best, lower_bound=min(listed.lower_bound, best.seconds))
+
+    def peaks(self, plan: Plan) -> list[float]:
+        """Return the most memory that each rank takes in ``plan``, as ``StageRates.activation`` counts it."""
+        table, peaks = self.table(plan.units), list[float]()
+        for order in plan.schedule.orders:
+            actions = tuple(np.array([(KINDS.index(kind), stage, unit) for stage, kind, unit in order]).T)
+            kept = table.kept[actions]
+            peaks.append(float((kept.cumsum() - kept + table.taken[actions]).max()) * (1 + ROUNDING))
+        return peaks
 
     def in_given_order(self, make: Callable[[int], Schedule], units: Units) -> Plan:
         """Return the plan of the forwards of ``units`` in their order.
@@ -313,21 +340,12 @@ class Planner:
         schedule = replace(make(len(units)), units=units.names)
         return Plan(units, tuple(range(len(units.chains))), schedule, math.nan)
 
-    def simulated(self, plan: Plan) -> Plan:
-        """Return the ``plan`` of a family with its times and the lower bound."""
-        seconds = simulate(plan.schedule, self.costs(plan.units)).makespan
-        table = self.table(plan.cut)
-        search = _Listed(plan.cut, table, self.placement, self._no_limits, self.splits_backward)
-        return replace(plan, seconds=seconds, lower_bound=min(search.lower_bound, seconds))
-
     def chosen_in_family(self, make: Callable[[int], Schedule], documents: Sequence[Sequence[int]]) -> int:
-        """Return the size of units whose step is shortest in the order of a family; see ``in_family``."""
-
-        def seconds(size: int) -> float:
-            plan = self.in_family(make, self.cut(documents, size))
-            return simulate(plan.schedule, self.costs(plan.units)).makespan
-
-        return min(_sizes(documents), key=seconds)
+        """Return the size of units whose step is shortest under a family; see ``within_family``."""
+        return min(
+            _sizes(documents),
+            key=lambda size: self.within_family(make, self.cut(documents, size), "rule").seconds,
+        )
 
     @property
     def _no_limits(self) -> list[float]:

@@ -3,17 +3,14 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megatron_pp_ext.features.units.costs import of_slices
+from megatron_pp_ext.features.units.costs import of_slices, owed_bytes, peak
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.workload import Addition
 from megatron_pp_ext.schedule.actions import Schedule
-from megatron_pp_ext.schedule.costs import Costs
+from megatron_pp_ext.schedule.costs import Costs, UnitCosts
 
 if TYPE_CHECKING:
     from megatron_pp_ext.planner.step.workload import Workload
-
-
-_KEYS_AND_VALUES = 2
 
 
 class Sliced(Addition):
@@ -31,13 +28,7 @@ class Sliced(Addition):
                 "--pipeline-slice-tokens needs the model's own costs, and --pipeline-costs has those of "
                 "whole sequences: leave one out"
             )
-        from megatron_pp_ext.planner.step.workload import Workload
-
-        def costs_of(job: Job) -> Costs:
-            return Workload(job, work.system, work.placement, work.data, work.layers).costs
-
-        slices = schedule.microbatches // schedule.whole_microbatches
-        return of_slices(costs_of, work.job, slices, schedule.units)
+        return _costs_of(work, schedule)
 
     def activations(
         self, work: "Workload", schedule: Schedule, peaks: tuple[float, ...]
@@ -45,9 +36,11 @@ class Sliced(Addition):
         """See ``Addition``: those of slices, and the gradients of a sequence's keys and values."""
         if not schedule.units:
             return peaks
+        costs = _costs_of(work, schedule)
         return tuple(
-            schedule.share * peak + sum(_owed(work, stage) for stage in work.placement.stages_of(rank))
-            for rank, peak in enumerate(peaks)
+            peak(order, costs)
+            + sum(owed_bytes(work.job, work.layers[stage]) for stage in work.placement.stages_of(rank))
+            for rank, order in enumerate(schedule.orders)
         )
 
     def unmeasured(self, schedule: Schedule) -> Iterator[str]:
@@ -55,10 +48,10 @@ class Sliced(Addition):
             yield "in slices of sequences"
 
 
-def _owed(work: "Workload", stage: int) -> float:
-    """Return the bytes of the gradients of keys and values that later slices leave for earlier ones."""
-    model, parallel = work.job.model, work.job.parallel
-    tokens = model.seq_length * work.job.batch.micro_batch_size
-    bytes_of = 2 if work.job.precision.is_half else 4
-    width = _KEYS_AND_VALUES * model.key_heads * model.head_width / parallel.tensor_model_parallel_size
-    return work.layers[stage] * tokens * width * bytes_of
+def _costs_of(work: "Workload", schedule: Schedule) -> UnitCosts:
+    from megatron_pp_ext.planner.step.workload import Workload
+
+    def costs_of(job: Job) -> Costs:
+        return Workload(job, work.system, work.placement, work.data, work.layers).costs
+
+    return of_slices(costs_of, work.job, schedule.units)

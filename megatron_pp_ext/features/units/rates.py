@@ -70,8 +70,10 @@ class StageRates:
     token.  ``activation`` is kept for each token, ``released`` the part of it that an I gives back, ``copy``
     the seconds in which it is copied to the host, and ``hidden`` those of I that a W hides.  An I has
     ``workspace``, and a whole backward ``workspace_in_whole``.  ``scores`` are the four amounts for each
-    score, and ``slices`` the memory of a token in slices.  Raises ValueError for a number that is not finite
-    or below 0, but for what is ``released``, and for a forward or backward that takes no time.
+    score, and ``slices`` the memory of a token in slices.
+
+    Raises ValueError for a number that is not finite or below 0, but for what is ``released``, and for a
+    forward or backward that takes no time.
     """
 
     per_token: Times
@@ -171,7 +173,7 @@ class LengthCosts:
         A document of ``equal_at`` tokens takes as long for attention's forward as for all else of its
         forward, and ``ATTENTION_BACKWARD`` times as long in I.
         """
-        require_number("equal_at", equal_at, "above 0")
+        require_number("equal_at", equal_at, "above 0", math.inf)
         require_number("tokens", tokens, "above 0")
 
         def rates(stage: StageCosts) -> StageRates:
@@ -188,7 +190,7 @@ class LengthCosts:
 
         Which part of that is attention follows from ``equal_at``, as in ``with_attention``.
         """
-        require_number("equal_at", equal_at, "above 0")
+        require_number("equal_at", equal_at, "above 0", math.inf)
         length, documents = whole_number("length", length), whole_number("documents", documents)
         tokens, squares = documents * length, documents * length**2
 

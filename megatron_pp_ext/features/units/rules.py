@@ -4,6 +4,7 @@ from megatron_pp_ext.job.parts import sees_later
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules.rule import Rule, Rules
 from megatron_pp_ext.job.rules.schedules import has_graphs
+from megatron_pp_ext.job.typed_job import Job
 
 
 def is_ordered(job: RequestedJob) -> bool:
@@ -76,9 +77,36 @@ def _cuts(job: RequestedJob) -> bool:
     return not sequence or isinstance(tokens, str) or tokens < sequence or is_ordered(job)
 
 
-def _has_unknown_attention(job: RequestedJob) -> bool:
-    """Whether the attention's own state, besides keys and values, is not one that slices hand on."""
-    return job.attention.experimental_attention_variant not in (None, "gated_delta_net")
+def _is_sparse(job: RequestedJob) -> bool:
+    """Whether layers have sparse attention."""
+    return job.attention.experimental_attention_variant == "dsa" or "D" in (
+        job.model.hybrid_layer_pattern or ""
+    )
+
+
+def ranks_of_sequence(job: Job) -> int:
+    """Return how many ranks share the tokens of a slice between layers."""
+    return job.parallel.context_parallel_size * job.parallel.sequence_ranks
+
+
+def has_states(job: Job) -> bool:
+    """Whether some layers are recurrent: Mamba-2 or gated delta nets."""
+    model, attention = job.model, job.attention
+    if model.hybrid_layer_pattern:
+        return any(letter in "MG" for letter in model.hybrid_layer_pattern)
+    return any(attention.letter(number) == "G" for number in range(1, (model.num_layers or 0) + 1))
+
+
+def may_share(job: Job) -> bool:
+    """Whether the context-parallel ranks of ``job`` may share slices, by what the model has."""
+    ranks = job.parallel.context_parallel_size
+    has_others = job.attention.softmax_type != "vanilla" or job.model.mtp_num_layers or has_states(job)
+    return ranks == 1 or not (has_others or heads_of_rank(job) % ranks)
+
+
+def heads_of_rank(job: Job) -> int:
+    """Return the heads of attention of a tensor-parallel rank."""
+    return job.model.num_attention_heads // job.parallel.tensor_model_parallel_size
 
 
 _SLICE_RULES = (
@@ -101,6 +129,17 @@ _SLICE_RULES = (
                     isinstance(job.pipeline.pipeline_slice_tokens, int)
                     and job.pipeline.pipeline_slice_tokens % job.parallel.sequence_ranks
                 ),
+            ),
+            Rule(
+                "--pipeline-slice-tokens {pipeline_slice_tokens}",
+                "cannot be shared out over --context-parallel-size {context_parallel_size}, each of whose "
+                "ranks has as many tokens of a slice for its tensor-parallel ranks",
+                "give a multiple of {ranks_of_sequence}",
+                when=lambda job: (
+                    isinstance(job.pipeline.pipeline_slice_tokens, int)
+                    and job.pipeline.pipeline_slice_tokens % ranks_of_sequence(job)
+                ),
+                words=(ranks_of_sequence,),
             ),
         ),
     ),
@@ -133,30 +172,33 @@ _SLICE_RULES = (
                 when=lambda job: job.pipeline.can.file,
             ),
             Rule(
-                "--context-parallel-size above 1",
-                "each of its ranks has two pieces of the whole sequence, so that a slice's tokens would "
-                "be on some of them",
-                when=lambda job: job.parallel.context_parallel_size > 1,
-            ),
-            Rule(
                 "--window-size {window_size}",
                 "a token would see later ones, whose keys come with the next slice",
                 "give 0 as its second number",
                 when=lambda job: sees_later(job.attention.window_size),
             ),
             Rule(
-                "--experimental-attention-variant {experimental_attention_variant}",
-                "the state of such attention is not carried from slice to slice",
-                when=lambda job: (
-                    job.attention.experimental_attention_variant not in (None, "gated_delta_net")
-                ),
+                "--dsa-kernel-backend {dsa_kernel_backend}",
+                "its kernels know no keys before the first query",
+                when=lambda job: _is_sparse(job) and job.attention.dsa_kernel_backend != "none",
+            ),
+            Rule(
+                "--dsa-indexer-topk-freq {dsa_indexer_topk_freq}",
+                "layers look for the choice that they share by a mask that all of them get, and each "
+                "layer of a slice has its own",
+                when=lambda job: _is_sparse(job) and job.attention.dsa_indexer_topk_freq > 1,
+            ),
+            Rule(
+                "--sequence-parallel with sparse attention",
+                "that takes as many keys as queries there",
+                when=lambda job: _is_sparse(job) and job.parallel.sequence_ranks > 1,
             ),
             Rule(
                 "--disable-mamba-mem-eff-path",
                 "slices hand states to Mamba-2's fused kernel, which it leaves out",
                 when=lambda job: (
                     "M" in (job.model.hybrid_layer_pattern or "")
-                    and job.is_set("--disable-mamba-mem-eff-path")
+                    and job.argument("use_mamba_mem_eff_path") is False
                 ),
             ),
             Rule(
@@ -176,4 +218,47 @@ _SLICE_RULES = (
     ),
 )
 
-RULES = (*_ORDER_RULES, *_SLICE_RULES)
+_SHARED_SLICE_RULES = (
+    Rules(
+        title="With `--pipeline-slice-tokens` and context parallelism",
+        when=lambda job: _cuts(job) and job.parallel.context_parallel_size > 1,
+        subject="--pipeline-slice-tokens {pipeline_slice_tokens} with context parallelism",
+        rows=(
+            Rule(
+                "--num-attention-heads {num_attention_heads}",
+                "its ranks exchange tokens for whole heads, and {heads_of_rank} of a tensor-parallel rank "
+                "cannot be divided among {context_parallel_size}",
+                "give a --context-parallel-size that divides them",
+                when=lambda job: heads_of_rank(job) % job.parallel.context_parallel_size,
+                words=(heads_of_rank,),
+            ),
+            Rule(
+                "--cp-comm-type a2a+p2p",
+                "its ranks exchange heads in one level",
+                "choose a2a, with a --context-parallel-size of ranks within a node",
+            ),
+            Rule(
+                "--softmax-type {softmax_type}",
+                "each rank attends for a part of the heads, and the numbers for all would be added to them",
+                when=lambda job: job.attention.softmax_type != "vanilla",
+            ),
+            Rule(
+                "--mtp-num-layers",
+                "what it predicts from are tokens of the next rank, whose part of a slice comes after",
+                when=lambda job: job.model.mtp_num_layers,
+            ),
+            Rule(
+                "--hybrid-layer-pattern with M or G",
+                "Megatron's exchange for such layers takes the order of whole sequences",
+                when=has_states,
+            ),
+            Rule("--qk-clip", "the maximum of each head is counted where all heads are"),
+            Rule(
+                "--position-embedding-type mrope",
+                "such positions are divided by halves of the whole sequence",
+            ),
+        ),
+    ),
+)
+
+RULES = (*_ORDER_RULES, *_SLICE_RULES, *_SHARED_SLICE_RULES)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 
 from megatron_pp_ext.runtime.split import STORE, Owner
 from megatron_pp_ext.setting_error import SettingError
@@ -235,13 +236,31 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """The tokens of a unit that this rank of a context-parallel ``group`` has.
+
+    Of the unit's tokens, in their order, each rank has as many, one rank after the other.  ``ranges`` are
+    their places among the ``total`` that the rank has of the microbatch.
+    """
+
+    group: dist.ProcessGroup
+    ranges: tuple[tuple[int, int], ...]
+    total: int
+
+    def of(self, tokens: int) -> tuple[int, int]:
+        """Return where the part of this rank begins and ends among the ``tokens`` of the unit."""
+        rank, ranks = self.group.rank(), self.group.size()
+        return rank * tokens // ranks, (rank + 1) * tokens // ranks
+
+
+@dataclass(frozen=True, slots=True)
 class Slice:
     """The tokens from ``start`` to ``end`` of a sequence, while a stage works on them.
 
     ``sequence`` is what its slices share, None where it is whole.  A pack of several whole sequences starts
     at 0, too.  ``ranges`` are the places of the tokens among the ``total`` of the microbatch.
     ``sizes`` are the tokens of each sequence of a pack; they are empty where it is not known which sequences
-    the microbatch has.
+    the microbatch has.  ``share`` is this rank's part of it, None where the rank has all.
     """
 
     sequence: Sequence | None
@@ -250,6 +269,17 @@ class Slice:
     ranges: tuple[tuple[int, int], ...]
     total: int
     sizes: tuple[int, ...] = ()
+    share: Share | None = None
+
+    @property
+    def ranges_here(self) -> tuple[tuple[int, int], ...]:
+        """The places of the tokens that this rank has, among those of the microbatch that it has."""
+        return self.ranges if self.share is None else self.share.ranges
+
+    @property
+    def total_here(self) -> int:
+        """The tokens of the microbatch that this rank has."""
+        return self.total if self.share is None else self.share.total
 
 
 _running: Slice | None = None

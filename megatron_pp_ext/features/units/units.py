@@ -137,6 +137,12 @@ class Units:
             begin = end
         return tuple(chains)
 
+    @property
+    def are_alike(self) -> bool:
+        """Whether all microbatches are of one length, cut in one way."""
+        cuts = zip(self.documents, map(len, self.of_microbatch), strict=True)
+        return len(set(cuts)) == 1
+
     @cached_property
     def chain_of(self) -> tuple[range, ...]:
         """The chain of each unit, as the numbers of its units."""
@@ -157,8 +163,11 @@ class Units:
 
     @cached_property
     def names(self) -> tuple[UnitName, ...]:
-        """The name of each unit, for people."""
-        return tuple(UnitName(unit.microbatch, unit.slice) for unit in self.units)
+        """The name and the tokens of each unit, as schedules have them."""
+        return tuple(
+            UnitName(unit.microbatch, unit.slice, unit.prefix, unit.prefix + unit.tokens)
+            for unit in self.units
+        )
 
     def is_first(self, number: int) -> bool:
         """Whether no slice of the same document comes before the unit."""
@@ -235,14 +244,12 @@ def too_many(units: int) -> ValueError:
     )
 
 
-def equal_slices(microbatches: int, slices: int, tokens: int, rows: int = 1) -> Units:
-    """Return units for microbatches of one document of ``tokens`` tokens each, in equal ``slices``."""
-    tokens, slices = whole_number("tokens", tokens), whole_number("slices", slices, most=MOST_UNITS)
-    microbatches = whole_number("microbatches", microbatches, most=MOST_UNITS)
-    if slices * microbatches > MOST_UNITS:
-        raise too_many(slices * microbatches)
-    bounds = [tokens * number // slices for number in range(slices + 1)]
-    return cut_at([bounds] * microbatches, rows)
+def named_units(names: Sequence[UnitName], rows: int = 1) -> Units:
+    """Return the units of a schedule with these ``names``, whose microbatches are one document each."""
+    edges: dict[int, list[int]] = {}
+    for name in names:
+        edges.setdefault(name.microbatch, [0]).append(name.end)
+    return cut_at([edges[microbatch] for microbatch in range(len(edges))], rows)
 
 
 def cut_at(bounds: Sequence[Sequence[int]], rows: int = 1) -> Units:

@@ -60,7 +60,7 @@ def shapes_of(inputs: StepInputs, sizes: Iterable[tuple[int, int]]) -> tuple[Sha
     """
     config, groups = copy(inputs.config), inputs.groups
     config.variable_seq_lengths = False
-    shared = _sharing(inputs)
+    shared = sequence_ranks(inputs)
     ((_, _, *dimensions),) = stock_schedules.get_tensor_shapes(
         seq_length=shared,
         micro_batch_size=1,
@@ -77,11 +77,11 @@ def shapes_of(inputs: StepInputs, sizes: Iterable[tuple[int, int]]) -> tuple[Sha
 
 def sizes_of(inputs: StepInputs, shapes: Iterable[Shape]) -> list[tuple[int, int]]:
     """Return how many sequences units have whose messages have ``shapes``, and of how many tokens each."""
-    shared = _sharing(inputs)
+    shared = sequence_ranks(inputs)
     return [(rows, tokens * shared) for tokens, rows, *_ in shapes]
 
 
-def _sharing(inputs: StepInputs) -> int:
+def sequence_ranks(inputs: StepInputs) -> int:
     """Return how many ranks share each sequence of a message."""
     groups = inputs.groups
     return int(groups.cp.size() * (groups.tp.size() if inputs.config.sequence_parallel else 1))

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from megatron_pp_ext.features.pairs.order import Pairs
 from megatron_pp_ext.features.units import options as units_options
+from megatron_pp_ext.features.units.rules import may_share
 from megatron_pp_ext.features.vocabulary.options import choices
 from megatron_pp_ext.job import layers, options
 from megatron_pp_ext.job.layers import joined, spread
@@ -129,8 +130,11 @@ class Space:
         for slices in units_options.choices(self.job):
             if slices is None:
                 yield cut
-            elif cut.pipeline > 1 and cut.context == 1 and (slices.tokens or 0) % cut.tensor == 0:
-                yield replace(cut, options=(*cut.options, slices))
+                continue
+            ranks = cut.context * cut.tensor
+            is_divided = not (slices.tokens or 0) % ranks and not slices.length % ranks
+            if cut.pipeline > 1 and is_divided and may_share(cut.described(self.job)):
+                yield replace(cut, options=(*cut.options, replace(slices, multiple=ranks)))
 
     @property
     def _is_paired(self) -> bool:

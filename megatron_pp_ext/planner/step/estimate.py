@@ -9,6 +9,7 @@ from typing import NamedTuple
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.costs.optimizers import ModelState
+from megatron_pp_ext.costs.stages import cost_model, stage_costs
 from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.job import sizes
 from megatron_pp_ext.job.typed_job import Job
@@ -282,7 +283,7 @@ class StepModel:
         for addition in additions():
             activations = addition.activations(work, schedule, activations)
         # Messages and logits are those of a unit.
-        share = schedule.share
+        share = schedule.largest_share
         messages = [share * count for count in self.order.peak_messages]
         splits = schedule.splits_backward
         return tuple(
@@ -343,6 +344,11 @@ def _unflushed_pace(unflushed: Unflushed) -> Pace:
     return Pace(unflushed.seconds(unflushed.updating), pipeline, max(0.0, bubble))
 
 
+def planning_costs(job: Job) -> CostModel:
+    """Return the costs by which training plans slices of ``job``: its arithmetic, whatever the machine."""
+    return cost_model(job, lambda job, placement: stage_costs(job, placement, job.padded_vocabulary))
+
+
 def estimate_request(job: Job, system: System, request: Request, margin: float = MARGIN) -> Estimate:
     """Estimate a step of ``request``, the pipeline of ``job``, which must have a ``vocab_size``.
 
@@ -360,7 +366,7 @@ def estimate_request(job: Job, system: System, request: Request, margin: float =
             f"--pipeline-schedule {name} cannot be estimated before a run: use flex with "
             "--pipeline-memory-limit, or a schedule of mpp list"
         )
-    result = make(request, CostModel(lambda placement: work_on(placement).costs))
+    result = make(request, CostModel(lambda placement: work_on(placement).costs, planning_costs(job).at))
     work = work_on(result.schedule.placement)
     estimated = StepModel(work, Prepared(result.schedule), name, microbatches, margin).estimate()
     for addition in additions():

@@ -21,7 +21,6 @@ from megatron_pp_ext.features.units.units import (
     cut,
     cut_alike,
     cut_at,
-    equal_slices,
     whole,
 )
 from megatron_pp_ext.schedule import catalog
@@ -74,8 +73,6 @@ def test_counts(data):
         lambda: cut_alike([[[5]], [[count]]], 128),
         lambda: bounds(count, 2),
         lambda: bounds(30, count),
-        lambda: equal_slices(count, 2, 30),
-        lambda: equal_slices(2, count, 30),
         lambda: Planner(v(2), PLANNER.rates, multiple=count),
         lambda: Planner(v(2), PLANNER.rates, rows=count),
         lambda: LengthCosts.measured(COSTS, count),
@@ -145,7 +142,7 @@ def test_steps_that_are_too_large():
     refused(cut, [[1 << 31]], 512)
     refused(cut, [[MOST_UNITS]] * 2, 1)
     refused(bounds, 1 << 31, 1 << 31)
-    refused(PLANNER.plan, equal_slices(100_000, 2, 2))
+    refused(PLANNER.plan, cut_at([[0, 1, 2]] * 100_000))
 
 
 def test_numbers_of_any_type_are_read():

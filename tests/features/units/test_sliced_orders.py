@@ -1,6 +1,7 @@
 """Orders of slices: families keep their shape, list scheduling keeps limits and never gets stuck."""
 
 from dataclasses import replace
+from math import inf
 
 import numpy as np
 import pytest
@@ -15,20 +16,20 @@ from megatron_pp_ext.features.pairs.order import request_in_pairs
 from megatron_pp_ext.features.units.microbatches import Microbatches
 from megatron_pp_ext.features.units.options import Slices
 from megatron_pp_ext.features.units.plan import Planner
-from megatron_pp_ext.features.units.rates import LengthCosts, StageRates
-from megatron_pp_ext.features.units.sliced_orders import of_equal_slices
+from megatron_pp_ext.features.units.rates import OVERHEAD, LengthCosts, StageRates
 from megatron_pp_ext.features.units.units import (
     cut,
-    equal_slices,
+    cut_at,
     more,
+    named_units,
     ordered,
     require_chain_order,
     shifted,
 )
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.actions import Kind
+from megatron_pp_ext.schedule.actions import Kind, Schedule
 from megatron_pp_ext.schedule.check import check
-from megatron_pp_ext.schedule.costs import CostModel, Costs, SequenceMemory
+from megatron_pp_ext.schedule.costs import CostModel, Costs, SequenceMemory, UnitCosts
 from megatron_pp_ext.schedule.placement import Placement, linear, loop, v
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from tests.support.ranks import run_ranks
@@ -41,17 +42,37 @@ PLACEMENTS = some.sampled_from([linear(2), linear(3), v(2), v(3), loop(3, 2)])
 
 def step(name: str, ranks: int, microbatches: int, slices: int) -> Timeline:
     """The step with so many slices, whose rank does F, I and W of a microbatch in 1 each."""
-    request = named(name, ranks, microbatches).with_option(Slices(1, slices))
-    schedule = make(request).schedule
-    costs = Costs.per_rank(ranks, schedule.placement.chunks)
-    return simulate(schedule, of_equal_slices(costs, slices))
+    request = named(name, ranks, microbatches)
+    costs = Costs.per_rank(ranks, request.placement.chunks)
+    schedule = make(request.with_option(equal(slices)), CostModel.fixed(costs)).schedule
+    return simulate(schedule, of_equal(costs, slices, schedule) if schedule.units else costs)
+
+
+def equal(slices: int) -> Slices:
+    """So many slices of each sequence, of one token each, whose attention does not count."""
+    return Slices(1, slices, overhead=0.0, equal_at=inf)
+
+
+def of_equal(costs: Costs, slices: int, schedule: Schedule) -> UnitCosts:
+    """The costs of the slices of ``schedule``, where ``costs`` are those of a microbatch."""
+    return LengthCosts.measured(costs, slices, 1, inf).of(named_units(schedule.units))
+
+
+def shifted_step(name: str, ranks: int, microbatches: int, slices: int) -> Timeline:
+    """The same in the family's own order."""
+    request = named(name, ranks, microbatches)
+    costs = Costs.per_rank(ranks, request.placement.chunks)
+    units = cut_at([list(range(slices + 1))] * microbatches)
+    chunks = request.placement.chunks
+    schedule = shifted(catalog.build(name, ranks, len(units) + more(units), chunks), units)
+    return simulate(schedule, of_equal(costs, slices, schedule))
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("ranks", "microbatches", "slices"), [(2, 1, 2), (4, 6, 3), (3, 4, 4)])
 def test_families_take_slices_in_order_and_back_in_reverse(name, ranks, microbatches, slices) -> None:
-    units = equal_slices(microbatches, slices, slices)
-    schedule = make(named(name, ranks, microbatches).with_option(Slices(1, slices))).schedule
+    units = cut_at([list(range(slices + 1))] * microbatches)
+    schedule = make(named(name, ranks, microbatches).with_option(equal(slices))).schedule
     assert schedule.whole_microbatches == microbatches and schedule.microbatches == len(units)
     require_chain_order(schedule, units)
 
@@ -71,9 +92,18 @@ def test_families_take_unlike_units_in_any_order_of_chains(name, ranks, document
 def test_1f1b_in_slices_is_seq1f1b() -> None:
     """Rank 0 keeps p + k - 1 slices, and each rank's bubble is that of p - 1 slices (arXiv 2406.03488)."""
     for ranks, microbatches, slices in ((4, 8, 2), (8, 8, 4)):
-        timeline = step("1f1b", ranks, microbatches, slices)
+        timeline = shifted_step("1f1b", ranks, microbatches, slices)
         assert max(timeline.peak_microbatches) == pytest.approx((ranks + slices - 1) / slices)
         assert timeline.makespan == pytest.approx(3 * (microbatches + (ranks - 1) / slices))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("ranks", "microbatches", "slices"), [(4, 4, 4), (3, 5, 3), (4, 12, 2)])
+def test_a_family_is_never_longer_nor_fuller_than_its_own_order(name, ranks, microbatches, slices) -> None:
+    ours, own = (take(name, ranks, microbatches, slices) for take in (step, shifted_step))
+    assert ours.makespan <= own.makespan + 1e-9
+    for peak, of_family in zip(ours.peak_activations, own.peak_activations, strict=True):
+        assert peak <= of_family * (1 + 1e-6)
 
 
 def test_v_half_in_slices_is_shorter_and_keeps_less() -> None:
@@ -84,10 +114,10 @@ def test_v_half_in_slices_is_shorter_and_keeps_less() -> None:
 
 def test_flex_keeps_the_limit_and_is_no_longer_than_the_families() -> None:
     for limit in (0.25, 0.5):
-        request = named("flex", 4, 6, limit=limit).with_option(Slices(1, 4))
+        request = named("flex", 4, 6, limit=limit).with_option(equal(4))
         made = make(request, CostModel(lambda placement: Costs.per_rank(4, placement.chunks)))
-        costs = of_equal_slices(Costs.per_rank(4, made.schedule.placement.chunks), 4)
-        timeline = simulate(made.schedule, costs)
+        costs = Costs.per_rank(4, made.schedule.placement.chunks)
+        timeline = simulate(made.schedule, of_equal(costs, 4, made.schedule))
         assert max(timeline.peak_microbatches) <= 4 * limit + 1e-9
         assert made.lower_bound is not None and made.lower_bound <= timeline.makespan + 1e-9
         for name in NAMES:
@@ -210,17 +240,17 @@ def test_longest_documents_leave_no_holes() -> None:
 def test_a_file_that_takes_slices_in_another_order_is_refused() -> None:
     schedule = catalog.build("1f1b", 2, 4)
     with pytest.raises(ValueError, match="back in reverse"):
-        require_chain_order(schedule, equal_slices(2, 2, 2))
+        require_chain_order(schedule, cut_at([[0, 1, 2]] * 2))
     with pytest.raises(ValueError, match="for 4 units, but there are 6"):
-        require_chain_order(schedule, equal_slices(3, 2, 2))
+        require_chain_order(schedule, cut_at([[0, 1, 2]] * 3))
 
 
 def test_slices_go_with_pairs_and_a_split_head_but_not_with_copies() -> None:
     costs = Costs.per_rank(4, 1)
-    in_slices = named("1f1b", 4, 4).with_option(Slices(1, 4))
+    in_slices = named("1f1b", 4, 4).with_option(equal(4))
     split = make(replace(in_slices, splits_head=True), CostModel.fixed(costs)).schedule
     assert sum(action.kind is Kind.T for action in split) == 4 * 4 * 4
-    pairs = make(request_in_pairs(named("dualpipe-v", 4, 8)).with_option(Slices(1, 3))).schedule
+    pairs = make(request_in_pairs(named("dualpipe-v", 4, 8)).with_option(equal(3))).schedule
     assert pairs.paired and pairs.microbatches == 24
     with pytest.raises(ValueError, match="not copied to the host"):
         make(in_slices.with_option(OffloadRequest(0.5)), CostModel.fixed(costs))
@@ -256,3 +286,26 @@ def test_peaks_are_those_of_the_plan(shape: type[Placement]) -> None:
     for number, (schedule, costs, _) in enumerate(cases):
         planned = simulate(schedule, costs).peak_memory
         assert [of_rank[number][1] for of_rank in found] == [round(peak) for peak in planned]
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("part", [0.25, 0.5])
+def test_units_are_finer_where_a_limit_holds_few(ranks, part):
+    """Packs as large as a microbatch wait for memory in any order, and so do few large slices."""
+    placement = v(ranks)
+    planner = Planner(placement, LengthCosts.with_attention(Costs.per_rank(ranks, 2), 1), overhead=OVERHEAD)
+    for documents, most in (([[1024] * 8] * 2 * ranks, 1.13), ([[32_768]] * 2 * ranks, 1.11)):
+        limits = [part * ranks * sum(documents[0])] * ranks
+        units = planner.cut(documents, 8192)
+        finer = planner.finer(units, limits)
+        assert finer.documents == units.documents
+        before, plan = (planner.plan(each, "rule", limits=limits).seconds for each in (units, finer))
+        assert plan <= before
+        assert plan / (sum(planner.rates.work(Microbatches.of(documents))) / ranks) < most
+    assert planner.finer(units, [inf] * ranks) is units
+
+
+def test_units_that_do_not_wait_stay(ranks=4):
+    planner = Planner(v(ranks), LengthCosts.with_attention(Costs.per_rank(ranks, 2), 1))
+    units = planner.cut([[131_072], [65_536], [8192] * 8] * 4, 8192)
+    assert planner.finer(units, [65_536 * 4.0] * ranks) is units

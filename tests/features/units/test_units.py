@@ -9,22 +9,24 @@ from hypothesis import strategies as some
 
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.features.units.microbatches import Microbatches, drawn_step, read_distribution, read_step
-from megatron_pp_ext.features.units.options import Ordering, Slices, are_by_length, slices, with_order
-from megatron_pp_ext.features.units.units import By, Piece, Unit, Units, bounds, cut, equal_slices, ordered
+from megatron_pp_ext.features.units.options import Ordering, Slices, are_by_length, read_tokens, with_order
+from megatron_pp_ext.features.units.units import By, Piece, Unit, Units, bounds, cut, named_units, ordered
 from megatron_pp_ext.job import call, pipeline
 from megatron_pp_ext.job.model_config import in_words_of_call
+from megatron_pp_ext.megatron.by_call import read
 from tests.features.units.test_choice import asked
 
 DOCUMENTS = some.lists(some.lists(some.integers(1, 5000), min_size=1, max_size=6), min_size=1, max_size=6)
 
 
-def test_equal_slices_of_a_microbatch_are_a_chain() -> None:
-    units = equal_slices(2, 4, 4096, rows=2)
+def test_slices_of_a_microbatch_are_a_chain() -> None:
+    units = cut([[4096]] * 2, 1024, rows=2)
     assert units.tokens == (2048,) * 8
     assert units.backwards == (3, 2, 1, 0, 7, 6, 5, 4)
     assert [unit.prefix for unit in units.units] == [0, 1024, 2048, 3072] * 2
     assert sum(units.squares) == 2 * 2 * 4096**2
     assert list(map(str, units.names))[3:5] == ["0.3", "1.0"]
+    assert named_units(units.names, rows=2) == units
 
 
 @given(DOCUMENTS, some.integers(1, 3000), some.sampled_from(["tokens", "cost"]), some.randoms())
@@ -133,7 +135,7 @@ def test_a_step_is_read_from_json_and_from_text(text, tmp_path):
         ("[]", "there are no microbatches"),
         ("[[1], []]", "microbatch 1 has no documents"),
         ("[[1], [2.5]]", "microbatch 1 has the length 2.5"),
-        ("[[true]]", "the length true"),
+        ("[[true]]", "the length True"),
         ("[[0]]", "the length 0, but a document has 1 to"),
         ("[[99999999999]]", "the length 99999999999"),
         ("[1, 2]", "must be a list of lists"),
@@ -178,10 +180,25 @@ def test_slices_keep_the_limit_of_a_compiled_order() -> None:
 def test_a_length_that_cannot_be() -> None:
     for tokens in (0, -1, True, 2.5, "some"):
         with pytest.raises(ValueError, match="must be a whole number from 1 on, or auto"):
-            slices(tokens, 8)
-    with pytest.raises(ValueError, match="does not divide the 8 tokens"):
-        slices(3, 8)
-    assert slices("auto", 8) == Slices(None)
+            read_tokens(tokens)
+    assert read_tokens("auto") is None
+
+
+@pytest.mark.parametrize("order", [None, "search"])
+@pytest.mark.parametrize(("ranks", "limit"), [(8, 0.25), (2, 0.25)])
+def test_a_call_makes_no_schedule_of_whole_microbatches(ranks: int, limit: float, order: str | None) -> None:
+    """Its plan has a few slices of each sequence; with an order a limit is raised to one sequence."""
+    arguments = {"slice_tokens": 4096} if order is None else {"slice_tokens": 4096, "order": order}
+    installed = read("flex", ranks=ranks, microbatches=2 * ranks, memory_limit=limit, **arguments)
+    if ranks == 2 and order is None:
+        with pytest.raises(ValueError, match=r"give at least 0\.5"):
+            installed.pipeline()
+        return
+    pipeline, in_force = installed.pipeline()
+    assert pipeline.source is not None
+    assert pipeline.source.ordinary.microbatches == 4 * 2 * ranks
+    assert in_force.peak == pytest.approx(max(1, limit * ranks), rel=0.1)
+    assert "4 slices of each sequence until the model is known" in in_force.line
 
 
 def test_a_flag_that_is_no_number() -> None:
@@ -189,13 +206,12 @@ def test_a_flag_that_is_no_number() -> None:
         asked("--pipeline-schedule v-half --pipeline-slice-tokens many")
 
 
-def test_a_step_that_is_planned_needs_no_divisor() -> None:
+def test_slices_need_not_divide_the_sequence() -> None:
     given = asked("--pipeline-schedule flex --pipeline-memory-limit 0.5 --pipeline-slice-tokens 5000")
-    with pytest.raises(ValueError, match="does not divide"):
-        pipeline.read(given, 1)
     planned = pipeline.read(given.with_arguments(pipeline_order="search"), 1)
     assert are_by_length(planned)
-    assert planned.option(Slices) == Slices(5000)
+    for request in (pipeline.read(given, 1), planned):
+        assert request.option(Slices) == Slices(5000, given.model.seq_length)
 
 
 @pytest.mark.parametrize("more", [{"offload": 0.5}, {"offload": "auto"}, {"vocabulary": "shared"}])

@@ -22,8 +22,21 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import unwrap_model
 
+from megatron_pp_ext.features.units.megatron.context_parallel import (
+    exchange_heads,
+    exchange_tokens,
+    has_ranks,
+    of_this_rank,
+    require_dealt,
+)
 from megatron_pp_ext.features.units.megatron.mtp import keep_wholes, refused_model, repeated
-from megatron_pp_ext.features.units.megatron.states import carry_states, is_recurrent
+from megatron_pp_ext.features.units.megatron.states import (
+    carry_states,
+    is_recurrent,
+    is_sparse,
+    mask_of_sparse,
+    share_indexer,
+)
 from megatron_pp_ext.features.units.runtime import Slice, running
 from megatron_pp_ext.setting_error import SettingError
 
@@ -50,6 +63,7 @@ class Calls:
                 self.refused = self.refused or carry_states(module)
             if isinstance(module, RotaryEmbedding):
                 _hook(module, _from_start)
+                _hook_after(module, _rows_of_rank)
             if isinstance(module, YarnRotaryEmbedding):
                 stock = module.get_cached_cos_sin
                 if getattr(stock, "func", None) is not _part_of_cached:
@@ -64,6 +78,9 @@ class Calls:
             self.refused = self.refused or _refused_kind(getattr(part, "attn_mask_type", None))
         self.reads_masks = self.reads_masks or not _is_of_engine(attention)
         _hook(attention, with_prefix)
+        _hook_after(attention, _of_own_tokens)
+        if is_sparse(attention):
+            self.refused = self.refused or share_indexer(attention)
         if isinstance(attention, DotProductAttention):
             # Its kernel knows as many keys as queries.
             attention.scale_mask_softmax.scaled_masked_softmax_fusion = False
@@ -76,6 +93,11 @@ class Calls:
 def _hook(module: torch.nn.Module, function: Callable[..., Any]) -> None:
     if function not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(function, with_kwargs=True)
+
+
+def _hook_after(module: torch.nn.Module, function: Callable[..., Any]) -> None:
+    if function not in module._forward_hooks.values():
+        module.register_forward_hook(function, with_kwargs=True, always_call=True)
 
 
 class Call:
@@ -136,6 +158,7 @@ def _with_part_of_batch(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         return None
     arguments = named(module, args, kwargs)
     if _call.arguments is None:
+        require_dealt(arguments, _ALONG_LAST)
         _call.note(arguments)
     if _call.of.reads_masks:
         require_hidden(arguments, part)
@@ -162,18 +185,27 @@ def named(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 def with_prefix(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     """Let attention see the keys and values of the whole sequence up to the slice's end."""
     part = running()
-    if part is None or part.sequence is None:
+    if part is None or (part.sequence is None and part.share is None):
         return None
     arguments = named(module, args, kwargs)
     if why := _refused_kind(arguments.get("attn_mask_type")):
         raise SettingError(why)
+    if part.share is not None:
+        exchange_heads(module, arguments, part)
     for what in ("key", "value"):
-        arguments[what] = part.sequence.grown(
-            (module, what), arguments[what], part.start, calls_in_forward(module)
-        )
+        if part.sequence is None or arguments[what] is None:
+            continue  # a whole sequence, or values that are parts of the keys
+        calls = calls_in_forward(module)
+        arguments[what] = part.sequence.grown((module, what), arguments[what], part.start, calls)
     if part.start:
         _mask(module, arguments, part)
     return (), arguments
+
+
+def _of_own_tokens(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    """Let attention return what this rank's tokens get; also where it has failed, to leave it as it was."""
+    part = running()
+    return None if part is None or part.share is None else exchange_tokens(module, part, output)
 
 
 def calls_in_forward(module: torch.nn.Module | None) -> int:
@@ -185,11 +217,13 @@ def _mask(module: torch.nn.Module, arguments: dict[str, Any], part: Slice) -> No
     """Let the slice's first token see all tokens before it: the diagonal ends at the last row and column."""
     if arguments.get("attn_mask_type") == AttnMaskType.causal and _is_of_engine(module):
         arguments["attn_mask_type"] = AttnMaskType.causal_bottom_right  # whatever mask is given besides
-    if arguments.get("attention_mask") is not None or _is_of_engine(module):
+    if not is_sparse(module) and (arguments.get("attention_mask") is not None or _is_of_engine(module)):
         return
     device = arguments["query"].device
     rows = torch.arange(part.start, part.end, device=device)[:, None]
     arguments["attention_mask"] = (torch.arange(part.end, device=device) > rows)[None, None]
+    if is_sparse(module):
+        mask_of_sparse(arguments, arguments["attention_mask"])
 
 
 def _refused_kind(kind: Any) -> str:
@@ -213,7 +247,21 @@ def _from_start(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     if part is None:
         return None
     arguments = named(module, args, kwargs)
-    return (), {**arguments, "offset": arguments.get("offset", 0) + part.start}
+    changes: dict[str, Any] = {"offset": arguments.get("offset", 0) + part.start}
+    if has_ranks(module):
+        changes["packed_seq"] = True  # with all positions, of which ``_rows_of_rank`` takes this rank's
+    return (), {**arguments, **changes}
+
+
+def _rows_of_rank(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    """Let rotary positions be those of this rank's tokens."""
+    part = running()
+    if part is None or output is None or not has_ranks(module):
+        return None
+    if isinstance(output, tuple):  # with a factor
+        table, *factors = output
+        return (of_this_rank(table, part), *factors)
+    return of_this_rank(output, part)
 
 
 def _part_of_cached(stock: Callable[..., Any], length: int, *more: Any, **named: Any) -> Any:
@@ -221,7 +269,9 @@ def _part_of_cached(stock: Callable[..., Any], length: int, *more: Any, **named:
     part = running()
     if part is None:
         return stock(length, *more, **named)
-    return tuple(table[part.start : part.end] for table in stock(part.end, *more, **named))
+    if has_ranks(stock.__self__):  # type: ignore[attr-defined]
+        named["packed_seq"] = True
+    return tuple(of_this_rank(table, part, part.start) for table in stock(part.end, *more, **named))
 
 
 _ALONG_LAST = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
@@ -278,16 +328,16 @@ def require_hidden(arguments: dict[str, Any], part: Slice) -> None:
 
 def _require_square(mask: torch.Tensor, part: Slice) -> None:
     for size in mask.shape[-2:]:
-        _require_tokens("attention_mask", size, part)
+        _require_tokens("attention_mask", size, part.total)
 
 
 def _cut(name: str, value: Any, part: Slice) -> Any:
     if name in _ALONG_LAST and isinstance(value, torch.Tensor):
-        _require_tokens(name, value.shape[-1], part)
-        return _joined([value[..., begin:end] for begin, end in part.ranges], -1)
+        _require_tokens(name, value.shape[-1], part.total_here)
+        return _joined([value[..., begin:end] for begin, end in part.ranges_here], -1)
     if name == "decoder_input" and isinstance(value, torch.Tensor):
-        _require_tokens(name, len(value), part)
-        return _joined([value[begin:end] for begin, end in part.ranges], 0)
+        _require_tokens(name, len(value), part.total_here)
+        return _joined([value[begin:end] for begin, end in part.ranges_here], 0)
     if name == "attention_mask" and isinstance(value, torch.Tensor) and len(part.ranges) == 1:
         _require_square(value, part)
         ((begin, end),) = part.ranges
@@ -324,10 +374,10 @@ def _joined(parts: list[torch.Tensor], dimension: int) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dimension)
 
 
-def _require_tokens(name: str, tokens: int, part: Slice) -> None:
-    if tokens != part.total:
+def _require_tokens(name: str, tokens: int, total: int) -> None:
+    if tokens != total:
         raise ValueError(
-            f"the step was planned for {part.total} tokens of a microbatch, and its {name} has {tokens}; let "
+            f"the step was planned for {total} tokens of a microbatch, and its {name} has {tokens}; let "
             "lengths count all tokens of a row, padding included, and give as many rows as micro_batch_size"
         )
 
@@ -335,6 +385,8 @@ def _require_tokens(name: str, tokens: int, part: Slice) -> None:
 def _pack(params: PackedSeqParams, part: Slice) -> PackedSeqParams | None:
     """Return the lengths of the documents of a pack; None for one document, whose attention needs none."""
     assert params.cu_seqlens_q is not None
+    if part.share is not None and len(part.sizes) > 1:
+        return None  # attention gets them after the exchange of heads
     if len(part.sizes) == 1:
         # Padding repeats the last end.
         if not _is_of_several(part) and len(ends := params.cu_seqlens_q) > 2 and len(ends.unique()) > 2:
@@ -347,6 +399,8 @@ def _pack(params: PackedSeqParams, part: Slice) -> PackedSeqParams | None:
         [0, *accumulate(part.sizes)], dtype=params.cu_seqlens_q.dtype, device=params.cu_seqlens_q.device
     )
     longest, names = max(part.sizes), {field.name for field in fields(params)}
+    # Of the number of tokens Megatron makes that of the document of each, for Mamba-2.
+    is_numbered = any(getattr(params, name, None) is not None for name in ("total_tokens", "seq_idx"))
     return replace(
         params,
         cu_seqlens_q=ends,
@@ -354,5 +408,5 @@ def _pack(params: PackedSeqParams, part: Slice) -> PackedSeqParams | None:
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         **dict.fromkeys(names.intersection(_OTHERS)),
-        **({"total_tokens": sum(part.sizes)} if getattr(params, "total_tokens", None) else {}),
+        **({"total_tokens": sum(part.sizes)} if is_numbered else {}),
     )

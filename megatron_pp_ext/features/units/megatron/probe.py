@@ -26,6 +26,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron_pp_ext.features.units import runtime as prefixes
 from megatron_pp_ext.features.units.megatron.agreement import seen_by_any
+from megatron_pp_ext.features.units.megatron.context_parallel import why_not_shared, without_group
 from megatron_pp_ext.features.units.megatron.layers import Calls, calls_in_forward, cut, named, with_prefix
 from megatron_pp_ext.features.units.megatron.states import is_recurrent
 from megatron_pp_ext.features.units.options import SLICE_FLAG
@@ -64,13 +65,19 @@ def require_known_operations(
     if all(model in _passed for model in models):
         return
     refused, unknown = {call.refused for call in calls} - {""}, set[str]()
+    if inputs.groups.cp.size() > 1:
+        refused |= {
+            f"context-parallel ranks cannot share slices of this model: {why}; leave out {SLICE_FLAG}"
+            for why in filter(None, map(why_not_shared, models))
+        }
     tensor = int(inputs.groups.tp.size()) if inputs.config.sequence_parallel else 1
     positions = min(int(getattr(model, "max_sequence_length", 2 * MOST)) for model in models)
     tokens = max(1, min(MOST, slice_tokens, positions // 2) // tensor) * tensor
     for chunk, model in enumerate(models if is_requested and not refused else ()):
         try:
             with as_chunk(chunk if len(models) > 1 else None), _aside(model):
-                _Probe(model, inputs.config, tokens, inputs.groups.tp.rank() % tensor, tensor).run()
+                rank = inputs.groups.tp.rank() % tensor
+                _Probe(model, inputs.config, tokens, rank, tensor, inputs.groups.cp.size() > 1).run()
         except _Defect as error:
             refused.add(
                 f"slices of sequences cannot train this model: {error}; leave out {SLICE_FLAG}, or add "
@@ -89,12 +96,15 @@ class _Probe:
     """Runs one ``model`` on two slices of so many ``tokens``.
 
     Under sequence parallelism hidden states have a part of the tokens, that of ``rank`` of so many ``ranks``.
+    ``is_shared`` is whether context-parallel ranks share slices: here each has all tokens.
     """
 
-    def __init__(self, model: Any, config: Any, tokens: int, rank: int, ranks: int) -> None:
+    def __init__(
+        self, model: Any, config: Any, tokens: int, rank: int, ranks: int, is_shared: bool = False
+    ) -> None:
         self.model, self.config = model, config
         self.tokens, self.whole = tokens, range(2 * tokens)
-        self.rank, self.ranks = rank, ranks
+        self.rank, self.ranks, self.is_shared = rank, ranks, is_shared
         self.poisoned = len(self.whole) // 4
         self.device = device()
         self.is_first = bool(getattr(model, "pre_process", True))
@@ -183,6 +193,7 @@ class _Probe:
                 stack.callback(handle.remove)
 
             for key, layer in layers.items():
+                stack.enter_context(without_group(layer))
                 add(layer.register_forward_pre_hook(partial(_note, calls[key]), with_kwargs=True))
                 add(layer.register_forward_hook(lambda module, args, output: _zeros(output)))
             for router in (module for module in self.model.modules() if isinstance(module, Router)):
@@ -204,7 +215,7 @@ class _Probe:
             stack.callback(self.model.set_input_tensor, [None])
             self.model.set_input_tensor([hidden])
             arguments = self._arguments(tokens)
-            if tokens.start:
+            if tokens.start or self.is_shared:  # context-parallel ranks would divide positions of the whole
                 part = _slice(None, tokens)
                 stack.enter_context(at_work_on(part))
                 arguments = cut(self._arguments(self.whole), part)
@@ -247,13 +258,15 @@ class _Probe:
         """
         drawn = {
             what: _drawn(call[what].shape, seed).to(call[what])
-            for seed, what in enumerate(("query", "key", "value"))
+            for seed, what in enumerate(("query", "key", "value", "x", "qr"))  # the last are an indexer's
+            if call.get(what) is not None
         }
-        whole, parts = attention.forward(**{**call, **drawn}), list[torch.Tensor]()
+        with without_group(attention):
+            whole, parts = attention.forward(**{**call, **drawn}), list[torch.Tensor]()
         sequence = prefixes.Sequence(Owner(0, 0), len(self.whole))
         for tokens in (self.whole[: self.tokens], self.whole[self.tokens :]):
             cut = {what: value[tokens.start : tokens.stop] for what, value in drawn.items()}
-            with at_work_on(_slice(sequence, tokens)):
+            with at_work_on(_slice(sequence, tokens)), without_group(attention):
                 _, arguments = with_prefix(attention, (), {**call, **cut})
                 parts.append(attention.forward(**arguments))
         if error := _error(whole, torch.cat(parts)):

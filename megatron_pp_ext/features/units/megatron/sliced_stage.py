@@ -10,7 +10,9 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules as stock_schedules
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
+from megatron_pp_ext.features.units.megatron.context_parallel import Parts, dealt_by
 from megatron_pp_ext.features.units.megatron.layers import Call, Calls, calling
+from megatron_pp_ext.features.units.megatron.states import indexers_count
 from megatron_pp_ext.features.units.options import SLICE_FLAG
 from megatron_pp_ext.features.units.runtime import Sequence, Slice, at_work_on
 from megatron_pp_ext.features.units.units import Units
@@ -121,6 +123,7 @@ class SlicedStage(ModelStage):
     ) -> None:
         super().__init__(*about, **named)
         self._units, self._calls = units, calls[self._chunk]
+        self._parts = Parts(units, getattr(self.inputs.groups, "cp", None))
         self._knows_documents = knows_documents
         self._microbatches: dict[int, _Microbatch] = {}
         self._sequences: dict[int, Sequence] = {}
@@ -142,6 +145,7 @@ class SlicedStage(ModelStage):
             self._units.positions(unit),
             sum(self._units.documents[entry.microbatch]),
             sizes if self._knows_documents else (),
+            self._parts.share(unit),
         )
         return self._microbatches[entry.microbatch], part
 
@@ -152,10 +156,12 @@ class SlicedStage(ModelStage):
             if state.call.arguments is not None:
                 return model(**state.call.again()), None
             step = self.inputs.forward_step_func
-            output, state.loss_function = step_of_one_call(step, iterator, model, SLICE_FLAG)
+            with dealt_by(self._parts.dealing(self._units.units[unit].microbatch)):
+                output, state.loss_function = step_of_one_call(step, iterator, model, SLICE_FLAG)
             return output, None
 
-        with calling(state.call), at_work_on(part), of_part(self._share(unit)):
+        share, config = self._share(unit), self.inputs.config
+        with calling(state.call), at_work_on(part), of_part(share), indexers_count(share, config, False):
             output, _ = self._stock_forward(forward_step, unit, activation, [])
         if part.sequence is not None:
             part.sequence.end_forward(part.end)
@@ -199,12 +205,12 @@ class SlicedStage(ModelStage):
         like = next(output for output in outputs if output is not None)
         if len(self._units.documents[microbatch]) == 1 and not any(output is None for output in outputs):
             return torch.cat([output for output in outputs if output is not None], dim=1)
-        tokens = sum(self._units.documents[microbatch])
+        tokens = self._parts.total(microbatch)
         whole = like.new_zeros(len(like), tokens, *like.shape[2:])
         for number, output in zip(numbers, outputs, strict=True):
             if output is not None:
                 begin = 0
-                for first, end in self._units.positions(number):
+                for first, end in self._parts.ranges(number):
                     whole[:, first:end] = output[:, begin : begin + end - first]
                     begin += end - first
         return whole
@@ -213,7 +219,8 @@ class SlicedStage(ModelStage):
         state, part = self._slice(unit)
         if self._is_last:
             gradient = self._part_of_gradient(state, unit, part)
-        with at_work_on(part), of_part(self._share(unit), self.inputs.config):
+        share, config = self._share(unit), self.inputs.config
+        with at_work_on(part), of_part(share, config), indexers_count(share, config, True):
             of_input = super()._backward(unit, gradient)
         self._end(unit, is_chain_over=self._units.is_first(unit))
         return of_input
@@ -247,7 +254,7 @@ class SlicedStage(ModelStage):
                 ]
         if not of_chain.has_all and chain[0] not in state.sums:
             state.sums[chain[0]] = self._sums(of_chain.gradient, chain)
-        parts = [of_chain.gradient[:, begin:end] for begin, end in part.ranges]
+        parts = [of_chain.gradient[:, begin:end] for begin, end in part.ranges_here]
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _sums(self, gradient: torch.Tensor, chain: range) -> torch.Tensor:
@@ -256,7 +263,7 @@ class SlicedStage(ModelStage):
         Half of the digits of fp32 are for the sums within a loss function, whose order may change, and each
         number is rounded as gradients of its kind are.
         """
-        parts = [gradient[:, begin:end] for unit in chain for begin, end in self._units.positions(unit)]
+        parts = [gradient[:, begin:end] for unit in chain for begin, end in self._parts.ranges(unit)]
         sums = torch.stack([part.sum(dtype=torch.float32) for part in parts])
         norms = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts])
         norm, count = torch.linalg.vector_norm(norms), sum(part.numel() for part in parts)

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_pp_ext.compiler.limits import without_messages
 from megatron_pp_ext.compiler.make import make
-from megatron_pp_ext.compiler.request import Request, evaluation
+from megatron_pp_ext.compiler.request import evaluation
 from megatron_pp_ext.features.units.megatron.agreement import (
     Agreed,
     Documents,
@@ -47,13 +46,14 @@ from megatron_pp_ext.features.units.options import (
     are_by_length,
 )
 from megatron_pp_ext.features.units.orders import by_rule
-from megatron_pp_ext.features.units.plan import BUDGET, Planner, Template
+from megatron_pp_ext.features.units.plan import BUDGET, Plan, Planner, Template
 from megatron_pp_ext.features.units.rates import OVERHEAD
-from megatron_pp_ext.features.units.units import Units, cut_alike, in_order_of
+from megatron_pp_ext.features.units.sliced_orders import SlicePlanner, limits_of, without_units
+from megatron_pp_ext.features.units.units import Units, cut_alike, in_order_of, named_units
 from megatron_pp_ext.megatron.requested import Pipeline
 from megatron_pp_ext.megatron.runners.flushed import Step, StepPart, require_same_schedule
 from megatron_pp_ext.megatron.runners.model_stage import StepInputs
-from megatron_pp_ext.megatron.runners.transport import shapes_of, sizes_of
+from megatron_pp_ext.megatron.runners.transport import sequence_ranks, shapes_of, sizes_of
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.runtime.rank import print_rank_0
 from megatron_pp_ext.schedule import catalog
@@ -83,12 +83,7 @@ def in_units(pipeline: Pipeline) -> StepPart:
     request = pipeline.request
     ordering, slices = request.option(Ordering), request.option(Slices)
     if slices is not None:
-        if are_by_length(request):
-            assert ordering is not None
-            return ByLength(pipeline, slices, ordering).step
-        if slices.tokens is not None and slices.count > 1:
-            return EqualSlices(slices, request.option(Unchecked) is None).step
-        return lambda step: nullcontext()
+        return InSlices(pipeline, slices, ordering or Ordering("given")).step
     if ordering is None:
         return Unordered(pipeline).step
     return Ordered(pipeline, ordering).step if ordering.how != "given" else lambda step: nullcontext()
@@ -230,20 +225,53 @@ class Ordered(PlannedSteps):
         return schedule.splits_backward and not config.fine_grained_activation_offloading
 
 
-class ByLength(PlannedSteps):
-    """Cuts sequences of unlike length by ``slices``, and plans the units of all microbatches.
+class InSlices(PlannedSteps):
+    """Cuts sequences by ``slices``, and plans the units of all microbatches.
 
-    Evaluations run whole sequences where lengths are not known, and as long as no step has chosen the tokens
-    of a unit.
+    Without an order all sequences have the length of the model's, and the schedule of the step is planned for
+    that already.  With one, each step is planned from the lengths of its own.  Evaluations then run whole
+    sequences where lengths are not known, and as long as no step has chosen the tokens of a unit.
     """
 
     def __init__(self, pipeline: Pipeline, slices: Slices, ordering: Ordering) -> None:
         super().__init__(pipeline, ordering)
-        self._tokens = slices.tokens
+        self._slices, self._tokens = slices, slices.tokens
+        self._is_by_length = are_by_length(pipeline.request)
         self._is_checked = pipeline.request.option(Unchecked) is None
         self._calls: list[Calls] = []
+        self._family = without_units(self.request)
         self._of_family = lru_cache(maxsize=_CACHED)(self._make)
+        self._is_compared = False
         self._of_evaluation = lru_cache(maxsize=_CACHED)(self._make_evaluation)
+
+    @contextmanager
+    def step(self, step: Step) -> Iterator[None]:
+        """See ``PlannedSteps``; without an order nothing is read ahead, and nothing agreed."""
+        if self._is_by_length:
+            with super().step(step):
+                yield
+            return
+        if step.schedule.units:
+            self.prepare(step)
+            units = named_units(step.schedule.units, step.inputs.samples)
+            _require_length(step.inputs, self._slices.length)
+            self._cut(step, units)
+        yield
+
+    def _cut(self, step: Step, units: Units, changes: list[torch.Tensor] | None = None) -> None:
+        """Let the stages of the step compute ``units``."""
+        inputs = step.inputs
+        inputs.shape = ()
+        # After a prediction before the last stage a message has the hidden states of several tokens.
+        if not inputs.config.mtp_standalone:
+            inputs.shapes = shapes_of(inputs, ((units.rows, unit.tokens) for unit in units.units))
+        step.make_stage = partial(
+            SlicedStage,
+            units=units,
+            calls=self._calls,
+            knows_documents=changes is not None and units.rows == 1,
+            changes=changes,
+        )
 
     @property
     def evaluates(self) -> bool:  # type: ignore[override]
@@ -278,30 +306,23 @@ class ByLength(PlannedSteps):
         inputs = step.inputs
         pipelines = of_all(agreed.own, inputs)
         with without_collection():
-            units, schedule = self.plan(agreed, pipelines, inputs)
+            units, schedule = self.plan(agreed, pipelines, step)
         step.may_move_weights = True  # replicas have other lengths, and so other orders
-        inputs.shape = ()
-        # After a prediction before the last stage a message has the hidden states of several tokens.
-        if not inputs.config.mtp_standalone:
-            inputs.shapes = shapes_of(inputs, ((units.rows, unit.tokens) for unit in units.units))
         changes: list[torch.Tensor] = []
-        step.make_stage = partial(
-            SlicedStage, units=units, calls=self._calls, knows_documents=units.rows == 1, changes=changes
-        )
+        self._cut(step, units, changes)
         numbers, in_order = units.of_microbatch, range(inputs.microbatches)
         reads = sorted(in_order, key=lambda microbatch: numbers[microbatch][0])
         ends = sorted(in_order, key=lambda microbatch: numbers[microbatch][-1])
         return PlannedStep(schedule, reads, ends, lambda: _summed_over_documents(changes), inputs.announces)
 
-    def plan(
-        self, agreed: Agreed, pipelines: Sequence[Documents], inputs: StepInputs
-    ) -> tuple[Units, Schedule]:
+    def plan(self, agreed: Agreed, pipelines: Sequence[Documents], step: Step) -> tuple[Units, Schedule]:
         """Return this pipeline's units of a step, and the order of them.
 
         ``pipelines`` are those that run this order, because they share experts.  The first step chooses the
         tokens of a unit, where that is left open.
         """
-        multiple = int(inputs.groups.tp.size()) if inputs.config.sequence_parallel else 1
+        inputs = step.inputs
+        multiple = sequence_ranks(inputs)
         for documents in pipelines:
             _require_rows(documents, inputs)
             _require_divisible(documents, multiple)
@@ -314,58 +335,38 @@ class ByLength(PlannedSteps):
             rows=inputs.samples,
         )
         whole = planner.whole(agreed.planned)
+        request = replace(self._family, free=tuple(step.free) or None)
+        steps = SlicePlanner(request, planner, self._of_family, is_raised=True)
         if self._tokens is None:
-            self._tokens = self._chosen(planner, _of_rows(agreed.planned, inputs), whole)
-        mine: Units | None = None
-        if len(pipelines) == 1:
-            units = planner.cut(_of_rows(agreed.own, inputs), self._tokens)
-        else:
+            self._tokens = steps.chosen(_of_rows(agreed.planned, inputs), whole)
+        units, mine = planner.cut(_of_rows(agreed.own, inputs), self._tokens), None
+        if len(pipelines) > 1:
             every = [_of_rows(documents, inputs) for documents in pipelines]
-            units, of_pipelines = cut_alike(every, self._tokens, multiple, inputs.samples)
-            mine = of_pipelines[pipelines.index(agreed.own)]
+            alike, of_pipelines = cut_alike(every, self._tokens, multiple, inputs.samples)
+            units, by_cost, mine = alike, units, of_pipelines[pipelines.index(agreed.own)]
         if inputs.forward_only:
             plan = planner.in_given_order(self._of_evaluation, units)
-        elif self.request.is_compiled:
-            limits = limits_of(self.request, planner, units, whole)
-            plan = planner.plan(planner.finer(units, limits), self.ordering.how, limits=limits)
         else:
-            plan = planner.in_family(self._of_family, units)
+            plan = steps.plan(units, self.ordering.how, whole)
+            if mine is not None and not self._is_compared:
+                self._is_compared = True
+                self._compare(plan, steps.plan(by_cost, "rule", whole))
         return plan.units if mine is None else in_order_of(plan.units, mine), planner.timed(plan).schedule
 
-    def _chosen(self, planner: Planner, documents: Documents, whole: Units) -> int:
-        """Return the tokens of a unit with which a step of these ``documents`` is shortest."""
-        if not self.request.is_compiled:
-            return planner.chosen_in_family(self._of_family, documents)
-        limits = limits_of(self.request, planner, planner.cut(documents, SMALLEST), whole)
-        return planner.chosen_tokens(documents, limits)
+    def _compare(self, alike: Plan, by_cost: Plan) -> None:
+        """Log what it costs that pipelines which share experts run slices of equal tokens."""
+        print_rank_0(
+            f"megatron_pp_ext: pipelines that share experts run one order, in {len(alike.units)} slices of "
+            f"equal tokens; alone this one would take {1 - by_cost.seconds / alike.seconds:.1%} less time in "
+            f"{len(by_cost.units)} slices of equal cost, by simulation"
+        )
 
     def _make(self, microbatches: int) -> Schedule:
         """Return the schedule of the family for so many microbatches; families are proved by tests."""
-        return make(replace(self.request, microbatches=microbatches), is_proved=True).schedule
+        return make(replace(self._family, microbatches=microbatches), is_proved=True).schedule
 
     def _make_evaluation(self, microbatches: int) -> Schedule:
-        return make(evaluation(self.placement, microbatches, self.request.options)).schedule
-
-
-class EqualSlices:
-    """Runs steps whose sequences have one length in equal ``slices``, which the schedule has planned."""
-
-    def __init__(self, slices: Slices, is_checked: bool) -> None:
-        self._slices, self._is_checked = slices, is_checked
-        self._calls: list[Calls] = []
-
-    @contextmanager
-    def step(self, step: Step) -> Iterator[None]:
-        """Surround a step, or an evaluation."""
-        inputs, slices = step.inputs, self._slices
-        _require_no_replay(inputs.config, SLICE_FLAG)
-        self._calls[:] = self._calls or map(Calls, inputs.model)
-        _require_length(inputs, slices)
-        assert slices.tokens is not None
-        require_known_operations(self._calls, inputs, slices.tokens, self._is_checked)
-        inputs.shape = (inputs.shape[0] // slices.count, *inputs.shape[1:]) if inputs.shape else ()
-        step.make_stage = partial(SlicedStage, units=slices.units(inputs.microbatches), calls=self._calls)
-        yield
+        return make(evaluation(self.placement, microbatches, self._family.options)).schedule
 
 
 class Unordered:
@@ -418,27 +419,6 @@ class Unordered:
         )
 
 
-def limits_of(
-    request: Request, planner: Planner, units: Units, whole: Units | None = None
-) -> tuple[float, ...]:
-    """Return each rank's limit on activations in a step of ``units``, of the ``whole`` microbatches.
-
-    A fraction is one of what 1F1B keeps of these.  It, and what ``auto`` has free, are raised to what the
-    longest sequence or the largest pack needs: no run is to end for one that is larger than others.  An
-    amount stays; that of whole microbatches has their messages, too.
-    """
-    costs = planner.rates.of(whole or units)
-    budget = replace(request, microbatches=len(costs.units), ordinary=None).budget(costs)
-    limits = budget.ranks
-    if budget.holds_messages:
-        if whole is not None:
-            return limits
-        limits = without_messages(planner.placement, len(costs.units), costs, limits)
-        if not catalog.abilities(request.schedule).measures_memory:
-            return limits
-    return tuple(map(max, limits, planner.least_limits(units)))
-
-
 @contextmanager
 def _summed_over_documents(changes: Sequence[torch.Tensor]) -> Iterator[None]:
     """Raise RuntimeError after a step in which the gradient of a document has changed with another one."""
@@ -486,18 +466,16 @@ def _require_divisible(documents: Documents, multiple: int) -> None:
             if length % multiple:
                 raise RuntimeError(
                     f"microbatch {number} has a document of {length} tokens, which {multiple} "
-                    "tensor-parallel ranks cannot share in slices of sequences; pad documents to a multiple"
+                    "ranks cannot share in slices of sequences; pad documents to a multiple"
                 )
 
 
-def _require_length(inputs: StepInputs, slices: Slices) -> None:
-    """Raise ValueError unless the step's sequences have the length that its schedule was made for."""
-    ((length,),) = slices.units(1).documents
-    tensor = inputs.groups.tp.size() if inputs.config.sequence_parallel else 1
+def _require_length(inputs: StepInputs, length: int) -> None:
+    """Raise ValueError unless the step's sequences have the ``length`` that its schedule was made for."""
     varies = inputs.config.variable_seq_lengths
     if not inputs.shape and inputs.config.mtp_standalone and not varies:
         return  # messages announce their shapes, and a batch of another length is refused as it is cut
-    if varies or inputs.shape[0] * tensor != length:
+    if varies or inputs.shape[0] * sequence_ranks(inputs) != length:
         raise SettingError(
             f"slices were planned for sequences of {length} tokens, and this step has others; give all steps "
             "this length, let --pipeline-order rule plan each step, or leave out --pipeline-slice-tokens"
