@@ -74,7 +74,7 @@ def is_cut(row: Row) -> bool:
 
     Experts are balanced by slices, dropout draws other numbers, and sums may overflow in other places.
     """
-    whole = {"pairs": "none", "prediction": "none", "sharing": "none", "dropout": "off"}
+    whole = {"pairs": "none", "sharing": "none", "dropout": "off"}
     return (
         all(row[factor] == level for factor, level in whole.items())
         and row["experts"] in ("none", "biased")
