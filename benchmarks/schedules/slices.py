@@ -7,6 +7,7 @@ parts of the tokens that 1F1B keeps of whole microbatches, the largest ones firs
 microbatches in k equal slices.  One process, no GPU; some minutes on one core.
 """
 
+import math
 import time
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +22,7 @@ from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.features.units.microbatches import Microbatches
 from megatron_pp_ext.features.units.options import Slices
 from megatron_pp_ext.features.units.plan import Planner
-from megatron_pp_ext.features.units.sliced_orders import of_equal_slices
+from megatron_pp_ext.features.units.sliced_orders import costs_in_units
 from megatron_pp_ext.schedule.costs import CostModel, Costs
 from megatron_pp_ext.schedule.placement import v
 from megatron_pp_ext.schedule.simulate import simulate
@@ -83,13 +84,11 @@ def alike(ranks: int, microbatches: int) -> str:
         for limit in limits:
             row = list[str]()
             for slices in (1, 2, 4, 8):
-                request = named(schedule, ranks, microbatches, limit=limit)
-                cut = make(
-                    request.with_option(Slices(1, slices)),
-                    CostModel(lambda placement: Costs.per_rank(ranks, placement.chunks)),
-                ).schedule
-                costs = Costs.per_rank(ranks, cut.placement.chunks)
-                step = simulate(cut, of_equal_slices(costs, slices) if cut.units else costs)
+                option = Slices(1, slices, overhead=0.0, equal_at=math.inf)
+                request = named(schedule, ranks, microbatches, limit=limit).with_option(option)
+                costs = CostModel(lambda placement: Costs.per_rank(ranks, placement.chunks))
+                cut = make(request, costs).schedule
+                step = simulate(cut, costs_in_units(request, costs, cut))
                 row.append(f"{step.makespan:.2f}, {max(step.peak_microbatches):.2f}")
             rows.append((schedule if limit is None else f"{schedule} {limit}", *row))
     return table(("step, peak", "whole", "2 slices", "4 slices", "8 slices"), rows)

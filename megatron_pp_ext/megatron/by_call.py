@@ -94,7 +94,12 @@ class InstallCall:
             costs=self.costs,
             is_unproved=self.is_unproved,
         )
-        costs = model.merged_from(request.finest).of(source.placement)
+        merged = model.merged_from(request.finest)
+        costs = merged.of(source.placement)
+        if source.ordinary.units:
+            from megatron_pp_ext.features.units.sliced_orders import costs_in_units
+
+            costs = costs_in_units(request, merged, source.ordinary)
         timeline = simulate(source.ordinary, costs)
         peak, bubble = max(timeline.peak_microbatches), timeline.bubble
         line = f"megatron_pp_ext: {summary(pipeline, model)}"

@@ -91,7 +91,7 @@ def _about_schedule(pipeline: Pipeline, model: CostModel) -> str:
         return f"{shape}, m = {request.microbatches}"  # stock has orders that the catalogue does not build
     from megatron_pp_ext.schedule.simulate import simulate
 
-    costs, at = _costs(pipeline, model)
+    costs, at = _costs(pipeline, model, schedule)
     timeline = simulate(schedule, costs)
     peak = f"{max(timeline.peak_microbatches):.3g}"
     until = "".join(f", {option.until}" for option in request.options if option.until)
@@ -116,10 +116,15 @@ def _schedule(pipeline: Pipeline) -> Schedule:
     return pipeline.source.ordinary
 
 
-def _costs(pipeline: Pipeline, model: CostModel) -> tuple[Costs, str]:
-    """Return the costs of the stages, and a note where they are not those of the model."""
+def _costs(pipeline: Pipeline, model: CostModel, schedule: Schedule) -> tuple[Costs, str]:
+    """Return the costs of the actions of ``schedule``, and a note where they are not those of the model."""
+    merged = model.merged_from(pipeline.request.finest)
     try:
-        return model.merged_from(pipeline.request.finest).of(pipeline.placement), ""
+        if not schedule.units:
+            return merged.of(pipeline.placement), ""
+        from megatron_pp_ext.features.units.sliced_orders import costs_in_units
+
+        return costs_in_units(pipeline.request, merged, schedule), ""
     except ValueError:  # any model may train, also one that the estimate does not know
         return Costs.unit(pipeline.placement), " at unit costs"
 

@@ -159,9 +159,12 @@ CASES: dict[str, dict[str, str]] = {
         "the file orders microbatches": "--pipeline-schedule csv:x.csv",
     },
     f"With `--pipeline-slice-tokens`|{PP4} {SLICES} --pipeline-schedule v-half": {
-        "--mtp-use-repeated-layer: a layer of": "--mtp-num-layers 2 --mtp-use-repeated-layer",
+        "--moe-enable-routing-replay: routing is rec": "--moe-enable-routing-replay",
         "would see later ones": "--window-size 4,2",
-        "the state of such attention": f"{SPARSE} --spec my.layers stack",
+        "its kernels know no keys": f"{SPARSE} --spec my.layers stack --dsa-kernel-backend cudnn",
+        "layers look for the choice": f"{SPARSE} --spec my.layers stack --dsa-indexer-topk-freq 2",
+        "takes as many keys as queries": f"{SPARSE} --spec my.layers stack --tensor-model-parallel-size 2 "
+        "--sequence-parallel",
         "Mamba-2's fused kernel, which it": "--hybrid-layer-pattern M*|M*|M*|M*|M*|M*|M*|M* "
         "--spec my.layers stack --disable-mamba-mem-eff-path",
         "another number of keys in each": "--cuda-graph-impl transformer_engine --pipeline-unproved",

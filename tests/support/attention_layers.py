@@ -180,6 +180,8 @@ class Norm(torch.nn.Module):
         super().__init__()
         kind = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}[config.normalization]
         norm = kind(hidden_size, eps=eps)
+        for weight in norm.parameters():
+            weight.sequence_parallel = config.sequence_parallel
         self.weight, self.bias, self.eps = norm.weight, getattr(norm, "bias", None), eps
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -239,12 +241,17 @@ def use_stand_ins() -> None:
     random.activation_recompute_forward = random.fp8_autocast = lambda **how: contextlib.nullcontext()
     Attention._apply_output_gate = _output_gate
     absorbed_mla.TELinear = Duplicated
-    common.HAVE_FLA, common.l2norm = True, _l2norm
-    gdn.causal_conv1d = _convolution
-    gdn.chunk_gated_delta_rule = _gated_delta_rule
+    use_delta_kernels()
     GatedDeltaNet._apply_gated_norm = _gated_norm
     dsa.rotate_activation = lambda x: x
     random._get_share_storage = lambda: share_storage
+
+
+def use_delta_kernels() -> None:
+    """Put plain torch in the place of flash-linear-attention's kernels."""
+    common.HAVE_FLA, common.l2norm = True, _l2norm
+    gdn.causal_conv1d = _convolution
+    gdn.chunk_gated_delta_rule = _gated_delta_rule
 
 
 def _l2_normed(norm: L2Norm, hidden: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """HybridModel's layers without Transformer Engine, for ``--spec tests.support.hybrid_layers stack``.
 
 Megatron's own hybrid specs are made of Transformer Engine's modules.  These are attention (``*``), MLP
-(``-``), experts (``E``), Mamba-2 with its kernels stood in for (``M``), and multi-token prediction.  In
+(``-``), experts (``E``), Mamba-2 and gated delta nets with their kernels stood in for (``M``, ``G``), and
+multi-token prediction.  In
 ``grouped_stack`` a layer's experts are in one product, as --moe-grouped-gemm has them.
 """
 
@@ -11,6 +12,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.hybrid import hybrid_block
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
@@ -26,9 +28,10 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules as Parts
 
-from tests.support import mamba_kernels  # noqa: F401
+from tests.support import attention_layers, mamba_kernels  # noqa: F401
 from tests.support.expert_layers import experts
 
+attention_layers.use_delta_kernels()
 hybrid_block.TENorm = WrappedTorchNorm  # the stack's last norm is not the spec's to choose
 
 _dense = get_gpt_layer_local_spec().submodules
@@ -45,6 +48,21 @@ stack = ModuleSpec(
                     submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
                 ),
                 mamba_bda=get_bias_dropout_add,
+            ),
+        ),
+        gdn_layer=ModuleSpec(
+            module=TransformerLayer,
+            submodules=Parts(
+                input_layernorm=WrappedTorchNorm,
+                self_attention=ModuleSpec(
+                    module=GatedDeltaNet,
+                    submodules=GatedDeltaNetSubmodules(
+                        in_proj=ColumnParallelLinear,
+                        out_norm=WrappedTorchNorm,
+                        out_proj=RowParallelLinear,
+                    ),
+                ),
+                self_attn_bda=get_bias_dropout_add,
             ),
         ),
         attention_layer=ModuleSpec(

@@ -141,6 +141,21 @@ _BALANCED = {
 }
 _MEETS = "the output of a token depends on other tokens"
 
+_PREDICTION = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}
+_EARLY = {
+    "pipeline_model_parallel_layout": [["embedding", *["decoder"] * 8, "mtp"], ["loss"]],
+    "mtp_standalone": True,
+}
+
+
+def predicting_with_shift(config: Any, **arguments: Any) -> Any:
+    """A model with a token shift in its layer of multi-token prediction alone."""
+    model = own_loop.predicting(config, **arguments)
+    if model.mtp_process:
+        model.mtp.layers[0].final_layernorm.register_forward_hook(lambda *call: shifted(call[-1]))
+    return model
+
+
 MODELS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
     "plain": ("", gpt, {}),
     "learned positions": ("", own_loop.gpt, {}),
@@ -153,6 +168,9 @@ MODELS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
         own_loop_experts.gpt_of_experts,
         {**own_loop_experts.EXPERTS, "expert_model_parallel_size": 1, **_BALANCED},
     ),
+    "prediction": ("", own_loop.predicting, _PREDICTION),
+    "prediction before the last stage": ("", own_loop.predicting, {**_PREDICTION, **_EARLY}),
+    "token shift in a prediction": (_MEETS, predicting_with_shift, _PREDICTION),
     "token shift": (_MEETS, partial(mixed, shifted), {}),
     "convolution": (_MEETS, partial(mixed, convolved), {}),
     "own attention": (_MEETS, partial(mixed, attended), {}),

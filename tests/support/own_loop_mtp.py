@@ -44,6 +44,7 @@ LATENT = {
 KINDS: dict[str, dict[str, Any]] = {
     "equal": {"depths": 1},
     "equal, two": {"depths": 2, "calculate_per_token_loss": True},
+    "repeated": {"depths": 2, "packed": True, "mtp_use_repeated_layer": True, **VARIES},
     "without labels": {"depths": 2, "labels": False},
     "unlike": {"depths": 2, **VARIES},
     "packs": {"depths": 2, "packed": True, **VARIES},
@@ -216,6 +217,8 @@ CORE = (
 
 CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "full recomputation": ("equal", FULL),
+    "repeated, full recomputation": ("repeated", FULL),
+    "repeated, selective recomputation": ("repeated", {"recompute_granularity": "selective"}),
     "packs, full recomputation": ("packs", FULL),
     "selective recomputation": ("packs", {"recompute_granularity": "selective"}),
     "latent, full recomputation": ("latent packs, fused", FULL),

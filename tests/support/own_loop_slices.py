@@ -19,6 +19,7 @@ import torch
 import megatron_pp_ext
 from megatron_pp_ext.features.units import costs as choice
 from megatron_pp_ext.features.units import runtime as prefixes
+from megatron_pp_ext.megatron.core.parameters import global_parameters
 from tests.support import own_loop
 
 
@@ -52,23 +53,45 @@ def on_rank(rank: int) -> dict[str, Any]:
 
 
 RETURNS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "the loss itself": lambda loss: (loss, {"loss": loss}),
+    "the loss itself": lambda loss: (loss, {"lm loss": loss}),
     "a view of it": lambda loss: (loss, {"loss": loss.view(1)}),
     "detached": lambda loss: (loss, {"loss": loss.detach()}),
     "a number": lambda loss: (loss, {"loss": loss.item()}),
+    "a tuple": lambda loss: (loss, (loss, loss.detach().clone())),
+    "no more": lambda loss: [loss, loss],
     "a sum and its tokens": lambda loss: (loss, torch.tensor(3), {"loss": loss.detach()}),
+    "a sum itself": lambda loss: (loss, torch.tensor(3), loss),
 }
-"""What a loss function may return beside the loss, which stock's schedule divides in place."""
+"""What a loss function may return beside the loss, which stock's schedule divides in place; the first is that
+of Megatron's example loop."""
 
 
 def _trained_by(kind: str, chunks: int) -> own_loop.Record:
-    """Return a step's results whose loss function writes to the model's output and returns this ``kind``."""
+    """Return the results of a step, and of an evaluation, whose loss function returns this ``kind``.
+
+    It writes to the model's output, too.
+    """
 
     def step(iterator: Any, model: Any) -> Any:
         output, _ = own_loop.forward_step(iterator, model)
         return output, lambda losses: RETURNS[kind](losses.mul_(2.0).mean())
 
-    return own_loop.train(own_loop.build(chunks), (3,), forward_step_func=step)
+    model, record = own_loop.build(chunks), own_loop.Record()
+    iterators = [own_loop.batches() for _ in model]
+    for forward_only in (False, True):
+        returned = own_loop.run_step(model, iterators, 3, forward_step_func=step, forward_only=forward_only)
+        record.losses.append([number for one in returned for number in _numbers(one)])
+    for name, parameter in global_parameters(model):
+        record.gradients[name] = parameter.main_grad.clone()
+    return record
+
+
+def _numbers(returned: Any) -> list[float]:
+    """Return the numbers in what a loss function returns beside the loss."""
+    if isinstance(returned, dict):
+        returned = tuple(returned.values())
+    parts = returned if isinstance(returned, tuple) else (returned,)
+    return [float(part) for part in parts]
 
 
 def _keys_in_evaluation(model: list[Any]) -> int:

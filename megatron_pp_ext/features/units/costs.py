@@ -17,7 +17,7 @@ from megatron_pp_ext.costs import system
 from megatron_pp_ext.costs.model_parts import model_parts
 from megatron_pp_ext.costs.optimizers import Sharing, model_state
 from megatron_pp_ext.costs.stages import cost_model, stage_costs, stage_parts, stage_seconds
-from megatron_pp_ext.features.units.options import SLICE_FLAG, sizes, slices_of
+from megatron_pp_ext.features.units.options import SLICE_FLAG, job_slices, sizes
 from megatron_pp_ext.features.units.rules import ranks_of_sequence
 from megatron_pp_ext.features.units.sliced_orders import sliced
 from megatron_pp_ext.job import layers
@@ -175,7 +175,7 @@ def _tried(job: Job, request: Request, rows: int, tokens: int) -> tuple[float, f
     ValueError where no order fits.
     """
     machine = system.read(MACHINE)
-    option = slices_of(job, tokens)
+    option = job_slices(job, tokens)
     fewest, count = request.ranks, min(request.microbatches, _microbatches(job, request, tokens))
     if count < min(request.microbatches, fewest):
         raise ValueError(f"slices of {tokens} tokens make more actions than are tried: give longer ones")

@@ -20,7 +20,8 @@ units, and between chains.
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise, repeat
+from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -31,7 +32,7 @@ from megatron_pp_ext.features.units.microbatches import require_number
 from megatron_pp_ext.features.units.table import Floats, Integers, Table
 from megatron_pp_ext.features.units.units import Units
 from megatron_pp_ext.schedule.actions import OF_STAGES, Action, Kind, Schedule
-from megatron_pp_ext.schedule.loops import part_of_loop
+from megatron_pp_ext.schedule.loops import part_of_loop, without_collection
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.program import OWN, P2P, B, F, I, W
 
@@ -220,22 +221,32 @@ def rules_of(schedule: Schedule, reserves: bool) -> ListRules:
 
 def orders_of(actions: Integers, rules: ListRules, units: int) -> tuple[tuple[Action, ...], ...]:
     """Return the orders of all ranks, by the numbers that ``listed`` has filled in."""
-    stages = len(rules.is_whole)
-    kind_stage, place = np.divmod(actions, units)
-    kind, stage = np.divmod(kind_stage, stages)
-    kind = np.where((kind == I) & rules.is_whole[stage, place * rules.each], B, kind)
-    columns = zip(stage.tolist(), kind.tolist(), place.tolist(), strict=True)
+    stages, capacity = len(rules.is_whole), 1 << (units - 1).bit_length()
+    row = actions // units
+    place = actions - row * units
+    if rules.is_whole.any():
+        is_input = (row >= I * stages) & (row < (I + 1) * stages)
+        row += (B - I) * stages * (is_input & rules.is_whole[row % stages, place * rules.each])
+    each = _actions(stages, capacity)[row * capacity + place]
     counts = (actions >= 0).sum(axis=1).tolist()
-    return tuple(
-        tuple(
-            map(
-                tuple.__new__,
-                repeat(Action),
-                zip(of_stage[:count], map(OF_STAGES.__getitem__, codes[:count]), places[:count], strict=True),
-            )
-        )
-        for count, (of_stage, codes, places) in zip(counts, columns, strict=True)
-    )
+    return tuple(tuple(of_rank[:count].tolist()) for of_rank, count in zip(each, counts, strict=True))
+
+
+@lru_cache(maxsize=4)
+def _actions(stages: int, capacity: int) -> NDArray[np.object_]:
+    """Return all actions of ``capacity`` units, by ``(kind * stages + stage) * capacity + unit``.
+
+    To make them takes as long as to list them, so that later plans have the same ones.
+    """
+    every = np.empty(len(OF_STAGES) * stages * capacity, object)
+    with without_collection():
+        every[:] = [
+            Action(stage, kind, unit)
+            for kind in OF_STAGES
+            for stage in range(stages)
+            for unit in range(capacity)
+        ]
+    return every
 
 
 def lower_bound(listing: Listing, table: Table) -> float:
@@ -377,11 +388,11 @@ def listed(listing: Listing, table: Table, entry: EntryTimes, until: float, acti
                 if free < start or is_first or (lacks_memory and kind == F):
                     start, kind = free, W
             state.start[rank], state.kind[rank], state.stage[rank] = start, kind, stage
-        rank = 0
+        rank, start = 0, state.start[0]
         for other in range(1, count):
-            if state.start[other] < state.start[rank]:
-                rank = other
-        start, kind, stage = state.start[rank], state.kind[rank], state.stage[rank]
+            if state.start[other] < start:
+                rank, start = other, state.start[other]
+        kind, stage = state.kind[rank], state.stage[rank]
         if start == np.inf:
             return np.inf
         if kind == F and stage == 0:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from megatron_pp_ext.compiler.request import Option, Request
 from megatron_pp_ext.features.units.orders import How
-from megatron_pp_ext.features.units.rates import EQUAL_AT, OVERHEAD
+from megatron_pp_ext.features.units.rates import EQUAL_AT, OVERHEAD, LengthCosts
 from megatron_pp_ext.features.units.rules import ranks_of_sequence
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.typed_job import Job
@@ -18,6 +18,9 @@ ORDER_FLAG, SLICE_FLAG, OFF = "--pipeline-order", "--pipeline-slice-tokens", "of
 
 SMALLEST = 512
 """The fewest tokens of a slice that is tried where the number is open."""
+
+NOMINAL = 4
+"""The slices of a sequence whose length is not known yet, in the plan that decides on the placement."""
 
 LengthsOf = Callable[[Any], Sequence[int]]
 """What a data iterator yields for a microbatch -> the lengths of its documents in tokens."""
@@ -82,7 +85,8 @@ class Slices(Option):
     ``tokens`` are None as long as they are to be chosen, and ``length`` is 0 as long as it is not known: a
     call of ``install`` knows no model.  A microbatch has ``rows`` sequences, of which slices end at a
     ``multiple`` of so many tokens, and each slice costs ``overhead`` tokens on top of its own.  Where no
-    costs by length are known, attention of ``equal_at`` tokens takes as long as all else.
+    costs by length are known, attention of ``equal_at`` tokens takes as long as all else.  ``rates`` are such
+    costs where a caller has them already.
     """
 
     tokens: int | None
@@ -91,6 +95,7 @@ class Slices(Option):
     multiple: int = 1
     overhead: float = OVERHEAD
     equal_at: float = EQUAL_AT
+    rates: LengthCosts | None = None
 
     evaluates: ClassVar[bool] = True
 
@@ -105,7 +110,9 @@ class Slices(Option):
 
     @property
     def about(self) -> str:
-        if not (self.tokens and self.length and self.cuts):
+        if not self.length:
+            return f"planned for {NOMINAL} slices of each sequence until the model is known"
+        if not (self.tokens and self.cuts):
             return ""
         return f"sequences in slices of at most {self.tokens} tokens and equal cost"
 
@@ -162,7 +169,7 @@ def read_tokens(tokens: int | str) -> int | None:
     return tokens
 
 
-def slices_of(job: Job, tokens: int | None) -> Slices:
+def job_slices(job: Job, tokens: int | None) -> Slices:
     """Return slices of so many ``tokens`` of the sequences of ``job``; None leaves the number open."""
     rows = job.batch.micro_batch_size or 1
     return Slices(tokens, job.model.seq_length or 0, rows, ranks_of_sequence(job))
@@ -184,7 +191,7 @@ def read_slices(job: RequestedJob, request: Request) -> Request:
         return request
     if job.pipeline.pipeline_slice_check == OFF:
         request = request.with_option(Unchecked())
-    return request.with_option(slices_of(job, read_tokens(tokens)))
+    return request.with_option(job_slices(job, read_tokens(tokens)))
 
 
 def choices(job: Job) -> tuple[Slices | None, ...]:
@@ -196,9 +203,9 @@ def choices(job: Job) -> tuple[Slices | None, ...]:
     if tokens is None:
         return (None,)
     if tokens != AUTO:
-        option = slices_of(job, read_tokens(tokens))
+        option = job_slices(job, read_tokens(tokens))
         return (option if option.cuts else None,)
-    return (None, *(slices_of(job, size) for size in sizes(job.model.seq_length)[1:]))
+    return (None, *(job_slices(job, size) for size in sizes(job.model.seq_length)[1:]))
 
 
 def sizes(length: int, multiple: int = 1) -> list[int]:

@@ -23,7 +23,7 @@ def partition(numbers: Sequence[float], parts: int, *, equal_sizes: bool = False
     together, the largest part of one with the smallest of the other, until one set is left ("The differencing
     method of set partitioning", 1982; for more than two parts Korf, Artificial Intelligence 106, 1998).
     Where there are many numbers, the smallest then fill up what the others have left uneven: each goes to the
-    smallest part.
+    smallest part.  With very many parts all numbers do.
 
     Numbers are 0 or more.  With ``equal_sizes`` all parts have as many numbers.  Raises ValueError for fewer
     numbers than parts and, with ``equal_sizes``, for a number of them that ``parts`` does not divide.
@@ -42,6 +42,8 @@ def partition(numbers: Sequence[float], parts: int, *, equal_sizes: bool = False
     falling = sorted(range(len(numbers)), key=lambda place: -numbers[place])
     size = parts if equal_sizes else 1
     largest = len(falling) if equal_sizes else _DIFFERENCED * parts
+    if not equal_sizes and largest * parts > _MOST_PARTS:
+        largest = 0
     falling, small = falling[:largest], falling[largest:]
     tie = counter()
     heap: list[tuple[float, int, list[Part]]] = []
@@ -57,7 +59,7 @@ def partition(numbers: Sequence[float], parts: int, *, equal_sizes: bool = False
         (_, _, widest), (_, _, other) = heapq.heappop(heap), heapq.heappop(heap)
         pairs = zip(widest, reversed(other), strict=True)
         add([(a + b, n + m, some + more) for (a, n, some), (b, m, more) in pairs])
-    division = heap[0][2]
+    division = heap[0][2] if heap else [(0.0, 0, []) for _ in range(parts)]
     heapq.heapify(division)
     for place in small:
         total, size, places = division[0]
@@ -66,8 +68,14 @@ def partition(numbers: Sequence[float], parts: int, *, equal_sizes: bool = False
     return [sorted(places) for *_, places in division]
 
 
+_MOST_PARTS = 2_000_000
+"""The most parts of sets that are put together; with more, all numbers go to the smallest part."""
+
 Balanced = list[list[list[int]]]
 """For each replica and each of its microbatches, the numbers of the documents in it."""
+
+_MOST_CELLS = 50_000_000
+"""The most documents times microbatches where a microbatch is looked for that holds each document."""
 
 _TIMED = 3
 """How many packings are timed for all replicas, the best of a rough comparison."""
@@ -189,6 +197,11 @@ def _within(
     lengths: Sequence[int], costs: Sequence[float], replicas: int, microbatches: int, most_tokens: int
 ) -> Balanced:
     """Return the documents in microbatches of at most ``most_tokens``, the longest ones first."""
+    if len(lengths) * replicas * microbatches > _MOST_CELLS:
+        raise ValueError(
+            f"{len(lengths):,} documents for {replicas} x {microbatches} microbatches of at most "
+            f"{most_tokens:,} tokens take minutes to fit: give a higher most_tokens, or one step"
+        )
     packing: Balanced = [[[] for _ in range(microbatches)] for _ in range(replicas)]
     tokens = [[0] * microbatches for _ in range(replicas)]
     work = [[0.0] * microbatches for _ in range(replicas)]

@@ -70,8 +70,10 @@ class StageRates:
     token.  ``activation`` is kept for each token, ``released`` the part of it that an I gives back, ``copy``
     the seconds in which it is copied to the host, and ``hidden`` those of I that a W hides.  An I has
     ``workspace``, and a whole backward ``workspace_in_whole``.  ``scores`` are the four amounts for each
-    score, and ``slices`` the memory of a token in slices.  Raises ValueError for a number that is not finite
-    or below 0, but for what is ``released``, and for a forward or backward that takes no time.
+    score, and ``slices`` the memory of a token in slices.
+
+    Raises ValueError for a number that is not finite or below 0, but for what is ``released``, and for a
+    forward or backward that takes no time.
     """
 
     per_token: Times

@@ -77,9 +77,11 @@ def _cuts(job: RequestedJob) -> bool:
     return not sequence or isinstance(tokens, str) or tokens < sequence or is_ordered(job)
 
 
-def _has_unknown_attention(job: RequestedJob) -> bool:
-    """Whether the attention's own state, besides keys and values, is not one that slices hand on."""
-    return job.attention.experimental_attention_variant not in (None, "gated_delta_net")
+def _is_sparse(job: RequestedJob) -> bool:
+    """Whether layers have sparse attention."""
+    return job.attention.experimental_attention_variant == "dsa" or "D" in (
+        job.model.hybrid_layer_pattern or ""
+    )
 
 
 def ranks_of_sequence(job: Job) -> int:
@@ -170,31 +172,33 @@ _SLICE_RULES = (
                 when=lambda job: job.pipeline.can.file,
             ),
             Rule(
-                "--mtp-use-repeated-layer",
-                "a layer of attention hands on keys of one call in every forward, and this one has "
-                "{mtp_num_layers}",
-                "leave one of the two out, or give --mtp-num-layers 1",
-                when=lambda job: job.model.mtp_use_repeated_layer and job.model.mtp_num_layers > 1,
-            ),
-            Rule(
                 "--window-size {window_size}",
                 "a token would see later ones, whose keys come with the next slice",
                 "give 0 as its second number",
                 when=lambda job: sees_later(job.attention.window_size),
             ),
             Rule(
-                "--experimental-attention-variant {experimental_attention_variant}",
-                "the state of such attention is not carried from slice to slice",
-                when=lambda job: (
-                    job.attention.experimental_attention_variant not in (None, "gated_delta_net")
-                ),
+                "--dsa-kernel-backend {dsa_kernel_backend}",
+                "its kernels know no keys before the first query",
+                when=lambda job: _is_sparse(job) and job.attention.dsa_kernel_backend != "none",
+            ),
+            Rule(
+                "--dsa-indexer-topk-freq {dsa_indexer_topk_freq}",
+                "layers look for the choice that they share by a mask that all of them get, and each "
+                "layer of a slice has its own",
+                when=lambda job: _is_sparse(job) and job.attention.dsa_indexer_topk_freq > 1,
+            ),
+            Rule(
+                "--sequence-parallel with sparse attention",
+                "that takes as many keys as queries there",
+                when=lambda job: _is_sparse(job) and job.parallel.sequence_ranks > 1,
             ),
             Rule(
                 "--disable-mamba-mem-eff-path",
                 "slices hand states to Mamba-2's fused kernel, which it leaves out",
                 when=lambda job: (
                     "M" in (job.model.hybrid_layer_pattern or "")
-                    and job.is_set("--disable-mamba-mem-eff-path")
+                    and job.argument("use_mamba_mem_eff_path") is False
                 ),
             ),
             Rule(
@@ -202,6 +206,7 @@ _SLICE_RULES = (
                 "attention has another number of keys in each slice",
                 when=has_graphs,
             ),
+            Rule("--moe-enable-routing-replay", "routing is recorded and replayed by whole microbatches"),
             Rule("--tp-comm-overlap", "its buffers have the size of whole sequences"),
             Rule("--fine-grained-activation-offloading", "it counts whole microbatches"),
             Rule("--pipeline-offload", "slices share the keys and values that it would move"),

@@ -162,19 +162,30 @@ class Sequence:
     states: dict[object, State] = field(default_factory=dict)
     forwarded: int = 0
     """The tokens of the slices that have gone forward."""
+    counts: dict[object, int] = field(default_factory=dict)
+    """The calls of layers that a forward calls several times, by layer, slice and direction."""
 
-    def grown(self, key: object, new: torch.Tensor, start: int) -> torch.Tensor:
+    def grown(self, key: object, new: torch.Tensor, start: int, calls: int = 1) -> torch.Tensor:
         """Return a view of the first tokens up to the end of ``new``, which begins at token ``start``.
 
-        ``key`` names the layer and what it keeps.  A forward that recomputation repeats writes the same
-        numbers again.  ValueError unless each layer is called once for each slice.
+        ``key`` names the layer and what it keeps, and ``calls`` are those of the layer in a forward.  A
+        forward that recomputation repeats writes the same numbers again.  ValueError unless each layer is
+        called as often for each slice.
         """
+        key = (key, self._number(key, start, calls)) if calls > 1 else key
         if key not in self.prefixes:
             if self.forwarded:
                 raise self._skipped()
             self.prefixes[key] = Prefix(self.owner, new, self.length, start)
         grown: torch.Tensor = _Grow.apply(new, self.prefixes[key], start)
         return grown
+
+    def _number(self, key: object, start: int, calls: int) -> int:
+        """Return the number of a layer's call in a slice's forward; recomputation begins at the last."""
+        is_again = torch._C._current_graph_task_id() != -1
+        place = key, start, is_again
+        number = self.counts[place] = self.counts.get(place, -1) + 1
+        return calls - 1 - number if is_again else number
 
     def entered(self, key: object, start: int, graph: torch.Tensor) -> torch.Tensor | None:
         """Return the state with which the slice from token ``start`` on begins; None for the first slice.

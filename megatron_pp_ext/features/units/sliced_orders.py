@@ -11,6 +11,7 @@ from math import inf
 
 from megatron_pp_ext.compiler.limits import (
     LARGEST_FRACTION,
+    Budget,
     InfeasibleLimit,
     at_most,
     least_messages,
@@ -19,11 +20,18 @@ from megatron_pp_ext.compiler.limits import (
 from megatron_pp_ext.compiler.make import Made, Make, make
 from megatron_pp_ext.compiler.request import Request, of_sizes
 from megatron_pp_ext.features.units.list_scheduling import ROUNDING
-from megatron_pp_ext.features.units.options import SMALLEST, Ordering, Slices, Unchecked, are_by_length
+from megatron_pp_ext.features.units.options import (
+    NOMINAL,
+    SMALLEST,
+    Ordering,
+    Slices,
+    Unchecked,
+    are_by_length,
+)
 from megatron_pp_ext.features.units.orders import How
 from megatron_pp_ext.features.units.plan import BUDGET, Plan, Planner
 from megatron_pp_ext.features.units.rates import LengthCosts
-from megatron_pp_ext.features.units.units import Units, require_chain_order, whole
+from megatron_pp_ext.features.units.units import Units, named_units, require_chain_order, whole
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import CostModel, Costs
@@ -33,9 +41,6 @@ from megatron_pp_ext.schedule.simulate import peak_messages
 
 LENGTH = 4096
 """The length at which costs by length are asked for, and half of it: any two lengths give a line."""
-
-NOMINAL = 4
-"""The slices of a sequence whose length is not known yet, in the plan that decides on the placement."""
 
 _CACHED = 32
 """The schedules of a family that are kept for later steps with as many units."""
@@ -104,18 +109,21 @@ class SlicePlanner:
         """
         planner, within = self.planner, tuple(limits)
         plan = planner.plan(units, how, limits=within, budget=budget)
-        if isinstance(self.request.limit, float) and self.request.limit <= LARGEST_FRACTION:
-            return plan
-        message = planner.costs(units).message
+        message = planner.costs(units).message if _holds_messages(self.request) else 0.0
         least = [least_messages(planner.placement, rank, len(units)) for rank in range(self.request.ranks)]
         for _ in range(_TRIES if message else 0):
             peaks, messages = planner.peaks(plan), peak_messages(plan.schedule)
             more = [message * (count - few) for count, few in zip(messages, least, strict=True)]
             over = [peak + extra - limit for peak, extra, limit in zip(peaks, more, limits, strict=True)]
             if max(over) <= ROUNDING * max(limits):
-                break
+                return plan
             within = tuple(limit - max(0.0, extra) for limit, extra in zip(within, over, strict=True))
             plan = planner.plan(units, how, limits=within, budget=budget)
+        if message and not catalog.abilities(self.request.schedule).measures_memory:
+            raise InfeasibleLimit(
+                f"no order of slices is found whose activations and messages keep the memory limit "
+                f"{self.request.limit}: raise it"
+            )
         return plan
 
     def _families(self) -> Iterator[Callable[[int], Schedule]]:
@@ -162,26 +170,38 @@ def limits_of(
     return tuple(map(max, limits, planner.least_limits(units)))
 
 
+def _holds_messages(request: Request) -> bool:
+    """Whether the limit of ``request`` is an amount, which holds messages too."""
+    limit = request.limit
+    if isinstance(limit, Budget):
+        return limit.holds_messages
+    numbers = limit if isinstance(limit, tuple) else (limit or inf,)
+    return max(numbers) > LARGEST_FRACTION
+
+
 def without_units(request: Request) -> Request:
     """Return ``request`` for whole microbatches in the order of the data."""
     options = (option for option in request.options if not isinstance(option, Ordering | Slices | Unchecked))
     return replace(request, options=tuple(options))
 
 
-def sliced(request: Request, option: Slices, costs: CostModel, before: Make, budget: float = _BUDGET) -> Made:
+def sliced(
+    request: Request, option: Slices, costs: CostModel, before: Make, budget: float | None = None
+) -> Made:
     """Let the units of the order be slices, as the ``option`` of the request asks.
 
-    A search takes ``budget`` seconds of a core at most.  The ``costs`` are those of whole microbatches.
-    ValueError for what slices do not go with, for a schedule from a file that takes slices in another order,
-    and where no limit can be kept.
+    A search takes ``budget`` seconds of a core at most, as many as in training where each step is planned.
+    The ``costs`` are those of whole microbatches.  ValueError for what slices do not go with, for a schedule
+    from a file that takes slices in another order, and where no limit can be kept.
     """
     if request.schedule == FORWARD_ONLY and are_by_length(request):
         return before(request)  # each is planned by itself, or whole where lengths are not known
     if request.is_compiled and request.splits_head:
         raise ValueError(f"slices under {request.schedule} leave the head whole: leave one of the two out")
-    if not option.length:
-        option = replace(option, tokens=1, length=NOMINAL, multiple=1, overhead=0.0, equal_at=inf)
-    plain, results, refused = without_units(request), list[tuple[Plan, float]](), list[InfeasibleLimit]()
+    option = _known(option)
+    if budget is None:
+        budget = BUDGET if are_by_length(request) else _BUDGET
+    plain, results, refused = without_units(request), list[tuple[Planner, Plan]](), list[InfeasibleLimit]()
     for placement in request.placements:
         planner = planner_of(option, costs, placement, request.may_split_backward)
 
@@ -200,15 +220,32 @@ def sliced(request: Request, option: Slices, costs: CostModel, before: Make, bud
         except InfeasibleLimit as error:
             refused.append(error)
         else:
-            results.append((plan, plan.seconds))
+            results.append((planner, plan))
     if not results:
         raise refused[0]
-    plan, _ = min(results, key=lambda result: result[1])
+    planner, plan = min(results, key=lambda result: result[1].seconds)
     # All microbatches are alike: they may have the numbers in which they run.
-    schedule = replace(plan.schedule, name=request.schedule, units=plan.cut.names)
-    least = min(plan.lower_bound or 0.0 for plan, _ in results)
+    schedule = replace(planner.timed(plan).schedule, name=request.schedule, units=plan.cut.names)
+    least = min(other.lower_bound for _, other in results)
     origin = f"{plan.origin}, {schedule.placement.shape} placement"
     return Made(schedule, lower_bound=least if request.is_compiled else None, origin=origin)
+
+
+def _known(option: Slices) -> Slices:
+    """Return ``option`` with sequences of a length, of a few equal slices where it is not known."""
+    if option.length:
+        return option
+    return replace(option, tokens=1, length=NOMINAL, multiple=1, overhead=0.0, equal_at=inf)
+
+
+def costs_in_units(request: Request, costs: CostModel, schedule: Schedule) -> Costs:
+    """Return the costs of the actions of ``schedule``, where ``costs`` are those of whole microbatches."""
+    option = request.option(Slices)
+    if option is None or not schedule.units:
+        return costs.of(schedule.placement)
+    known = _known(option)
+    rates = rates_of(known, costs, schedule.placement)
+    return rates.of(named_units(schedule.units, known.rows), known.overhead)
 
 
 def _as_it_is(schedule: Schedule, units: Units) -> Made:
@@ -236,6 +273,8 @@ def rates_of(option: Slices, costs: CostModel, placement: Placement) -> LengthCo
     They follow from the costs at two lengths; where these are of one length, attention has the part that
     ``option`` states, and where there are none, all stages are alike.
     """
+    if option.rates is not None:
+        return option.rates
     tokens = option.rows * option.length
     try:
         halves, longer = (costs.at(LENGTH // count, count).of(placement) for count in (2, 1))

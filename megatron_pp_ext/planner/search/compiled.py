@@ -8,17 +8,19 @@ from operator import le
 from megatron_pp_ext.compiler.limits import InfeasibleLimit, Limit, requested_budget
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
+from megatron_pp_ext.features.units.options import Slices, job_slices
 from megatron_pp_ext.job import pipeline
 from megatron_pp_ext.planner.search.candidate import Candidate
 from megatron_pp_ext.planner.search.configurations import Space
 from megatron_pp_ext.planner.search.lower_bounds import slices_of
 from megatron_pp_ext.planner.search.replays import Evaluated, Workloads
-from megatron_pp_ext.planner.step.estimate import StepModel, memory_beside
+from megatron_pp_ext.planner.step.estimate import StepModel, memory_beside, planning_costs
 from megatron_pp_ext.planner.step.programs import Prepared
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import CostModel, Costs
 from megatron_pp_ext.schedule.entry import FLEX
+from megatron_pp_ext.schedule.placement import Placement
 
 COMPILED, TRIALS = 2, 100
 """The number of the best candidates for which ``flex`` is compiled, and the orders that each may try."""
@@ -104,7 +106,7 @@ class Compiler:
         Where its estimate is over the memory of a GPU, a lower limit is tried, unless this is the last one.
         """
         try:
-            schedule = _schedule(cut, whole, self._workloads.work(cut).costs, limit)
+            schedule = _schedule(cut, whole, self._workloads.work(cut), limit)
         except InfeasibleLimit as error:
             return str(error)
         work = self._workloads.work(cut, schedule.placement)
@@ -134,20 +136,27 @@ class Compiler:
         )
 
 
-def _schedule(cut: Candidate, whole: Costs, costs: Costs, limit: Limit) -> Schedule:
+def _schedule(cut: Candidate, whole: Costs, work: Workload, limit: Limit) -> Schedule:
     """Compile the order of ``cut``; InfeasibleLimit where it cannot keep ``limit``.
 
-    ``whole`` are the costs with the head in the last stage, ``costs`` those of ``cut``.  A layout says
+    ``whole`` are the costs with the head in the last stage, ``work`` has those of ``cut``.  A layout says
     how many stages there are, so that the compiler may not merge them.
     """
     request = replace(
         named(FLEX, cut.pipeline, cut.microbatches, cut.chunks, limit),
         splits_head=cut.splits_head,
-        options=cut.options,
+        options=tuple(
+            job_slices(work.job, option.tokens) if isinstance(option, Slices) else option
+            for option in cut.options
+        ),
         trials=TRIALS,
     )
     if cut.describes_stages:
         placements = tuple(placement for placement in request.placements if placement.chunks == cut.chunks)
         request = replace(request, placements=placements)
-    model = CostModel(lambda placement: costs if placement.splits_head == cut.splits_head else whole)
+
+    def costs(placement: Placement) -> Costs:
+        return work.costs if placement.splits_head == cut.splits_head else whole
+
+    model = CostModel(costs, planning_costs(work.job).at)
     return make(request, model).schedule

@@ -8,16 +8,25 @@ from operator import mul
 from statistics import fmean
 from typing import NamedTuple
 
+from megatron_pp_ext.compiler.request import Option
 from megatron_pp_ext.costs.model_parts import ModelParts
 from megatron_pp_ext.costs.optimizers import model_state
 from megatron_pp_ext.costs.system import System
+from megatron_pp_ext.features.units.options import Slices, job_slices
+from megatron_pp_ext.features.units.sliced_orders import rates_of
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.layout import climb
 from megatron_pp_ext.planner.layout.cut import Cut, bounds, even
 from megatron_pp_ext.planner.layout.rows import ModelStages, StageSeconds, fewest
 from megatron_pp_ext.planner.search.candidate import Candidate, Variants
 from megatron_pp_ext.planner.search.lower_bounds import MeanRank, ModelSums, least_memory_sharing, mean_rank
-from megatron_pp_ext.planner.step.estimate import Estimate, RankMemory, StepModel, memory_beside
+from megatron_pp_ext.planner.step.estimate import (
+    Estimate,
+    RankMemory,
+    StepModel,
+    memory_beside,
+    planning_costs,
+)
 from megatron_pp_ext.planner.step.programs import Prepared, short_program, whole_program
 from megatron_pp_ext.planner.step.workload import Workload, model_on, stages_of_ranks
 from megatron_pp_ext.schedule.placement import Placement
@@ -99,15 +108,29 @@ def _costs_of_a_layer(candidate: Candidate) -> tuple[object, ...]:
 
 def step_of(candidate: Candidate, work: Workload, margin: float, order: Prepared | None = None) -> StepModel:
     """Return the model of the step with the stages of ``work``, in the candidate's order or another."""
-    return StepModel(work, order or order_of(candidate), candidate.schedule, candidate.microbatches, margin)
+    return StepModel(
+        work, order or order_of(candidate, work=work), candidate.schedule, candidate.microbatches, margin
+    )
 
 
-def order_of(candidate: Candidate, most: int | None = None) -> Prepared:
-    """Return the candidate's schedule, for ``most`` microbatches at most."""
+def order_of(candidate: Candidate, most: int | None = None, work: Workload | None = None) -> Prepared:
+    """Return the candidate's schedule, for ``most`` microbatches at most.
+
+    That of slices is planned by the costs of ``work``.
+    """
     count = min(candidate.microbatches, most or candidate.microbatches)
-    sizes = candidate.pipeline, count, candidate.chunks, candidate.splits_head, candidate.options
+    options = candidate.options if work is None else tuple(map(partial(_planned_by, work), candidate.options))
+    sizes = candidate.pipeline, count, candidate.chunks, candidate.splits_head, options
     program = whole_program if most is None else short_program
     return program(candidate.schedule, *sizes)
+
+
+def _planned_by(work: Workload, option: Option) -> Option:
+    """Return slices with the costs by which they are planned; another ``option`` as it is."""
+    if not isinstance(option, Slices):
+        return option
+    sized = job_slices(work.job, option.tokens)
+    return replace(sized, rates=rates_of(sized, planning_costs(work.job), work.placement))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +165,7 @@ class CandidateCuts:
         """Return a lower bound on the mean memory of the ranks, where stages have equally many layers."""
         candidate, placement = self.candidate, self.stages.placement
         mean = self.workloads.mean(candidate, placement)
-        shared, order = mean.work.head, order_of(candidate, 2 * candidate.pipeline)
+        shared, order = mean.work.head, order_of(candidate, 2 * candidate.pipeline, mean.work)
         peaks = order.in_flight.peaks(mean.work.parts, shared.activation if shared else 0.0)
         whole = fmean(map(mul, peaks, self.resident or repeat(1.0)))
         return mean.memory(candidate.microbatches, self.margin, whole * order.timer.schedule.share)
@@ -155,7 +178,7 @@ class CandidateCuts:
 
     def _of_ranks(self, work: Workload) -> Iterator[RankMemory]:
         """Yield ``short_memory`` rank by rank; cuts that give a rank the same stages share one entry."""
-        order, kinds = order_of(self.candidate, 2 * self.candidate.pipeline), work.model.kinds
+        order, kinds = order_of(self.candidate, 2 * self.candidate.pipeline, work), work.model.kinds
         if order.timer.schedule.units:
             yield from step_of(self.candidate, work, self.margin, order).memory()
             return
@@ -188,7 +211,7 @@ class CandidateCuts:
 
     def shortened(self, cut: Cut) -> Cut:
         """Return the cut with the shortest pipeline that moves reach from ``cut``."""
-        timer = order_of(self.candidate).timer
+        timer = order_of(self.candidate, work=self.work(cut)).timer
 
         def replay(cut: Cut) -> CriticalPath:
             return timer.critical_path(self.work(cut).costs)
@@ -210,7 +233,7 @@ def short_memory(candidate: Candidate, work: Workload, margin: float) -> tuple[R
 
     More of them need no less memory, and a short order is built sooner.
     """
-    order = order_of(candidate, 2 * candidate.pipeline)
+    order = order_of(candidate, 2 * candidate.pipeline, work)
     return step_of(candidate, work, margin, order).memory()
 
 

@@ -344,6 +344,11 @@ def _unflushed_pace(unflushed: Unflushed) -> Pace:
     return Pace(unflushed.seconds(unflushed.updating), pipeline, max(0.0, bubble))
 
 
+def planning_costs(job: Job) -> CostModel:
+    """Return the costs by which training plans slices of ``job``: its arithmetic, whatever the machine."""
+    return cost_model(job, lambda job, placement: stage_costs(job, placement, job.padded_vocabulary))
+
+
 def estimate_request(job: Job, system: System, request: Request, margin: float = MARGIN) -> Estimate:
     """Estimate a step of ``request``, the pipeline of ``job``, which must have a ``vocab_size``.
 
@@ -361,8 +366,7 @@ def estimate_request(job: Job, system: System, request: Request, margin: float =
             f"--pipeline-schedule {name} cannot be estimated before a run: use flex with "
             "--pipeline-memory-limit, or a schedule of mpp list"
         )
-    by_length = cost_model(job, lambda job, placement: stage_costs(job, placement, job.padded_vocabulary))
-    result = make(request, CostModel(lambda placement: work_on(placement).costs, by_length.at))
+    result = make(request, CostModel(lambda placement: work_on(placement).costs, planning_costs(job).at))
     work = work_on(result.schedule.placement)
     estimated = StepModel(work, Prepared(result.schedule), name, microbatches, margin).estimate()
     for addition in additions():

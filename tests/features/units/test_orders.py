@@ -13,8 +13,7 @@ from megatron_pp_ext.features.units.orders import (
 )
 from megatron_pp_ext.features.units.plan import Planner
 from megatron_pp_ext.features.units.rates import LengthCosts
-from megatron_pp_ext.features.units.sliced_orders import require_chain_order
-from megatron_pp_ext.features.units.units import cut_alike, in_order_of
+from megatron_pp_ext.features.units.units import cut_alike, in_order_of, require_chain_order
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import linear, loop, v
 

@@ -35,6 +35,12 @@ def test_parts_of_equal_size(parts, size, data):
     assert max(sums(numbers, found)) - min(sums(numbers, found)) <= max(numbers)
 
 
+def test_many_parts_take_no_more_memory_than_numbers():
+    found = partition([2.0] * 1000 + [1.0] * 1000, 1000)
+    assert sums([2.0] * 1000 + [1.0] * 1000, found) == [3.0] * 1000
+    assert partition([0.0] * 2000, 1000) and all(partition([0.0] * 2000, 1000))
+
+
 def test_the_example_of_the_paper():
     assert sorted(sums([8, 7, 6, 5, 4], partition([8, 7, 6, 5, 4], 2))) == [14, 16]
 
@@ -92,8 +98,8 @@ def test_the_number_of_microbatches_is_that_of_the_shortest_step():
     ("lengths", "sizes", "words"),
     [
         ([5] * 7, (2, 4), "7 documents cannot fill 2 x 4"),
-        ([5, 0], (1, 1), "a document has 0 tokens"),
-        ([5], (0, 1), "to 0 replicas"),
+        ([5, 0], (1, 1), "the length of a document is 0"),
+        ([5], (0, 1), "replicas is 0"),
     ],
 )
 def test_documents_that_cannot_be_balanced(lengths, sizes, words):

@@ -16,7 +16,7 @@ from megatron_pp_ext.features.pairs.order import request_in_pairs
 from megatron_pp_ext.features.units.microbatches import Microbatches
 from megatron_pp_ext.features.units.options import Slices
 from megatron_pp_ext.features.units.plan import Planner
-from megatron_pp_ext.features.units.rates import LengthCosts, StageRates
+from megatron_pp_ext.features.units.rates import OVERHEAD, LengthCosts, StageRates
 from megatron_pp_ext.features.units.units import (
     cut,
     cut_at,
@@ -286,3 +286,26 @@ def test_peaks_are_those_of_the_plan(shape: type[Placement]) -> None:
     for number, (schedule, costs, _) in enumerate(cases):
         planned = simulate(schedule, costs).peak_memory
         assert [of_rank[number][1] for of_rank in found] == [round(peak) for peak in planned]
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("part", [0.25, 0.5])
+def test_units_are_finer_where_a_limit_holds_few(ranks, part):
+    """Packs as large as a microbatch wait for memory in any order, and so do few large slices."""
+    placement = v(ranks)
+    planner = Planner(placement, LengthCosts.with_attention(Costs.per_rank(ranks, 2), 1), overhead=OVERHEAD)
+    for documents, most in (([[1024] * 8] * 2 * ranks, 1.13), ([[32_768]] * 2 * ranks, 1.11)):
+        limits = [part * ranks * sum(documents[0])] * ranks
+        units = planner.cut(documents, 8192)
+        finer = planner.finer(units, limits)
+        assert finer.documents == units.documents
+        before, plan = (planner.plan(each, "rule", limits=limits).seconds for each in (units, finer))
+        assert plan <= before
+        assert plan / (sum(planner.rates.work(Microbatches.of(documents))) / ranks) < most
+    assert planner.finer(units, [inf] * ranks) is units
+
+
+def test_units_that_do_not_wait_stay(ranks=4):
+    planner = Planner(v(ranks), LengthCosts.with_attention(Costs.per_rank(ranks, 2), 1))
+    units = planner.cut([[131_072], [65_536], [8192] * 8] * 4, 8192)
+    assert planner.finer(units, [65_536 * 4.0] * ranks) is units

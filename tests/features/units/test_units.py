@@ -13,6 +13,7 @@ from megatron_pp_ext.features.units.options import Ordering, Slices, are_by_leng
 from megatron_pp_ext.features.units.units import By, Piece, Unit, Units, bounds, cut, named_units, ordered
 from megatron_pp_ext.job import call, pipeline
 from megatron_pp_ext.job.model_config import in_words_of_call
+from megatron_pp_ext.megatron.by_call import read
 from tests.features.units.test_choice import asked
 
 DOCUMENTS = some.lists(some.lists(some.integers(1, 5000), min_size=1, max_size=6), min_size=1, max_size=6)
@@ -134,7 +135,7 @@ def test_a_step_is_read_from_json_and_from_text(text, tmp_path):
         ("[]", "there are no microbatches"),
         ("[[1], []]", "microbatch 1 has no documents"),
         ("[[1], [2.5]]", "microbatch 1 has the length 2.5"),
-        ("[[true]]", "the length true"),
+        ("[[true]]", "the length True"),
         ("[[0]]", "the length 0, but a document has 1 to"),
         ("[[99999999999]]", "the length 99999999999"),
         ("[1, 2]", "must be a list of lists"),
@@ -181,6 +182,23 @@ def test_a_length_that_cannot_be() -> None:
         with pytest.raises(ValueError, match="must be a whole number from 1 on, or auto"):
             read_tokens(tokens)
     assert read_tokens("auto") is None
+
+
+@pytest.mark.parametrize("order", [None, "search"])
+@pytest.mark.parametrize(("ranks", "limit"), [(8, 0.25), (2, 0.25)])
+def test_a_call_makes_no_schedule_of_whole_microbatches(ranks: int, limit: float, order: str | None) -> None:
+    """Its plan has a few slices of each sequence; with an order a limit is raised to one sequence."""
+    arguments = {"slice_tokens": 4096} if order is None else {"slice_tokens": 4096, "order": order}
+    installed = read("flex", ranks=ranks, microbatches=2 * ranks, memory_limit=limit, **arguments)
+    if ranks == 2 and order is None:
+        with pytest.raises(ValueError, match=r"give at least 0\.5"):
+            installed.pipeline()
+        return
+    pipeline, in_force = installed.pipeline()
+    assert pipeline.source is not None
+    assert pipeline.source.ordinary.microbatches == 4 * 2 * ranks
+    assert in_force.peak == pytest.approx(max(1, limit * ranks), rel=0.1)
+    assert "4 slices of each sequence until the model is known" in in_force.line
 
 
 def test_a_flag_that_is_no_number() -> None:

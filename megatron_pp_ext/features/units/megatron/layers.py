@@ -29,8 +29,14 @@ from megatron_pp_ext.features.units.megatron.context_parallel import (
     of_this_rank,
     require_dealt,
 )
-from megatron_pp_ext.features.units.megatron.mtp import keep_wholes, refused_model
-from megatron_pp_ext.features.units.megatron.states import carry_states, is_recurrent
+from megatron_pp_ext.features.units.megatron.mtp import keep_wholes, refused_model, repeated
+from megatron_pp_ext.features.units.megatron.states import (
+    carry_states,
+    is_recurrent,
+    is_sparse,
+    mask_of_sparse,
+    share_indexer,
+)
 from megatron_pp_ext.features.units.runtime import Slice, running
 from megatron_pp_ext.setting_error import SettingError
 
@@ -62,6 +68,9 @@ class Calls:
                 stock = module.get_cached_cos_sin
                 if getattr(stock, "func", None) is not _part_of_cached:
                     module.get_cached_cos_sin = partial(_part_of_cached, stock)
+        modules, calls = repeated(model)
+        for module in modules:
+            module.calls_in_forward = calls  # type: ignore[assignment]
 
     def _add(self, module: torch.nn.Module, attention: torch.nn.Module) -> None:
         """Let the ``attention`` of ``module`` see earlier slices."""
@@ -70,6 +79,8 @@ class Calls:
         self.reads_masks = self.reads_masks or not _is_of_engine(attention)
         _hook(attention, with_prefix)
         _hook_after(attention, _of_own_tokens)
+        if is_sparse(attention):
+            self.refused = self.refused or share_indexer(attention)
         if isinstance(attention, DotProductAttention):
             # Its kernel knows as many keys as queries.
             attention.scale_mask_softmax.scaled_masked_softmax_fusion = False
@@ -181,10 +192,11 @@ def with_prefix(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         raise SettingError(why)
     if part.share is not None:
         exchange_heads(module, arguments, part)
-    sequence = part.sequence
-    for what in ("key", "value") if sequence is not None else ():
-        assert sequence is not None
-        arguments[what] = sequence.grown((module, what), arguments[what], part.start)
+    for what in ("key", "value"):
+        if part.sequence is None or arguments[what] is None:
+            continue  # a whole sequence, or values that are parts of the keys
+        calls = calls_in_forward(module)
+        arguments[what] = part.sequence.grown((module, what), arguments[what], part.start, calls)
     if part.start:
         _mask(module, arguments, part)
     return (), arguments
@@ -196,15 +208,22 @@ def _of_own_tokens(module: torch.nn.Module, args: Any, kwargs: Any, output: Any)
     return None if part is None or part.share is None else exchange_tokens(module, part, output)
 
 
+def calls_in_forward(module: torch.nn.Module | None) -> int:
+    """Return how often each forward calls the attention ``module``."""
+    return int(getattr(module, "calls_in_forward", 1))
+
+
 def _mask(module: torch.nn.Module, arguments: dict[str, Any], part: Slice) -> None:
     """Let the slice's first token see all tokens before it: the diagonal ends at the last row and column."""
     if arguments.get("attn_mask_type") == AttnMaskType.causal and _is_of_engine(module):
         arguments["attn_mask_type"] = AttnMaskType.causal_bottom_right  # whatever mask is given besides
-    if arguments.get("attention_mask") is not None or _is_of_engine(module):
+    if not is_sparse(module) and (arguments.get("attention_mask") is not None or _is_of_engine(module)):
         return
     device = arguments["query"].device
     rows = torch.arange(part.start, part.end, device=device)[:, None]
     arguments["attention_mask"] = (torch.arange(part.end, device=device) > rows)[None, None]
+    if is_sparse(module):
+        mask_of_sparse(arguments, arguments["attention_mask"])
 
 
 def _refused_kind(kind: Any) -> str:
@@ -380,6 +399,8 @@ def _pack(params: PackedSeqParams, part: Slice) -> PackedSeqParams | None:
         [0, *accumulate(part.sizes)], dtype=params.cu_seqlens_q.dtype, device=params.cu_seqlens_q.device
     )
     longest, names = max(part.sizes), {field.name for field in fields(params)}
+    # Of the number of tokens Megatron makes that of the document of each, for Mamba-2.
+    is_numbered = any(getattr(params, name, None) is not None for name in ("total_tokens", "seq_idx"))
     return replace(
         params,
         cu_seqlens_q=ends,
@@ -387,5 +408,5 @@ def _pack(params: PackedSeqParams, part: Slice) -> PackedSeqParams | None:
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         **dict.fromkeys(names.intersection(_OTHERS)),
-        **({"total_tokens": sum(part.sizes)} if getattr(params, "total_tokens", None) else {}),
+        **({"total_tokens": sum(part.sizes)} if is_numbered else {}),
     )

@@ -66,6 +66,14 @@ def refused_model(config: Any) -> str:
     return ""
 
 
+def repeated(model: torch.nn.Module) -> tuple[Iterable[torch.nn.Module], int]:
+    """Return the modules of an MTP layer that forwards of ``model`` call several times, and how often."""
+    block = getattr(model, "mtp", None)
+    if block is None or not getattr(block, "mtp_use_repeated_layer", False):
+        return (), 1
+    return block.modules(), block.config.mtp_num_layers
+
+
 def keep_wholes(parts: Mapping[str, Any], arguments: Mapping[str, Any], names: Iterable[str]) -> None:
     """Note of which ``arguments`` for a microbatch the ``parts`` are that its slice is called with.
 

@@ -27,7 +27,7 @@ from megatron.core.utils import unwrap_model
 from megatron_pp_ext.features.units import runtime as prefixes
 from megatron_pp_ext.features.units.megatron.agreement import seen_by_any
 from megatron_pp_ext.features.units.megatron.context_parallel import why_not_shared, without_group
-from megatron_pp_ext.features.units.megatron.layers import Calls, cut, named, with_prefix
+from megatron_pp_ext.features.units.megatron.layers import Calls, calls_in_forward, cut, named, with_prefix
 from megatron_pp_ext.features.units.megatron.states import is_recurrent
 from megatron_pp_ext.features.units.options import SLICE_FLAG
 from megatron_pp_ext.features.units.runtime import Slice, at_work_on
@@ -114,6 +114,8 @@ class _Probe:
             if isinstance(getattr(module, "core_attention", None), torch.nn.Module)
         }
         self.recurrences = {id(module): module for module in model.modules() if is_recurrent(module)}
+        self.predicts = bool(getattr(model, "mtp_process", False))
+        """Whether the model has layers of multi-token prediction."""
 
     def run(self) -> None:
         """Raise ``_Defect`` for what slices would get wrong, ``_NotKnown`` where that cannot be seen."""
@@ -125,7 +127,7 @@ class _Probe:
             of_slice, finite = self._forward(self.whole[self.tokens :], poisons=False)
             self._check_output(output, finite)
             for key, calls in of_whole.items():
-                if len(calls) > 1:
+                if len(calls) > calls_in_forward(self.attentions.get(key)):
                     raise _Defect(f"a forward calls a layer {len(calls)} times")
                 for call, other in zip(calls, of_slice[key], strict=True):
                     if key in self.recurrences:
@@ -205,6 +207,11 @@ class _Probe:
                 drawn = _drawn(shape, 0).to(self.device, dtype)
                 mine = self._mine(tokens)
                 hidden = change(drawn[mine.start : mine.stop])
+                if getattr(self.model, "post_process", True) and not self.predicts:
+                    # A stage before has predicted, where any does.
+                    hidden = torch.cat([hidden] * (1 + (self.config.mtp_num_layers or 0)))
+            if self.predicts:
+                add(self.model.mtp.register_forward_hook(self._check_predictions))
             stack.callback(self.model.set_input_tensor, [None])
             self.model.set_input_tensor([hidden])
             arguments = self._arguments(tokens)
@@ -220,16 +227,29 @@ class _Probe:
         mine, rows = self._mine(self.whole), output
         if getattr(self.model, "post_process", True) and len(rows) == 1:  # batch x all tokens x words
             mine, rows = self.whole, rows[0]
+        elif self.predicts:
+            rows = rows[: len(mine)]
         if len(rows) != len(mine) or finite.isnan().any():
             raise _NotKnown(f"its output has the shape {tuple(output.shape)}, or is no number for numbers")
+        is_none = self._without_others(mine, rows)
+        if self.poisoned in mine and not is_none[mine.index(self.poisoned)]:
+            raise _NotKnown("its output does not depend on its input alone")
+
+    def _without_others(self, mine: range, rows: torch.Tensor) -> torch.Tensor:
+        """Return which ``rows`` are no number: of ``mine`` the poisoned token's at most."""
         is_none = rows.flatten(1).isnan().any(1)
         if any(is_none[at] for at, token in enumerate(mine) if token != self.poisoned):
             raise _Defect(
                 "outside of its attention (core_attention) and recurrent layers the output of a token "
                 "depends on other tokens, which may be in another slice"
             )
-        if self.poisoned in mine and not is_none[mine.index(self.poisoned)]:
-            raise _NotKnown("its output does not depend on its input alone")
+        return is_none
+
+    def _check_predictions(self, block: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+        """What layers of multi-token prediction make of a token depends on that and on the next tokens."""
+        layers = 1 + self.config.mtp_num_layers
+        for rows in output.chunk(layers) if len(output) == layers * len(self._mine(self.whole)) else ():
+            self._without_others(self._mine(self.whole), rows)
 
     def _check_attention(self, attention: torch.nn.Module, call: dict[str, Any]) -> None:
         """In two slices attention gives what it gives for the whole, but for rounding.
@@ -238,7 +258,8 @@ class _Probe:
         """
         drawn = {
             what: _drawn(call[what].shape, seed).to(call[what])
-            for seed, what in enumerate(("query", "key", "value"))
+            for seed, what in enumerate(("query", "key", "value", "x", "qr"))  # the last are an indexer's
+            if call.get(what) is not None
         }
         with without_group(attention):
             whole, parts = attention.forward(**{**call, **drawn}), list[torch.Tensor]()

@@ -12,6 +12,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from megatron_pp_ext.features.units.megatron.context_parallel import Parts, dealt_by
 from megatron_pp_ext.features.units.megatron.layers import Call, Calls, calling
+from megatron_pp_ext.features.units.megatron.states import indexers_count
 from megatron_pp_ext.features.units.options import SLICE_FLAG
 from megatron_pp_ext.features.units.runtime import Sequence, Slice, at_work_on
 from megatron_pp_ext.features.units.units import Units
@@ -161,7 +162,8 @@ class SlicedStage(ModelStage):
                 output, state.loss_function = step_of_one_call(step, iterator, model, SLICE_FLAG)
             return output, None
 
-        with calling(state.call), at_work_on(part), of_part(self._share(unit)):
+        share, config = self._share(unit), self.inputs.config
+        with calling(state.call), at_work_on(part), of_part(share), indexers_count(share, config, False):
             output, _ = self._stock_forward(forward_step, unit, activation, [])
         if part.sequence is not None:
             part.sequence.end_forward(part.end)
@@ -219,7 +221,8 @@ class SlicedStage(ModelStage):
         state, part = self._slice(unit)
         if self._is_last:
             gradient = self._part_of_gradient(state, unit, part)
-        with at_work_on(part), of_part(self._share(unit), self.inputs.config):
+        share, config = self._share(unit), self.inputs.config
+        with at_work_on(part), of_part(share, config), indexers_count(share, config, True):
             of_input = super()._backward(unit, gradient)
         self._end(unit, is_chain_over=self._units.is_first(unit))
         return of_input

@@ -1,12 +1,15 @@
-"""Recurrent layers on slices: Mamba-2, and gated delta nets.
+"""Recurrent layers on slices, Mamba-2 and gated delta nets, and the indexers of sparse attention.
 
 The state after a slice enters the next one's forward, and its gradient comes back in input gradients, which
 run in reverse.  So do the last inputs of the convolution before the recurrence; a slice with fewer tokens
-hands on the rest of what it got.  Layers are the model's own, with methods of the instance replaced; those do
-what they did unless a slice of several runs (``units.runtime``).
+hands on the rest of what it got.  An indexer chooses among the keys of a whole sequence, so that it has a
+storage of its own keys as attention has (``units.runtime.Prefix``).  Layers are the model's own, with methods
+of the instance replaced; those do what they did unless a slice of several runs (``units.runtime``).
 """
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -204,3 +207,76 @@ def _delta_rule(module: Any, stock: Callable[..., Any], *operands: torch.Tensor,
     named["initial_state"] = sequence.entered((module, "state"), part.start, graph)
     result, after = stock(*operands, **{**named, "output_final_state": True})
     return sequence.handed_on((module, "state"), after, part.end, result), None
+
+
+_SPARSE = "megatron.core.transformer.experimental_attention_variant.dsa"
+
+
+def is_sparse(attention: torch.nn.Module) -> bool:
+    """Whether ``attention`` is Megatron's sparse attention, whose indexer chooses keys."""
+    return any(kind.__module__ == _SPARSE for kind in type(attention).__mro__)
+
+
+def share_indexer(attention: Any) -> str:
+    """Let the indexer of sparse ``attention`` choose among earlier keys; return why it cannot, if so."""
+    config = attention.config
+    if not hasattr(attention, "index_share") or attention.index_share:
+        return (
+            "slices of sequences need an indexer in each layer of sparse attention, by megatron-core 0.19 or "
+            f"later; leave out --dsa-indexer-topk-freq, or {SLICE_FLAG}"
+        )
+    if getattr(config, "dsa_kernel_backend", "none") != "none":
+        return (
+            f"the kernels of --dsa-kernel-backend {config.dsa_kernel_backend} know no keys before the first "
+            f"query, as slices of sequences have; leave it out, or {SLICE_FLAG}"
+        )
+    if config.sequence_parallel and config.tensor_model_parallel_size > 1:
+        return (
+            "sparse attention takes as many keys as queries under --sequence-parallel, and a slice of a "
+            f"sequence has more; leave it out, or {SLICE_FLAG}"
+        )
+    _replace(attention.indexer, "forward_before_topk", _with_earlier_keys)
+    return ""
+
+
+def _with_earlier_keys(
+    module: torch.nn.Module, stock: Callable[..., Any], *arguments: Any, **named: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return an indexer's queries, its keys up to the slice's end, and its weights."""
+    query, key, weights = stock(*arguments, **named)
+    if (sliced := _sliced()) is not None:
+        part, sequence = sliced
+        key = sequence.grown((module, "key"), key, part.start)
+    return query, key, weights
+
+
+def mask_of_sparse(arguments: dict[str, Any], mask: torch.Tensor) -> None:
+    """Let sparse attention read the ``mask`` of a slice, in place of one that it makes by its kind."""
+    queries, batch = arguments["query"].shape[:2]
+    arguments["attn_mask_type"] = None
+    arguments["attention_mask"] = mask.expand(batch, 1, queries, mask.shape[-1])
+
+
+@contextmanager
+def indexers_count(share: float, config: Any, is_backward: bool) -> Iterator[None]:
+    """Let the losses of indexers in a slice count by its ``share`` of its microbatch's tokens.
+
+    As those of routers (``sliced_stage.of_part``) they are means over tokens, in the log and in gradients,
+    whose scale Megatron sets in every forward.  Where losses are counted by tokens they are sums.
+    """
+    sparse = sys.modules.get(_SPARSE)
+    if sparse is None or config.calculate_per_token_loss:
+        yield
+        return
+    scaler, tracker = sparse.DSAIndexerLossAutoScaler, sparse.DSAIndexerLossLoggingHelper.tracker
+    scale, before = scaler.main_loss_backward_scale, tracker.get("values")
+    before = 0 if before is None else before.clone()
+    if is_backward:  # 1 where nobody has set it
+        scaler.main_loss_backward_scale = torch.tensor(share) if scale is None else scale * share
+    try:
+        yield
+    finally:
+        if is_backward:
+            scaler.main_loss_backward_scale = scale
+        if (values := tracker.get("values")) is not None:
+            values.copy_(before + (values - before) * share)

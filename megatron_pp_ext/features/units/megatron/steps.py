@@ -280,6 +280,7 @@ class InSlices(PlannedSteps):
 
     def prepare(self, step: Step) -> None:
         """See ``PlannedSteps``."""
+        _require_no_replay(step.inputs.config, SLICE_FLAG)
         self._calls[:] = self._calls or map(Calls, step.inputs.model)
         require_known_operations(self._calls, step.inputs, self._tokens or SMALLEST, self._is_checked)
 
@@ -431,13 +432,13 @@ def _summed_over_documents(changes: Sequence[torch.Tensor]) -> Iterator[None]:
         )
 
 
-def _require_no_replay(config: Any) -> None:
+def _require_no_replay(config: Any, flag: str = "the order") -> None:
     """Raise RuntimeError for a config whose routing is replayed; verl's is no flag of Megatron's."""
     for name in REPLAYS:
         if getattr(config, name, False):
             raise RuntimeError(
                 f"{name} in the model's config: routing is replayed in the order of its record; unset it, or "
-                "leave the order out"
+                f"leave {flag} out"
             )
 
 

@@ -28,6 +28,7 @@ def test_data_beside_losses_is_of_whole_microbatches(found: list[dict]) -> None:
 @pytest.mark.parametrize("kind", own_loop_slices.RETURNS)
 def test_what_a_loss_function_returns_is_what_stock_makes_of_it(found: list[dict], kind: str) -> None:
     ours, stock = ([rank[of][kind] for rank in found] for of in ("returns", "stock returns"))
+    assert all(stock[-1].losses)
     assert ours[-1].losses == [pytest.approx(step, rel=1e-6) for step in stock[-1].losses]
     own_loop.assert_close_gradients(ours, stock)
 

@@ -44,6 +44,33 @@ def test_gradients_are_those_of_the_whole(bounds: tuple[int, ...]) -> None:
         assert torch.allclose(one.grad, other.grad, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_repeated_layer_has_keys_of_each_call(recomputes: bool) -> None:
+    """Also where recomputation calls it again, the last call first."""
+    (whole, *_), (ours, *_) = leaves(), leaves()
+    hidden = whole
+    for _ in range(2):
+        hidden = attention(hidden, hidden.cos(), hidden.sin())
+    hidden.sin().sum().backward()
+    sequence, outputs = Sequence(Owner(0, 0), LENGTH), []
+    for start, end in pairwise((0, 5, 12)):
+
+        def call(hidden: torch.Tensor, start: int = start) -> torch.Tensor:
+            key, value = hidden.cos(), hidden.sin()
+            return attention(
+                hidden, sequence.grown("key", key, start, 2), sequence.grown("value", value, start, 2)
+            )
+
+        hidden = ours[start:end]
+        for _ in range(2):
+            hidden = checkpoint(call, hidden, use_reentrant=True) if recomputes else call(hidden)
+        outputs.append(hidden.sin().sum())
+        sequence.end_forward(end)
+    for output in reversed(outputs):
+        output.backward()
+    assert torch.allclose(ours.grad, whole.grad, rtol=0, atol=1e-12)
+
+
 def test_no_prefix_is_copied() -> None:
     sequence = Sequence(Owner(0, 0), LENGTH)
     first = sequence.grown("key", torch.ones(4, 1), 0)
@@ -108,3 +135,75 @@ def test_a_backward_recomputes_a_slice() -> None:
     for output in reversed(outputs):
         output.backward()
     assert new.grad.flatten().tolist() == pytest.approx([3 * torch.ones(()).cos().item()] * 2)
+
+
+DECAY = 0.9
+
+
+def recurrence(sequence: Sequence, new: torch.Tensor, start: int) -> torch.Tensor:
+    """A layer with a state, h = decay * h + x, and a tail of the last two inputs, each of which counts."""
+    tail = sequence.entered("tail", start, new)
+    state = sequence.entered("state", start, new)
+    seen = torch.cat([new.new_zeros(2) if tail is None else tail, new])
+    state, results = new.new_zeros(()) if state is None else state, []
+    for at in range(len(new)):
+        state = DECAY * state + seen[at] * seen[at + 2].sin()
+        results.append(state)
+    end = start + len(new)
+    result = sequence.handed_on("tail", seen[-2:], end, torch.stack(results))
+    return sequence.handed_on("state", state, end, result)
+
+
+def in_slices(new: torch.Tensor, bounds: tuple[int, ...], recomputes: bool = False) -> Sequence:
+    """Run forwards of slices between ``bounds``, and their backwards in reverse."""
+    sequence, outputs = Sequence(Owner(0, 0), bounds[-1]), []
+    for start, end in pairwise(bounds):
+        part = new[start:end]
+        if recomputes:
+            result = checkpoint(recurrence, sequence, part, start, use_reentrant=False)
+        else:
+            result = recurrence(sequence, part, start)
+        outputs.append(result.cos().sum())
+        sequence.end_forward(end)
+    for output in reversed(outputs):
+        output.backward()
+    return sequence
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("bounds", [(0, 6, 12), (0, 1, 2, 7, 8, 12)])
+def test_gradients_of_states_are_those_of_the_whole(bounds: tuple[int, ...], recomputes: bool) -> None:
+    """Also of a slice with fewer tokens than its tail, and where the forward of a slice runs again in I."""
+    numbers = leaves()[0].detach()[:, 0, 0]
+    whole, ours = (numbers.clone().requires_grad_() for _ in range(2))
+    in_slices(whole, (0, LENGTH))
+    sequence = in_slices(ours, bounds, recomputes)
+    assert torch.allclose(ours.grad, whole.grad, rtol=0, atol=1e-12)
+    assert [(state.entering, state.owed) for state in sequence.states.values()] == [({}, {})] * 2
+
+
+def test_states_are_counted_until_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of each enters the second slice, and is gone with its gradient once the first has that."""
+    meter = ActivationMeter()
+    monkeypatch.setattr(STORE, "meter", meter)
+    new = torch.ones(6, requires_grad=True)
+    sequence = Sequence(Owner(0, 0), 6)
+    outputs = [recurrence(sequence, new[start : start + 3], start).sum() for start in (0, 3)]
+    assert (meter.live_bytes, meter.live_microbatches) == ((2 + 1) * 4, 1)
+    outputs.pop().backward()
+    assert {key: sorted(state.owed) for key, state in sequence.states.items()} == {"tail": [3], "state": [3]}
+    outputs.pop().backward()
+    del sequence
+    assert meter.live_bytes == 0
+
+
+def test_a_layer_with_a_state_is_called_once_for_each_slice() -> None:
+    sequence, new = Sequence(Owner(0, 0), 4), torch.ones(2)
+    recurrence(sequence, new, 0)
+    with pytest.raises(ValueError, match="called twice for a slice"):
+        recurrence(sequence, new, 0)
+    sequence.end_forward(2)
+    with pytest.raises(ValueError, match="for some slices of a sequence alone"):
+        sequence.entered("another", 2, new)
+    with pytest.raises(ValueError, match="for some slices of a sequence alone"):
+        sequence.end_forward(4)
