@@ -180,7 +180,6 @@ CASES: dict[str, dict[str, str]] = {
         "exchange heads in one level": "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 1",
         "the numbers for all would be": "--softmax-type learnable",
         "--qk-clip: the maximum of": "--qk-clip",
-        "what it predicts from are": "--mtp-num-layers 1",
         "takes the order of whole": "--hybrid-layer-pattern M*|M*|M*|M*|M*|M*|M*|M* --spec my.layers stack",
         "its indexer chooses for all heads": f"{SPARSE} --spec my.layers stack",
         "divided by halves": "--position-embedding-type mrope",

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, utils
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -54,6 +54,10 @@ class Kind(NamedTuple):
 
     step: tuple[tuple[int, ...], ...]
     latent: bool = False
+    depths: int = 0
+    """The layers of multi-token prediction."""
+    per_token: bool = True
+    """Whether Megatron divides by the tokens of the step, in the place of the loss function."""
 
     @property
     def widths(self) -> tuple[int, int, int, int]:
@@ -61,8 +65,14 @@ class Kind(NamedTuple):
         return (4, 4, 8, 4) if self.latent else (4, 2, 4, 4)
 
 
-KINDS = {"lengths": Kind(LENGTHS), "packs": Kind(PACKS), "latent packs": Kind(PACKS, latent=True)}
-QUICK = (("1f1b", "lengths"), ("v-half", "latent packs"))
+KINDS = {
+    "lengths": Kind(LENGTHS),
+    "packs": Kind(PACKS),
+    "latent packs": Kind(PACKS, latent=True),
+    "predictions": Kind(LENGTHS, depths=1),
+    "predictions of packs": Kind(PACKS, depths=2, per_token=False),
+}
+QUICK = (("1f1b", "lengths"), ("v-half", "latent packs"), ("v-half", "predictions of packs"))
 
 
 class CheckedAttention(DotProductAttention):
@@ -114,6 +124,10 @@ def gpt(config: Any, latent: bool = False, **arguments: Any) -> GPTModel:
     """A GPT with rotary positions and ``CheckedAttention``."""
     spec = get_gpt_layer_local_spec(multi_latent_attention=latent)
     spec.submodules.self_attention.submodules.core_attention = CheckedAttention
+    if config.mtp_num_layers:
+        arguments["mtp_block_spec"] = get_gpt_mtp_block_spec(
+            config, spec, use_transformer_engine=False, vp_stage=arguments["vp_stage"]
+        )
     return GPTModel(config, spec, position_embedding_type="none" if latent else "rope", **arguments)
 
 
@@ -142,6 +156,7 @@ def batches(step: tuple[tuple[int, ...], ...]) -> Iterator[dict[str, Any]]:
 def forward_step(iterator: Iterator[dict[str, Any]], model: Any) -> Any:
     """The forward step of Megatron's script: the batch of this rank, and a sum of losses with its tokens."""
     batch = dict(next(iterator))
+    tokens = batch["loss_mask"].sum()
     batch["cu_seqlens_padded"] = batch["cu_seqlens"]
     group = parallel_state.get_context_parallel_group()
     batch = utils.get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
@@ -154,15 +169,24 @@ def forward_step(iterator: Iterator[dict[str, Any]], model: Any) -> Any:
         batch["position_ids"],
         batch["attention_mask"],
         labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
         packed_seq_params=params,
     )
-    return output, partial(_loss, batch["loss_mask"])
+    if model.config.calculate_per_token_loss:
+        return output, partial(_loss, batch["loss_mask"])
+    return output, partial(_part_of_mean, batch["loss_mask"], tokens)
 
 
 def _loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     loss = (losses.float() * mask).sum()
     tokens = mask.sum().to(torch.int)
     return loss, tokens, {"loss": torch.stack([loss.detach(), tokens.float()])}
+
+
+def _part_of_mean(mask: torch.Tensor, tokens: torch.Tensor, losses: torch.Tensor) -> Any:
+    """A loss whose parts Megatron adds up over the ranks, each of which has counted all tokens."""
+    loss = (losses.float() * mask).sum()
+    return loss / tokens, {"loss": torch.stack([loss.detach(), mask.sum()])}
 
 
 def start(context: int) -> None:
@@ -189,7 +213,8 @@ def trained(kind: Kind, chunks: int, context: int) -> dict[str, Any]:
         pipeline_model_parallel_size=2,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         context_parallel_size=context,
-        calculate_per_token_loss=True,
+        calculate_per_token_loss=kind.per_token,
+        mtp_num_layers=kind.depths or None,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
         hidden_dropout=0.0,

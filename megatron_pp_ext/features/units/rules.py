@@ -100,7 +100,7 @@ def has_states(job: Job) -> bool:
 def may_share(job: Job) -> bool:
     """Whether the context-parallel ranks of ``job`` may share slices, by what the model has."""
     ranks = job.parallel.context_parallel_size
-    has_others = job.attention.softmax_type != "vanilla" or job.model.mtp_num_layers or has_states(job)
+    has_others = job.attention.softmax_type != "vanilla" or has_states(job)
     return ranks == 1 or not (has_others or heads_of_rank(job) % ranks)
 
 
@@ -241,11 +241,6 @@ _SHARED_SLICE_RULES = (
                 "--softmax-type {softmax_type}",
                 "each rank attends for a part of the heads, and the numbers for all would be added to them",
                 when=lambda job: job.attention.softmax_type != "vanilla",
-            ),
-            Rule(
-                "--mtp-num-layers",
-                "what it predicts from are tokens of the next rank, whose part of a slice comes after",
-                when=lambda job: job.model.mtp_num_layers,
             ),
             Rule(
                 "--hybrid-layer-pattern with M or G",

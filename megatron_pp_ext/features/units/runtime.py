@@ -247,12 +247,18 @@ class Share:
     """The tokens of a unit that this rank of a context-parallel ``group`` has.
 
     Of the unit's tokens, in their order, each rank has as many, one rank after the other.  ``ranges`` are
-    their places among the ``total`` that the rank has of the microbatch.
+    their places among the ``total`` that the rank has of the microbatch, ``places`` those among all.
     """
 
     group: dist.ProcessGroup
+    places: tuple[tuple[int, int], ...]
     ranges: tuple[tuple[int, int], ...]
     total: int
+
+    @property
+    def ranks(self) -> int:
+        """The context-parallel ranks."""
+        return self.group.size()
 
     def of(self, tokens: int) -> tuple[int, int]:
         """Return where the part of this rank begins and ends among the ``tokens`` of the unit."""

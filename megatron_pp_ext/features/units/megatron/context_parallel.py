@@ -9,7 +9,7 @@ in the order of its layers; only forwards and input gradients have any.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import accumulate
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_pp_ext.features.units.megatron.states import is_recurrent
 from megatron_pp_ext.features.units.options import SLICE_FLAG
@@ -59,24 +60,40 @@ class Parts:
         """Return the part of a unit that this rank has; None where it has all."""
         if self.ranks == 1 or self._group is None:
             return None
-        return Share(self._group, self.ranges(number), self.total(self._units.units[number].microbatch))
+        total = self.total(self._units.units[number].microbatch)
+        return Share(self._group, self._places(number), self.ranges(number), total)
 
-    def dealing(self, microbatch: int) -> "Dealing | None":
+    def _places(self, number: int) -> tuple[tuple[int, int], ...]:
+        """Return the places, in the whole microbatch, of the tokens that this rank has of a unit."""
+        assert self._group is not None
+        count = self._units.units[number].tokens // self.ranks
+        first, last = self._group.rank() * count, (self._group.rank() + 1) * count
+        places, before = list[tuple[int, int]](), 0
+        for begin, end in self._units.positions(number):
+            of_piece = begin + max(0, first - before), begin + min(end - begin, last - before)
+            if of_piece[0] < of_piece[1]:
+                places.append(of_piece)
+            before += end - begin
+        return tuple(places)
+
+    def dealing(self, microbatch: int, keeps_wholes: bool) -> "Dealing | None":
         """Return how the batch of a microbatch is dealt; None where this rank has all."""
         if self.ranks == 1 or self._group is None:
             return None
-        places = list[torch.Tensor]()
-        for number in self._units.of_microbatch[microbatch]:
-            of_unit = torch.cat([torch.arange(*piece) for piece in self._units.positions(number)])
-            places.append(of_unit.chunk(self.ranks)[self._group.rank()])
-        return Dealing(torch.cat(places), sum(self._units.documents[microbatch]))
+        numbers = self._units.of_microbatch[microbatch]
+        places = [torch.arange(*piece) for number in numbers for piece in self._places(number)]
+        return Dealing(torch.cat(places), sum(self._units.documents[microbatch]), keeps_wholes)
 
 
 class Dealing:
-    """The ``places`` of this rank's tokens among the ``total`` in a row of a microbatch."""
+    """The ``places`` of this rank's tokens among the ``total`` in a row of a microbatch.
 
-    def __init__(self, places: torch.Tensor, total: int) -> None:
+    With ``keeps_wholes`` it is known later what a tensor is a part of (``whole_of``).
+    """
+
+    def __init__(self, places: torch.Tensor, total: int, keeps_wholes: bool = False) -> None:
         self._places, self._total = places, total
+        self._wholes: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if keeps_wholes else None
         self.is_done = False
         """Whether a batch was dealt."""
 
@@ -98,7 +115,33 @@ class Dealing:
                     f"or leave out {SLICE_FLAG}"
                 )
             dealt[name] = value.index_select(1, self._places.to(value.device))
+            if self._wholes is not None:
+                self._wholes.append((dealt[name], value))
         return dealt
+
+    def note_wholes(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note the whole of each of the ``tensors`` that a batch had, or of a copy in another format."""
+        known = self._wholes or []
+        for tensor in tensors:
+            same = next((whole for part, whole in known if part is tensor), None)
+            if same is None:
+                copied = (whole for part, whole in known if _is_copy(part, tensor))
+                same = next(copied, None)
+            if same is not None:
+                _wholes[tensor] = same.to(tensor.dtype)
+
+
+def _is_copy(part: torch.Tensor, tensor: torch.Tensor) -> bool:
+    return part.shape == tensor.shape and torch.equal(part.to(tensor.dtype), tensor)
+
+
+_wholes = WeakTensorKeyDictionary()
+
+
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of the whole microbatch, of which a batch had given ``tensor``, else itself."""
+    whole: torch.Tensor = _wholes.get(tensor, tensor)
+    return whole
 
 
 _WHOLE = {
@@ -148,7 +191,11 @@ def deal_by_units(stock: Callable[..., Any], batch: dict[str, Any], *args: Any, 
 
 def require_dealt(arguments: Mapping[str, Any], names: tuple[str, ...]) -> None:
     """Raise ValueError for a batch, among the ``arguments`` of a model, that was not dealt by its units."""
-    if _dealing is None or _dealing.is_done:
+    if _dealing is None:
+        return
+    if _dealing.is_done:
+        given = (arguments.get(name) for name in names)
+        _dealing.note_wholes(tensor for tensor in given if isinstance(tensor, torch.Tensor))
         return
     for name in names:
         if isinstance(arguments.get(name), torch.Tensor):
@@ -299,8 +346,6 @@ def why_not_shared(model: torch.nn.Module) -> str:
 
     These are what no flag tells; see ``units.rules`` for the others.
     """
-    if getattr(getattr(model, "config", None), "mtp_num_layers", None):
-        return "multi-token prediction (mtp_num_layers) needs tokens of the next rank"
     for module in model.modules():
         if is_recurrent(module):
             return f"the exchange of {type(module).__name__} takes the order of whole sequences"

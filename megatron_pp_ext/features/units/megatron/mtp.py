@@ -6,7 +6,7 @@ whole microbatch is rolled, by its own documents, and a slice gets its part of t
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from megatron.core.transformer import multi_token_prediction
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_pp_ext.around import bound
+from megatron_pp_ext.features.units.megatron.context_parallel import whole_of
 from megatron_pp_ext.features.units.runtime import Slice, running
 from megatron_pp_ext.megatron.patching import hook
 from megatron_pp_ext.megatron.releases import CORE_0_17
@@ -22,10 +23,14 @@ from megatron_pp_ext.setting_error import SettingError
 
 @dataclass(frozen=True, slots=True)
 class _Whole:
-    """The numbers of a microbatch, tokens last, of which a slice has a part; ``packed`` are its documents."""
+    """The numbers of a microbatch, tokens last, of which a slice has a part; ``packed`` are its documents.
+
+    The part has ``times`` these numbers.
+    """
 
     numbers: torch.Tensor
     packed: Any
+    times: int = 1
 
 
 _wholes = WeakTensorKeyDictionary()
@@ -37,8 +42,11 @@ _rolled = WeakTensorKeyDictionary()
 _ones = WeakTensorKeyDictionary()
 """The masks of microbatches that come without one, by their labels."""
 
-_of_loss: tuple[_Whole, _Whole] | None = None
-"""The labels and the mask of the losses that are being computed, which Megatron rolls as copies."""
+_of_loss: tuple[_Whole, _Whole, torch.Tensor] | None = None
+"""The labels and the mask of the losses that are being computed, and what Megatron gets as the mask.
+
+It rolls copies of labels.
+"""
 
 
 def refused_model(config: Any) -> str:
@@ -73,12 +81,16 @@ def keep_wholes(parts: Mapping[str, Any], arguments: Mapping[str, Any], names: I
     """
     for name in names:
         if isinstance(parts.get(name), torch.Tensor):
-            _wholes[parts[name]] = _Whole(arguments[name], arguments.get("packed_seq_params"))
+            whole = whole_of(arguments[name])
+            _wholes[parts[name]] = _Whole(whole, arguments.get("packed_seq_params"))
 
 
 def _part(whole: _Whole, part: Slice) -> torch.Tensor:
-    pieces = [whole.numbers[..., begin:end] for begin, end in part.ranges]
+    ranges = part.ranges if part.share is None else part.share.places
+    pieces = [whole.numbers[..., begin:end] for begin, end in ranges]
     result = pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
+    if whole.times > 1:
+        result = result * whole.times
     _wholes[result] = whole
     return result
 
@@ -108,20 +120,26 @@ def roll_whole(stock: Any, *args: Any, **kwargs: Any) -> Any:
             "and the next slice's part of it is not known; leave it out (padding_mask under "
             "--sequence-parallel, for example), or leave out --pipeline-slice-tokens"
         )
+    if part.share is not None and whole.numbers.shape[-1] != part.total:
+        raise SettingError(
+            "multi-token prediction rolls a tensor of which a context-parallel rank has a part, and that of "
+            "other ranks is not known; give the model what get_batch_on_this_cp_rank returns, or leave out "
+            "--pipeline-slice-tokens"
+        )
     if whole.numbers not in _rolled:
-        call.arguments |= {"tensor": whole.numbers, "packed_seq_params": whole.packed}
+        call.arguments |= {"tensor": whole.numbers, "packed_seq_params": whole.packed, "cp_group": None}
         call.arguments.pop("return_sum", None)
         _rolled[whole.numbers] = stock(*call.args, **call.kwargs)
     rolled, total = _rolled[whole.numbers]
-    return _part(_Whole(rolled, whole.packed), part), total
+    return _part(replace(whole, numbers=rolled), part), total
 
 
 def _whole_of_loss(numbers: torch.Tensor) -> _Whole | None:
     """Return the whole of what ``count_whole`` has handed over: the mask itself, or else a copy of labels."""
     if _of_loss is None:
         return None
-    labels, mask = _of_loss
-    return mask if numbers is mask.numbers else labels
+    labels, mask, handed = _of_loss
+    return mask if numbers is handed else labels
 
 
 _LOSS = (
@@ -157,8 +175,13 @@ def count_whole(stock: Any, *args: Any, **kwargs: Any) -> Any:
         mask, _ = multi_token_prediction.roll_tensor(_part(of_mask, part))
         of_mask = _wholes[mask]
     # Megatron sums this mask and rolls it, and looks at no more of it.
-    arguments |= {"labels": labels, "loss_mask": of_mask.numbers}
-    before, _of_loss = _of_loss, (of_labels, of_mask)
+    handed = of_mask.numbers
+    if part.share is not None:
+        # It takes the mean over context-parallel ranks of what is divided by the sum of a rolled mask, and
+        # the sum of what is also multiplied by that of this one (calculate_per_token_loss).
+        of_mask, handed = replace(of_mask, times=part.share.ranks), handed / part.share.ranks
+    arguments |= {"labels": labels, "loss_mask": handed}
+    before, _of_loss = _of_loss, (of_labels, of_mask, handed)
     try:
         return stock(*call.args, **call.kwargs)
     finally:

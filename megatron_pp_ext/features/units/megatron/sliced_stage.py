@@ -156,7 +156,9 @@ class SlicedStage(ModelStage):
             if state.call.arguments is not None:
                 return model(**state.call.again()), None
             step = self.inputs.forward_step_func
-            with dealt_by(self._parts.dealing(self._units.units[unit].microbatch)):
+            microbatch = self._units.units[unit].microbatch
+            predicts = bool(getattr(self.inputs.config, "mtp_num_layers", None))
+            with dealt_by(self._parts.dealing(microbatch, predicts)):
                 output, state.loss_function = step_of_one_call(step, iterator, model, SLICE_FLAG)
             return output, None
 

@@ -69,13 +69,15 @@ def test_storage_and_exchanges(found: Any, ranks: int, name: str, kind: str) -> 
     step = KINDS[kind].step[:COUNT]
     queries, keys, key_width, value_width = KINDS[kind].widths
     copies = ranks // gcd(keys, ranks)
+    depths = KINDS[kind].depths
     cut_documents = sum(length for documents in step for length in documents if length > TOKENS)
-    kept = LAYERS // 2 * cut_documents * keys * copies // ranks * (key_width + value_width)
+    kept = cut_documents * keys * copies // ranks * (key_width + value_width)
     tokens = sum(map(sum, step)) // ranks
     heads = queries * (key_width + value_width) + keys * copies * (key_width + value_width)
-    sent = 2 * 4 * LAYERS // 2 * tokens * heads  # forward and backward, in fp32
-    for rank in found(ranks, name, kind):
-        result = rank[name, kind, ranks]
-        assert result["kept"] == kept
-        assert result["exchanged"] == sent
-        assert result["exchanges"] == 2 * 2 * LAYERS // 2 * result["units"]
+    sent = 2 * 4 * tokens * heads  # forward and backward, in fp32
+    of_all = LAYERS + depths
+    results = [rank[name, kind, ranks] for rank in found(ranks, name, kind)]
+    assert sum(result["kept"] for result in results) == ranks * of_all * kept
+    assert sum(result["exchanged"] for result in results) == ranks * of_all * sent
+    (units,) = {result["units"] for result in results}
+    assert sum(result["exchanges"] for result in results) == ranks * of_all * 2 * 2 * units
