@@ -25,6 +25,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, g
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 import megatron_pp_ext
@@ -201,7 +202,7 @@ def trained(kind: Kind, chunks: int, context: int) -> dict[str, Any]:
 
     These are the sums of losses and tokens, and gradients by global names; the numbers that all storages of
     keys and of values ``kept``; the bytes that were ``exchanged`` in forwards and backwards, and in how many
-    ``exchanges``; and the number of ``units``.
+    ``exchanges``; the number of ``units``; and the losses of predictions that are ``logged``.
     """
     parallel_state.set_virtual_pipeline_model_parallel_world_size(chunks if chunks > 1 else None)
     config_class = MLATransformerConfig if kind.latent else TransformerConfig
@@ -239,6 +240,7 @@ def trained(kind: Kind, chunks: int, context: int) -> dict[str, Any]:
             calls.append(None)
 
     model[0].register_forward_hook(count)
+    MTPLossLoggingHelper.tracker.clear()
     all_to_all: Callable[..., Any] = dist.all_to_all_single
     with (
         patch.object(prefixes, "Prefix", Counted),
@@ -249,6 +251,7 @@ def trained(kind: Kind, chunks: int, context: int) -> dict[str, Any]:
     return {
         "losses": [entry["loss"] for entry in losses],
         "gradients": {name: parameter.main_grad.clone() for name, parameter in global_parameters(model)},
+        "logged": MTPLossLoggingHelper.tracker.get("loss_values"),
         "kept": sum(kept),
         "exchanged": sum(sent),
         "exchanges": len(sent),
