@@ -252,8 +252,9 @@ def _actions(stages: int, capacity: int) -> NDArray[np.object_]:
 def lower_bound(listing: Listing, table: Table) -> float:
     """Return a makespan that no schedule of these units is below, where all backwards are whole, or none is.
 
-    It is the larger of two.  A rank cannot begin before the quickest unit has come to it, and has all its
+    It is the largest of three.  A rank cannot begin before the quickest unit has come to it, and has all its
     work to do then; where backwards are whole, the last input gradient has yet to go to the first stage.
+    Before its first input gradient a rank does no more forwards than it can keep, however long it waits.
     And each chain takes the time of its own way through all stages and back: its units follow each other
     through every stage, of which the slowest holds them up.
     """
@@ -262,10 +263,15 @@ def lower_bound(listing: Listing, table: Table) -> float:
     forward, back = table.seconds[F], table.seconds[B if is_whole else I]
     heads = _arrivals(forward, delays).min(axis=1)
     tails = _arrivals(back, delays).min(axis=1)
+    backwards = _first_backwards(forward, back, delays, chains)
+    sizes, times = _of_chains(table.kept[F], forward, chains)
     least = 0.0
     for rank, stages in enumerate(where.stages_of):
         tail = float(tails[stages[0]]) if is_whole else 0.0
-        least = max(least, float(heads[stages[0]] + ranks.seconds[rank]) + tail)
+        head, first = float(heads[stages[0]]), float(backwards[stages.max()])
+        before = _within(sizes[stages], times[stages], float(ranks.limits[rank]))
+        waited = max(head, first - before)
+        least = max(least, waited + float(ranks.seconds[rank]) + tail)
     bounds = [*chains.first.tolist(), forward.shape[1]]
     of_units = (forward + back).sum(axis=0)
     for begin, end in sorted(pairwise(bounds), key=lambda ends: -float(of_units[slice(*ends)].sum())):
@@ -274,6 +280,48 @@ def lower_bound(listing: Listing, table: Table) -> float:
         way_back = _flow(back[::-1, begin:end][:, ::-1], delays[::-1])
         least = max(least, _flow(forward[:, begin:end], delays) + way_back)
     return least
+
+
+def _first_backwards(forward: Floats, back: Floats, delays: Floats, chains: Chains) -> Floats:
+    """Return for each stage how soon the first of all backwards can start there.
+
+    It is that of a chain's last unit, after all forwards of the chain in every stage.
+    """
+    first, last = chains.first, chains.first + chains.size - 1
+    heads, whole = _arrivals(forward[:, first], delays), np.add.reduceat(forward, first, axis=1)
+    tails = _arrivals(forward[::-1][:, last], delays[::-1])[::-1]
+    turned = (heads + whole + tails).max(axis=0)
+    on_the_way = _arrivals(back[::-1][:, last], delays[::-1])[::-1]
+    soonest: Floats = (turned + on_the_way).min(axis=1)
+    return soonest
+
+
+def _of_chains(kept: Floats, seconds: Floats, chains: Chains) -> tuple[Floats, Floats]:
+    """Return what forwards of each stage and chain keep, and the most seconds that so much memory is for.
+
+    Units of a chain go forward in their order, so the seconds are those of its best beginning.
+    """
+    sizes, rates = kept.cumsum(axis=1), seconds.cumsum(axis=1)
+    for array, each in ((sizes, kept), (rates, seconds)):
+        before = array[:, chains.first] - each[:, chains.first]
+        array -= np.repeat(before, chains.size, axis=1)
+    whole = sizes[:, chains.first + chains.size - 1]
+    with np.errstate(divide="ignore", invalid="ignore"):  # chains that keep nothing bound nothing
+        best = np.maximum.reduceat(rates / sizes, chains.first, axis=1)
+        return whole, best * whole
+
+
+def _within(kept: Floats, seconds: Floats, limit: float) -> float:
+    """Return the most of ``seconds`` whose memory ``kept`` is ``limit`` in all; a part counts as a part."""
+    sizes, times = kept.ravel(), seconds.ravel()
+    if sizes.sum() <= limit:
+        return math.inf
+    order = np.argsort(sizes / times, kind="stable")
+    sizes, times = sizes[order], times[order]
+    ends = sizes.cumsum()
+    count = int(np.searchsorted(ends, limit, side="right"))
+    rest = limit - (float(ends[count - 1]) if count else 0.0)
+    return float(times[:count].sum() + times[count] * rest / sizes[count])
 
 
 def _arrivals(seconds: Floats, delays: Floats) -> Floats:

@@ -192,6 +192,14 @@ def test_a_document_that_no_rank_can_keep_is_refused() -> None:
         planner.plan(planner.cut([[1000], [10]], 100), limits=[999.0] * 4)
 
 
+def test_a_tight_limit_is_part_of_the_lower_bound() -> None:
+    """Until its first I, on the way back, the last rank of a V has forwards of what it keeps and waits."""
+    planner = Planner(v(8), LengthCosts.with_attention(Costs.per_rank(8, 2), 1))
+    units = planner.cut([[32_768]] * 16, 8192)
+    tight, free = (planner.plan(units, limits=[most * 32_768.0] * 8, budget=0) for most in (1, 16))
+    assert free.lower_bound * 1.02 < tight.lower_bound <= tight.seconds
+
+
 def test_plans_are_equal_on_all_ranks() -> None:
     planner = Planner(v(4), LengthCosts.with_attention(Costs.per_rank(4, 2), 1))
     documents = [[5000, 700], [12_000], [300, 4000, 800]] * 3

@@ -35,7 +35,7 @@ RECOMPUTED = {
     "attention": "--recompute-granularity selective",
     "layers": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 }
-SCHEDULES = {"1f1b": "1f1b", "v-half": "v-half", "flex": "flex --pipeline-memory-limit 0.5"}
+SCHEDULES = {"1f1b": "1f1b", "v-half": "v-half", "flex": "flex --pipeline-memory-limit 0.9"}
 QUICK = [("grouped queries", "nothing", "v-half"), ("many heads", "attention", "flex")]
 CASES = [
     pytest.param(*case, marks=() if case in QUICK else pytest.mark.wide)
