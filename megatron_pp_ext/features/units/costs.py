@@ -9,7 +9,6 @@ devices, so that an estimate for the same devices chooses what training chooses.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from math import gcd
 
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import Request
@@ -18,7 +17,9 @@ from megatron_pp_ext.costs.model_parts import model_parts
 from megatron_pp_ext.costs.optimizers import Sharing, model_state
 from megatron_pp_ext.costs.stages import cost_model, stage_costs, stage_parts, stage_seconds
 from megatron_pp_ext.features.units.options import SLICE_FLAG, job_slices, sizes
+from megatron_pp_ext.features.units.rates import AMOUNTS, LengthCosts
 from megatron_pp_ext.features.units.rules import ranks_of_sequence
+from megatron_pp_ext.features.units.units import named_units
 from megatron_pp_ext.job import layers
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import all_rules
@@ -45,17 +46,20 @@ def cut(job: Job, length: int, documents: int = 1) -> Job:
 def of_slices(costs_of: CostsOf, job: Job, names: Sequence[UnitName]) -> UnitCosts:
     """Return the costs of units with these ``names``, which are slices of the sequences of ``job``.
 
-    A slice costs what a microbatch of its length would, interpolated between the longest and the shortest
-    one, and attention to the slices before it.
+    A slice takes as long as a microbatch of its length, interpolated between the longest and the shortest
+    one, and attention to the slices before it.  It keeps what plans count.
     """
     rows, count = job.batch.micro_batch_size, len(names)
     spans = {(name.begin, name.end) for name in names}
     lengths = sorted({end - begin for begin, end in spans})
     least, most = lengths[0], lengths[-1]
-    ends, attention = [costs_of(cut(job, length)) for length in (least, most)], _attention(costs_of, job)
-    mean = ends[-1]
+    ends = [costs_of(cut(job, length)) for length in (least, most)]
+    length, mean = job.model.seq_length, ends[-1]
+    halves, whole = costs_of(cut(job, length // 2, 2)), costs_of(cut(job, length))
+    attention = _attention(halves, whole, rows * (length**2 - 2 * (length // 2) ** 2))
+    kept = _memory(halves, whole, length, names)
 
-    def unit(begin: int, end: int) -> Costs:
+    def unit(begin: int, end: int, memory: Costs) -> Costs:
         part = (end - begin - least) / (most - least) if most > least else 1.0
         squares = rows * 2 * begin * (end - begin)
         stages = (
@@ -63,14 +67,18 @@ def of_slices(costs_of: CostsOf, job: Job, names: Sequence[UnitName]) -> UnitCos
                 stage,
                 forward=stage.forward + squares * forward,
                 input_gradient=stage.input_gradient + squares * backward,
+                **{name: getattr(amounts, name) for name in AMOUNTS},
             )
-            for stage, (forward, backward) in zip(
-                _between(ends[0].stages, mean.stages, part), attention, strict=True
+            for stage, (forward, backward), amounts in zip(
+                _between(ends[0].stages, mean.stages, part), attention, memory.stages, strict=True
             )
         )
         return Costs(tuple(stages), head=mean.head)
 
-    units = {span: unit(*span) for span in spans}
+    units = {
+        (name.begin, name.end): unit(name.begin, name.end, memory)
+        for name, memory in zip(names, kept.units, strict=True)
+    }
     longest = max(spans, key=lambda span: (span[1] - span[0], span[1]))
     return UnitCosts(
         units[longest].stages,
@@ -80,7 +88,16 @@ def of_slices(costs_of: CostsOf, job: Job, names: Sequence[UnitName]) -> UnitCos
         mean.pair,
         units=tuple(units[name.begin, name.end] for name in names),
         tokens=tuple(rows * (name.end - name.begin) for name in names[:count]),
+        shared=kept.shared,
     )
+
+
+def _memory(halves: Costs, whole: Costs, length: int, names: Sequence[UnitName]) -> UnitCosts:
+    """Return what slices with these ``names`` keep, as plans count it, alone and for others."""
+    units = named_units(names)
+    step = LengthCosts.through(halves, 2, whole, length).of(units)
+    places = {(unit.microbatch, unit.prefix): number for number, unit in enumerate(units.units)}
+    return step.ordered([places[name.microbatch, name.begin] for name in names])
 
 
 def _between(short: Sequence[StageCosts], long: Sequence[StageCosts], part: float) -> Iterator[StageCosts]:
@@ -101,27 +118,17 @@ def peak(order: Iterable[Action], costs: Costs) -> float:
     return max(most, live)
 
 
-def owed_bytes(job: Job, layers: int) -> float:
-    """Return the bytes of the gradients of keys and values that later slices leave for earlier ones."""
-    model, tokens = job.model, job.model.seq_length * job.batch.micro_batch_size
-    bytes_of = 2 if job.precision.is_half else 4
-    heads = model.key_heads / job.parallel.tensor_model_parallel_size
-    # Context-parallel ranks have some each, repeated ones where there are too few.
-    heads /= gcd(max(1, int(heads)), job.parallel.context_parallel_size)
-    return layers * tokens * 2 * heads * model.head_width * bytes_of
+def _attention(halves: Costs, whole: Costs, squares: float) -> list[tuple[float, float]]:
+    """Return the seconds of F and I of each stage for a squared token of attention.
 
-
-def _attention(costs_of: CostsOf, job: Job) -> list[tuple[float, float]]:
-    """Return the seconds of F and I of each stage for a squared token of attention."""
-    length = job.model.seq_length
-    squares = job.batch.micro_batch_size * (length**2 - 2 * (length // 2) ** 2)
-    stages, halves = costs_of(cut(job, length)).stages, costs_of(cut(job, length // 2, 2)).stages
+    Whole sequences have so many ``squares`` more than their halves.
+    """
     return [
         (
-            max(0.0, whole.forward - half.forward) / squares,
-            max(0.0, whole.input_gradient - half.input_gradient) / squares,
+            max(0.0, long.forward - short.forward) / squares,
+            max(0.0, long.input_gradient - short.input_gradient) / squares,
         )
-        for whole, half in zip(stages, halves, strict=True)
+        for long, short in zip(whole.stages, halves.stages, strict=True)
     ]
 
 
@@ -212,8 +219,7 @@ def _microbatches(job: Job, request: Request, tokens: int) -> int:
 def _bytes(job: Job, data: int, schedule: Schedule, costs: Costs, rows: int) -> Iterator[float]:
     """Yield the bytes of each rank in a step of ``schedule``, whose actions have these ``costs``."""
     model, placement = model_parts(job, vocabulary=rows), schedule.placement
-    layers_by_stage = layers.by_stage(job, placement.stages)
-    parts = stage_parts(job, model, layers_by_stage)
+    parts = stage_parts(job, model, layers.by_stage(job, placement.stages))
     tensor, dense = job.parallel.tensor_model_parallel_size, data * job.parallel.context_parallel_size
     sharing = Sharing(dense, max(1, dense * tensor // job.parallel.expert_ranks))
     buffers = model.buffers + schedule.splits_backward * model.gather_buffers
@@ -222,8 +228,6 @@ def _bytes(job: Job, data: int, schedule: Schedule, costs: Costs, rows: int) -> 
         first, *rest = (parts[stage] for stage in stages)
         state = model_state(job, sum(rest, first), sharing)
         moving = peak(order, costs)
-        if schedule.units:
-            moving += sum(owed_bytes(job, layers_by_stage[stage]) for stage in stages)
         if placement.stages - 1 in stages:
             moving += schedule.largest_share * model.loss_workspace
         fixed = state.weights + state.gradients + state.optimizer + buffers

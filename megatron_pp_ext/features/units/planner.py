@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megatron_pp_ext.features.units.costs import of_slices, owed_bytes, peak
+from megatron_pp_ext.features.units.costs import of_slices, peak
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.workload import Addition
 from megatron_pp_ext.schedule.actions import Schedule
@@ -37,11 +37,7 @@ class Sliced(Addition):
         if not schedule.units:
             return peaks
         costs = _costs_of(work, schedule)
-        return tuple(
-            peak(order, costs)
-            + sum(owed_bytes(work.job, work.layers[stage]) for stage in work.placement.stages_of(rank))
-            for rank, order in enumerate(schedule.orders)
-        )
+        return tuple(peak(order, costs) for order in schedule.orders)
 
     def unmeasured(self, schedule: Schedule) -> Iterator[str]:
         if schedule.units:

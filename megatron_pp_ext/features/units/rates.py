@@ -47,7 +47,7 @@ LEAST = 1e-12
 
 _TIMES = "forward", "input_gradient", "weight_gradient"
 
-_AMOUNTS = "activation", "released_by_input_gradient", "workspace", "workspace_in_whole"
+AMOUNTS = "activation", "released_by_input_gradient", "workspace", "workspace_in_whole"
 """The memory of a stage, by the names of ``StageCosts``."""
 
 _SINGULAR = 1e-9
@@ -72,8 +72,8 @@ class StageRates:
     ``workspace``, and a whole backward ``workspace_in_whole``.  ``scores`` are the four amounts for each
     score, and ``slices`` the memory of a token in slices.
 
-    Raises ValueError for a number that is not finite or below 0, but for what is ``released``, and for a
-    forward or backward that takes no time.
+    Raises ValueError for a number that is not finite or below 0, but for what is ``released`` and workspaces,
+    and for a forward or backward that takes no time.
     """
 
     per_token: Times
@@ -93,10 +93,13 @@ class StageRates:
                 require_number(f"StageRates.{name} of {kind}", seconds)
         if not any(self.per_token) and not any(self.per_square):
             raise ValueError("StageRates takes no time for any token: give per_token or per_square")
-        for name in ("activation", "copy", "hidden", "workspace", "workspace_in_whole"):
+        for name in ("activation", "copy", "hidden"):
             require_number(f"StageRates.{name}", getattr(self, name))
-        below = isinstance(self.released, float | int) and self.released < 0
-        require_number("StageRates.released", -self.released if below else self.released)
+        # A line through two lengths may be below 0 at none.
+        for name in ("released", "workspace", "workspace_in_whole"):
+            amount = getattr(self, name)
+            below = isinstance(amount, float | int) and amount < 0
+            require_number(f"StageRates.{name}", -amount if below else amount)
 
     @property
     def amounts(self) -> Amounts:
@@ -222,7 +225,7 @@ class LengthCosts:
             per_token, per_square = zip(*pairs, strict=True)
             scores = length * length * (1 - 1 / documents)
             kept, released, workspace, in_whole = (
-                _of_score(getattr(cut, name), getattr(whole, name), scores) for name in _AMOUNTS
+                _of_score(getattr(cut, name), getattr(whole, name), scores) for name in AMOUNTS
             )
             return _rates(whole, length, per_token, per_square, (kept, released, workspace, in_whole))
 
@@ -388,7 +391,7 @@ def _rates(
     """Return the rates of ``stage``, which takes ``scores`` of its memory for each squared token."""
     kept, released, workspace, in_whole = (
         getattr(stage, name) / tokens - of_score * tokens
-        for name, of_score in zip(_AMOUNTS, scores, strict=True)
+        for name, of_score in zip(AMOUNTS, scores, strict=True)
     )
     return StageRates(
         per_token,
