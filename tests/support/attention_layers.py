@@ -30,7 +30,6 @@ from megatron.core.transformer.multi_latent_attention import FusedMLASelfAttenti
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-from megatron.training import arguments
 
 from megatron_pp_ext import cpu
 from tests.support.kept_bytes import kept_bytes, share_storage
@@ -63,6 +62,8 @@ def _build_all(rank: int, models: Sequence[list[str]]) -> list[Layer]:
 
 
 def _build(flags: list[str]) -> Layer:
+    from megatron.training import arguments  # which loops of their own do without
+
     with pytest.MonkeyPatch.context() as patch:
         # With local layers these kinds are refused where this package's hooks are installed.
         patch.setattr("sys.argv", ["train.py", *flags, "--transformer-impl", "transformer_engine"])

@@ -40,7 +40,7 @@ def test_the_best_are_those_of_all(tokens: int | str) -> None:
 
 
 def test_what_is_tried() -> None:
-    """A number leaves out whole sequences, auto has them too; slices have no context parallelism."""
+    """A number leaves out whole sequences, auto has them too; slices need a pipeline."""
     of_number, of_auto = (
         list(everything(space(pipeline_slice_tokens=tokens, **SIZES))) for tokens in (2048, "auto")
     )
@@ -52,7 +52,7 @@ def test_what_is_tried() -> None:
     assert sizes_of(of_auto) == {None, *(8192 >> step for step in range(1, 5))}
     for one in (*of_number, *of_auto):
         if one.option(Slices):
-            assert one.pipeline > 1 and one.context == 1
+            assert one.pipeline > 1
 
 
 def test_bounds_are_below_every_estimate() -> None:
@@ -101,7 +101,7 @@ def test_slices_make_steps_shorter_and_keep_less(name: str) -> None:
     whole = estimated_in_slices(f"--pipeline-schedule {name}")
     sliced = estimated_in_slices(f"--pipeline-schedule {name} --pipeline-slice-tokens 4096")
     assert sliced.step_seconds < whole.step_seconds
-    assert sliced.fullest.activations < 0.6 * whole.fullest.activations
+    assert sliced.fullest.activations < 0.7 * whole.fullest.activations
     assert sliced.fullest.messages < 0.5 * whole.fullest.messages
     assert sliced.tokens_per_second * sliced.step_seconds == pytest.approx(
         whole.tokens_per_second * whole.step_seconds
@@ -165,8 +165,8 @@ def test_a_number_stays() -> None:
 
 
 def test_what_is_refused_beside_slices_is_refused_beside_auto() -> None:
-    given = asked("--pipeline-schedule v-half --pipeline-slice-tokens auto --context-parallel-size 2")
-    with pytest.raises(ValueError, match="--pipeline-slice-tokens auto does not support --context-parallel"):
+    given = asked("--pipeline-schedule v-half --pipeline-slice-tokens auto --pipeline-offload auto")
+    with pytest.raises(ValueError, match="--pipeline-slice-tokens auto does not support --pipeline-offload"):
         chosen(given)
 
 
