@@ -8,6 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 import benchmarks
+from tests.support import ranks  # noqa: F401 - the stand-ins for torch.cuda, before Megatron is imported
 
 MODULES = [
     module.name for module in pkgutil.walk_packages(benchmarks.__path__, "benchmarks.") if not module.ispkg
@@ -15,14 +16,16 @@ MODULES = [
 COMMANDS = {
     "gpu.beside", "gpu.check", "gpu.layers", "gpu.machine",
     "planner.accuracy", "planner.components", "planner.found_errors", "planner.found_factors",
-    "planner.found_memory", "planner.host_memory", "planner.layouts", "planner.named_jobs",
+    "planner.found_memory", "planner.host_memory", "planner.layouts", "planner.long_context",
+    "planner.named_jobs",
     "planner.partition_costs", "planner.rehearsals", "planner.sweeps", "planner.training_runs",
     "planner.two_checkouts",
     "runtime.announced_shapes", "runtime.lengths", "runtime.offload", "runtime.pairs", "runtime.replicas",
     "runtime.slice_steps",
     "runtime.slices", "runtime.slow_links", "runtime.start_up", "runtime.steps",
     "runtime.time_to_loss", "runtime.train", "runtime.vocabulary",
-    "schedules.announced_shapes", "schedules.copies_to_host", "schedules.lengths", "schedules.lengths_packed",
+    "schedules.announced_shapes", "schedules.copies_to_host", "schedules.finer_units", "schedules.lengths",
+    "schedules.lengths_packed",
     "schedules.lengths_within",
     "schedules.limits_by_rank", "schedules.other_lengths", "schedules.slices",
     "schedules.tables",

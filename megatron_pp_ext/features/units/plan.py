@@ -321,7 +321,10 @@ class Planner:
             table = self.table(units)
             search = _Listed(units, table, self.placement, self._no_limits, self.splits_backward)
             return replace(family, lower_bound=min(search.lower_bound, family.seconds))
-        listed = self.plan(units, how, limits=self.peaks(family), budget=budget)
+        try:
+            listed = self.plan(units, how, limits=self.peaks(family), budget=budget)
+        except InfeasibleLimit:
+            return family  # list scheduling holds free what a chain may need at one time, the order less
         best = min(family, listed, key=lambda plan: plan.seconds)
         return replace(best, lower_bound=min(listed.lower_bound, best.seconds))
 
