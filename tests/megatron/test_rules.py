@@ -54,7 +54,7 @@ CASES: dict[str, dict[str, str]] = {
     f"Under every schedule of this package|{PP4} --pipeline-schedule v-half": {
         "--use-megatron-fsdp: FSDP reduces": "--use-megatron-fsdp",
         "--use-torch-fsdp2: FSDP reduces": "--use-torch-fsdp2",
-        "--delay-wgrad-compute: schedules split": "--delay-wgrad-compute",
+        "without --overlap-moe-expert-parallel-comm: schedules split": "--delay-wgrad-compute",
         "local: Megatron's own schedules make": "--cuda-graph-impl local --pipeline-unproved",
         "were never run on a GPU; try scripts/gpu_check.sh graphs": "--cuda-graph-impl transformer_engine",
         "--enable-cuda-graph: Megatron's own schedules make": "--enable-cuda-graph",

@@ -334,8 +334,9 @@ RULES = (
             Rule("--use-torch-fsdp2", "FSDP reduces gradients by its own hooks"),
             # In pairs a B leaves them to where Megatron would compute them under this flag.
             Rule(
-                "--delay-wgrad-compute",
+                "--delay-wgrad-compute without --overlap-moe-expert-parallel-comm",
                 "schedules split the backward themselves",
+                "leave it out",
                 when=lambda job: (
                     job.flags.delay_wgrad_compute and not job.parallel.overlap_moe_expert_parallel_comm
                 ),
