@@ -82,9 +82,13 @@ def test_the_best_are_those_of_an_exhaustive_search(limit):
     where = space(fixed=("context_parallel_size",))
     found = searched_as_exhaustively(where, limit, top=4)
     assert found.replayed < found.legal / 2
-    assert [one.estimate.fullest.total for one in found.frontier] == sorted(
-        one.estimate.fullest.total for one in found.frontier
+    places = [(row.estimate.fullest.total, row.estimate.step_seconds) for row in found.frontier]
+    assert places == sorted(places) and [step for _, step in places] == sorted(
+        (step for _, step in places), reverse=True
     )
+    for row in (*found.best, *found.for_less_memory):
+        memory, step = row.estimate.fullest.total, row.estimate.step_seconds
+        assert min(least for bytes_, least in places if bytes_ <= memory) <= step
 
 
 def test_schedules_that_are_nearly_as_fast_stand_behind_the_fastest():

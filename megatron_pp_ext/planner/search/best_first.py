@@ -224,8 +224,8 @@ class Search:
         self._compile(progress)
         if not self.result.best:
             raise ValueError(self._nothing_fits())
-        frontier = set(self._shortest.values())
-        self.result.frontier = sorted(frontier, key=lambda evaluated: evaluated.estimate.fullest.total)
+        for_less_memory = set(self._shortest.values())
+        self.result.for_less_memory = sorted(for_less_memory, key=lambda row: row.estimate.fullest.total)
         return self.result
 
     def _look(self, progress: Progress) -> None:
@@ -345,6 +345,7 @@ class Search:
         ranked = sorted(self._alike.values(), key=lambda group: _step(group[0]))[: self._top]
         self.result.best = [first for first, *_ in ranked]
         self.result.alike = {first.candidate: slower for first, *slower in ranked}
+        self.result.add_to_frontier(evaluated)
         for level in LEVELS:
             other = self._shortest.get(level)
             is_shorter = other is None or _step(evaluated) < _step(other)
@@ -366,6 +367,7 @@ class Search:
             self.result.best.clear()
             self._alike.clear()
             self._shortest.clear()
+            self.result.frontier.clear()
         try:
             for number, cut in enumerate(cuts):
                 progress("compiling", number, len(cuts))
