@@ -24,6 +24,13 @@ _RENAMED = {
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
 }
 
+_SHARDS = {
+    "tensor_parallel_num_weight_shards": "tensor_model_parallel_size",
+    "expert_tensor_parallel_num_weight_shards": "expert_tensor_parallel_size",
+}
+"""The parts of a weight, and the ranks that have them.  Where nothing is gathered for each use, a config that
+Megatron makes of arguments has as many parts as ranks, and any other config has None."""
+
 _NOT_ASKED = {
     # A config has a value for these that nobody asked for, and this package does not look at it.
     "overlap_p2p_comm",
@@ -45,6 +52,9 @@ def arguments(*configs: Any, **explicit: Any) -> Namespace:
             # What several of them have is asked for if one of them asks.
             if name in names and name not in _NOT_ASKED and not values.get(name):
                 values[name] = _dtype(getattr(config, field.name, None))
+    for shards, ranks in _SHARDS.items():
+        if values.get(shards) == values.get(ranks):
+            values.pop(shards, None)
     if (layout := values.get("pipeline_model_parallel_layout")) is not None:
         values["pipeline_model_parallel_layout"] = layers.spelled_layout(layout)
     if values.get("num_query_groups") is not None:
