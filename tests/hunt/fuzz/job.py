@@ -72,7 +72,8 @@ def trained(row: Row, data: Path, folder: Path) -> list[str]:
 def is_cut(row: Row) -> bool:
     """Whether sequences may be cut: nothing is refused beside slices, and their sums are those of the whole.
 
-    Experts are balanced by slices, dropout draws other numbers, and sums may overflow in other places.
+    Experts are balanced by slices, dropout draws other numbers, and sums may overflow in other places.  A
+    context-parallel rank that divides its losses by its own tokens has other ones than under stock.
     """
     whole = {"pairs": "none", "sharing": "none", "dropout": "off"}
     return (
@@ -80,6 +81,7 @@ def is_cut(row: Row) -> bool:
         and row["experts"] in ("none", "biased")
         and row["precision"] != "fp16-overflows"
         and row["measures"] != "profile"
+        and ("cp" not in row["parallel"] or row["loss"] == "by-token")
         and not row["schedule"].startswith(CSV)
     )
 
