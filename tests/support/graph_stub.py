@@ -12,8 +12,9 @@ Stricter than a GPU: a block becomes NaN where its death was recorded, or at the
 its pool if it died between two captures.  ``Pool.kill`` makes a whole pool NaN.
 
 Other than on a GPU: there is one stream, so no race and no late message; collectives are not recorded
-properly; registered generators are ignored; what a graph reads from memory of others is kept alive.
-Integers have values in a capture, else an index computed there would be out of range in the next one.
+properly; no generator can be registered, and a replay draws from the CPU's; what a graph reads from memory of
+others is kept alive.  Integers have values in a capture, else an index computed there would be out of range
+in the next one.
 
 ``tensor.is_cuda`` has to be true (``engine_checkout``), else Transformer Engine's ``make_weak_ref`` keeps
 every tensor, nothing is reused and any order is right.
@@ -137,9 +138,6 @@ class Graph:
 
     def pool(self) -> Pool | None:
         return self.memory
-
-    def register_generator_state(self, state: Any) -> None:
-        """Do nothing: a replay draws from the CPU's generator."""
 
     def reset(self) -> None:
         self.events, self.is_captured = [], False
