@@ -170,7 +170,9 @@ class DeferringStore:
 
     def __init__(self, module: Any) -> None:
         self._module = module
-        self._weights, self._biases = _named(module, "weight"), _named(module, "bias")
+        self._weights = _named(module, "weight")
+        # A bias that the module hands out is added by its caller, and its gradient comes from there.
+        self._biases = [] if module.return_bias else _named(module, "bias")
         self._is_fused = module.fuse_wgrad_accumulation
         self._is_grouped = hasattr(module, "num_gemms")
 

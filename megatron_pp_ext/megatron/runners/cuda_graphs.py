@@ -141,36 +141,48 @@ class _WeightGraph:
     graph: Any
     weights: Sequence[torch.nn.Parameter]
 
-    def defer(self) -> None:
-        """Leave the replay for W, or do it now within a whole backward."""
+    def deferred(self) -> Callable[[], None]:
+        """Return the replay as work for a W; until it is done, no other gradient completes the weights'.
+
+        Called in F: what Transformer Engine returns as a weight's gradient, a dummy where the product adds it
+        by itself, comes before the end of the chunk's backward.
+        """
 
         def gradients() -> Gradients:
             self.graph.replay()
             return ()
 
-        work = defer_weights(self.weights, gradients)
-        STORE.defer(work, is_free=not any(map(has_second_use, self.weights)))
+        return defer_weights(self.weights, gradients)
+
+    @property
+    def is_free(self) -> bool:
+        return not any(map(has_second_use, self.weights))
 
 
 class _Entry(torch.autograd.Function):
     """Passes on the input of a chunk's first graphed layer; its backward is the end of their backwards.
 
-    The gradient is copied out of the slot's memory: it may leave after another microbatch has the slot.
-    ``anchor`` is any tensor with a gradient, so that this backward runs for an input that needs none too.
+    It leaves ``work``, if any, for W, or does it now within a whole backward.  The gradient is copied out of
+    the slot's memory: it may leave after another microbatch has the slot.  ``anchor`` is any tensor with a
+    gradient, so that this backward runs for an input that needs none too.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, weights: _WeightGraph | None, hidden: torch.Tensor
+        ctx: Any,
+        anchor: torch.Tensor,
+        work: Callable[[], None] | None,
+        is_free: bool,
+        hidden: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.weights = weights
+        ctx.work, ctx.is_free = work, is_free
         return hidden.view_as(hidden)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, torch.Tensor]:
-        if ctx.weights is not None:
-            ctx.weights.defer()
-        return None, None, gradients[0].clone()
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, None, torch.Tensor]:
+        if ctx.work is not None:
+            STORE.defer(ctx.work, is_free=ctx.is_free)
+        return None, None, None, gradients[0].clone()
 
 
 class _FirstLayer:
@@ -181,7 +193,11 @@ class _FirstLayer:
         self._anchor = torch.empty(0, device=torch.cuda.current_device(), requires_grad=True)
 
     def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return self._graphs(_Entry.apply(self._anchor, self._weights, hidden), *args, **kwargs)
+        if torch.is_grad_enabled():
+            weights = self._weights
+            work, is_free = (None, True) if weights is None else (weights.deferred(), weights.is_free)
+            hidden = _Entry.apply(self._anchor, work, is_free, hidden)
+        return self._graphs(hidden, *args, **kwargs)
 
     def reset(self) -> None:
         """Free all graphs of the slot that are not another layer's (``TECudaGraphHelper``)."""
