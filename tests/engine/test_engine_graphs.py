@@ -82,6 +82,7 @@ JOBS = {
     "an evaluation between": (2, "--pipeline-schedule v-half --eval-iters 1 --eval-interval 2"),
     "overlapped reduction": (4, "--pipeline-schedule v-half --overlap-grad-reduce"),
     "as it comes": (4, "--pipeline-schedule zb-h1 --overlap-grad-reduce --no-align-grad-reduce"),
+    "more microbatches than slots": (2, "--pipeline-schedule gpipe --rampup-batch-size 4 4 8"),
     "attention alone": (2, "--pipeline-schedule v-half --cuda-graph-modules attn"),
     "flex": (2, "--pipeline-schedule flex --pipeline-memory-limit 0.75"),
     "in pairs": (
