@@ -98,3 +98,15 @@ def test_flex_fits_into_the_slots_of_its_memory() -> None:
 def test_graphs_of_every_schedule(name: str) -> None:
     for steps in steps_of(make(request.named(name, 4, 8)).schedule):
         assert wrong_results(steps) == 0
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("seed", range(40))
+def test_graphs_of_random_orders(seed: int) -> None:
+    """Whole and halved backwards mixed, microbatches in any order, in slices or not."""
+    draw = random.Random(seed)
+    ranks = draw.randint(2, 4)
+    place = draw.choice([placement.linear(ranks), placement.v(ranks), placement.loop(ranks, 2)])
+    schedule = random_schedule(draw, place, draw.randint(2, 6))
+    orders = in_slices(schedule, 2) if draw.random() < 0.3 else steps_of(schedule)
+    assert wrong_results(draw.choice(orders)) == 0
