@@ -172,7 +172,7 @@ class DeferringStore:
         self._module = module
         self._weights = _named(module, "weight")
         # A bias that the module hands out is added by its caller, and its gradient comes from there.
-        self._biases = [] if module.return_bias else _named(module, "bias")
+        self._biases = [] if getattr(module, "return_bias", False) else _named(module, "bias")
         self._is_fused = module.fuse_wgrad_accumulation
         self._is_grouped = hasattr(module, "num_gemms")
 
