@@ -3,6 +3,7 @@
 # make test   lint, types and tests: under ten minutes on two cores      (ARGS=what pytest should get)
 # make test-all   make test with all that is marked `wide`, then the parity tests on the older releases
 # make test-frameworks   Megatron-Bridge, ms-swift and verl under our schedules, in an environment of their own
+#                        (NEMO_RL=checkout and SLIME=checkout: these too)
 # make test-matrix   the parity tests on every release of Megatron; make smoke, a few of them on the older ones and torch
 # make mutants   breaks one place of the source at a time; do tests notice?         (ROOM=pipedream/partition or WORD=split.py, LOOPS=1)
 # make fuzz   draws random jobs and compares each with stock Megatron              (N=number SEED=draw CASE=one)
@@ -67,11 +68,14 @@ test-matrix: env $(OLDER:%=test-%)
 smoke: $(OLDER:%=smoke-%) smoke-torch-2.11 smoke-frameworks
 
 # Importing a framework takes longer than a test, and the ranks of one test fill two cores: no workers.  One process
-# for each: mcore-bridge, which ms-swift is on, changes Megatron for all that is in its own.
+# for each: mcore-bridge, which ms-swift is on, changes Megatron for all that is in its own.  NeMo-RL and slime are in
+# no registry: NEMO_RL and SLIME name their checkouts.
 test-frameworks: .venv-frameworks/.installed
 	.venv-frameworks/bin/python -m pytest -n 0 -m "" tests/frameworks/test_megatron_bridge*.py $(ARGS)
 	.venv-frameworks/bin/python -m pytest -n 0 -m "" tests/frameworks/test_swift.py $(ARGS)
 	.venv-frameworks/bin/python -m pytest -n 0 -m "" tests/frameworks/test_verl.py $(ARGS)
+	$(if $(NEMO_RL),NEMO_RL=$(NEMO_RL) .venv-frameworks/bin/python -m pytest -n 0 -m "" tests/frameworks/test_nemo_rl.py $(ARGS))
+	$(if $(SLIME),SLIME=$(SLIME) .venv-frameworks/bin/python -m pytest -n 0 -m "" tests/frameworks/test_slime.py $(ARGS))
 
 smoke-frameworks: .venv-frameworks/.installed
 	.venv-frameworks/bin/python -m pytest -n 0 tests/frameworks/test_megatron_bridge.py -k v-half-tied $(ARGS)

@@ -46,6 +46,7 @@ VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "MEGATRON_PP_VOCABULARY": ("vocabulary", str),
     "MEGATRON_PP_OFFLOAD": ("offload", str),
     "MEGATRON_PP_LOSS_RANK": ("loss_rank", str),
+    "MEGATRON_PP_ORDER": ("order", str),
     "MEGATRON_PP_TRACE": ("trace", Path),
     "MEGATRON_PP_TIMEOUT": ("timeout", float),
     "MEGATRON_PP_UNPROVED": ("unproved", _switch),

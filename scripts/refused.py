@@ -18,7 +18,7 @@ def _in_order() -> list[Rules]:
     topics = {topic.name: topic.rules for topic in all_rules.topics()}
     others = [name for name in topics if name not in _FIRST]
     written = [rules for name in (*_FIRST, *others) for rules in topics[name]]
-    return [*written, *flag_effects.lacks_costs(), *stock.PLANNED, *schedules.CONFIG]
+    return [*written, *flag_effects.lacks_costs(), *stock.PLANNED, *schedules.CONFIG, schedules.TURNED_OFF]
 
 
 FILE = Path(__file__).parents[1] / "docs" / "refused.md"

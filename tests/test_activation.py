@@ -74,6 +74,7 @@ def test_deactivated_it_is_as_before(tmp_path: Path) -> None:
         ),
         ({"MEGATRON_PP_RANKS": "four"}, "MEGATRON_PP_RANKS=four is no number; set it to one, or unset it"),
         ({"MEGATRON_PP_UNPROVED": "yes"}, "MEGATRON_PP_UNPROVED=yes is neither 1 nor 0; set it to 1, or"),
+        ({"MEGATRON_PP_ORDER": "best"}, "MEGATRON_PP_ORDER is 'best'; give 'given', 'rule' or 'search'"),
         ({"MEGATRON_PP_LOSS_RANK": "2"}, "MEGATRON_PP_LOSS_RANK is '2'; give 'first' or 'last', or leave it"),
         (
             {"MEGATRON_PP_RANK": "4"},
@@ -140,6 +141,7 @@ def test_all_arguments_are_read() -> None:
         "MEGATRON_PP_MEMORY_LIMIT": "3.5",
         "MEGATRON_PP_COSTS": "costs.json",
         "MEGATRON_PP_VOCABULARY": "shared",
+        "MEGATRON_PP_ORDER": "rule",
         "MEGATRON_PP_TRACE": "trace.json",
         "MEGATRON_PP_TIMEOUT": "10",
         "MEGATRON_PP_UNPROVED": "1",
@@ -153,6 +155,7 @@ def test_all_arguments_are_read() -> None:
         "memory_limit": 3.5,
         "costs": Path("costs.json"),
         "vocabulary": "shared",
+        "order": "rule",
         "trace": Path("trace.json"),
         "timeout": 10.0,
         "unproved": True,

@@ -51,10 +51,10 @@ OTHERS = {
     "pip": "--no-build-isolation --no-deps --upgrade --no-index --target",
     "gpu_check": "--out --dry",
     "apex": "--cpp_ext --cuda_ext",
-    "benchmarks": "--hidden --ranks --files --real-time",
+    "benchmarks": "--hidden --ranks --files --real-time --keep",
     "extending": "--pipeline-most-microbatches --pipeline-late-weights",
     "frameworks": "--external_plugins --model --dataset --pipeline_model_parallel_size --config-name "
-    "--virtual_pipeline_model_parallel_size --custom-megatron-init-path",
+    "--virtual_pipeline_model_parallel_size --custom-megatron-init-path --use-dynamic-batch-size",
     "slash": "--account-for-embedding --decoder-first",  # --account-for-embedding/loss-in-pipeline-split
 }
 """The options of other programs that the documents name."""

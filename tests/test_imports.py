@@ -134,7 +134,8 @@ BELOW_IN_MEGATRON = {
     "trainer": {"core", "patching", "releases", "requested", "start_up"},
     "core_hooks": {"core", "frameworks", "patching", "runners", "workarounds"},
     "hooks": {"core_hooks", "patching", "releases", "trainer", "workarounds"},
-    "doctor": {"core_hooks", "frameworks", "hooks", "patching", "releases", "workarounds"},
+    "other_patches": {"patching"},
+    "doctor": {"core_hooks", "frameworks", "hooks", "other_patches", "patching", "releases", "workarounds"},
     "by_call": {"core", "core_hooks", "patching", "requested", "start_up"},
     "__init__": {"hooks", "patching"},
 }

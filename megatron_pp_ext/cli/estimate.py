@@ -39,16 +39,13 @@ from megatron_pp_ext.planner.search import launch_lines
 from megatron_pp_ext.planner.search.launch_lines import Launch
 
 if TYPE_CHECKING:
+    from megatron_pp_ext.planner.recipe import Call, Recipe
     from megatron_pp_ext.planner.step.by_length import StepsByLength
     from megatron_pp_ext.planner.step.estimate import Estimate
 
-SystemName = Annotated[
-    str,
-    typer.Option(
-        "--system",
-        help="a100-80g, h100, h200, b200, b300, gb200, gb300, mi300x, or what mpp calibrate wrote.",
-    ),
-]
+_SYSTEMS = "a100-80g, h100, h200, b200, b300, gb200, gb300, mi300x, or what mpp calibrate wrote."
+
+SystemName = Annotated[str, typer.Option("--system", help=_SYSTEMS)]
 AsksMegatron = Annotated[
     bool,
     typer.Option("--ask/--no-ask", help="Ask the installed Megatron whether it starts what is recommended."),
@@ -61,11 +58,27 @@ Margin = Annotated[
 @app.command()
 def estimate(
     flags: Flags = None,
-    system: SystemName = "h100",
+    system: Annotated[
+        str | None,
+        typer.Option(
+            help=f"{_SYSTEMS}  [default: the GPU in the name of --recipe, or h100]",
+        ),
+    ] = None,
     world_size: Annotated[
-        int | None, typer.Option(help="GPUs.  [default: the fewest that hold the model]")
+        int | None,
+        typer.Option(
+            help="GPUs.  [default: those in the name of --recipe, or the fewest that hold the model]"
+        ),
     ] = None,
     model: Model = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            help="A recipe of Megatron-Bridge, or a function of yours that returns a ConfigContainer: all of "
+            "its job is taken.  Flags after -- add to it and replace its own.",
+            metavar="MODULE:FUNCTION",
+        ),
+    ] = None,
     global_batch_size: GlobalBatchSize = None,
     seq_length: SeqLength = None,
     print_only: PrintFlags = False,
@@ -88,8 +101,12 @@ def estimate(
     mpp estimate --model llama3-8b --world-size 64 -- --pipeline-model-parallel-size 4 ...
     """
     sizes = {"global_batch_size": global_batch_size, "seq_length": seq_length}
+    from_recipe = None if recipe is None else _recipe(recipe, world_size)
+    if from_recipe is not None:
+        world_size, asks = world_size or from_recipe.gpus, False  # Bridge does not read Megatron's flags
+        system = system or from_recipe.system
     if print_only:
-        print_flags(to_be_started(flags, model, sizes=sizes).words)
+        print_flags(to_be_started(flags, model, sizes=sizes, recipe=from_recipe).words)
         return
     ask.require_at_least("--margin", margin, 0)
     ask.require_at_least("--draws", draws, 1)
@@ -97,8 +114,8 @@ def estimate(
     if world_size is not None and world_size < 1:
         raise ValueError(f"--world-size is {world_size}, but must be 1 or more: raise it")
     require_folder(json)
-    machine = systems.read(system)
-    job, words = described(flags, model, sizes)
+    machine = systems.read(system or "h100")
+    job, words = described(flags, model, sizes, recipe=from_recipe)
     job = job.with_arguments(micro_batch_size=job.batch.micro_batch_size or 1)
     from megatron_pp_ext.planner.step.comparison import compared
     from megatron_pp_ext.planner.step.estimate import estimate_request
@@ -146,7 +163,14 @@ def estimate(
         verdict = verdicts(megatron, [question])[0].require_accepted() if asks else None
     if chosen:
         console.print(chosen)
-    show_launch("To train it:", launch, missing(words))
+    call = None
+    if from_recipe is not None:
+        from megatron_pp_ext.planner.recipe import Call
+
+        call = Call(job, request)
+        _show_call(call)
+    else:
+        show_launch("To train it:", launch, missing(words))
     if verdict is not None:
         show_verdict(verdict, job)
     if json is not None:
@@ -163,9 +187,24 @@ def estimate(
             "compared": beside and beside.record(),
             "not_counted": without,
             "megatron": verdict and verdict.record(),
-            **launch.record(),
+            **(launch if call is None else call).record(),
         }
         write_json(json, content)
+
+
+def _recipe(name: str, gpus: int | None) -> "Recipe":
+    """Return the recipe ``name`` on ``gpus`` GPUs, or those in its name; its imports take seconds."""
+    from megatron_pp_ext.planner.recipe import read
+
+    with waiting("reading the recipe"):
+        return read(name, gpus)
+
+
+def _show_call(call: "Call") -> None:
+    """Print what a script of Megatron-Bridge calls before it trains."""
+    console.print("To train it, before Megatron-Bridge's pretrain or finetune:")
+    for line in call.lines:
+        typer.echo(line)
 
 
 def verdicts(megatron: Megatron, questions: Sequence[Question]) -> list[Verdict]:

@@ -25,15 +25,20 @@ def doctor(
     full: Annotated[
         bool, typer.Option("--full", help="List versions, how messages go, and every hook too.")
     ] = False,
+    plugin: Annotated[
+        list[str] | None,
+        typer.Option(help="A module that the training script imports and that changes Megatron; may repeat."),
+    ] = None,
 ) -> None:
     """Report what this machine lacks, and whether every hook into Megatron fits.
 
-    The first line reports whether schedules can run here, and what they need.
+    The first line reports whether schedules can run here, and what they need. A table names the packages
+    that have changed the functions which are hooked.
     """
     with waiting("importing torch"):
         from megatron_pp_ext.megatron.doctor import examine
 
-    raise typer.Exit(examine(console, megatron, waiting, full))
+    raise typer.Exit(examine(console, megatron, waiting, full, plugin or ()))
 
 
 @app.command()

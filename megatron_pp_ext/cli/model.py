@@ -14,6 +14,7 @@ from megatron_pp_ext.planner.search.launch_lines import one_a_line
 
 if TYPE_CHECKING:
     from megatron_pp_ext.planner.described import Described
+    from megatron_pp_ext.planner.recipe import Recipe
 
 Flags = Annotated[list[str] | None, typer.Argument(help="After --: Megatron's flags.")]
 Model = Annotated[
@@ -56,15 +57,17 @@ def described(
     model: str | None,
     sizes: Mapping[str, int | None] | None = None,
     complete: Callable[[RequestedJob], RequestedJob] = lambda job: job,
+    recipe: "Recipe | None" = None,
 ) -> tuple[RequestedJob, list[str]]:
-    """Return the job of the described model, with its vocabulary, and its flags.
+    """Return the job of the described model, or that of ``recipe``, with its vocabulary, and its flags.
 
     See ``planner.described.read``, and ``Described.counted`` for ``complete``.
     """
     from megatron_pp_ext.planner import described as planners
     from megatron_pp_ext.planner.described import FROM_HUGGING_FACE, size
 
-    description = planners.read(flags or (), model, sizes)
+    given = None if recipe is None else recipe.model(flags or ())
+    description = planners.read(flags or (), model, sizes, recipe=given)
     _notify(description.notes)
     job = description.counted(complete)
     if not job.model.vocab_size and job.flags.tokenizer_type in FROM_HUGGING_FACE:
@@ -87,15 +90,17 @@ def to_be_started(
     model: str | None,
     script: Path | None = None,
     sizes: Mapping[str, int | None] | None = None,
+    recipe: "Recipe | None" = None,
 ) -> "Described":
-    """Return the model of a job that is started from here, and print its notes.
+    """Return the model of a job that is started from here, or that of ``recipe``, and print its notes.
 
     ``script`` is the user's training script, whose own flags cannot be checked; ``sizes`` are given by
     options, under the names of arguments.
     """
     from megatron_pp_ext.planner import described as planners
 
-    job = planners.read(flags or (), model, sizes, has_other_flags=script is not None)
+    given = None if recipe is None else recipe.model(flags or ())
+    job = planners.read(flags or (), model, sizes, has_other_flags=script is not None, recipe=given)
     _notify(job.notes)
     return job
 

@@ -394,7 +394,7 @@ def accepted(
     """
     verdicts_on: dict[Candidate, Verdict] = {}
     while True:
-        shown = [entry.candidate for entry in (*result.best, *result.frontier)]
+        shown = [entry.candidate for entry in (*result.best, *result.for_less_memory)]
         questions = {
             candidate: _question(candidate, job, words, gpus)
             for candidate in shown

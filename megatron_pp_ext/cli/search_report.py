@@ -122,7 +122,7 @@ class Report:
     compared: Comparison | None = None
 
     def show(self) -> None:
-        """Print the table, the frontier, and the command that starts the best."""
+        """Print the table, the shortest steps for less memory, and the command that starts the best."""
         result = self.result
         console.print(f"{self._looked_at()}\n{self._room()}; {result.best[0].estimate.grounds}")
         show_not_counted(self.not_counted)
@@ -137,7 +137,7 @@ class Report:
             for line in self.compared.lines:
                 console.print(f"  {line}")
         console.print("The shortest steps for less memory, each with the flags that it sets:")
-        for choice in result.frontier:
+        for choice in result.for_less_memory:
             memory, step = choice.estimate.fullest.total / 1e9, choice.estimate.step_seconds
             console.print(f"  {memory:6.1f} GB  {step:.4g} s  {choice.candidate.name}")
             if choice != result.best[0]:
@@ -194,7 +194,8 @@ class Report:
                 }
                 for choice in result.best
             ],
-            "frontier": [self._record(choice) for choice in result.frontier],
+            "for_less_memory": [self._record(choice) for choice in result.for_less_memory],
+            "frontier": [self._point(choice) for choice in result.frontier],
         }
 
     def _record(self, choice: Evaluated) -> dict[str, Any]:
@@ -205,6 +206,11 @@ class Report:
             "estimate": asdict(choice.estimate),
             **self._launch(choice).record(),
         }
+
+    def _point(self, choice: Evaluated) -> dict[str, Any]:
+        estimate = choice.estimate
+        sizes = {"bytes": estimate.fullest.total, "step_seconds": estimate.step_seconds}
+        return {"name": choice.candidate.name, **sizes}
 
     def draw(self, path: Path) -> None:
         """Draw memory against throughput."""
@@ -305,15 +311,19 @@ class Report:
 
         # The names of all the best would cover each other, and the table has them by number.
         best = [point(choice, f"{number}") for number, choice in enumerate(self.result.best, 1)]
-        return best, [point(choice, choice.candidate.name) for choice in self.result.frontier]
+        named = [choice.candidate for choice in self.result.for_less_memory]
+        return best, [
+            point(choice, choice.candidate.name if choice.candidate in named else "")
+            for choice in self.result.frontier
+        ]
 
     def _title(self) -> str:
         model, batch, length = (self.about[name] for name in ("model", "global_batch_size", "seq_length"))
         return f"{model} on {self.gpus} x {self.system.name}, {batch} sequences of {length} tokens a step"
 
     def _shown(self) -> list[Evaluated]:
-        """The best, and the others on the frontier."""
+        """The best, and the others that are the shortest for less memory."""
         return [
             *self.result.best,
-            *(choice for choice in self.result.frontier if choice not in self.result.best),
+            *(choice for choice in self.result.for_less_memory if choice not in self.result.best),
         ]

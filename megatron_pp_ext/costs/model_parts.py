@@ -155,7 +155,7 @@ def model_parts(
     has_own_layers = measured is None or not measured.has_parameters
     layers = _layers(costs) if has_own_layers else []
     output, deferred = ends.output(costs, rows), Part()
-    if job.parallel.defer_embedding_wgrad_compute:
+    if job.defers_embedding:
         deferred = Part(
             weight_gradient_seconds=output.weight_gradient_seconds,
             overlapped_in_whole=output.overlapped_in_whole,

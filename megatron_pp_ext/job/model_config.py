@@ -4,6 +4,7 @@ Rules and costs read flags.  Most settings have one name in both; ``arguments`` 
 """
 
 import re
+import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +23,13 @@ _RENAMED = {
     "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
 }
+
+_SHARDS = {
+    "tensor_parallel_num_weight_shards": "tensor_model_parallel_size",
+    "expert_tensor_parallel_num_weight_shards": "expert_tensor_parallel_size",
+}
+"""The parts of a weight, and the ranks that have them.  Where nothing is gathered for each use, a config that
+Megatron makes of arguments has as many parts as ranks, and any other config has None."""
 
 _NOT_ASKED = {
     # A config has a value for these that nobody asked for, and this package does not look at it.
@@ -43,7 +51,10 @@ def arguments(*configs: Any, **explicit: Any) -> Namespace:
             name = _RENAMED.get(field.name, field.name)
             # What several of them have is asked for if one of them asks.
             if name in names and name not in _NOT_ASKED and not values.get(name):
-                values[name] = getattr(config, field.name, None)
+                values[name] = _dtype(getattr(config, field.name, None))
+    for shards, ranks in _SHARDS.items():
+        if values.get(shards) == values.get(ranks):
+            values.pop(shards, None)
     if (layout := values.get("pipeline_model_parallel_layout")) is not None:
         values["pipeline_model_parallel_layout"] = layers.spelled_layout(layout)
     if values.get("num_query_groups") is not None:
@@ -67,6 +78,67 @@ def _activation(config: Any) -> dict[str, bool]:
         "bias_swiglu_fusion": is_fused,
         "bias_gelu_fusion": is_fused,
     }
+
+
+def _dtype(value: Any) -> Any:
+    """Return ``value``, a torch.dtype by the word that flags have for it."""
+    return _DTYPES.get(str(value), value)
+
+
+_DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.uint8": "fp8"}
+
+
+def of_container(container: Any, data: int) -> Namespace:
+    """Return the arguments of a job that Megatron-Bridge's ``container``, a ConfigContainer, describes.
+
+    It is completed as Bridge does at a start (``runtime_config_update``) for ``data`` data-parallel ranks:
+    its precision and its overlaps are settings of their own, which change those of the model, the optimizer
+    and data parallelism.  ``AttributeError`` for an object of another kind.
+    """
+    model, optimizer, parallel = container.model, container.optimizer, container.ddp
+    precision, overlap = container.mixed_precision, container.comm_overlap
+    if isinstance(precision, str):
+        # A name, for which the container's own module has the settings.
+        precision = vars(sys.modules[type(container).__module__])["get_mixed_precision_config"](precision)
+    if precision is not None:
+        precision.finalize()
+        precision.setup(model, optimizer, parallel)
+    if overlap is not None:
+        overlap.data_parallel_size = data
+        overlap.finalize()
+        overlap.setup(model, optimizer, parallel)
+    # A builder's config has the transformer's as a part; a provider is one.
+    transformer = getattr(model, "transformer", model)
+    is_bf16, reduces_fp32 = transformer.bf16, parallel.grad_reduce_in_fp32
+    result = arguments(
+        transformer,
+        model,
+        parallel,
+        optimizer,
+        seq_length=model.seq_length,
+        max_position_embeddings=getattr(model, "max_position_embeddings", None) or model.seq_length,
+        vocab_size=model.vocab_size or getattr(container.tokenizer, "vocab_size", None),
+        pad_vocab_size=getattr(model, "should_pad_vocab", True),
+        make_vocab_size_divisible_by=getattr(model, "make_vocab_size_divisible_by", None) or 128,
+        position_embedding_type=model.position_embedding_type,
+        untie_embeddings_and_output_weights=not model.share_embeddings_and_output_weights,
+        hybrid_layer_pattern=getattr(model, "hybrid_layer_pattern", None)
+        or getattr(model, "hybrid_override_pattern", None),
+        grad_reduce_in_bf16=is_bf16 and not reduces_fp32,
+        accumulate_allreduce_grads_in_fp32=reduces_fp32,
+        fp8_param_gather=bool(getattr(transformer, "fp8_param", False)),
+        fp4_param_gather=bool(getattr(transformer, "fp4_param", False)),
+        micro_batch_size=container.train.micro_batch_size,
+        global_batch_size=container.train.global_batch_size,
+    )
+    # These have values in a config whether they have an effect or not.
+    if not result.defer_embedding_wgrad_compute:
+        result.wgrad_deferral_limit = None
+    if result.pipeline_model_parallel_layout is not None:
+        result.num_virtual_stages_per_pipeline_rank = None
+    if not result.use_megatron_fsdp:
+        result.data_parallel_sharding_strategy = None
+    return result
 
 
 _ARGUMENTS = "ranks", "microbatches", "chunks", "memory-limit", "costs", "trace", "timeout", "loss-rank"

@@ -164,9 +164,12 @@ def sees_later(window: object) -> bool:
 
 
 def _applies(frequency: _FREQUENCY, number: int) -> bool:
-    """Whether ``frequency`` has a 1 for layer ``number``; as a number k it has a 0 for each k-th one."""
+    """Whether ``frequency`` has a 1 for layer ``number``; as a number k it has a 0 for each k-th one.
+
+    Layers of multi-token prediction, which come after those of the list, are as its last one.
+    """
     if isinstance(frequency, tuple):
-        return bool(frequency[number - 1])
+        return bool(frequency[min(number, len(frequency)) - 1])
     return number % frequency != 0
 
 

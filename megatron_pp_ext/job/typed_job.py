@@ -291,6 +291,11 @@ class Job:
         return getattr(getattr(self, PLACES[name][0]), name)
 
     @property
+    def defers_embedding(self) -> bool:
+        """Whether gradients of the output layer wait for the end of a step: a schedule turns that off."""
+        return self.parallel.defer_embedding_wgrad_compute and not self.pipeline.has_schedule
+
+    @property
     def padded_vocabulary(self) -> int:
         """The rows of the embedding, padded as Megatron does for tensor-parallel ranks to share them."""
         model = self.model

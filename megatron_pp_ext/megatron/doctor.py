@@ -177,12 +177,38 @@ Waiting = Callable[[str], AbstractContextManager[object]]
 """Shows the present work while a context lasts."""
 
 
-def examine(console: Console, checkout: Path | None, waiting: Waiting, in_full: bool = False) -> int:
+def import_plugins(names: Iterable[str]) -> None:
+    """Import the modules ``names``; ValueError, in one line, for one that is not there."""
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ValueError(f"--plugin {name} cannot be imported ({error}); correct PYTHONPATH") from error
+
+
+def changed_by_others() -> Table:
+    """Return a table of what other packages have changed of the hooked functions."""
+    from megatron_pp_ext.megatron import frameworks, other_patches
+
+    rows = other_patches.others((*_hooks(), *frameworks.HOOKS, *frameworks.ENGINE))
+    return _table(
+        "Changed by other packages", ("hooked function", "function of another package", "this"), rows
+    )
+
+
+def examine(
+    console: Console,
+    checkout: Path | None,
+    waiting: Waiting,
+    in_full: bool = False,
+    plugins: Iterable[str] = (),
+) -> int:
     """Print a verdict and all that is missing; return 0 if all hooks fit.
 
     Where it is wanted ``in_full``, versions, how messages go and every hook follow.  ``checkout`` is a
-    Megatron-LM checkout to look at in place of the installed megatron-core.  Raises
-    ValueError if it is not one, or if another Megatron is imported already.
+    Megatron-LM checkout to look at in place of the installed megatron-core, and ``plugins`` are modules that
+    change Megatron when they are imported.  Raises ValueError if one of them cannot be imported, if
+    ``checkout`` is not one, or if another Megatron is imported already.
     """
     if checkout is not None:
         _put_first(checkout)
@@ -207,8 +233,11 @@ def examine(console: Console, checkout: Path | None, waiting: Waiting, in_full: 
     with waiting("importing Megatron"):
         problem = problem_of_import()
     lines: list[str] = []
+    others: list[Table | str] = []
     if problem is None:
+        import_plugins(plugins)
         lines = examine_hooks(details)
+        others.append(changed_by_others())
         if lines:
             fix = "install a Megatron of docs/compatibility.md, or run without megatron_pp_ext"
             problem = f"{len(lines)} hook(s) do not fit this Megatron: {fix}"
@@ -216,7 +245,7 @@ def examine(console: Console, checkout: Path | None, waiting: Waiting, in_full: 
     verdict = f"not ready: {problem}"
     if problem is None:
         verdict = f"ready{for_what()}: Megatron {releases.own_megatron_version()} fits; {advice}"
-    report: list[Table | str] = [verdict, *lines, missing]
+    report: list[Table | str] = [verdict, *lines, *others, missing]
     for entry in (
         (*report, *details) if in_full else (*report, "mpp doctor --full lists all that was looked at.")
     ):

@@ -404,6 +404,11 @@ def undo(keep: int = 0) -> None:
         setattr(holder, name, target)
 
 
+def places_replaced() -> set[str]:
+    """Return the places whose names are replaced at this moment."""
+    return {path for path, *_ in _applied}
+
+
 def applied() -> int:
     """Return how many names are replaced at this moment, for ``undo`` to keep."""
     return len(_applied)

@@ -170,8 +170,9 @@ def read(
     model: str | None,
     sizes: Mapping[str, int | None] | None = None,
     has_other_flags: bool = False,
+    recipe: GivenModel | None = None,
 ) -> Described:
-    """Read ``flags`` and the value of --model together.
+    """Read ``flags`` and the value of --model together, or the job of a ``recipe`` in its place.
 
     ``sizes`` are given by options, under the names of arguments.  ValueError where there is no model, for
     what contradicts itself, and for flags that the installed Megatron does not have, unless
@@ -179,7 +180,11 @@ def read(
 
     All of it becomes one line of Megatron's flags.  Later words win: flags after ``--`` over the model's own.
     """
-    shipped = read_model(model) if model is not None else None
+    if recipe is not None and model is not None:
+        raise ValueError(
+            f"--recipe {recipe.name} has a model, so that --model {model} is one too many: leave one out"
+        )
+    shipped = read_model(model) if model is not None else recipe
     if shipped is None and not flags:
         raise ValueError(
             "no model: give --model NAME (mpp models lists them) or FILE, or Megatron's flags after --"

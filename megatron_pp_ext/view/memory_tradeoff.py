@@ -89,7 +89,7 @@ def draw_configurations(
 ) -> None:
     """Draw ``best`` as points and ``frontier``, by rising memory, as a line of steps up to ``limit`` bytes.
 
-    Where a point is in both, its name is that on the frontier.
+    Where a point is in both, its name is that on the frontier, if it has one there.
 
     The suffix of ``path`` chooses the format; ValueError for an unknown one.
     """
@@ -122,7 +122,8 @@ def _configurations(best: Sequence[Point], frontier: Sequence[Point], limit: flo
     axes.legend(frameon=False, fontsize=9, loc="lower right", bbox_to_anchor=(1, 1), ncols=2).set_gid(
         "legend"
     )
-    names = {(point.memory / 1e9, point.throughput): point.name for point in (*best, *frontier)}
+    named = [*best, *(point for point in frontier if point.name)]
+    names = {(point.memory / 1e9, point.throughput): point.name for point in named}
     write_names(axes, names, 8, GREY)
     return figure
 

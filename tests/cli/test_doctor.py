@@ -21,13 +21,33 @@ from megatron_pp_ext.megatron import doctor, releases
 COMMAND = [sys.executable, "-c", "from megatron_pp_ext.cli import app; app()", "doctor"]
 
 
-def examine(*words: str) -> subprocess.CompletedProcess:
-    return subprocess.run([*COMMAND, *words], capture_output=True, text=True, check=False)
+PLUGIN = """
+import functools
+from megatron.core.pipeline_parallel import schedules
+
+def logged(stock):
+    @functools.wraps(stock)
+    def call(*args, **kwargs):
+        return stock(*args, **kwargs)
+    return call
+
+schedules.get_forward_backward_func = logged(schedules.get_forward_backward_func)
+"""
 
 
-def test_all_hooks_fit_the_installed_megatron() -> None:
-    run = examine("--full")
+def examine(*words: str, folder: Path | None = None) -> subprocess.CompletedProcess:
+    return subprocess.run([*COMMAND, *words], capture_output=True, text=True, check=False, cwd=folder)
+
+
+def test_all_hooks_fit_the_installed_megatron(tmp_path: Path) -> None:
+    """They fit where a plugin wraps a function, which is named."""
+    (tmp_path / "other_plugin.py").write_text(PLUGIN)
+    run = examine("--full", "--plugin", "other_plugin", folder=tmp_path)
     assert run.returncode == 0, run.stdout
+    changed = run.stdout.partition("Changed by other packages")[2].partition("Missing")[0]
+    where, function = "schedules.get_forward_backward_func", "other_plugin.logged.<locals>.call"
+    (row,) = [line for line in changed.splitlines() if line.startswith("│ ")]
+    assert where in row and function in row and "wraps it" in row
     for word in (
         "python",
         "megatron-core",
@@ -75,6 +95,11 @@ def test_what_was_tried_is_what_tests_install() -> None:
     assert {name: tried for name, tried in doctor.TRIED.items() if tried} == {
         name: (pinned[name],) for name in doctor.TRIED if name in pinned
     }
+
+
+def test_a_plugin_that_is_not_there_gets_one_line() -> None:
+    with pytest.raises(ValueError, match=r"^--plugin no_such_plugin cannot be imported \(No module named"):
+        doctor.import_plugins(["no_such_plugin"])
 
 
 def test_another_megatron_is_refused_by_name(tmp_path: Path) -> None:

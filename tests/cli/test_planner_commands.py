@@ -236,12 +236,14 @@ def test_search_writes_table_numbers_page_picture_and_scripts(mpp, model, tmp_pa
         < page.index(f"<h3>{best[1]['name']}</h3>")
     )
     alike = [other for one in best for other in one["alike"]]
-    for one in (*best, *content["frontier"], *alike):
+    for one in (*best, *content["for_less_memory"], *alike):
         layout = one["candidate"]["layout"]
         assert layout is None or shlex.join(["--pipeline-model-parallel-layout", layout]) in one["command"]
-    assert any(one["candidate"]["layout"] for one in content["frontier"] if one["name"] != best[0]["name"])
+    assert any(
+        one["candidate"]["layout"] for one in content["for_less_memory"] if one["name"] != best[0]["name"]
+    )
     shown = " ".join(result.output.replace("\\\n", "").split())
-    for one in content["frontier"]:
+    for one in content["for_less_memory"]:
         assert f"<h3>{one['name']}</h3>" in page
         assert shlex.join(one["flags"][one["flags"].index("--tensor-model-parallel-size") :]) in shown
     steps = [one["estimate"]["step_seconds"] for one in best]

@@ -12,8 +12,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from megatron_pp_ext import activation
 from megatron_pp_ext.cli import app
 from megatron_pp_ext.costs import system
+from megatron_pp_ext.megatron import by_call
 from tests.support.flags import validated
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -101,6 +103,62 @@ def test_jobs_of_several_nodes_are_in_their_container() -> None:
     words = printed("llama3_70b_64gpus.sh", {})
     assert {"--nodes=8", "--container-image=image:1"} <= set(words)
     assert "--nodes=4" in printed("mixtral_8x7b_32gpus.sh", {})
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "schedule", "script"),
+    [
+        (
+            "verl.sh",
+            {"VERL": "/verl"},
+            ("flex", 1.0, 2),
+            "/verl/examples/grpo_trainer/run_qwen3_8b_megatron.sh",
+        ),
+        (
+            "ms_swift.sh",
+            {"SWIFT": "/swift"},
+            ("flex", 1.0, 1),
+            "/swift/examples/megatron/mcore_bridge/full/moe.sh",
+        ),
+        (
+            "nemo_rl.sh",
+            {"NEMO_RL": "/nemo"},
+            ("zb-h1", None, 1),
+            "examples/configs/grpo_math_70B_megatron.yaml",
+        ),
+    ],
+)
+def test_other_trainers_get_variables_that_install_reads(
+    name: str, settings: dict[str, str], schedule: tuple[str, float | None, int], script: str
+) -> None:
+    words = printed(name, settings)
+    assert script in words
+    variables = dict(word.split("=", 1) for word in words if word.startswith("MEGATRON_PP_"))
+    request = by_call.read(**activation.arguments(variables)).request
+    assert (request.schedule, request.limit, request.finest.chunks) == schedule
+
+
+def test_two_chunks_get_verls_overrides() -> None:
+    words = printed("verl.sh", {"VERL": "/verl"}, "trainer.total_epochs=1")
+    assert "actor_rollout_ref.ref.megatron.virtual_pipeline_model_parallel_size=2" in words
+    assert words[-1] == "trainer.total_epochs=1"
+    one = printed("verl.sh", {"VERL": "/verl", "SCHEDULE": "zb-h1", "CHUNKS": "1"})
+    assert one[-1].endswith("run_qwen3_8b_megatron.sh") and "MEGATRON_PP_SCHEDULE=zb-h1" in one
+
+
+def test_slimes_script_gets_two_flags_more(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text("MISC_ARGS=(\n   --attention-backend flash\n)\n")
+    settings = {"SLIME": str(tmp_path), "SCRIPT": "run.sh", "MICROBATCHES": "7"}
+    words = printed("slime.sh", settings)
+    assert words[words.index("--custom-megatron-init-path") + 1] == "slime_hook.install"
+    variables = json.loads(words[words.index("--train-env-vars") + 1])
+    assert (variables["PIPELINE_SCHEDULE"], variables["PIPELINE_MICROBATCHES"]) == ("flex", "7")
+    assert Path(variables["PYTHONPATH"].split(":")[0], "slime_hook.py").exists()
+    script.write_text("python train.py\n")
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        printed("slime.sh", settings)
+    assert "has no line that begins with MISC_ARGS=(" in error.value.stderr
 
 
 @pytest.mark.wide

@@ -69,6 +69,8 @@ class Job:
     """Whether the model is made by a builder, Bridge's newer way, or by a provider."""
     overlaps: bool = False
     """Whether data parallelism overlaps with the backward, with a distributed optimizer."""
+    gathers_early: bool = False
+    """Whether chunk 0's weights are gathered while those of the other chunks are updated."""
     evaluations: int = 0
     experts_in: tuple[int, ...] = ()
     """A 1 for each layer that has experts."""
@@ -211,6 +213,7 @@ def _container(job: Job, run: Run) -> config.ConfigContainer:
             bf16=False,
             fp16=False,
             use_distributed_optimizer=job.overlaps,
+            overlap_param_gather_with_optimizer_step=job.gathers_early,
         ),
         scheduler=config.SchedulerConfig(
             lr_decay_style="constant",

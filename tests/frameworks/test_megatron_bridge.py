@@ -48,6 +48,17 @@ def test_data_parallel_with_overlap_and_evaluation() -> None:
     assert_same_bits(ours, stock(job))
 
 
+@pytest.mark.parametrize(("name", "chunks"), [("v-half", 2), ("zb-h1", 1)])
+def test_weights_gathered_within_the_update(name: str, chunks: int, tmp_path: Path) -> None:
+    """A checkpoint stands between the two steps.  With one chunk Bridge alone fails to make its optimizer."""
+    job = Job(chunks=chunks, world_size=4, overlaps=True, steps=4)
+    early = replace(job, gathers_early=True)
+    begun = under(name, replace(early, steps=2, save=str(tmp_path)))
+    resumed = under(name, replace(early, load=str(tmp_path)))
+    losses, norms = (getattr(begun, name) + getattr(resumed, name) for name in ("losses", "norms"))
+    assert_same_bits(replace(resumed, losses=losses, norms=norms), under(name, job))
+
+
 @pytest.mark.parametrize("first", ["stock", "v-half"])
 def test_checkpoints_cross_over(first: str, tmp_path: Path) -> None:
     """Two steps under one and two under the other are four under stock."""

@@ -46,7 +46,12 @@ def assert_same_bits(ours: verl_engine.Run, theirs: verl_engine.Run) -> None:
 
 @pytest.mark.parametrize(
     ("name", "layers"),
-    [("v-half", [[1, 2], [7, 8]]), ("zb-h1", [[5, 6, 7, 8]]), ("interleaved", [[3, 4], [7, 8]])],
+    [
+        ("v-half", [[1, 2], [7, 8]]),
+        ("zb-h1", [[5, 6, 7, 8]]),
+        ("interleaved", [[3, 4], [7, 8]]),
+        ("flex", [[1, 2], [7, 8]]),
+    ],
 )
 def test_same_bits_as_stock(name: str, layers: list[list[int]], weights: Path) -> None:
     """With as many microbatches in a step as no interleaved schedule of stock's would take."""

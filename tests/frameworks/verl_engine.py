@@ -122,7 +122,9 @@ def _train(rank: int, folder: str, name: str | None, job: Job) -> Run:
     torch.distributed.init_process_group("gloo")
     run, replica = Run(), rank % job.replicas
     with (
-        megatron_pp_ext.installed(name, ranks=2, microbatches=8, **_order(job)) if name else nullcontext(),
+        megatron_pp_ext.installed(name, ranks=2, microbatches=8, order=job.order, memory_limit=_limit(name))
+        if name
+        else nullcontext(),
         frameworks.counting_steps() as run.steps,
     ):
         actor = _engine(MegatronEngineWithLMHead, folder, job, lora=LORA if job.adapts else {})
@@ -143,14 +145,9 @@ def _train(rank: int, folder: str, name: str | None, job: Job) -> Run:
     return run
 
 
-def _order(job: Job) -> dict[str, Any]:
-    return {} if job.order is None else {"order": job.order, "lengths": _lengths}
-
-
-def _lengths(batch: TensorDict) -> list[int]:
-    """Return the tokens of each sample: verl's samples are rows of a nested tensor."""
-    found: list[int] = batch["input_ids"].offsets().diff().tolist()
-    return found
+def _limit(name: str) -> float | None:
+    """Return the memory limit of a schedule that is compiled, as part of what 1F1B keeps."""
+    return 1.0 if name == "flex" else None
 
 
 def _sent(actor: MegatronEngine, **how: bool) -> dict[str, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -278,3 +278,19 @@ def test_a_v_has_both_ends_on_the_last_rank_unless_told_otherwise(tmp_path: Path
     flex = call.request_of_call("flex", **sizes, limit=0.5)
     assert {one.ends_on_last for one in flex.placements if one.folds} == {True}
     assert {one.ends_on_last for one in flex.placements if not one.folds} == {False}
+
+
+@pytest.mark.parametrize(("shards", "parts"), [(2, None), (4, 4), (None, None)])
+def test_weights_cut_over_the_ranks_alone_are_no_setting(shards: int | None, parts: int | None) -> None:
+    """A config that Megatron makes of arguments has as many parts as ranks where nothing is gathered."""
+
+    @dataclass
+    class Config:
+        tensor_model_parallel_size: int = 2
+        tensor_parallel_num_weight_shards: int | None = shards
+        expert_tensor_parallel_size: int = 1
+        expert_tensor_parallel_num_weight_shards: int | None = 1
+
+    read = model_config.arguments(Config())
+    assert read.tensor_parallel_num_weight_shards == parts
+    assert read.expert_tensor_parallel_num_weight_shards is None

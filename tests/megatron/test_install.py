@@ -134,7 +134,7 @@ def test_functions_tell_the_layers_of_a_model_outside_of_its_context(found) -> N
         ("changed", "v-half is installed, and a model with 2 chunks on this rank was built for it; call"),
         ("left", "a model that was built for v-half is still there, and Megatron's own schedule would"),
         ("ranks", "zb-h1 was installed for 4 pipeline ranks, and this model's pipeline has 2; give"),
-        ("config", "1f1b does not support delay_wgrad_compute: schedules split the backward themselves"),
+        ("config", "without overlap_moe_expert_parallel_comm: schedules split the backward themselves"),
         ("data parallelism", "1f1b does not support use_megatron_fsdp: FSDP reduces gradients by its"),
         ("one config", "this config has a model for v-half and is to have one for Megatron's own schedule"),
     ],

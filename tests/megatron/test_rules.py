@@ -13,7 +13,7 @@ import pytest
 
 from megatron_pp_ext.job import flag_effects, flag_table
 from megatron_pp_ext.job.requested_job import ENGINE, Flags, RequestedJob
-from megatron_pp_ext.job.rules import all_rules, stock
+from megatron_pp_ext.job.rules import all_rules, schedules, stock
 from megatron_pp_ext.job.rules.all_rules import refuse, refuse_config
 from megatron_pp_ext.job.rules.rule import Refused, Rule, Rules
 from megatron_pp_ext.megatron.trainer import validation
@@ -37,6 +37,8 @@ SPARSE = (
 )
 SLICES = "--pipeline-slice-tokens 8"
 
+DEFER, EARLY = "--defer-embedding-wgrad-compute", "--overlap-param-gather-with-optimizer-step"
+
 GRAPHS, PER_LAYER = "--cuda-graph-impl full_iteration", "--cuda-graph-impl transformer_engine"
 
 CASES: dict[str, dict[str, str]] = {
@@ -54,7 +56,7 @@ CASES: dict[str, dict[str, str]] = {
     f"Under every schedule of this package|{PP4} --pipeline-schedule v-half": {
         "--use-megatron-fsdp: FSDP reduces": "--use-megatron-fsdp",
         "--use-torch-fsdp2: FSDP reduces": "--use-torch-fsdp2",
-        "--delay-wgrad-compute: schedules split": "--delay-wgrad-compute",
+        "without --overlap-moe-expert-parallel-comm: schedules split": "--delay-wgrad-compute",
         "local: Megatron's own schedules make": "--cuda-graph-impl local --pipeline-unproved",
         "were never run on a GPU; try scripts/gpu_check.sh graphs": "--cuda-graph-impl transformer_engine",
         "--enable-cuda-graph: Megatron's own schedules make": "--enable-cuda-graph",
@@ -70,8 +72,6 @@ CASES: dict[str, dict[str, str]] = {
         ),
         "--cpu-offloading-num-layers: Megatron has it": "--cpu-offloading-num-layers 1",
         "--moe-paged-stash: it holds all steps": "--moe-paged-stash --pipeline-profile-steps 1-2",
-        "--defer-embedding-wgrad-compute: schedules": "--defer-embedding-wgrad-compute",
-        "it splits the optimizer by stock's": "--overlap-param-gather-with-optimizer-step",
         "fails at the first evaluation; leave it out and set --eval-iters, or": "--full-validation",
         "several sets as a whole alone; leave it": "--multiple-validation-sets",
         "put the m into stage ": f"{LAYOUT} Et|t|ttttttm|||||L --mtp-num-layers 1",
@@ -393,6 +393,7 @@ def test_rules_ask_for_what_there_is(from_file: bool, monkeypatch: pytest.Monkey
     job = RequestedJob.of_args(arguments(ends), {ENGINE: "2.2", "zstandard": "0"}, **settled)
     for rules in (
         *all_rules.rules(),
+        schedules.TURNED_OFF,
         *stock.PLANNED,
         *flag_effects.lacks_costs(),
         flag_effects.not_compiled(),
@@ -407,6 +408,22 @@ def test_rules_ask_for_what_there_is(from_file: bool, monkeypatch: pytest.Monkey
             assert {function.__name__ for function in rule.words} <= names
             if from_file:
                 rules.sentence(rule, job)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "off"),
+    [("v-half", DEFER), ("zb-h1", f"{DEFER} {EARLY}"), ("pipedream", f"{DEFER} {EARLY}"), ("", "")],
+)
+def test_what_has_no_use_under_a_schedule_is_turned_off(
+    schedule: str, off: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron's own schedules get the flags as they are."""
+    flags = f"{ONE.partition(' --pipeline-schedule')[0]} {DEFER} {EARLY}"
+    args = arguments(f"{flags} --pipeline-schedule {schedule}" if schedule else flags)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    requested_by(args)
+    left = [flag for flag in (DEFER, EARLY) if vars(args)[flag.removeprefix("--").replace("-", "_")]]
+    assert left == [flag for flag in (DEFER, EARLY) if flag not in off]
 
 
 def test_what_is_no_flag_with_a_value_needs_a_condition() -> None:

@@ -17,7 +17,7 @@ from megatron_pp_ext.planner.search.candidate import Candidate, Recompute, fixed
 from megatron_pp_ext.planner.search.compiled import Compiler
 from megatron_pp_ext.planner.search.configurations import Space, record
 from megatron_pp_ext.planner.search.lower_bounds import bounds, least_memory, least_memory_sharing
-from megatron_pp_ext.planner.search.replays import Evaluated, order_of
+from megatron_pp_ext.planner.search.replays import CandidateCuts, Evaluated, Workloads, order_of
 from megatron_pp_ext.planner.search.result import ALIKE, Compiles, why
 from megatron_pp_ext.planner.step.estimate import StepModel, estimate_request
 from megatron_pp_ext.planner.step.model_description import asked_of, describe
@@ -82,9 +82,13 @@ def test_the_best_are_those_of_an_exhaustive_search(limit):
     where = space(fixed=("context_parallel_size",))
     found = searched_as_exhaustively(where, limit, top=4)
     assert found.replayed < found.legal / 2
-    assert [one.estimate.fullest.total for one in found.frontier] == sorted(
-        one.estimate.fullest.total for one in found.frontier
+    places = [(row.estimate.fullest.total, row.estimate.step_seconds) for row in found.frontier]
+    assert places == sorted(places) and [step for _, step in places] == sorted(
+        (step for _, step in places), reverse=True
     )
+    for row in (*found.best, *found.for_less_memory):
+        memory, step = row.estimate.fullest.total, row.estimate.step_seconds
+        assert min(least for bytes_, least in places if bytes_ <= memory) <= step
 
 
 def test_schedules_that_are_nearly_as_fast_stand_behind_the_fastest():
@@ -382,6 +386,43 @@ def test_flex_shares_within_the_memory(short_searches):
     assert best.estimate.step_seconds <= of_family.best[0].estimate.step_seconds
     flags = " ".join(best.candidate.flags())
     assert f"--pipeline-memory-limit {spelled(best.candidate.limit)} --pipeline-vocabulary shared" in flags
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "v-half"])
+def test_no_step_in_slices_is_below_its_bounds(name):
+    """Nor does a rank keep less than what the search drops candidates by, before slices are planned."""
+    pipeline = {"pipeline_model_parallel_size": 4, "num_layers": 16, "seq_length": 16384}
+    where = space(gpus=4, batch=6, schedules=(name,), fixed=(*pipeline, "recompute_granularity"),
+                  pipeline_slice_tokens="auto", **pipeline)  # fmt: skip
+    workloads, sliced = Workloads(where.job, A100), 0
+    for candidate in everything(where):
+        if candidate.option(Slices) is None or candidate.microbatches < 6:
+            continue
+        step, sliced = estimated(candidate, where)[1], sliced + 1
+        mean = workloads.mean(candidate, candidate.placement)
+        assert step.step_seconds >= mean.bounds(6)[catalog.abilities(name).splits_backward]
+        cuts = CandidateCuts(
+            candidate, workloads.stages(candidate, candidate.placement), workloads, 0.05, 1e12
+        )
+        assert sum(rank.total for rank in step.ranks) / 4 >= cuts.mean().total
+    assert sliced >= 5
+
+
+def test_a_search_finds_the_best_length_of_slices():
+    """It times two lengths of all that fit, and the step is that of the best length within 5%."""
+    pipeline = {
+        "pipeline_model_parallel_size": 4,
+        "num_layers": 16,
+        "seq_length": 16384,
+        "micro_batch_size": 1,
+    }
+    where = space(gpus=4, batch=6, schedules=("1f1b",), fixed=tuple(pipeline),
+                  pipeline_slice_tokens="auto", **pipeline)  # fmt: skip
+    steps = [estimated(candidate, where)[1] for candidate in everything(where)]
+    best = Search(where, A100, 35e9, top=1).run().best[0]
+    assert best.candidate.option(Slices) is not None
+    fitting = min(step.step_seconds for step in steps if step.fullest.total <= 35e9)
+    assert fitting <= best.estimate.step_seconds <= 1.05 * fitting
 
 
 LIMIT, SIZES = 25e9, {"pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 1}

@@ -331,6 +331,11 @@ def test_a_limit_without_deferring_changes_nothing() -> None:
     assert estimated(DEFER[1], "8") == estimated()
 
 
+def test_a_schedule_defers_nothing_by_flag() -> None:
+    schedule = ("--pipeline-schedule", "zb-h1")
+    assert estimated(*schedule, *DEFER, "8") == estimated(*schedule)
+
+
 def test_a_loss_in_the_place_of_the_logits_keeps_less() -> None:
     fused = "--cross-entropy-loss-fusion"
     plain, native = estimated(), estimated(fused)

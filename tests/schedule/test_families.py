@@ -49,6 +49,7 @@ def test_every_size_is_in_order_and_within_its_bounds(name, chunks):
                     if kind in kinds:
                         done[stage, kinds].append(microbatch)
             assert all(found == list(range(m)) for found in done.values()), (p, m, rank)
+            assert schedule.placement.chunk_of(order[0].stage) == 0, "its weights are gathered first"
         kinds = {action.kind for action in schedule}
         assert kinds >= set("FIW") if catalog.entry(name).splits_backward else kinds == set("FB")
         assert kinds == set("FIW") or name not in SPLIT_ALWAYS

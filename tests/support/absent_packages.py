@@ -10,6 +10,7 @@ megatron.core asks for some of these packages as well and then uses their layers
 before, so that it knows them to be absent.
 """
 
+import abc
 import importlib.abc
 import importlib.machinery
 import sys
@@ -27,7 +28,7 @@ PACKAGES = {
 """The stand-ins by purpose."""
 
 
-class _Name(type):
+class _Name(abc.ABCMeta):
     """Makes a class any of whose attributes is one more such class, and that stands in annotations."""
 
     def __getattr__(cls, name: str) -> Any:
@@ -36,8 +37,9 @@ class _Name(type):
         return empty_class(name)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        is_derived = cls.__bases__ != (object,)
-        return super().__call__(*args, **kwargs) if is_derived else None
+        if cls.__bases__ != (object,):
+            return super().__call__(*args, **kwargs)
+        return None if args or not kwargs else lambda decorated: decorated
 
     def __or__(cls, other: Any) -> Any:
         return object

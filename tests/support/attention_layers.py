@@ -21,7 +21,8 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
 from megatron.core.models.gpt import gpt_layer_specs
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules, common, gdn
+from megatron.core.ssm import gated_delta_net
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, random
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -33,6 +34,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megatron_pp_ext import cpu
 from tests.support.kept_bytes import kept_bytes, share_storage
+
+common, gdn = (getattr(gated_delta_net, name, gated_delta_net) for name in ("common", "gdn"))
+"""The modules with Megatron's functions of gated delta nets: one module in older releases."""
 
 
 class Layer(NamedTuple):

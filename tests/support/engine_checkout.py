@@ -52,6 +52,13 @@ def _absent(name: str) -> Any:
     return call
 
 
+def _version(checkout: Path) -> str:
+    """Return the version of a checkout, or of a wheel that was unpacked there."""
+    for metadata in checkout.glob("transformer_engine-*.dist-info"):
+        return metadata.name.removesuffix(".dist-info").partition("-")[2]
+    return (checkout / "build_tools" / "VERSION.txt").read_text().strip()
+
+
 def install(checkout: Path) -> None:
     """Let ``import transformer_engine`` find the Python of ``checkout``; before Megatron is imported."""
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # nothing compiled is loaded then
@@ -60,7 +67,7 @@ def install(checkout: Path) -> None:
     package = types.ModuleType("transformer_engine")
     package.__path__ = [str(checkout / "transformer_engine")]
     package.__spec__ = importlib.machinery.ModuleSpec("transformer_engine", None, is_package=True)
-    package.__version__ = (checkout / "build_tools" / "VERSION.txt").read_text().strip()
+    package.__version__ = _version(checkout)
     extension = _Anything("transformer_engine_torch")
     for name in engine_kernels.TRANSFORMER_ENGINE:
         setattr(extension, name, getattr(engine_kernels, name))

@@ -4,8 +4,11 @@
 """
 
 import importlib.util
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -34,6 +37,23 @@ def require(package: str) -> None:
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed: make test-frameworks", allow_module_level=True)
     absent_packages.put_in_place()
+
+
+def require_checkout(variable: str, package: str, *absent: str) -> None:
+    """Let ``package`` be imported from the checkout that ``variable`` names; skip the tests without one.
+
+    No registry has these frameworks.  The ``absent`` packages, which they import and the tests do not need,
+    have stand-ins.
+    """
+    folder = os.environ.get(variable, "")
+    if not Path(folder, package, "__init__.py").exists():
+        pytest.skip(f"{variable} does not name a checkout of {package}", allow_module_level=True)
+    for name in ("transformers", "megatron.bridge"):
+        require(name)
+    sys.path.append(folder)
+    absent_packages.PACKAGES.update(
+        dict.fromkeys(absent, f"what {package} imports and its workers here do not use")
+    )
 
 
 def name_engine_layers() -> None:

@@ -6,9 +6,11 @@ messages.  The rates are those of one machine, whatever the run has, and the mem
 devices, so that an estimate for the same devices chooses what training chooses.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
-from functools import partial
+from functools import cache, partial
+
+import numpy as np
 
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import Request
@@ -75,10 +77,9 @@ def of_slices(costs_of: CostsOf, job: Job, names: Sequence[UnitName]) -> UnitCos
         )
         return Costs(tuple(stages), head=mean.head)
 
-    units = {
-        (name.begin, name.end): unit(name.begin, name.end, memory)
-        for name, memory in zip(names, kept.units, strict=True)
-    }
+    # Sequences that are cut alike share their units' costs.
+    kept_by_span = {(name.begin, name.end): memory for name, memory in zip(names, kept.units, strict=True)}
+    units = {span: unit(*span, memory) for span, memory in kept_by_span.items()}
     longest = max(spans, key=lambda span: (span[1] - span[0], span[1]))
     return UnitCosts(
         units[longest].stages,
@@ -109,13 +110,28 @@ def _between(short: Sequence[StageCosts], long: Sequence[StageCosts], part: floa
         )
 
 
-def peak(order: Iterable[Action], costs: Costs) -> float:
-    """Return the most that a rank with this ``order`` keeps at one time."""
-    live = most = 0.0
-    for action in order:
-        most = max(most, live + costs.growth(action))
-        live += costs.kept(action)
-    return max(most, live)
+def peaks_of(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
+    """Return the most that each rank keeps at one time."""
+    alike = _alike(costs) if isinstance(costs, UnitCosts) else [0] * schedule.microbatches
+
+    @cache
+    def moved(action: Action) -> tuple[float, float]:
+        return costs.growth(action), costs.kept(action)
+
+    def peak(order: Sequence[Action]) -> float:
+        moves = [moved(action._replace(microbatch=alike[action.microbatch])) for action in order]
+        growth, kept = np.array(moves).T
+        return float((growth + kept.cumsum() - kept).max())
+
+    return tuple(map(peak, schedule.orders))
+
+
+def _alike(costs: UnitCosts) -> list[int]:
+    """Return for each unit the number of the first one with its costs, which sequences cut alike share."""
+    shared = costs.shared or [()] * len(costs.units)
+    units = [(id(unit), id(memory)) for unit, memory in zip(costs.units, shared, strict=True)]
+    first = {unit: number for number, unit in reversed([*enumerate(units)])}
+    return [first[unit] for unit in units]
 
 
 def _attention(halves: Costs, whole: Costs, squares: float) -> list[tuple[float, float]]:
@@ -223,11 +239,10 @@ def _bytes(job: Job, data: int, schedule: Schedule, costs: Costs, rows: int) -> 
     tensor, dense = job.parallel.tensor_model_parallel_size, data * job.parallel.context_parallel_size
     sharing = Sharing(dense, max(1, dense * tensor // job.parallel.expert_ranks))
     buffers = model.buffers + schedule.splits_backward * model.gather_buffers
-    for rank, order in enumerate(schedule.orders):
+    for rank, moving in enumerate(peaks_of(schedule, costs)):
         stages = placement.stages_of(rank)
         first, *rest = (parts[stage] for stage in stages)
         state = model_state(job, sum(rest, first), sharing)
-        moving = peak(order, costs)
         if placement.stages - 1 in stages:
             moving += schedule.largest_share * model.loss_workspace
         fixed = state.weights + state.gradients + state.optimizer + buffers

@@ -32,8 +32,8 @@ _TOKENS = "tokens", "input_ids"
 def lengths_of_batch(batch: Any) -> list[int]:
     """Return the document lengths of a batch as Megatron's datasets yield it.
 
-    A packed one states where documents end; any other has a document in each row.  ValueError for anything
-    else.
+    A packed one states where documents end; any other has a document in each row, which may be those of a
+    nested tensor of jagged layout.  ValueError for anything else.
     """
     if isinstance(batch, Mapping):
         for name in _PACKED:
@@ -42,9 +42,10 @@ def lengths_of_batch(batch: Any) -> list[int]:
                 # Padding repeats the last end.
                 return [end - start for start, end in pairwise(numbers) if end > start]
         for name in _TOKENS:
-            # A nested tensor, as of verl, has rows of unlike length, and no length that is a number.
             tokens: Any = batch.get(name)
-            if len(getattr(tokens, "shape", ())) == 2 and not getattr(tokens, "is_nested", False):
+            if len(getattr(tokens, "shape", ())) == 2:
+                if getattr(tokens, "is_nested", False):  # rows of unlike length, as verl's
+                    return [len(row) for row in tokens.unbind()]
                 rows, length = tokens.shape
                 return [length] * rows
     raise ValueError(
@@ -131,7 +132,7 @@ def are_by_length(request: Request) -> bool:
 def with_order(request: Request, how: object, limit: float | str | None = None) -> Request:
     """Return ``request`` with an order of microbatches; ValueError, in one line, for an unknown one."""
     if how != "given" and how != "rule" and how != "search":
-        raise ValueError(f"order is {how!r}; give 'given', 'rule' or 'search'")
+        raise SettingError(f"--pipeline-order is {how!r}; give 'given', 'rule' or 'search'")
     return request.with_option(Ordering(how))
 
 

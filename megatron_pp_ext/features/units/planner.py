@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megatron_pp_ext.features.units.costs import of_slices, peak
+from megatron_pp_ext.features.units.costs import of_slices, peaks_of
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.workload import Addition
 from megatron_pp_ext.schedule.actions import Schedule
@@ -36,8 +36,7 @@ class Sliced(Addition):
         """See ``Addition``: those of slices, and the gradients of a sequence's keys and values."""
         if not schedule.units:
             return peaks
-        costs = _costs_of(work, schedule)
-        return tuple(peak(order, costs) for order in schedule.orders)
+        return peaks_of(schedule, _costs_of(work, schedule))
 
     def unmeasured(self, schedule: Schedule) -> Iterator[str]:
         if schedule.units:

@@ -313,8 +313,10 @@ class LengthCosts:
         sizes = step.sizes
         squares = sum(step.squares) / count
         mean = self._unit(UnitSizes(sum(tokens) / count, squares, squares), overhead)
-        units = tuple(self._unit(unit, overhead) for unit in sizes)
-        shared = tuple(tuple(stage.shared(unit) for stage in self.stages) for unit in sizes)
+        # Sequences that are cut alike have units of the same sizes.
+        of_size = {size: self._unit(size, overhead) for size in dict.fromkeys(sizes)}
+        shared_by = {size: tuple(stage.shared(size) for stage in self.stages) for size in of_size}
+        units, shared = tuple(map(of_size.__getitem__, sizes)), tuple(map(shared_by.__getitem__, sizes))
         return UnitCosts(
             mean.stages,
             self.hop * share,

@@ -55,6 +55,13 @@ def refuse(job: RequestedJob) -> None:
     refuse_by(job, rules(job))
 
 
+def turned_off(job: RequestedJob) -> dict[str, str]:
+    """Return the arguments of ``job`` that its schedule turns off, each with a line that reports it."""
+    rules = schedules.TURNED_OFF
+    lines = {rule.flag.removeprefix("--"): rules.sentence(rule, job) for rule in rules.broken(job)}
+    return {flag.replace("-", "_"): line for flag, line in lines.items()}
+
+
 def refuse_to_plan(job: RequestedJob) -> None:
     """Raise ValueError for what the costs do not know, and for what Megatron starts and cannot train."""
     from megatron_pp_ext.job import flag_effects

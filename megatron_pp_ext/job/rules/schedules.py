@@ -168,6 +168,30 @@ MEASURING = (
 )
 
 
+def has_one_chunk(job: RequestedJob) -> bool:
+    """Whether a rank has one chunk, as far as the placement is known."""
+    return job.placement is not None and job.placement.chunks == 1
+
+
+TURNED_OFF = Rules(
+    title="What is turned off, with a line at the start",
+    when=lambda job: job.pipeline.has_schedule,
+    subject="--pipeline-schedule {pipeline_schedule}",
+    fix="it is turned off, which changes no result",
+    rows=(
+        Rule("--defer-embedding-wgrad-compute", "schedules defer weight gradients themselves"),
+        # A microbatch comes to a rank's chunks in the order of the model.  So chunk 0, whose weights are
+        # gathered first, is the first to compute on every rank, whatever the schedule.
+        Rule(
+            "--overlap-param-gather-with-optimizer-step",
+            "a rank has one chunk, and no other whose update could hide the gather of its weights",
+            when=lambda job: job.is_set("--overlap-param-gather-with-optimizer-step") and has_one_chunk(job),
+        ),
+    ),
+)
+"""What a schedule does without, and the results of a job do not depend on."""
+
+
 def engine(job: RequestedJob) -> str:
     """Return the version of Transformer Engine on the machine that trains."""
     return job.releases.get(ENGINE, "")
@@ -348,8 +372,9 @@ RULES = (
             Rule("--use-torch-fsdp2", "FSDP reduces gradients by its own hooks"),
             # In pairs a B leaves them to where Megatron would compute them under this flag.
             Rule(
-                "--delay-wgrad-compute",
+                "--delay-wgrad-compute without --overlap-moe-expert-parallel-comm",
                 "schedules split the backward themselves",
+                "leave it out",
                 when=lambda job: (
                     job.flags.delay_wgrad_compute and not job.parallel.overlap_moe_expert_parallel_comm
                 ),
@@ -417,11 +442,6 @@ RULES = (
                 "it holds all steps to the order of its first one",
                 "choose a schedule that stays as it is, such as 1f1b",
                 when=lambda job: job.precision.moe_paged_stash and job.changes_its_order,
-            ),
-            Rule("--defer-embedding-wgrad-compute", "schedules defer weight gradients themselves"),
-            Rule(
-                "--overlap-param-gather-with-optimizer-step",
-                "it splits the optimizer by stock's order of chunks",
             ),
             Rule(
                 "--full-validation",

@@ -1,7 +1,7 @@
 """Updates: checks after a step's actions, norms of one stage alone, and optimizer state saved by rank."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from megatron_pp_ext.around import bound
 from megatron_pp_ext.megatron import requested
 from megatron_pp_ext.megatron.core import chunk_pipelines
 from megatron_pp_ext.megatron.patching import hook
+from megatron_pp_ext.runtime.rank import print_rank_0
 from megatron_pp_ext.schedule.placement import Placement
 
 _late: list[Callable[[], None]] | None = None
@@ -80,6 +81,40 @@ def updates_by_stage() -> bool:
     """
     pipeline = requested.pipeline()
     return pipeline is not None and pipeline.updates is not None and not pipeline.updates.waits
+
+
+_OPTIMIZER = (
+    "config model_chunks config_overrides use_gloo_process_groups pg_collection dump_param_to_param_group_map"
+)
+
+
+@hook("megatron.core.optimizer:get_megatron_optimizer", _OPTIMIZER, "settings that a schedule turns off")
+def without_needless(
+    stock: Callable[..., Any], config: Any, model_chunks: Sequence[Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Make the optimizer of chunks that a call built, without the settings that their schedule turns off.
+
+    For one chunk a rank Megatron itself fails to make the optimizer of the remaining chunks.
+    """
+    pipeline = chunk_pipelines.of_model(model_chunks)
+    if pipeline is not None and pipeline.is_per_model:
+        turn_off(pipeline, config)
+    return stock(config, model_chunks, *args, **kwargs)
+
+
+def turn_off(pipeline: requested.Pipeline, *configs: Any) -> None:
+    """Turn off in ``configs``, of a model or an optimizer, what ``pipeline`` does without; report each."""
+    from megatron_pp_ext.job.model_config import arguments, by_call
+    from megatron_pp_ext.job.requested_job import RequestedJob
+    from megatron_pp_ext.job.rules import all_rules
+
+    schedule = {"pipeline_schedule": pipeline.request.schedule}
+    job = RequestedJob.of_args(arguments(*configs, **schedule), placement=pipeline.placement)
+    for name, line in all_rules.turned_off(job).items():
+        for config in configs:
+            if hasattr(config, name):
+                setattr(config, name, False)
+        print_rank_0(f"megatron_pp_ext: {by_call(line)}")
 
 
 _CLIP = "megatron.core.optimizer.clip_grads"

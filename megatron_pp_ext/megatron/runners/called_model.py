@@ -21,6 +21,7 @@ from megatron_pp_ext.job.pipeline import require_trainable
 from megatron_pp_ext.job.requested_job import ENGINE, RequestedJob
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.megatron.core.chunk_pipelines import part_of
+from megatron_pp_ext.megatron.core.optimizer import turn_off
 from megatron_pp_ext.megatron.requested import Pipeline
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import CostModel, Costs
@@ -67,6 +68,7 @@ def bind_to_model(
     request = options.read(job, request)
     job = replace(job, splits=request.may_split_backward)
     all_rules.refuse_model(job)
+    turn_off(pipeline, *map(get_model_config, model))
     if request.from_file is not None:
         require_trainable(request.from_file, job)
     estimate = cost_model(job, _estimate)

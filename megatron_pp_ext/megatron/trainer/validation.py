@@ -205,7 +205,7 @@ def _needed(job: RequestedJob, pipeline: requested.Pipeline | None) -> dict[str,
     if pipeline is None or pipeline.source is None:
         return {}
     # Pairs put weight gradients off by themselves; layers that do so too would do it twice.
-    values: dict[str, Any] = {"delay_wgrad_compute": False}
+    values: dict[str, Any] = dict.fromkeys(["delay_wgrad_compute", *_turned_off(job, pipeline)], False)
     if pipeline.updates is not None:
         values["rerun_mode"] = "disabled"  # its checks make all ranks wait for each other in every step
     if pipeline.rehearsal is not None:
@@ -221,8 +221,12 @@ def _needed(job: RequestedJob, pipeline: requested.Pipeline | None) -> dict[str,
     return values
 
 
+def _turned_off(job: RequestedJob, pipeline: requested.Pipeline) -> dict[str, str]:
+    return all_rules.turned_off(replace(job, placement=pipeline.placement))
+
+
 def _summary(pipeline: requested.Pipeline, job: RequestedJob) -> str:
-    lines = comparison(job, pipeline.request.data)
+    lines = *_turned_off(job, pipeline).values(), *comparison(job, pipeline.request.data)
     return "\n".join((summary(pipeline, start_up.costs_of(job)), *lines))
 
 

@@ -100,8 +100,8 @@ def longest(
 REPLAYS = 48
 """The replays that a cut is shortened with at most."""
 
-_FITTED = 64
-"""The cuts whose memory is looked at; a model that fits nearly needs a few."""
+FITTING_MOVES = 64
+"""The moves whose memory is looked at; a model that fits nearly needs a few."""
 
 _LEVELLED = 10_000
 """More moves than any model needs to level its ranks."""
@@ -180,11 +180,17 @@ def levelled(stages: Stages, least: Cut) -> Cut:
     return climb(start, loads.squares, promising, _LEVELLED, _ROUNDING).cut
 
 
-def fitted(stages: Stages, cut: Cut, totals: Callable[[Cut], Sequence[float]], limit: float) -> Cut | None:
+def fitted(
+    stages: Stages,
+    cut: Cut,
+    totals: Callable[[Cut], Sequence[float]],
+    limit: float,
+    moves: int = FITTING_MOVES,
+) -> Cut | None:
     """Return ``cut`` with items moved until no rank needs more than ``limit``; None where that is not found.
 
-    ``totals`` returns the bytes of every rank.  An item of the fullest rank goes where the ranks' seconds
-    stay most even, among the places that have memory left for it.
+    At most so many ``moves`` are looked at.  ``totals`` returns the bytes of every rank.  An item of the
+    fullest rank goes where the ranks' seconds stay most even, among the places that have memory left for it.
     """
     totals, loads, rank_of = cache(totals), _Loads(stages, stages.least), stages.placement.rank_of
 
@@ -198,7 +204,7 @@ def fitted(stages: Stages, cut: Cut, totals: Callable[[Cut], Sequence[float]], l
             if rank_of(source) == fullest != rank_of(target) and now[rank_of(target)] < limit:
                 yield moved(cut, source, target)
 
-    last = climb(cut, excess, promising, _FITTED + 1, 0.0)
+    last = climb(cut, excess, promising, moves + 1, 0.0)
     return None if last.value else last.cut
 
 

@@ -1,5 +1,6 @@
 """The search for the configuration with the shortest step among all that are legal and fit."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -7,6 +8,7 @@ from itertools import product
 from math import inf
 
 from megatron_pp_ext.costs.system import System
+from megatron_pp_ext.features.units.options import Slices
 from megatron_pp_ext.planner.search import candidate as variants
 from megatron_pp_ext.planner.search.candidate import Candidate, tried
 from megatron_pp_ext.planner.search.compiled import Compiler, to_compile
@@ -150,8 +152,19 @@ class Bounding:
             return _Least(memory, partial(mean.bounds, microbatches))
         work = self._workloads.work(candidate, placement)
         return _Least(
-            partial(least_memory, work, microbatches, self._margin), partial(bounds, work, microbatches)
+            partial(least_memory, work, microbatches, self._margin),
+            partial(bounds, work, microbatches, self._workloads.sliced(candidate)),
         )
+
+
+_SLICE_LENGTHS = 2
+"""The lengths of slices that are timed for the same sizes and schedule, of all that fit."""
+
+
+def _but_for_length(candidate: Candidate) -> Candidate | None:
+    """Return ``candidate`` without the length of its slices, None where its sequences are whole."""
+    options = tuple(option for option in candidate.options if not isinstance(option, Slices))
+    return replace(candidate, options=options) if options != candidate.options else None
 
 
 _SPENT = "stopped after the {:g} s of a processor that --cpu-seconds allows"
@@ -191,6 +204,7 @@ class Search:
         self._shortest: dict[float, Evaluated] = {}
         self._alike: dict[Candidate, list[Evaluated]] = {}
         self._tried: set[Candidate] = set()
+        self._lengths = Counter[Candidate | None]()
 
     def run(self, progress: Progress = lambda what, done, total: None) -> SearchResult:
         """Search; ValueError where nothing is legal, nothing fits, or nothing was found within the budget.
@@ -210,8 +224,8 @@ class Search:
         self._compile(progress)
         if not self.result.best:
             raise ValueError(self._nothing_fits())
-        frontier = set(self._shortest.values())
-        self.result.frontier = sorted(frontier, key=lambda evaluated: evaluated.estimate.fullest.total)
+        for_less_memory = set(self._shortest.values())
+        self.result.for_less_memory = sorted(for_less_memory, key=lambda row: row.estimate.fullest.total)
         return self.result
 
     def _look(self, progress: Progress) -> None:
@@ -281,11 +295,13 @@ class Search:
                     break
                 candidate = entry.candidate
                 headroom = self._headroom(entry.bound, candidate)
-                if entry.least > headroom:
+                of_lengths = _but_for_length(candidate)
+                if entry.least > headroom or self._lengths[of_lengths] == _SLICE_LENGTHS:
                     continue
                 outcome = replay(candidate, headroom)
                 if isinstance(outcome, Evaluated):
                     self.result.replayed += 1
+                    self._lengths[of_lengths] += of_lengths is not None
                     self._offer(outcome)
                 elif outcome is not None:
                     kept_out.append(entry)
@@ -329,6 +345,7 @@ class Search:
         ranked = sorted(self._alike.values(), key=lambda group: _step(group[0]))[: self._top]
         self.result.best = [first for first, *_ in ranked]
         self.result.alike = {first.candidate: slower for first, *slower in ranked}
+        self.result.add_to_frontier(evaluated)
         for level in LEVELS:
             other = self._shortest.get(level)
             is_shorter = other is None or _step(evaluated) < _step(other)
@@ -350,6 +367,7 @@ class Search:
             self.result.best.clear()
             self._alike.clear()
             self._shortest.clear()
+            self.result.frontier.clear()
         try:
             for number, cut in enumerate(cuts):
                 progress("compiling", number, len(cuts))

@@ -16,7 +16,7 @@ from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.search.candidate import Candidate, Recompute
 from megatron_pp_ext.planner.step.model_description import flag
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.entry import NO_PIPELINE
+from megatron_pp_ext.schedule.entry import AUTO, NO_PIPELINE
 from megatron_pp_ext.schedule.formats import costs_file
 
 _SIZES = (
@@ -147,7 +147,14 @@ class Space:
         micro_batch = self.job.batch.micro_batch_size if "micro_batch_size" in self.fixed else None
         for size in [micro_batch] if micro_batch else _divisors(samples):
             if samples % size == 0:
-                yield replace(cut, micro_batch=size, microbatches=samples // size)
+                sized = replace(cut, micro_batch=size, microbatches=samples // size)
+                if not self._is_open or _actions(sized) <= MOST_ACTIONS:
+                    yield sized
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether the length of slices is to be chosen."""
+        return self.job.pipeline.pipeline_slice_tokens == AUTO
 
     def without_choices(self) -> tuple[Self, tuple[str, ...]]:
         """Return the space without the choices that flags leave open, and the arguments that have some."""
@@ -248,6 +255,20 @@ class Space:
             for size in sizes
             if ranks % (size * (expert_tensor or tensor)) == 0
         ]
+
+
+MOST_ACTIONS = 50_000
+"""The actions of the largest step in slices whose length is open: what these gain over longer ones is little,
+and a plan of more takes seconds."""
+
+
+def _actions(candidate: Candidate) -> int:
+    """Return the actions of a step in slices with split backwards, 0 for whole sequences."""
+    slices = candidate.option(units_options.Slices)
+    if slices is None or not slices.tokens:
+        return 0
+    units = candidate.microbatches * -(-slices.length // slices.tokens)
+    return 3 * units * candidate.pipeline * candidate.chunks
 
 
 def record(candidate: Candidate) -> dict[str, Any]:

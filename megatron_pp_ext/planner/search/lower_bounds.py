@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from statistics import fmean
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +52,8 @@ class LeastSeconds(NamedTuple):
 class ModelSums:
     """Sums over ``model``, of which all that follows from the cut of its layers is left out.
 
+    ``seconds`` are those of a microbatch in all of it, where nothing is computed again.
+
     A sum over all stages is one over all layers, and a model has few kinds of these.  Only which layers are
     computed again depends on the stages, where every stage recomputes its first ones.
     """
@@ -66,6 +68,8 @@ class ModelSums:
         seconds = np.array([_seconds(layer) for layer in model.layers])
         forwards = np.array([layer.forward_seconds for layer in model.layers])
         self._plain, self._again, self._forwards = seconds, seconds + forwards, forwards
+        ends = end_parts(model, splits_head=False)
+        self.seconds = float(seconds.sum()) + sum(_seconds(part) for parts in ends for part in parts)
         self._totals: dict[tuple[object, ...], Part] = {}
         self._least: dict[tuple[object, ...], LeastSeconds] = {}
 
@@ -161,11 +165,33 @@ def _summed(parts: Sequence[Part]) -> Part:
     return sum(remaining, first)
 
 
-_BY_SLICES = 0.9
-"""The part of the work of whole sequences that slices of them have at least.
+class SlicedWork(NamedTuple):
+    """What slices take at least, as parts of the seconds of a whole sequence.
 
-Their products have lower rates, and attention adds up to that of the whole, but both are interpolated.
-"""
+    ``sequence`` is for all slices of a sequence one after the other, whose products have lower rates, and
+    ``first`` for its longest slice, which sees no other.
+    """
+
+    sequence: float
+    first: float
+
+    @classmethod
+    def of(cls, slices: int, whole: float, half: float, slice_alone: float) -> Self:
+        """Return the parts from the seconds of a ``whole`` sequence, one of half its length, and one slice's.
+
+        Seconds that go by squares of tokens are those of attention, which slices split among them.
+        """
+        attention = max(0.0, 2 * (whole - 2 * half))
+        sequence = slices * slice_alone + (1 - 1 / slices) * attention
+        return cls(_INTERPOLATED * sequence / whole, _STARTS_EARLIER * slice_alone / whole)
+
+
+_INTERPOLATED = 0.95
+"""The part of what slices of the greatest length take that slices of equal cost have at least: theirs is
+interpolated between the longest and the shortest."""
+
+_STARTS_EARLIER = 0.8
+"""The part of the longest slice after which a rank may pass on the first, which may be shorter."""
 
 
 def slices_of(work: Workload) -> float:
@@ -174,21 +200,15 @@ def slices_of(work: Workload) -> float:
     return max(1.0, work.job.model.seq_length / tokens) if isinstance(tokens, int) else 1.0
 
 
-def bounds(work: Workload, microbatches: int) -> tuple[float, float]:
+def bounds(work: Workload, microbatches: int, sliced: SlicedWork | None = None) -> tuple[float, float]:
     """Return two lower bounds on a step in seconds: with whole backwards, and with split ones.
 
     In every placement stage r is the first one of rank r.  Where actions may run together, each takes its
-    part of their time at least.
+    part of their time at least.  ``sliced`` is for sequences in slices.
     """
-    if slices_of(work) > 1:
-        least = (
-            _BY_SLICES
-            * microbatches
-            * max(
-                rank_part.forward_seconds + rank_part.backward_seconds - rank_part.overlapped_in_whole
-                for rank_part in work.by_rank
-            )
-        )
+    if sliced:
+        busiest = max(map(_seconds, work.by_rank))
+        least = sliced.sequence * microbatches * busiest
         return least, least
     shared = work.costs.head
     logits, last = (shared.scores, shared.weight_gradient) if shared else (0.0, 0.0)
@@ -209,12 +229,13 @@ def bounds(work: Workload, microbatches: int) -> tuple[float, float]:
 class MeanRank:
     """The average rank of ``work``: ``part``, which is the same under every cut into stages.
 
-    ``least`` has lower bounds of the stages' seconds.
+    ``least`` has lower bounds of the stages' seconds, and ``sliced`` is for sequences in slices.
     """
 
     work: Workload
     part: Part
     least: LeastSeconds
+    sliced: SlicedWork | None = None
 
     @cached_property
     def state(self) -> ModelState:
@@ -250,9 +271,6 @@ class MeanRank:
         """
         work, part, shared = self.work, self.part, self.work.head
         mean = part.forward_seconds + part.backward_seconds - part.overlapped_in_whole
-        if slices_of(work) > 1:
-            sliced = _BY_SLICES * microbatches * mean
-            return sliced, sliced
         logits, last = (shared.scores, shared.weight_gradient) if shared else (0.0, 0.0)
         ranks = work.placement.ranks
         vocabulary, least = logits + last, self.least
@@ -262,6 +280,10 @@ class MeanRank:
             """Return the seconds of the stages before the mean rank's first one, with the messages."""
             return (ranks - 1) / ranks * (first + (ranks - 2) / 2 * middle) + (ranks - 1) / 2 * work.hop
 
+        if self.sliced:
+            sequence, first = self.sliced
+            busy = sequence * microbatches * mean
+            return busy + first * way(least.first, least.middle), busy + first * way(*least.forwards)
         busy = microbatches * (max(mean, busiest) + vocabulary)
         split = max(busy, microbatches * (mean + vocabulary) + way(*least.forwards))
         whole = max(
@@ -273,12 +295,14 @@ class MeanRank:
         return together * whole + around, together * split + around
 
 
-def mean_rank(work: Workload, sums: ModelSums, fewest: Sequence[int]) -> MeanRank:
+def mean_rank(
+    work: Workload, sums: ModelSums, fewest: Sequence[int], sliced: SlicedWork | None = None
+) -> MeanRank:
     """Return the mean rank of ``work``, whose stages have the ``fewest`` layers at least."""
     job, placement = work.job, work.placement
     total = sums.total(job, work.layers, placement.splits_head)
     part = total.times(1 / placement.ranks) + work.head_parameters
-    return MeanRank(work, part, sums.least(job, fewest, placement.splits_head))
+    return MeanRank(work, part, sums.least(job, fewest, placement.splits_head), sliced)
 
 
 def busiest_rank(least: LeastSeconds, placement: Placement, layers: int) -> float:
@@ -324,14 +348,22 @@ def least_memory(work: Workload, microbatches: int, margin: float, of_largest: b
     With ``of_largest`` a rank may keep the activations of its largest stage alone.
     """
     ranks = {id(part): rank for rank, part in enumerate(work.by_rank)}
-    ranks_memory = []
-    for rank in {*ranks.values(), work.head_rank}:
-        largest = max(work.parts[stage].after_forward for stage in work.placement.stages_of(rank))
-        activations = _least_kept(work, work.by_rank[rank].after_forward, largest, of_largest)
-        messages = least_messages(work.placement, rank, microbatches) / slices_of(work)
-        loss = work.loss_bytes(rank, 1 / slices_of(work))
-        ranks_memory.append(memory_beside(work, work.states[rank], loss, activations, messages, margin))
-    return max(ranks_memory, key=lambda rank_bytes: rank_bytes.total)
+    unlike = {*ranks.values(), work.head_rank}
+    return max(
+        (least_of_rank(work, rank, microbatches, margin, of_largest) for rank in unlike),
+        key=lambda rank_bytes: rank_bytes.total,
+    )
+
+
+def least_of_rank(
+    work: Workload, rank: int, microbatches: int, margin: float, of_largest: bool = False
+) -> RankMemory:
+    """Return a lower bound on the memory of a ``rank`` in any order; see ``least_memory``."""
+    largest = max(work.parts[stage].after_forward for stage in work.placement.stages_of(rank))
+    activations = _least_kept(work, work.by_rank[rank].after_forward, largest, of_largest)
+    messages = least_messages(work.placement, rank, microbatches) / slices_of(work)
+    loss = work.loss_bytes(rank, 1 / slices_of(work))
+    return memory_beside(work, work.states[rank], loss, activations, messages, margin)
 
 
 def _least_kept(work: Workload, whole: float, largest: float, of_largest: bool) -> float:

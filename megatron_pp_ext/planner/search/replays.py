@@ -21,9 +21,12 @@ from megatron_pp_ext.planner.search.candidate import Candidate, Variants
 from megatron_pp_ext.planner.search.lower_bounds import (
     MeanRank,
     ModelSums,
+    SlicedWork,
     least_memory,
     least_memory_sharing,
+    least_of_rank,
     mean_rank,
+    slices_of,
 )
 from megatron_pp_ext.planner.step.estimate import (
     Estimate,
@@ -48,6 +51,8 @@ class Workloads:
         self._sums: dict[tuple[object, ...], ModelSums] = {}
         self._seconds: dict[tuple[object, ...], StageSeconds] = {}
         self._stages: dict[tuple[object, ...], ModelStages] = {}
+        self._slices: dict[tuple[object, ...], SlicedWork] = {}
+        self.fitted: dict[tuple[object, ...], Cut | None] = {}
 
     def work(
         self, candidate: Candidate, placement: Placement | None = None, layers: tuple[int, ...] | None = None
@@ -67,7 +72,23 @@ class Workloads:
         sums, least = self._sums_of(candidate, job), fewest(job, placement)
         cut = even(len(sums.model.layers), least)
         sizes = candidate.data, cut, sums.model
-        return mean_rank(Workload(job, self._system, placement, *sizes), sums, least)
+        sliced = self.sliced(candidate, job)
+        return mean_rank(Workload(job, self._system, placement, *sizes), sums, least, sliced)
+
+    def sliced(self, candidate: Candidate, job: Job | None = None) -> SlicedWork | None:
+        """Return what slices of its sequences take at least, None where they stay whole."""
+        slices = candidate.option(Slices)
+        if slices is None or slices.tokens is None:
+            return None
+        key = *_costs_of_a_layer(candidate), slices.tokens
+        if key not in self._slices:
+            whole = job or self._described(candidate)
+            length = whole.model.seq_length
+            lengths = length, length // 2, slices.tokens
+            jobs = (whole.changed(seq_length=tokens, pipeline_slice_tokens=tokens) for tokens in lengths)
+            seconds = (ModelSums(model_on(each, self._system)).seconds for each in jobs)
+            self._slices[key] = SlicedWork.of(-(-length // slices.tokens), *seconds)
+        return self._slices[key]
 
     def stages(self, candidate: Candidate, placement: Placement) -> ModelStages:
         """Return the stages that its model can be cut into; candidates with the same ones share them."""
@@ -141,6 +162,13 @@ def _planned_by(work: Workload, option: Option) -> Option:
     return replace(sized, rates=rates_of(sized, planning_costs(work.job), work.placement))
 
 
+_IN_FLIGHT = 0.5
+"""The part of the slices in flight, as many as a schedule's microbatches, that its plan keeps at least."""
+
+_PLANNED_MOVES = 2
+"""The moves between stages whose memory is looked at where each has slices planned anew."""
+
+
 @dataclass(frozen=True, slots=True)
 class CandidateCuts:
     """The cuts of ``candidate`` into ``stages``, on ranks of ``limit`` bytes.  Each is looked at once.
@@ -158,6 +186,15 @@ class CandidateCuts:
     _memories: dict[Cut, tuple[RankMemory, ...]] = field(default_factory=dict)
     _ranks: dict[tuple[object, ...], RankMemory] = field(default_factory=dict)
 
+    @property
+    def _other_options(self) -> tuple[Option, ...]:
+        return tuple(option for option in self.candidate.options if not isinstance(option, Slices))
+
+    @property
+    def is_sliced(self) -> bool:
+        """Whether sequences run in slices, which are planned by the costs of each cut."""
+        return self.candidate.option(Slices) is not None
+
     def work(self, cut: Cut) -> Workload:
         """Return the stages of ``cut``."""
         if cut not in self._works:
@@ -173,10 +210,17 @@ class CandidateCuts:
         """Return a lower bound on the mean memory of the ranks, where stages have equally many layers."""
         candidate, placement = self.candidate, self.stages.placement
         mean = self.workloads.mean(candidate, placement)
-        if candidate.option(Slices) is not None:
-            return mean.memory(candidate.microbatches, self.margin)
-        shared, order = mean.work.head, order_of(candidate, 2 * candidate.pipeline, mean.work)
+        whole_sequences = replace(candidate, options=self._other_options)
+        shared, order = mean.work.head, order_of(whole_sequences, 2 * candidate.pipeline, mean.work)
         peaks = order.in_flight.peaks(mean.work.parts, shared.activation if shared else 0.0)
+        if self.is_sliced:
+            # Every rank keeps a whole sequence, and slices of others in the place of microbatches.
+            slices, sequences = slices_of(mean.work), [rank.after_forward for rank in mean.work.by_rank]
+            share = _IN_FLIGHT / slices
+            peaks = tuple(
+                sequence + share * max(0.0, peak - sequence)
+                for peak, sequence in zip(peaks, sequences, strict=True)
+            )
         whole = fmean(map(mul, peaks, self.resident or repeat(1.0)))
         return mean.memory(candidate.microbatches, self.margin, whole * order.timer.schedule.share)
 
@@ -188,10 +232,11 @@ class CandidateCuts:
 
     def _of_ranks(self, work: Workload) -> Iterator[RankMemory]:
         """Yield ``short_memory`` rank by rank; cuts that give a rank the same stages share one entry."""
-        order, kinds = order_of(self.candidate, 2 * self.candidate.pipeline, work), work.model.kinds
-        if order.timer.schedule.units:
-            yield from step_of(self.candidate, work, self.margin, order).memory()
+        if self.is_sliced:
+            # A plan of slices takes longer than what is timed with it, so that it is the one of the step.
+            yield from step_of(self.candidate, work, self.margin).memory()
             return
+        order, kinds = order_of(self.candidate, 2 * self.candidate.pipeline, work), work.model.kinds
         layers = [kinds[first:end] for _, first, end in bounds(tuple(work.layers))]
         logits = work.head.activation if work.head else 0.0
         splits = order.timer.schedule.splits_backward
@@ -211,14 +256,25 @@ class CandidateCuts:
 
     def least(self, cut: Cut) -> RankMemory:
         """Return a lower bound on the fullest rank's memory."""
-        is_sliced = self.candidate.option(Slices) is not None
-        if is_sliced or (self.candidate.splits_head and not self.resident):
+        if self.is_sliced or (self.candidate.splits_head and not self.resident):
             return least_in_order(self.candidate, self.work(cut), self.margin)
         return max(self.memory(cut), key=lambda rank: rank.total)
 
     def fitted(self) -> Cut | None:
         """Return the first cut to try: even, except where memory demands otherwise."""
-        return climb.fitted(self.stages, self.stages.start, self._totals, self.limit)
+        start: Cut | None = self.stages.start
+        if self.is_sliced:  # before slices are planned
+            start = self._fitted_in_any_order()
+        moves = _PLANNED_MOVES if self.is_sliced else climb.FITTING_MOVES
+        return start and climb.fitted(self.stages, start, self._totals, self.limit, moves)
+
+    def _fitted_in_any_order(self) -> Cut | None:
+        """Return the first cut to try by lower bounds of memory, which the schedules of a placement share."""
+        known = self.workloads.fitted
+        key = replace(self.candidate, schedule="", layout=None), self.stages.placement, self.limit
+        if key not in known:
+            known[key] = climb.fitted(self.stages, self.stages.start, self._least_totals, self.limit)
+        return known[key]
 
     def shortened(self, cut: Cut) -> Cut:
         """Return the cut with the shortest pipeline that moves reach from ``cut``."""
@@ -231,6 +287,12 @@ class CandidateCuts:
             return max(self._totals(cut)) <= self.limit
 
         return climb.shortened(self.stages, cut, self.candidate.microbatches, replay, fits).cut
+
+    def _least_totals(self, cut: Cut) -> list[float]:
+        """Return lower bounds of ``_totals``, whatever the order."""
+        work, count = self.work(cut), self.candidate.microbatches
+        ranks = range(self.candidate.pipeline)
+        return [least_of_rank(work, rank, count, self.margin).total for rank in ranks]
 
     def _totals(self, cut: Cut) -> list[float]:
         """Return the bytes of each rank under ``cut``; infinite where Megatron cannot build it."""
@@ -335,7 +397,7 @@ class Replays:
             return mean
         start = cuts.fitted()
         least = cuts.least(start or cuts.stages.start)
-        if least.total > limit:
+        if least.total > limit or (cuts.is_sliced and start is None):
             return least
         timed = self._cut(cuts, start or cuts.stages.start)
         if start and timed.least.total <= headroom(timed.seconds * (1 - IMPROVED)):

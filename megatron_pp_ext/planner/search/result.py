@@ -72,7 +72,7 @@ class Stopped:
 
 
 LEVELS = (1.0, 0.75, 0.5, 0.375, 0.25)
-"""The fractions of the memory for each of which the frontier holds the shortest step."""
+"""The fractions of the memory for each of which a search looks for the shortest step."""
 
 
 ALIKE = 0.02
@@ -96,19 +96,21 @@ class Bounded:
 
 @dataclass
 class SearchResult:
-    """The best candidates by step, and the shortest step for each fraction of the memory.
+    """The best candidates by step, and those whose step no other has with as little memory.
 
     ``best`` has one schedule of candidates that differ in nothing else.  ``alike`` has, by each of the best,
     the other schedules with which its step is at most ``ALIKE`` longer; those of the last of the best need
-    not be complete.  ``too_large`` are the three candidates with the lowest bounds that only memory keeps
-    out, each with its fullest rank.  ``legal`` counts all candidates, ``unfit`` those that fit in no order,
-    ``replayed`` those that were timed action by action.  ``stopped`` is None where the search
-    went to its end.
+    not be complete.  ``frontier`` has, by rising memory, each candidate of all that were timed whose step is
+    shorter than those of less memory, and ``for_less_memory`` those of ``LEVELS``.  ``too_large`` are the
+    three candidates with the lowest bounds that only memory keeps out, each with its fullest rank.  ``legal``
+    counts all candidates, ``unfit`` those that fit in no order, ``replayed`` those that were timed action by
+    action.  ``stopped`` is None where the search went to its end.
     """
 
     best: list[Evaluated] = field(default_factory=list)
     alike: dict[Candidate, list[Evaluated]] = field(default_factory=dict)
     frontier: list[Evaluated] = field(default_factory=list)
+    for_less_memory: list[Evaluated] = field(default_factory=list)
     too_large: list[tuple[Candidate, RankMemory]] = field(default_factory=list)
     legal: int = 0
     unfit: int = 0
@@ -126,8 +128,19 @@ class SearchResult:
             if rest:
                 best.append(rest[0])
                 alike[rest[0].candidate] = rest[1:]
-        frontier = [row for row in self.frontier if row.candidate not in refused]
-        return replace(self, best=best, alike=alike, frontier=frontier)
+        frontier, for_less_memory = (
+            [row for row in rows if row.candidate not in refused]
+            for rows in (self.frontier, self.for_less_memory)
+        )
+        return replace(self, best=best, alike=alike, frontier=frontier, for_less_memory=for_less_memory)
+
+    def add_to_frontier(self, evaluated: Evaluated) -> None:
+        """Take ``evaluated`` into the frontier where it belongs there, in the place of what it beats."""
+        rising = sorted([*self.frontier, evaluated], key=lambda row: (_memory(row), _step(row)))
+        self.frontier = []
+        for row in rising:
+            if not self.frontier or _step(row) < _step(self.frontier[-1]):
+                self.frontier.append(row)
 
     @property
     def named(self) -> list[Evaluated]:
@@ -171,3 +184,11 @@ def _seconds(evaluated: Evaluated) -> list[tuple[str, float]]:
         ("bubble", idle),
         ("reductions and update", estimate.other_seconds),
     ]
+
+
+def _memory(evaluated: Evaluated) -> float:
+    return evaluated.estimate.fullest.total
+
+
+def _step(evaluated: Evaluated) -> float:
+    return evaluated.estimate.step_seconds

@@ -252,7 +252,7 @@ class Workload:
     @property
     def _deferred(self) -> int:
         """The microbatches of a step whose gradients of the output layer are deferred."""
-        if not self.job.parallel.defer_embedding_wgrad_compute:
+        if not self.job.defers_embedding:
             return 0
         return self.job.parallel.deferred_microbatches(self._microbatches)
 

@@ -80,7 +80,6 @@ def is_cut(row: Row) -> bool:
         and row["experts"] in ("none", "biased")
         and row["precision"] != "fp16-overflows"
         and row["measures"] != "profile"
-        and "cp" not in row["parallel"]
         and not row["schedule"].startswith(CSV)
     )
 

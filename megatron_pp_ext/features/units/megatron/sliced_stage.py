@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules as stock_schedules
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from megatron_pp_ext.features.units.megatron.context_parallel import Parts, dealt_by
@@ -25,7 +25,7 @@ def _logged() -> dict[str, torch.Tensor]:
     try:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     except ImportError:  # an older release
-        tracker = parallel_state.get_moe_layer_wise_logging_tracker()
+        tracker = moe_utils.get_moe_layer_wise_logging_tracker()
         return {name: entry["values"] for name, entry in tracker.items()}
     return {name: entry.values for name, entry in get_moe_metrics_tracker()._metrics.items()}
 

@@ -1,0 +1,1 @@
+"""Scripts that write documents and check releases."""
