@@ -150,7 +150,7 @@ class WeightGradientStore:
         self.meter: ActivationMeter | None = None
         self._slot: Owner | None = None
         self._beside: Owner | None = None
-        self._runs_in_parts = self._has_sent = False
+        self._runs_in_parts = self._has_sent = self._is_captured = False
         self._work: dict[Owner, deque[_Product]] = {}
 
     @property
@@ -164,17 +164,19 @@ class WeightGradientStore:
         return self._slot is not None and (self._runs_in_parts or self._beside == self._slot)
 
     @contextmanager
-    def collecting(self, slot: Owner, in_parts: bool = False) -> Iterator[None]:
+    def collecting(self, slot: Owner, in_parts: bool = False, captured: bool = False) -> Iterator[None]:
         """Keep for ``slot`` the weight gradients that are deferred inside.
 
         With ``in_parts`` they do not outlive the context: each ``run_part`` inside runs those that are there,
-        and the end runs the others.
+        and the end runs the others.  If ``captured``, only what a CUDA graph records is kept: backwards that
+        warm up run all their work.
         """
         if self._slot is not None:
             raise RuntimeError(f"{slot} cannot collect weight gradients while {self._slot} does")
         if slot in self._work:
             raise RuntimeError(f"{slot} has weight gradients from an earlier backward that never ran")
         self._slot, self._runs_in_parts, self._has_sent = slot, in_parts, False
+        self._is_captured = captured
         self._work[slot] = deque()
         try:
             self._start_beside()
@@ -182,7 +184,7 @@ class WeightGradientStore:
             self.run_part()
             self._run_what_stays_whole()
         finally:
-            self._slot, self._runs_in_parts = None, False
+            self._slot, self._runs_in_parts, self._is_captured = None, False, False
             if in_parts:
                 del self._work[slot]
 
@@ -220,9 +222,10 @@ class WeightGradientStore:
         gradient comes in I, is not ``is_free``: it runs in W alone, after all that I adds to the same sum.
 
         It will run under the autocast of this moment, which the layer's backward has restored.  Where no slot
-        is collecting, run it now.
+        is collecting, and while graphs warm up, run it now.
         """
-        if self._slot is None:
+        warms_up = self._is_captured and not torch.cuda.is_current_stream_capturing()
+        if self._slot is None or warms_up:
             work()
             return
         work = _under_present_autocast(work)
@@ -299,7 +302,7 @@ class WeightGradientStore:
         keeps their memory.
         """
         self._work.clear()
-        self._slot, self._beside, self._runs_in_parts = None, None, False
+        self._slot, self._beside, self._runs_in_parts, self._is_captured = None, None, False, False
 
     def __len__(self) -> int:
         """Return the number of slots that still have work; it is 0 at the end of a step."""

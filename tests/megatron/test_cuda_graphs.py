@@ -1,9 +1,9 @@
-"""CUDA graphs under a schedule: the order in which they are captured, and losses after each replay.
+"""CUDA graphs under a schedule: what is captured for which slot, and losses after each replay.
 
-No graph is captured here: dummies stand for those of torch.cuda and of Transformer Engine.
+No graph is captured here: dummies stand for those of torch.cuda and of Transformer Engine, whose own
+Python runs in ``tests/engine/test_engine_graphs.py``.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -23,85 +23,134 @@ from megatron_pp_ext.megatron import requested
 from megatron_pp_ext.megatron.core import chunk_pipelines
 from megatron_pp_ext.megatron.runners import choose, cuda_graphs
 from megatron_pp_ext.megatron.runners.pipeline_runner import PipelineRunner
-from megatron_pp_ext.megatron.runners.transport import ProcessGroups
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import CostModel, Costs
+from megatron_pp_ext.schedule.slots import Slots
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved", "v-half", "v-zb", "dualpipe-v"])
-def test_an_order_has_each_chunks_microbatches_in_turn(name: str, rank: int) -> None:
-    """Transformer Engine counts forwards and backwards of a chunk by themselves, and pairs them by number."""
-    schedule = catalog.build(name, 2, 4)
-    plan = plan_rank(schedule, rank)
-    order = cuda_graphs.order_of_chunks(plan, schedule.placement)
-    chunks = schedule.placement.chunks
-    assert Counter(order) == {sign * chunk: 4 for chunk in range(1, chunks + 1) for sign in (1, -1)}
-    counted: Counter[tuple[int, bool]] = Counter()
-    computed = [action for action in plan.actions if action.kind is not Kind.W]
-    for entry, action in zip(order, computed, strict=True):
-        assert counted[abs(entry), entry > 0] == action.microbatch
-        counted[abs(entry), entry > 0] += 1
+class Layer(torch.nn.Module):
+    """A graphed layer; ``asked`` has what was captured of all, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+        self.cuda_graphs: Any = []
+        self.current_microbatch = 0
 
 
-def test_the_order_of_1f1b_is_megatrons() -> None:
-    schedule = catalog.build("1f1b", 2, 4)
-    theirs = megatrons.convert_schedule_table_to_order(1, 1, [(microbatch, 0) for microbatch in range(4)])
-    assert cuda_graphs.order_of_chunks(plan_rank(schedule, 0), schedule.placement) == theirs
+class Helper:
+    """What hooks take from a ``TECudaGraphHelper``, whose two chunks have one and two graphed layers."""
+
+    def __init__(self, model: Any = ()) -> None:
+        self.model, self.config = model, SimpleNamespace(sequence_parallel=False)
+        self.callables_per_chunk = [[Layer()], [Layer(), Layer()]]
+        self.flattened_callables = [layer for layers in self.callables_per_chunk for layer in layers]
+        self.num_model_chunks, self.num_microbatches = 2, 0
+        self.log: list[str] = []
+
+    def _start_capturing(self) -> float:
+        self.log.append("start")
+        return 0.0
+
+    def _finish_capturing(self, start: float) -> None:
+        self.log.append("finish")
+
+    def _get_cuda_graph_input_data(self) -> Any:
+        args = self._get_sample_arguments([1, 2, -1, -2], None)
+        names = {
+            "fp8_enabled": (False, True, False),
+            "_num_layers_per_chunk": [1, 2],
+            "allow_unused_input": True,
+        }
+        return args, {**names, "_order": "theirs", "_reuse_graph_input_output_buffers": True}
+
+    def _get_sample_arguments(self, order: list[int], chunk_id_list: Any = None) -> Any:
+        slots = self.num_microbatches
+        assert order == [*[1] * slots, *[2] * slots, *[-1] * slots, *[-2] * slots]
+        names = [("first", slot, 0) for slot in range(slots)]
+        return names + [("second", slot, place) for slot in range(slots) for place in (0, 1)], []
 
 
-def test_layers_of_a_pair_alternate() -> None:
-    """A rank with chunks of one and of two graphed layers."""
-    schedule = catalog.build("interleaved", 2, 4, paired=True)
-    plan = plan_rank(schedule, 0)
-    entries = list(cuda_graphs.order_of_layers(plan, schedule.placement, [1, 2]))
-    order = [layer for layer, _ in entries]
-    assert Counter(order) == {sign * layer: 4 for layer in (1, 2, 3) for sign in (1, -1)}
-    assert {layer: tuple(place) for layer, place in entries if place} == {1: (0, 0), 2: (1, 0), 3: (1, 1)}
-    at = 0
-    for step in plan.steps:
-        length = sum(1 if plan_chunk(action) == 0 else 2 for action in step)
-        found, at = order[at : at + length], at + length
-        if len(step) == 2:
-            assert found[0] > 0 > found[1]
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The calls of Transformer Engine's ``make_graphed_callables``, whose graphs are their numbers."""
+    calls: list[Any] = []
 
+    def make(layers: Any, args: Any, **options: Any) -> list[Any]:
+        calls.append((layers, args, options))
+        return [f"{len(calls)}.{at}" for at in range(len(layers))]
 
-def plan_chunk(action: Any) -> int:
-    """The chunk of a stage in a loop of two ranks."""
-    return int(action.stage // 2)
+    monkeypatch.setattr(megatrons, "make_graphed_callables", make, raising=False)
+    pools = iter(range(9))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
+    return calls
 
 
 @pytest.fixture
 def running() -> Iterator[requested.Pipeline]:
-    """ZB-H1 on two ranks, whose first step has run on rank 0."""
-    request = named("zb-h1", 2, 4)
+    """V-Half on two ranks, whose first step has run on rank 0: it has 4 microbatches in flight."""
+    request = named("v-half", 2, 4)
     pipeline = requested.Pipeline(request, source.Source(request, CostModel(Costs.unit)))
     requested.activate(pipeline)
     steps: Any = choose.runner(pipeline).steps
-    steps._plans[4, False, None] = plan_rank(catalog.build("zb-h1", 2, 4), 0)
+    steps._plans[4, False, None] = plan_rank(catalog.build("v-half", 2, 4), 0)
     yield pipeline
     requested.activate(None)
 
 
-def test_capture_follows_the_running_schedule(running: requested.Pipeline) -> None:
-    table = [(microbatch, 0) for microbatch in range(4)]
-    assert megatrons.convert_schedule_table_to_order(3, 1, table) == [1, 1, -1, 1, -1, 1, -1, -1]
-    requested.activate(None)
-    assert megatrons.convert_schedule_table_to_order(3, 1, table) == [1, 1, 1, 1, -1, -1, -1, -1]
+capture = cuda_graphs.capture_slots(lambda helper: helper.log.append("stock"))
 
 
-def test_graphs_share_no_outputs_where_the_backward_is_split(running: requested.Pipeline) -> None:
-    options = {"_order": [], "_reuse_graph_input_output_buffers": True}
-    hooked = cuda_graphs.keep_what_a_later_half_reads(lambda helper: ([], dict(options)))
-    assert hooked(SimpleNamespace(model=())) == ([], {"_order": []})
+def test_each_chunk_is_captured_once_for_each_slot(running: requested.Pipeline, calls: list[Any]) -> None:
+    helper = Helper()
+    capture(helper)
+    assert helper.log == ["start", "finish"]
+    layers, args, options = zip(*calls, strict=True)
+    assert [len(of_call) for of_call in layers] == [1, 2] * 4
+    assert args[3] == (("second", 1, 0), ("second", 1, 1))
+    assert [of_call["pool"] for of_call in options] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [of_call["fp8_enabled"] for of_call in options[:2]] == [(False,), (True, False)]
+    for of_call in options:
+        assert of_call["_order"] == [1, -1]
+        assert of_call["allow_unused_input"]
+        assert "_reuse_graph_input_output_buffers" not in of_call  # a W may read them
+    second = helper.callables_per_chunk[1][1].cuda_graphs
+    assert list(second) == ["2.1", "4.1", "6.1", "8.1"]
 
 
-def test_a_step_that_has_not_run_has_no_order(running: requested.Pipeline) -> None:
+def test_a_layer_takes_the_graph_of_its_microbatchs_slot(
+    running: requested.Pipeline, calls: list[Any]
+) -> None:
+    helper = Helper()
+    capture(helper)
+    layer = helper.callables_per_chunk[1][1]
+    steps: Any = choose.runner(running).steps
+    plan = steps.training_plans()[0]
+    steps.graphs.begin(plan)
+    slots = Slots.of(plan.steps)
+    for microbatch in range(4):
+        # Megatron's own way to choose: the number modulo the length.
+        chosen = layer.cuda_graphs[microbatch % len(layer.cuda_graphs)]
+        assert chosen == f"{2 * slots.by_unit[3, microbatch] + 2}.1"
+
+
+def test_a_microbatch_beyond_the_slots_runs_eagerly(running: requested.Pipeline, calls: list[Any]) -> None:
+    helper = Helper()
+    capture(helper)
+    layer = helper.callables_per_chunk[0][0]
+    steps: Any = choose.runner(running).steps
+    steps.graphs.begin(plan_rank(catalog.build("gpipe", 2, 6), 0))
+    found = []
+    for layer.current_microbatch in range(6):
+        found.append(bool(layer.cuda_graphs))
+    assert found == [True, True, True, True, False, False]
+
+
+def test_a_step_that_has_not_run_has_no_slots(running: requested.Pipeline) -> None:
     choose.runner(running).steps._plans.clear()
     with pytest.raises(RuntimeError, match="raise --cuda-graph-warmup-steps to 1 or more"):
-        megatrons.convert_schedule_table_to_order(1, 1, [])
+        capture(Helper())
 
 
 @pytest.fixture
@@ -116,19 +165,11 @@ def by_call(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.nn.Module]]:
 
 
 def test_capture_follows_the_schedule_of_the_model_that_is_captured(by_call: list[torch.nn.Module]) -> None:
-    def capture(helper: Any) -> Any:
-        return megatrons.convert_schedule_table_to_order(3, 1, [(one, 0) for one in range(4)]), {}
-
-    hooked = cuda_graphs.keep_what_a_later_half_reads(capture)
-    helper = SimpleNamespace(model=by_call)
     with pytest.raises(RuntimeError, match="set cuda_graph_warmup_steps to 1 or more"):
-        hooked(helper)
-    pipeline = chunk_pipelines.of_model(by_call)
-    choose._runners[by_call[0]] = choose.put_together(pipeline, ProcessGroups(pipeline.settings))
-    steps: Any = choose._runners[by_call[0]].steps
-    steps._plans[4, False, None] = plan_rank(catalog.build("zb-h1", 2, 4), 0)
-    assert hooked(helper) == ([1, 1, -1, 1, -1, 1, -1, -1], {})
-    assert hooked(SimpleNamespace(model=[torch.nn.Linear(1, 1)])) == ([1, 1, 1, 1, -1, -1, -1, -1], {})
+        capture(Helper(by_call))
+    other = Helper([torch.nn.Linear(1, 1)])
+    capture(other)
+    assert other.log == ["stock"]
 
 
 class Sent:

@@ -130,7 +130,7 @@ CASES: dict[str, dict[str, str]] = {
     },
     f"With `--pipeline-order rule` or `search`|{PP4} --pipeline-order rule": {
         "update their weights between microbatches": f"{UNTIED} --pipeline-schedule pipedream",
-        "a graph holds the order of one step": f"--pipeline-schedule v-half --pipeline-unproved {GRAPHS}",
+        "a graph holds one length": f"--pipeline-schedule v-half --pipeline-unproved {GRAPHS}",
         "replayed in the order of its record": "--pipeline-schedule v-half --moe-enable-routing-replay "
         f"{EXPERTS}",
     },
@@ -544,3 +544,9 @@ def test_pairs_put_weight_gradients_off_by_themselves(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("schedule", ["v-half", "zb-h1", "interleaved", "1f1b"])
 def test_graphs_are_permitted_unproved(graphs: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert read(monkeypatch, f"{PP4} {graphs} --pipeline-unproved --pipeline-schedule {schedule}")
+
+
+@pytest.mark.parametrize("flags", ["--rampup-batch-size 4 4 100", "--pipeline-profile-steps 1-2"])
+def test_graphs_of_layers_go_with_steps_that_differ(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = f"{PP4} {UNTIED} {PER_LAYER} --pipeline-unproved --pipeline-schedule v-half"
+    assert read(monkeypatch, f"{job} {flags}")

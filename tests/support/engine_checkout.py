@@ -90,9 +90,18 @@ def install(checkout: Path) -> None:
 
 
 def _attend_locally() -> None:
-    """Attention has no weights: Megatron's own does as well, and needs no kernel."""
+    """Attention has no weights: Megatron's own does as well, and needs no kernel.
+
+    As Transformer Engine's it masks what comes later by itself, and looks at no mask that it is given.
+    """
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
     from tests.support.attention_layers import Core
 
-    TESpecProvider.core_attention = lambda provider: Core
+    class Causal(Core):
+        def forward(
+            self, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **more: Any
+        ) -> Any:
+            return super().forward(query, key, value, None, *args, **more)
+
+    TESpecProvider.core_attention = lambda provider: Causal

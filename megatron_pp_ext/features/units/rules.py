@@ -43,7 +43,9 @@ _ORDER_RULES = (
                 when=lambda job: not job.pipeline.can.flushes,
             ),
             Rule(
-                "--cuda-graph-impl {cuda_graph_impl}", "a graph holds the order of one step", when=has_graphs
+                "--cuda-graph-impl {cuda_graph_impl}",
+                "a graph holds one length of microbatches",
+                when=has_graphs,
             ),
             Rule("--rehearse-pipeline", "a rehearsal runs microbatches of one length"),
             Rule("--moe-enable-routing-replay", "routing is replayed in the order of its record"),

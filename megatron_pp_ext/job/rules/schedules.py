@@ -1,5 +1,7 @@
 """What schedules of this package, backwards in two halves, CUDA graphs and measuring do not support."""
 
+from collections.abc import Callable
+
 from megatron_pp_ext.job import layers
 from megatron_pp_ext.job.requested_job import ENGINE, RequestedJob
 from megatron_pp_ext.job.rules.rule import Rule, Rules
@@ -40,6 +42,11 @@ def has_graphs(job: RequestedJob, kind: str | None = None) -> bool:
     return graphs != "none" if kind is None else graphs == kind
 
 
+def _in_one_graph(flag: str) -> Callable[[RequestedJob], bool]:
+    """Return the condition that a graph holds a whole iteration, in which ``flag`` is set."""
+    return lambda job: has_graphs(job, "full_iteration") and job.is_set(flag)
+
+
 CUDA_GRAPHS = Rules(
     title="With CUDA graphs",
     when=lambda job: job.pipeline.has_schedule and has_graphs(job),
@@ -54,14 +61,21 @@ CUDA_GRAPHS = Rules(
         Rule(
             "a schedule that changes",
             "a graph holds one order",
-            "choose a schedule that stays as it is, such as 1f1b",
-            when=lambda job: job.changes_its_order,
+            "choose a schedule that stays as it is, such as 1f1b, or --cuda-graph-impl transformer_engine",
+            when=lambda job: has_graphs(job, "full_iteration") and job.changes_its_order,
         ),
-        Rule("--rampup-batch-size", "a graph holds one number of microbatches"),
-        Rule("--step-batch-size-schedule", "a graph holds one number of microbatches"),
+        *(
+            Rule(
+                flag,
+                "a graph holds one number of microbatches",
+                "leave one of the two out, or choose --cuda-graph-impl transformer_engine",
+                when=_in_one_graph(flag),
+            )
+            for flag in ("--rampup-batch-size", "--step-batch-size-schedule")
+        ),
         Rule(
             "--cuda-graph-warmup-steps 0",
-            "the first step finds the order, which graphs are made for",
+            "the first step shows how many microbatches are in flight, and each has graphs",
             "set it to 1 or more",
         ),
         Rule("--pipeline-offload", "the host waits for copies, and saved tensors are the graph's"),

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
 from megatron_pp_ext.megatron.patching import hook
 from megatron_pp_ext.schedule.actions import Action, Kind
@@ -48,7 +49,8 @@ def count_when_complete(stock: Callable[..., Any], ddp: Any, param: Any) -> Call
 
 
 def _count(ddp: Any, param: torch.nn.Parameter) -> None:
-    ddp.param_to_bucket_group[param].register_grad_ready(param, ddp.force_all_reduce)
+    if not is_graph_capturing():  # stock's hook does not count then either
+        ddp.param_to_bucket_group[param].register_grad_ready(param, ddp.force_all_reduce)
 
 
 class _Sum:

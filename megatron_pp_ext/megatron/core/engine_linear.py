@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
 from megatron_pp_ext.megatron.core.data_parallel import Gradients, defer_weights
 from megatron_pp_ext.megatron.core.parameters import has_second_use
@@ -115,6 +114,12 @@ def split_backwards(model: Iterable[Any]) -> None:
     """
     for module in _linear_layers(model):
         module.wgrad_store = DeferringStore(module)
+        # Transformer Engine would capture the product of its own queue, which stays empty.
+        module.need_backward_dw = _needs_none
+
+
+def _needs_none() -> bool:
+    return False
 
 
 def without_bulk_overlap(model: Iterable[Any]) -> bool:
@@ -165,24 +170,25 @@ class DeferringStore:
 
     def __init__(self, module: Any) -> None:
         self._module = module
-        self._weights, self._biases = _named(module, "weight"), _named(module, "bias")
+        self._weights = _named(module, "weight")
+        # A bias that the module hands out is added by its caller, and its gradient comes from there.
+        self._biases = [] if getattr(module, "return_bias", False) else _named(module, "bias")
         self._is_fused = module.fuse_wgrad_accumulation
         self._is_grouped = hasattr(module, "num_gemms")
 
     def delay_wgrad_compute(self) -> bool:
         """Return whether the module may hand its product over.
 
-        The answer is yes during forwards, since the backward calls again, and then only during an I.  It is
-        no where a graph is captured, which computes both halves.
+        The answer is yes during forwards, since the backward calls again, and then only during an I.
         """
         is_in_backward = torch._C._current_graph_task_id() != -1
-        return not is_graph_capturing() and (self.defers or not is_in_backward)
+        return self.defers or not is_in_backward
 
     @property
     def defers(self) -> bool:
         """Whether a backward that runs now leaves the weight gradient to W."""
         has_watchers = any(map(has_hooks, (*self._weights, *self._biases)))
-        return STORE.is_collecting and not has_watchers and not is_graph_capturing()
+        return STORE.is_collecting and not has_watchers
 
     def put(self, operands: Sequence[Any], product: Any) -> None:
         """Leave ``product(*operands)`` for W."""

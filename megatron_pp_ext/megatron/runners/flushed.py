@@ -24,6 +24,7 @@ from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.placement import Placement
 
 if TYPE_CHECKING:
+    from megatron_pp_ext.megatron.runners.cuda_graphs import GraphSlots
     from megatron_pp_ext.megatron.runners.fine_grained_offload import FineGrainedOffload
 
 
@@ -161,10 +162,13 @@ class FlushedSteps:
     def __init__(self, pipeline: Pipeline, source: StepSource, transport: Transport) -> None:
         self.placement, self._source, self._transport = pipeline.placement, source, transport
         self._options = pipeline.request.options
+        self.splits_backward = pipeline.request.may_split_backward
         self._parts = step_parts(pipeline)
         self._offload: FineGrainedOffload | None = None
         self._schedules: dict[tuple[int, bool, Hashable], Schedule] = {}
         self._plans: dict[tuple[int, bool, Hashable], RankPlan] = {}
+        self.graphs: GraphSlots | None = None
+        """The slots of the layers' CUDA graphs, once these are captured."""
 
     def run(self, inputs: StepInputs, recorder: Recorder) -> None:
         plan, kind = self.plan(inputs), self._kind(inputs)
@@ -182,6 +186,8 @@ class FlushedSteps:
                 stack.enter_context(part(step))
             stages = model_stages(inputs, self.placement, step.plan, step.make_stage)
             self._reduce_as_replicas(step)
+            if self.graphs is not None:
+                self.graphs.begin(step.plan)
             channels = self._transport.channels(inputs)
             with self._offloading(kind, step):
                 execute(step.plan, Rank(stages, channels, recorder, step.parts))
@@ -212,15 +218,9 @@ class FlushedSteps:
         self._offload = self._offload or FineGrainedOffload()
         return self._offload.step(kind, step.plan, step.inputs)
 
-    def training_plan(self) -> RankPlan:
-        """Return this rank's plan of the training steps so far; RuntimeError unless there is exactly one."""
-        plans = [plan for (_, forward_only, _), plan in self._plans.items() if not forward_only]
-        if len(plans) != 1:
-            raise RuntimeError(
-                f"graphs hold the order of one training step, and {len(plans)} orders have run: raise "
-                "--cuda-graph-warmup-steps to 1 or more, and keep the number of microbatches"
-            )
-        return plans[0]
+    def training_plans(self) -> list[RankPlan]:
+        """Return this rank's plans of the training steps so far."""
+        return [plan for (_, forward_only, _), plan in self._plans.items() if not forward_only]
 
     def _reduce_as_replicas(self, step: Step) -> None:
         """Let gradients be reduced in one order in all replicas.
