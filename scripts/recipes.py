@@ -67,9 +67,10 @@ layout, `zb-h1` takes one of `auto` too; a V has stages of as many layers each, 
 - **leanest** is the step with the least memory on the fullest rank that is no longer than the recipe's own,
   by half a percent at most.
 
-Estimates of the bubble are above (p-1)/(vm) where stages are uneven and where ranks wait for messages. They
-leave out what CUDA graphs keep, and the error of estimates ([accuracy](planner.md)) is larger than many a
-gain. Most recipes of the library have no estimate, and those that have one have more microbatches than the
+Estimates of the bubble are above (p-1)/(vm) where stages are uneven and where ranks wait for messages. Of
+what CUDA graphs keep they count [the slots](gpu.md#cuda-graphs) of our schedules, and leave out the graphs
+of Megatron's own and those of whole iterations. The error of estimates ([accuracy](planner.md)) is larger
+than many a gain. Most recipes of the library have no estimate, and those that have one have more microbatches than the
 rest of it: where m/p is 4, as in its median, there is several times the bubble to be saved.
 """
 

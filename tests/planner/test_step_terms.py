@@ -215,6 +215,24 @@ def test_the_pipeline_is_the_simulated_one(name, chunks):
     assert [rank.activations for rank in found.ranks] == pytest.approx(timeline.peak_activations)
 
 
+@pytest.mark.parametrize(
+    ("name", "chunks", "slots"), [("1f1b", 1, [4, 3, 2, 1]), ("zb-h1", 1, [4] * 4), ("v-half", 2, [6] * 4)]
+)
+def test_graphs_of_layers_keep_the_memory_of_their_slots(name, chunks, slots):
+    """Each has that of the largest stage, and an output and its gradients for each layer."""
+    plain = work(4, name=name, chunks=chunks, pipeline_schedule=name)
+    graphed = work(4, name=name, chunks=chunks, pipeline_schedule=name, cuda_graph_impl="transformer_engine")
+    before, after = (step(each, 8, name, chunks).ranks for each in (plain, graphed))
+    for rank, count in enumerate(slots):
+        parts = [plain.parts[stage] for stage in plain.placement.stages_of(rank)]
+        largest = max(max(part.after_forward, part.after_input_gradient) for part in parts)
+        tensors = (2 if name == "1f1b" else 3) * HIDDEN * count * MODEL["num_layers"] // 4
+        expected = max(before[rank].activations, count * largest) + tensors
+        assert after[rank].activations == pytest.approx(expected)
+    stock = work(4, name=name, chunks=chunks, cuda_graph_impl="transformer_engine")
+    assert step(stock, 8, name, chunks).ranks == before
+
+
 def test_the_search_s_bound_is_1f1b_s_step_where_the_last_stage_is_slowest():
     """The way to it, its work, and the way back of its last gradient; then the update and the tied weight."""
     made = work(4)

@@ -19,7 +19,7 @@ from megatron_pp_ext.planner.step.model_description import model_operations
 from megatron_pp_ext.planner.step.programs import InFlight, Prepared
 from megatron_pp_ext.planner.step.workload import Workload, additions
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.actions import Kind
+from megatron_pp_ext.schedule.actions import Kind, Schedule, together
 from megatron_pp_ext.schedule.costs import CostModel
 from megatron_pp_ext.schedule.families import pipedream
 from megatron_pp_ext.schedule.families.pipedream import Replicas, Updates
@@ -27,6 +27,7 @@ from megatron_pp_ext.schedule.launch_order import walk_over
 from megatron_pp_ext.schedule.messages import SENDS_AHEAD
 from megatron_pp_ext.schedule.placement import Placement
 from megatron_pp_ext.schedule.simulate import most_buffers
+from megatron_pp_ext.schedule.slots import Slots
 from megatron_pp_ext.schedule.timing import RankSpan
 
 
@@ -243,6 +244,24 @@ def memory_beside(
     )
 
 
+def _in_slots(work: Workload, schedule: Schedule, peaks: Sequence[float]) -> Iterator[float]:
+    """Yield what each rank keeps where its layers are graphs by slot, from its ``peaks`` without graphs.
+
+    A slot's memory is taken for as long as there are graphs: that of the rank's largest stage, and of each
+    layer the output and the gradients of its input and output, which are shared where backwards are whole
+    (``megatron/runners/cuda_graphs.py``).
+    """
+    own = 3 if schedule.splits_backward else 2
+    for rank, order in enumerate(schedule.orders):
+        stages = work.placement.stages_of(rank)
+        count = Slots.of(together(order, schedule.paired)).count
+        parts = [work.parts[stage] for stage in stages]
+        largest = max(max(part.after_forward, part.after_input_gradient) for part in parts)
+        layers = sum(work.layers[stage] for stage in stages)
+        tensors = count * layers * own * work.model.hidden_bytes
+        yield max(peaks[rank], count * largest) + tensors
+
+
 @dataclass(frozen=True, slots=True)
 class Pace:
     """The seconds of a step and of its pipeline, and the idle fraction of the ranks' time in the latter."""
@@ -282,6 +301,8 @@ class StepModel:
         activations, schedule = self.order.in_flight.peaks(work.parts, beside), self.order.timer.schedule
         for addition in additions():
             activations = addition.activations(work, schedule, activations)
+        if work.job.precision.cuda_graph_impl == "transformer_engine" and work.job.pipeline.pipeline_schedule:
+            activations = tuple(_in_slots(work, schedule, activations))
         # Messages and logits are those of a unit.
         share = schedule.largest_share
         messages = [share * count for count in self.order.peak_messages]
