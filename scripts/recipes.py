@@ -68,10 +68,11 @@ layout, `zb-h1` takes one of `auto` too; a V has stages of as many layers each, 
   by half a percent at most.
 
 Estimates of the bubble are above (p-1)/(vm) where stages are uneven and where ranks wait for messages. Of
-what CUDA graphs keep they count [the slots](gpu.md#cuda-graphs) of our schedules, and leave out the graphs
-of Megatron's own and those of whole iterations. The error of estimates ([accuracy](planner.md)) is larger
-than many a gain. Most recipes of the library have no estimate, and those that have one have more microbatches than the
-rest of it: where m/p is 4, as in its median, there is several times the bubble to be saved.
+what CUDA graphs keep they count [the slots](gpu.md#cuda-graphs) of our schedules, and leave out the
+graphs of Megatron's own and those of whole iterations. The error of estimates ([accuracy](planner.md)) is
+larger than many a gain. Most recipes of the library have no estimate, and those that have one have more
+microbatches than the rest of it: where m/p is 4, as in its median, there is several times the bubble to
+be saved.
 """
 
 
