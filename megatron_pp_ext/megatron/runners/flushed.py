@@ -110,7 +110,7 @@ class Requested:
         self._free_bytes: Sequence[float] = ()
 
     def phase(self, inputs: StepInputs) -> Hashable:
-        return inputs.training_steps > 0
+        return self._measures_memory and inputs.training_steps > 0
 
     def schedule(self, inputs: StepInputs) -> Schedule:
         return self._schedule(inputs.microbatches, inputs)
