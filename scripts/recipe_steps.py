@@ -21,7 +21,7 @@ from reference.pipelined_recipes import PipelinedRecipe
 
 LAYOUT, VIRTUAL = "pipeline_model_parallel_layout", "num_virtual_stages_per_pipeline_rank"
 
-SPREAD = [flag.removeprefix("--").replace("-", "_") for flag in layers.SPREAD]
+SPREAD = [*map(flag_table.name_of, layers.SPREAD)]
 """The arguments that spread layers in another way than a layout."""
 
 MOST_ACTIONS = 250_000
@@ -88,13 +88,13 @@ def _error(job: RequestedJob, gpus: int) -> str:
 
 def stock(job: RequestedJob, gpus: int) -> Verdict:
     """Return whether Megatron itself starts ``job`` on ``gpus`` GPUs."""
-    if (found := verdict(job, gpus)).starts and job.model.layers:
+    if (result := verdict(job, gpus)).starts and job.model.layers:
         chunks = layers.chunks_requested(job) or 1
         try:
             layers.by_stage(job, chunks * job.parallel.pipeline_model_parallel_size)
         except ValueError as error:
             return Verdict(str(error))
-    return found
+    return result
 
 
 def unchanged(job: RequestedJob, gpus: int) -> Verdict:

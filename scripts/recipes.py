@@ -115,10 +115,10 @@ def rows(version: Version) -> tuple[Row, ...]:
 def _row(recipe: PipelinedRecipe) -> Row:
     job = job_of(recipe)
     gpus = gpus_of(recipe, job)
-    own = stock(job, gpus)
-    if not own.starts:
-        return Row(recipe, job, gpus, own, own, own)
-    return Row(recipe, job, gpus, own, unchanged(job, gpus), split(job, gpus))
+    by_megatron = stock(job, gpus)
+    if not by_megatron.starts:
+        return Row(recipe, job, gpus, by_megatron, by_megatron, by_megatron)
+    return Row(recipe, job, gpus, by_megatron, unchanged(job, gpus), split(job, gpus))
 
 
 FEATURES: dict[str, Callable[[Row], Any]] = {
@@ -245,8 +245,8 @@ def _gains(version: Version) -> str:
     stored = _stored()
     cells = []
     for name, some in _grouped(rows(version)).items():
-        known = [(row, stored[row.recipe.recipe]) for row in some]
-        pairs = [(row, each) for row, each in known if isinstance(each, Steps)]
+        results = [(row, stored[row.recipe.recipe]) for row in some]
+        pairs = [(row, each) for row, each in results if isinstance(each, Steps)]
         cells.append(
             [
                 name,
@@ -282,11 +282,11 @@ def _gains(version: Version) -> str:
 def _where_memory_gains(version: Version) -> str:
     """Return a sentence about the performance recipes whose bubble is small."""
     stored, some = _stored(), _grouped(rows(version))["performance"]
-    known = [each for row in some if isinstance(each := stored[row.recipe.recipe], Steps)]
-    small = [each for each in known if each.bubble < _SMALL]
+    estimates = [each for row in some if isinstance(each := stored[row.recipe.recipe], Steps)]
+    small = [each for each in estimates if each.bubble < _SMALL]
     return (
-        f"Of the {len(known)} performance recipes {len(small)} have a bubble below {_SMALL:.0%}: there the "
-        f"median step is {median(each.shorter for each in small):.1%} shorter, or as long with "
+        f"Of the {len(estimates)} performance recipes {len(small)} have a bubble below {_SMALL:.0%}: there "
+        f"the median step is {median(each.shorter for each in small):.1%} shorter, or as long with "
         f"{median(each.leaner for each in small):.1%} less memory."
     )
 
@@ -298,11 +298,11 @@ _SMALL = 0.07
 def _by_bubble(version: Version) -> str:
     """Return the table of gains by the bubble of the recipe's own schedule."""
     stored = _stored()
-    known = [each for row in rows(version) if isinstance(each := stored[row.recipe.recipe], Steps)]
+    estimates = [each for row in rows(version) if isinstance(each := stored[row.recipe.recipe], Steps)]
     bounds = ((0, 0.03), (0.03, 0.07), (0.07, 0.15), (0.15, 1.01))
     cells = []
     for least, most in bounds:
-        some = [each for each in known if least <= each.bubble < most]
+        some = [each for each in estimates if least <= each.bubble < most]
         if some:
             name = f"{least:.0%} to {most:.0%}" if most < 1 else f"from {least:.0%} on"
             cells.append(
@@ -344,14 +344,14 @@ def _family(some: Iterable[Row]) -> str:
 
 
 def _cells(row: Row) -> list[str]:
-    recipe, found = row.recipe, _stored()[row.recipe.recipe]
+    recipe, result = row.recipe, _stored()[row.recipe.recipe]
     features = [name for name, has in FEATURES.items() if name not in _PLAIN and has(row)]
     sizes = f"{row.ranks} x {row.chunks}"
-    if isinstance(found, Steps):
-        sizes += f", {found.microbatches / row.ranks:.3g}"
-        step_cells = [_step(found.own), _better(found.shortest, found), _better(found.leanest, found)]
+    if isinstance(result, Steps):
+        sizes += f", {result.microbatches / row.ranks:.3g}"
+        step_cells = [_step(result.own), _better(result.shortest, result), _better(result.leanest, result)]
     else:
-        step_cells = [_short_reason(found), "", ""]
+        step_cells = [_short_reason(result), "", ""]
     group = "" if recipe.is_for_performance else " (library)"
     verdicts = (
         [_verdict(row.unchanged), _verdict(row.split)] if row.stock.starts else ["Megatron refuses", ""]
@@ -371,8 +371,8 @@ def _step(step: Step) -> str:
     return f"{words}: {step.seconds:.3g} s, {step.bytes / 1e9:.0f} GB"
 
 
-def _better(step: Step, found: Steps) -> str:
-    return "its own" if step == found.own else _step(step)
+def _better(step: Step, steps_of_recipe: Steps) -> str:
+    return "its own" if step == steps_of_recipe.own else _step(step)
 
 
 def _not_evaluated(version: Version) -> str:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from math import ceil, log
+from math import ceil, exp, log
 from pathlib import Path
 from statistics import NormalDist
 from typing import Annotated, Any
@@ -243,7 +243,7 @@ JOBS = (
 def answers(longest: int) -> list[int]:
     """Return 2,000 lengths of samples whose answers have at most ``longest`` tokens."""
     normal = NormalDist(log(_MEAN * longest) - _SIGMA**2 / 2, _SIGMA)
-    lengths = [2.718281828459045 ** normal.inv_cdf((place + 0.5) / 2000) for place in range(2000)]
+    lengths = [exp(normal.inv_cdf((place + 0.5) / 2000)) for place in range(2000)]
     return [min(longest, _PROMPT + round(length)) for length in lengths]
 
 
@@ -321,8 +321,7 @@ def row(job: Job, steps: Mapping[str, Step | None]) -> list[str]:
     cells = [sizes, f"`{job.script}`", f"{own.cell(job.order)}, {own.bubble:.0%}"]
     cells.append("-" if job.is_padded else own.cell("searched"))
     best = own.seconds["searched"]
-    names = NAMES
-    for name in names:
+    for name in NAMES:
         step = steps.get(name)
         cells.append("-" if step is None else step.cell("searched"))
         if step is not None and step.fullest <= own.fullest * 1.02:

@@ -66,8 +66,7 @@ def described(
     from megatron_pp_ext.planner import described as planners
     from megatron_pp_ext.planner.described import FROM_HUGGING_FACE, size
 
-    given = None if recipe is None else recipe.model(flags or ())
-    description = planners.read(flags or (), model, sizes, recipe=given)
+    description = planners.read(flags or (), model, sizes, recipe=recipe)
     _notify(description.notes)
     job = description.counted(complete)
     if not job.model.vocab_size and job.flags.tokenizer_type in FROM_HUGGING_FACE:
@@ -99,8 +98,13 @@ def to_be_started(
     """
     from megatron_pp_ext.planner import described as planners
 
-    given = None if recipe is None else recipe.model(flags or ())
-    job = planners.read(flags or (), model, sizes, has_other_flags=script is not None, recipe=given)
+    job = planners.read(
+        flags or (),
+        model,
+        sizes,
+        has_other_flags=script is not None,
+        recipe=recipe,
+    )
     _notify(job.notes)
     return job
 

@@ -157,8 +157,17 @@ class Report:
         return (
             f"{result.legal:,} configurations of {self.gpus} x {self.system.name}: "
             f"{result.unfit:,} cannot fit, {result.replayed:,} were replayed; "
-            f"{result.stopped or 'none of the others can be among the best'}"
+            f"{result.stopped or self._ended()}"
         )
+
+    def _ended(self) -> str:
+        """Report what the search has proved of the others at its end."""
+        if count := self.result.other_lengths:
+            return (
+                f"none of the others can be among the best, but for {count:,} in slices of a third length, "
+                "which were not timed"
+            )
+        return "none of the others can be among the best"
 
     def _room(self) -> str:
         offered = self.system.memory_bytes

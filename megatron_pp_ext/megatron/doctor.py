@@ -233,11 +233,11 @@ def examine(
     with waiting("importing Megatron"):
         problem = problem_of_import()
     lines: list[str] = []
-    others: list[Table | str] = []
+    changes: list[Table | str] = []
     if problem is None:
         import_plugins(plugins)
         lines = examine_hooks(details)
-        others.append(changed_by_others())
+        changes.append(changed_by_others())
         if lines:
             fix = "install a Megatron of docs/compatibility.md, or run without megatron_pp_ext"
             problem = f"{len(lines)} hook(s) do not fit this Megatron: {fix}"
@@ -245,7 +245,7 @@ def examine(
     verdict = f"not ready: {problem}"
     if problem is None:
         verdict = f"ready{for_what()}: Megatron {releases.own_megatron_version()} fits; {advice}"
-    report: list[Table | str] = [verdict, *lines, *others, missing]
+    report: list[Table | str] = [verdict, *lines, *changes, missing]
     for entry in (
         (*report, *details) if in_full else (*report, "mpp doctor --full lists all that was looked at.")
     ):

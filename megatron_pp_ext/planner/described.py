@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_pp_ext.job import ask_megatron, flag_table
 from megatron_pp_ext.job.requested_job import RequestedJob
@@ -16,6 +16,9 @@ from megatron_pp_ext.planner.hugging_face import config_json
 from megatron_pp_ext.planner.hugging_face.config_json import GivenModel
 from megatron_pp_ext.planner.step import model_description
 from megatron_pp_ext.planner.step.model_description import derive_arguments, flag, require_complete
+
+if TYPE_CHECKING:
+    from megatron_pp_ext.planner.recipe import Recipe
 
 _MODELS = resources.files("megatron_pp_ext.planner") / "models"
 
@@ -170,7 +173,7 @@ def read(
     model: str | None,
     sizes: Mapping[str, int | None] | None = None,
     has_other_flags: bool = False,
-    recipe: GivenModel | None = None,
+    recipe: "Recipe | None" = None,
 ) -> Described:
     """Read ``flags`` and the value of --model together, or the job of a ``recipe`` in its place.
 
@@ -184,7 +187,9 @@ def read(
         raise ValueError(
             f"--recipe {recipe.name} has a model, so that --model {model} is one too many: leave one out"
         )
-    shipped = read_model(model) if model is not None else recipe
+    shipped = None if recipe is None else recipe.model(flags)
+    if model is not None:
+        shipped = read_model(model)
     if shipped is None and not flags:
         raise ValueError(
             "no model: give --model NAME (mpp models lists them) or FILE, or Megatron's flags after --"

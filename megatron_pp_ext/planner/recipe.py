@@ -48,17 +48,17 @@ class Recipe:
         The recipe's own stages are left out where these have others, or name a schedule that takes another
         number of chunks a rank.
         """
-        given = flag_table.by_argument(flags)
+        words = flag_table.by_argument(flags)
         cut = [name for name in _STAGES if name in self.arguments]
-        if not cut or (self._fits(given) and not given.keys() & set(_STAGES)):
+        if not cut or (self._fits(words) and not words.keys() & set(_STAGES)):
             return GivenModel(self.name, self.arguments, notes=list(self.notes))
         values = {name: value for name, value in self.arguments.items() if name not in cut}
         note = f"its own stages are left out ({' '.join(flag_table.spelled(self._only(cut)))})"
         return GivenModel(self.name, values, notes=[*self.notes, note])
 
-    def _fits(self, given: Mapping[str, Sequence[str]]) -> bool:
-        """Whether the schedule of the flags ``given``, if they have one, takes the recipe's chunks a rank."""
-        name = catalog.canonical(" ".join(given.get("pipeline_schedule", ())))
+    def _fits(self, words: Mapping[str, Sequence[str]]) -> bool:
+        """Whether the schedule of ``words``, if there is one, takes the recipe's chunks a rank."""
+        name = catalog.canonical(" ".join(words.get("pipeline_schedule", ())))
         entry = catalog.ENTRIES.get(name)
         args, _ = flag_table.parse([], self._only([*_STAGES, "pipeline_model_parallel_size", *_COUNTED]))
         return entry is None or entry.accepts(layers.chunks_requested(Job.of(args)) or 1)
@@ -68,8 +68,7 @@ class Recipe:
 
 
 _STAGES = [
-    flag.removeprefix("--").replace("-", "_")
-    for flag in (*layers.CHUNKS, *layers.SPREAD, "--pipeline-model-parallel-layout")
+    flag_table.name_of(flag) for flag in (*layers.CHUNKS, *layers.SPREAD, "--pipeline-model-parallel-layout")
 ]
 """The arguments that cut a model into stages."""
 
@@ -96,9 +95,9 @@ def of_container(name: str, container: Any, gpus: int | None = None) -> Recipe:
 
     ValueError as for ``read``.
     """
-    found = _IN_NAME.search(name.rpartition(":")[2])
-    device = found[2] if found else None
-    gpus = gpus or (int(found[1]) if found else None)
+    match = _IN_NAME.search(name.rpartition(":")[2])
+    device = match[2] if match else None
+    gpus = gpus or (int(match[1]) if match else None)
     try:
         model = container.model
         ranks = model.pipeline_model_parallel_size

@@ -38,8 +38,8 @@ OBJECTS = (
 def reader() -> str:
     """Return the file of Megatron or of this package, or else of the test, that calls an operation."""
     files = [frame.filename for frame in traceback.extract_stack()[:-2]]
-    known = [file for file in files if file.startswith((CORE, PACKAGE))]
-    return (known or files)[-1]
+    callers = [file for file in files if file.startswith((CORE, PACKAGE))]
+    return (callers or files)[-1]
 
 
 class NoReads(TorchDispatchMode):

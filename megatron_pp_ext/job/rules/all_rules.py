@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_pp_ext.features import FEATURES
+from megatron_pp_ext.job.flag_table import name_of
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import schedules, stock, without_flush
 from megatron_pp_ext.job.rules.rule import Rules
@@ -58,8 +59,7 @@ def refuse(job: RequestedJob) -> None:
 def turned_off(job: RequestedJob) -> dict[str, str]:
     """Return the arguments of ``job`` that its schedule turns off, each with a line that reports it."""
     rules = schedules.TURNED_OFF
-    lines = {rule.flag.removeprefix("--"): rules.sentence(rule, job) for rule in rules.broken(job)}
-    return {flag.replace("-", "_"): line for flag, line in lines.items()}
+    return {name_of(rule.flag): rules.sentence(rule, job) for rule in rules.broken(job)}
 
 
 def refuse_to_plan(job: RequestedJob) -> None:

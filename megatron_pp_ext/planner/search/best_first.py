@@ -161,12 +161,6 @@ _SLICE_LENGTHS = 2
 """The lengths of slices that are timed for the same sizes and schedule, of all that fit."""
 
 
-def _but_for_length(candidate: Candidate) -> Candidate | None:
-    """Return ``candidate`` without the length of its slices, None where its sequences are whole."""
-    options = tuple(option for option in candidate.options if not isinstance(option, Slices))
-    return replace(candidate, options=options) if options != candidate.options else None
-
-
 _SPENT = "stopped after the {:g} s of a processor that --cpu-seconds allows"
 _INTERRUPTED = "interrupted"
 
@@ -204,7 +198,7 @@ class Search:
         self._shortest: dict[float, Evaluated] = {}
         self._alike: dict[Candidate, list[Evaluated]] = {}
         self._tried: set[Candidate] = set()
-        self._lengths = Counter[Candidate | None]()
+        self._lengths = Counter[Candidate]()
 
     def run(self, progress: Progress = lambda what, done, total: None) -> SearchResult:
         """Search; ValueError where nothing is legal, nothing fits, or nothing was found within the budget.
@@ -225,7 +219,7 @@ class Search:
         if not self.result.best:
             raise ValueError(self._nothing_fits())
         for_less_memory = set(self._shortest.values())
-        self.result.for_less_memory = sorted(for_less_memory, key=lambda row: row.estimate.fullest.total)
+        self.result.for_less_memory = sorted(for_less_memory, key=lambda row: row.bytes)
         return self.result
 
     def _look(self, progress: Progress) -> None:
@@ -295,13 +289,16 @@ class Search:
                     break
                 candidate = entry.candidate
                 headroom = self._headroom(entry.bound, candidate)
-                of_lengths = _but_for_length(candidate)
-                if entry.least > headroom or self._lengths[of_lengths] == _SLICE_LENGTHS:
+                if entry.least > headroom:
+                    continue
+                sizes = candidate.without(Slices)
+                if sizes != candidate and self._lengths[sizes] == _SLICE_LENGTHS:
+                    self.result.other_lengths += 1
                     continue
                 outcome = replay(candidate, headroom)
                 if isinstance(outcome, Evaluated):
                     self.result.replayed += 1
-                    self._lengths[of_lengths] += of_lengths is not None
+                    self._lengths[sizes] += 1
                     self._offer(outcome)
                 elif outcome is not None:
                     kept_out.append(entry)
@@ -324,14 +321,14 @@ class Search:
         nor on the frontier.  Without a ``candidate`` it may be of any sizes.
         """
         best = self.result.best
-        longest = _step(best[-1]) if len(best) == self._top else inf
+        longest = best[-1].seconds if len(best) == self._top else inf
         if candidate is None and len(best) == self._top > 1:
-            longest = max(longest, _step(best[-2]) * (1 + ALIKE))
+            longest = max(longest, best[-2].seconds * (1 + ALIKE))
         group = self._alike.get(candidate.apart_from_schedule) if candidate else None
         if group:
             # What is nearly as fast as one of the best is shown after it, however slow the last is.
-            alike = _step(group[0]) * (1 + ALIKE)
-            longest = alike if _step(group[0]) <= longest else min(longest, alike)
+            alike = group[0].seconds * (1 + ALIKE)
+            longest = alike if group[0].seconds <= longest else min(longest, alike)
         if bound < longest:
             return self._limit
         levels = [level for level in LEVELS if level not in self._shortest]
@@ -340,15 +337,15 @@ class Search:
 
     def _offer(self, evaluated: Evaluated) -> None:
         sizes = evaluated.candidate.apart_from_schedule
-        alike = sorted([*self._alike.get(sizes, []), evaluated], key=_step)
-        self._alike[sizes] = [member for member in alike if _step(member) <= _step(alike[0]) * (1 + ALIKE)]
-        ranked = sorted(self._alike.values(), key=lambda group: _step(group[0]))[: self._top]
+        alike = sorted([*self._alike.get(sizes, []), evaluated], key=lambda row: row.seconds)
+        self._alike[sizes] = [member for member in alike if member.seconds <= alike[0].seconds * (1 + ALIKE)]
+        ranked = sorted(self._alike.values(), key=lambda group: group[0].seconds)[: self._top]
         self.result.best = [first for first, *_ in ranked]
         self.result.alike = {first.candidate: slower for first, *slower in ranked}
         self.result.add_to_frontier(evaluated)
         for level in LEVELS:
             other = self._shortest.get(level)
-            is_shorter = other is None or _step(evaluated) < _step(other)
+            is_shorter = other is None or evaluated.seconds < other.seconds
             if is_shorter and evaluated.estimate.fullest.total <= level * self._limit:
                 self._shortest[level] = evaluated
 
@@ -411,7 +408,3 @@ class Search:
             f"fullest rank, {(fullest.total - self._limit) / 1e9:.1f} GB more than "
             f"{self._limit / 1e9:.1f} GB, {size / 1e9:.1f} GB of it {name}: take more GPUs, or larger ones"
         )
-
-
-def _step(evaluated: Evaluated) -> float:
-    return evaluated.estimate.step_seconds

@@ -165,6 +165,10 @@ class Candidate:
         """Return the option of this class, or None."""
         return next((option for option in self.options if isinstance(option, kind)), None)
 
+    def without(self, kind: type[Option]) -> Self:
+        """Return the candidate without its option of this class."""
+        return replace(self, options=tuple(each for each in self.options if not isinstance(each, kind)))
+
     @property
     def apart_from_schedule(self) -> Self:
         """The candidate without its schedule, and without the stages, limit and choice that go with it."""

@@ -52,7 +52,7 @@ class Workloads:
         self._seconds: dict[tuple[object, ...], StageSeconds] = {}
         self._stages: dict[tuple[object, ...], ModelStages] = {}
         self._slices: dict[tuple[object, ...], SlicedWork] = {}
-        self.fitted: dict[tuple[object, ...], Cut | None] = {}
+        self._starts: dict[tuple[object, ...], Cut | None] = {}
 
     def work(
         self, candidate: Candidate, placement: Placement | None = None, layers: tuple[int, ...] | None = None
@@ -101,6 +101,12 @@ class Workloads:
                 self._seconds[alike] = StageSeconds(job, model, placement.splits_head)
             self._stages[key] = ModelStages(job, self._seconds[alike], placement)
         return self._stages[key]
+
+    def once(self, key: tuple[object, ...], find: Callable[[], Cut | None]) -> Cut | None:
+        """Return the result of ``find`` for candidates that share ``key``: that of the first of them."""
+        if key not in self._starts:
+            self._starts[key] = find()
+        return self._starts[key]
 
     def _model(self, candidate: Candidate, job: Job) -> ModelParts:
         """Return the parts of its model; candidates that share the costs of a layer share a model."""
@@ -187,10 +193,6 @@ class CandidateCuts:
     _ranks: dict[tuple[object, ...], RankMemory] = field(default_factory=dict)
 
     @property
-    def _other_options(self) -> tuple[Option, ...]:
-        return tuple(option for option in self.candidate.options if not isinstance(option, Slices))
-
-    @property
     def is_sliced(self) -> bool:
         """Whether sequences run in slices, which are planned by the costs of each cut."""
         return self.candidate.option(Slices) is not None
@@ -210,8 +212,7 @@ class CandidateCuts:
         """Return a lower bound on the mean memory of the ranks, where stages have equally many layers."""
         candidate, placement = self.candidate, self.stages.placement
         mean = self.workloads.mean(candidate, placement)
-        whole_sequences = replace(candidate, options=self._other_options)
-        shared, order = mean.work.head, order_of(whole_sequences, 2 * candidate.pipeline, mean.work)
+        shared, order = mean.work.head, order_of(candidate.without(Slices), 2 * candidate.pipeline, mean.work)
         peaks = order.in_flight.peaks(mean.work.parts, shared.activation if shared else 0.0)
         if self.is_sliced:
             # Every rank keeps a whole sequence, and slices of others in the place of microbatches.
@@ -262,19 +263,14 @@ class CandidateCuts:
 
     def fitted(self) -> Cut | None:
         """Return the first cut to try: even, except where memory demands otherwise."""
-        start: Cut | None = self.stages.start
-        if self.is_sliced:  # before slices are planned
-            start = self._fitted_in_any_order()
-        moves = _PLANNED_MOVES if self.is_sliced else climb.FITTING_MOVES
-        return start and climb.fitted(self.stages, start, self._totals, self.limit, moves)
-
-    def _fitted_in_any_order(self) -> Cut | None:
-        """Return the first cut to try by lower bounds of memory, which the schedules of a placement share."""
-        known = self.workloads.fitted
-        key = replace(self.candidate, schedule="", layout=None), self.stages.placement, self.limit
-        if key not in known:
-            known[key] = climb.fitted(self.stages, self.stages.start, self._least_totals, self.limit)
-        return known[key]
+        stages, limit = self.stages, self.limit
+        if not self.is_sliced:
+            return climb.fitted(stages, stages.start, self._totals, limit)
+        # Lower bounds come before slices are planned.  The schedules of a placement have the same ones.
+        key = replace(self.candidate, schedule="", layout=None), stages.placement, limit
+        fitting = partial(climb.fitted, stages, stages.start, self._least_totals, limit)
+        start = self.workloads.once(key, fitting)
+        return start and climb.fitted(stages, start, self._totals, limit, _PLANNED_MOVES)
 
     def shortened(self, cut: Cut) -> Cut:
         """Return the cut with the shortest pipeline that moves reach from ``cut``."""
@@ -329,6 +325,16 @@ class Evaluated:
 
     candidate: Candidate
     estimate: Estimate
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of the step."""
+        return self.estimate.step_seconds
+
+    @property
+    def bytes(self) -> float:
+        """The bytes of the fullest rank."""
+        return self.estimate.fullest.total
 
 
 class Timed(NamedTuple):

@@ -104,7 +104,8 @@ class SearchResult:
     shorter than those of less memory, and ``for_less_memory`` those of ``LEVELS``.  ``too_large`` are the
     three candidates with the lowest bounds that only memory keeps out, each with its fullest rank.  ``legal``
     counts all candidates, ``unfit`` those that fit in no order, ``replayed`` those that were timed action by
-    action.  ``stopped`` is None where the search went to its end.
+    action, and ``other_lengths`` those that were left out since slices of two other lengths were timed.
+    ``stopped`` is None where the search went to its end.
     """
 
     best: list[Evaluated] = field(default_factory=list)
@@ -115,6 +116,7 @@ class SearchResult:
     legal: int = 0
     unfit: int = 0
     replayed: int = 0
+    other_lengths: int = 0
     stopped: Stopped | None = None
 
     def without(self, refused: Collection[Candidate]) -> Self:
@@ -136,10 +138,10 @@ class SearchResult:
 
     def add_to_frontier(self, evaluated: Evaluated) -> None:
         """Take ``evaluated`` into the frontier where it belongs there, in the place of what it beats."""
-        rising = sorted([*self.frontier, evaluated], key=lambda row: (_memory(row), _step(row)))
+        rising = sorted([*self.frontier, evaluated], key=lambda row: (row.bytes, row.seconds))
         self.frontier = []
         for row in rising:
-            if not self.frontier or _step(row) < _step(self.frontier[-1]):
+            if not self.frontier or row.seconds < self.frontier[-1].seconds:
                 self.frontier.append(row)
 
     @property
@@ -184,11 +186,3 @@ def _seconds(evaluated: Evaluated) -> list[tuple[str, float]]:
         ("bubble", idle),
         ("reductions and update", estimate.other_seconds),
     ]
-
-
-def _memory(evaluated: Evaluated) -> float:
-    return evaluated.estimate.fullest.total
-
-
-def _step(evaluated: Evaluated) -> float:
-    return evaluated.estimate.step_seconds

@@ -251,14 +251,14 @@ def _in_slots(work: Workload, schedule: Schedule, peaks: Sequence[float]) -> Ite
     layer the output and the gradients of its input and output, which are shared where backwards are whole
     (``megatron/runners/cuda_graphs.py``).
     """
-    own = 3 if schedule.splits_backward else 2
+    of_layer = 3 if schedule.splits_backward else 2
     for rank, order in enumerate(schedule.orders):
         stages = work.placement.stages_of(rank)
         count = Slots.of(together(order, schedule.paired)).count
         parts = [work.parts[stage] for stage in stages]
         largest = max(max(part.after_forward, part.after_input_gradient) for part in parts)
         layers = sum(work.layers[stage] for stage in stages)
-        tensors = count * layers * own * work.model.hidden_bytes
+        tensors = count * layers * of_layer * work.model.hidden_bytes
         yield max(peaks[rank], count * largest) + tensors
 
 
