@@ -91,7 +91,7 @@ def test_costs_limits_and_budgets(data):
     time, rate, limit = data.draw(no_time), data.draw(no_rate), data.draw(no_limit)
     how = data.draw(st.sampled_from(["given", "rule", "search"]))
     template = Template(SCHEDULE)
-    never = rate if rate != math.inf else math.nan
+    never = rate if rate != math.inf else math.nan  # infinite where attention takes no time
     calls = [
         lambda: StageRates((1.0, time, 1.0), (0.0, 0.0, 0.0)),
         lambda: StageRates((1.0, 1.0, 1.0), (time, 0.0, 0.0)),
@@ -99,8 +99,8 @@ def test_costs_limits_and_budgets(data):
         lambda: LengthCosts(RATES.stages, hop=time),
         lambda: LengthCosts(RATES.stages, message=time),
         lambda: LengthCosts.with_attention(COSTS, rate),
-        lambda: LengthCosts.with_attention(COSTS, 1, rate),
-        lambda: LengthCosts.measured(COSTS, 4096, 1, rate),
+        lambda: LengthCosts.with_attention(COSTS, 1, never),
+        lambda: LengthCosts.measured(COSTS, 4096, 1, never),
         lambda: cut([[300]], 128, equal_at=never),
         lambda: balance([3, 4, 5, 6], 2, 2, equal_at=rate),
         lambda: balance([3, 4, 5, 6], 2, [1, 2], ranks=2, overhead=time),
