@@ -38,7 +38,7 @@ class OneLineErrors(TyperGroup):
         except typer.Abort:
             _leave("stopped", 1)
         except OSError as error:
-            _leave(f"{error.filename}: {error.strerror}" if error.filename else str(error), 2)
+            _leave(f"{error.filename}: {error.strerror}{_fix(error)}" if error.filename else str(error), 2)
         except ValueError as error:
             _leave(self._misplaced(arguments[0], error) or str(error), 2)
         except OverflowError as error:
@@ -49,7 +49,8 @@ class OneLineErrors(TyperGroup):
             message = getattr(error, "format_message", None)
             if message is None:
                 raise
-            _leave(self._misplaced(arguments[0], error) or message(), 2)
+            text = message()
+            _leave(self._misplaced(arguments[0], error) or f"{text}{_what_fits(text, arguments[0])}", 2)
 
     def _misplaced(self, command: str, error: Exception) -> str:
         """Return the right place of a word on the wrong side of --, or "" for other errors."""
@@ -71,6 +72,37 @@ class OneLineErrors(TyperGroup):
             "" if getattr(error, "possibilities", None) else flag_table.hint(option, options_of_training, "")
         )
         return guess and f"{option} is no option of mpp {command}, and training's come after --: {guess}"
+
+
+ELSEWHERE = {
+    "measure bench benchmark": "mpp calibrate (this machine), profile (a model's layers), rehearse (a job)",
+    "plan tune optimize auto": "mpp search (the best configuration), estimate (one configuration)",
+    "draw plot show picture": "mpp schedule (one schedule), compare (all of them)",
+    "check test validate": "mpp doctor (this machine), verify (losses of a job)",
+    "schedules": "mpp list (names), compare (all of them)",
+    "train run": "torchrun ... -m megatron_pp_ext SCRIPT --pipeline-schedule NAME",
+}
+"""The commands for what other programs call otherwise, by these words."""
+
+
+def _what_fits(message: str, command: str) -> str:
+    """Return the fix that the parser's ``message`` lacks, to follow it; ``command`` is the first word."""
+    if message.startswith("No such command"):
+        meant = [commands for words, commands in ELSEWHERE.items() if command in words.split()]
+        if meant:
+            return f" Look at {meant[0]}."
+        return "" if "Did you mean" in message else " mpp --help lists them."
+    for kind, fix in {"a valid integer": "a whole number, such as 4", "a valid number": "a number"}.items():
+        if kind in message:
+            return f": give {fix}"
+    return ""
+
+
+def _fix(error: OSError) -> str:
+    """Return what to do about a path that is not there or closed, to follow its name."""
+    if isinstance(error, FileNotFoundError):
+        return "; correct the path, or make its folder"
+    return "; correct the path, or its permissions" if isinstance(error, PermissionError) else ""
 
 
 def _leave(message: str, code: int) -> None:

@@ -35,6 +35,12 @@ def require_at_least(flag: str, value: float, least: float) -> None:
         raise ValueError(f"{flag} is {value:g}, but must be {least:g} or more, and finite: correct it")
 
 
+def require_folder(path: Path) -> None:
+    """Raise ValueError, before anything is computed for it, unless ``path`` can be a file of a folder."""
+    if not path.parent.is_dir():
+        raise ValueError(f"{path} cannot be written, since {path.parent} is no folder: make it")
+
+
 @dataclass(frozen=True, slots=True)
 class Times:
     """The cost options of a command: the same times for every rank, or a file with the costs of every stage.
@@ -145,6 +151,8 @@ class Pictures:
         for suffix, path in requested.items():
             if path is not None and path.suffix.lower() != suffix:
                 raise ValueError(f"--{suffix[1:]} got {path}: end the file's name in {suffix}")
+        for path in self.paths:
+            require_folder(path)
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -162,6 +170,13 @@ class Files(Pictures):
     trace: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev.", metavar="FILE")] = (
         None
     )
+
+    def __post_init__(self) -> None:
+        # super() would look for the class that dataclass has replaced by one with slots.
+        Pictures.__post_init__(self)
+        for path in (self.csv, self.json, self.trace):
+            if path is not None:
+                require_folder(path)
 
 
 def takes_groups(command: Callable[..., None]) -> Callable[..., None]:

@@ -27,6 +27,16 @@ from megatron_pp_ext.schedule.placement import loop
 from megatron_pp_ext.schedule.simulate import simulate
 
 
+def _memory_limit(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r} is no number; give a fraction of what 1f1b keeps, such as 0.5, or a number of "
+            "microbatches. Bytes are for mpp search --memory"
+        ) from None
+
+
 @app.command()
 @ask.takes_groups
 def schedule(
@@ -48,7 +58,9 @@ def schedule(
             help="For flex: the memory of a rank.  Up to 8 it is a fraction of the activations that 1f1b "
             "keeps, and messages come on top; a larger one is a number of microbatches "
             "that a whole rank keeps, or with --costs an amount in the file's unit for activations and "
-            "messages."
+            "messages.",
+            parser=_memory_limit,
+            metavar="NUMBER",
         ),
     ] = None,
     trials: Annotated[

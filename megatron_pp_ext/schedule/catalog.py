@@ -248,7 +248,8 @@ def entry(name: str) -> Entry:
     if name.startswith(CSV_PREFIX):
         raise ValueError(f"schedule {name!r} is a file: read it by read_csv, or look at it by mpp simulate")
     names = [*NAMES, *(other.name for other in OTHERS)]
-    hint = did_you_mean(_plain(name), [*names, *ALIASES])
+    # The name that mpp list shows, whichever of the two resembles it.
+    hint = did_you_mean(_plain(name), names) or did_you_mean(_plain(name), ALIASES)
     guess = f" ({hint})" if hint else ""
     raise ValueError(f"no schedule is called {name!r}{guess}, choose one of: {', '.join(names)}")
 
