@@ -320,8 +320,8 @@ def _register_installed() -> None:
         except Exception as error:
             package = point.dist.name if point.dist else "another package"
             warnings.warn(
-                f"schedule {point.name!r} of {package} is left out ({type(error).__name__}: {error}): correct "
-                f"{point.value}, or uninstall {package}",
+                f"schedule {point.name!r} of {package} is left out ({type(error).__name__}: {error}): "
+                f"correct {point.value}, or uninstall {package}",
                 stacklevel=2,
             )
 
