@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from megatron_pp_ext.cli.report import console
 from megatron_pp_ext.jobs.failure import ended_as_by_the_keyboard
+from megatron_pp_ext.launch_errors import needs
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.entry import ALIASES, OTHERS
 from megatron_pp_ext.version import VERSION
@@ -41,6 +42,11 @@ class OneLineErrors(TyperGroup):
             _leave(f"{error.filename}: {error.strerror}{_fix(error)}" if error.filename else str(error), 2)
         except ValueError as error:
             _leave(self._misplaced(arguments[0], error) or str(error), 2)
+        except ModuleNotFoundError as error:
+            fix = needs(error.name or "")
+            if not fix:
+                raise
+            _leave(fix, 2)
         except OverflowError as error:
             _leave(f"a number is too large to count with ({error}): correct what was given", 2)
         except Exception as error:
@@ -116,9 +122,7 @@ def _leave(message: str, code: int) -> None:
     sys.exit(code)
 
 
-app = typer.Typer(
-    cls=OneLineErrors, help="Pipeline schedules for Megatron-LM.", add_completion=False, rich_markup_mode=None
-)
+app = typer.Typer(cls=OneLineErrors, help="Pipeline schedules for Megatron-LM.", rich_markup_mode=None)
 
 
 @app.callback(invoke_without_command=True)

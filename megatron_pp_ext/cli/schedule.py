@@ -22,9 +22,14 @@ from megatron_pp_ext.job.call import with_loss_on
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import CostModel
+from megatron_pp_ext.schedule.entry import FLEX
 from megatron_pp_ext.schedule.formats import csv_file
 from megatron_pp_ext.schedule.placement import loop
 from megatron_pp_ext.schedule.simulate import simulate
+
+
+def _names(incomplete: str) -> list[str]:
+    return [name for name in (*catalog.NAMES, FLEX) if name.startswith(incomplete)]
 
 
 def _memory_limit(text: str) -> float:
@@ -40,7 +45,7 @@ def _memory_limit(text: str) -> float:
 @app.command()
 @ask.takes_groups
 def schedule(
-    name: Annotated[str, typer.Argument(help="A name from `mpp list`.")],
+    name: Annotated[str, typer.Argument(help="A name from `mpp list`.", autocompletion=_names)],
     ranks: ask.Ranks = 4,
     microbatches: StepMicrobatches = None,
     chunks: Annotated[
