@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from megatron_pp_ext.files import require_folder
 from megatron_pp_ext.schedule.costs import MOST, Costs, StageCosts
 from megatron_pp_ext.schedule.formats.costs_file import read as read_costs
 from megatron_pp_ext.schedule.placement import Placement
@@ -33,12 +34,6 @@ def require_at_least(flag: str, value: float, least: float) -> None:
     """Raise ValueError unless ``value``, given by ``flag``, is finite and at least ``least``."""
     if not least <= value < math.inf:
         raise ValueError(f"{flag} is {value:g}, but must be {least:g} or more, and finite: correct it")
-
-
-def require_folder(path: Path) -> None:
-    """Raise ValueError, before anything is computed for it, unless ``path`` can be a file of a folder."""
-    if not path.parent.is_dir():
-        raise ValueError(f"{path} cannot be written, since {path.parent} is no folder: make it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,18 +140,23 @@ class Pictures:
 
     svg: Annotated[Path | None, typer.Option(help="Draw it, to scale without loss.", metavar="FILE")] = None
     png: Annotated[Path | None, typer.Option(help="Draw it, in pixels.", metavar="FILE")] = None
+    html: Annotated[Path | None, typer.Option(help="Write a page, to zoom and ask.", metavar="FILE")] = None
 
     def __post_init__(self) -> None:
-        requested: Mapping[str, Path | None] = {".svg": self.svg, ".png": self.png}
+        requested: Mapping[str, Path | None] = {".svg": self.svg, ".png": self.png, ".html": self.html}
         for suffix, path in requested.items():
             if path is not None and path.suffix.lower() != suffix:
                 raise ValueError(f"--{suffix[1:]} got {path}: end the file's name in {suffix}")
-        for path in self.paths:
-            require_folder(path)
+        require_folder(*self.paths)
+
+    @property
+    def drawn(self) -> tuple[Path, ...]:
+        """The pictures without the page."""
+        return tuple(path for path in (self.svg, self.png) if path is not None)
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        return tuple(path for path in (self.svg, self.png) if path is not None)
+        return (*self.drawn, *((self.html,) if self.html is not None else ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +174,7 @@ class Files(Pictures):
     def __post_init__(self) -> None:
         # super() would look for the class that dataclass has replaced by one with slots.
         Pictures.__post_init__(self)
-        for path in (self.csv, self.json, self.trace):
-            if path is not None:
-                require_folder(path)
+        require_folder(self.csv, self.json, self.trace)
 
 
 def takes_groups(command: Callable[..., None]) -> Callable[..., None]:

@@ -26,6 +26,7 @@ from megatron_pp_ext.schedule.entry import FLEX
 from megatron_pp_ext.schedule.formats import csv_file
 from megatron_pp_ext.schedule.placement import loop
 from megatron_pp_ext.schedule.simulate import simulate
+from megatron_pp_ext.view import page
 
 
 def _names(incomplete: str) -> list[str]:
@@ -199,6 +200,8 @@ def compare(
     if lengths.lengths is not None:
         if offload.is_given:
             raise ValueError("--lengths and --offload do not go together: leave one out")
+        if pictures.html is not None:
+            raise ValueError("--html shows schedules one by one, and not by --lengths: leave one out")
         if slicing.slice_tokens is not None:
             in_units.show_comparison(ranks, times, lengths, slicing, pictures)
         else:
@@ -254,13 +257,15 @@ def compare(
             copied = some_limits(ranks, count, halves)
     console.print(terminal.summary_table(frontier | copied))
     console.print("flex 0.50: compiled for half of 1f1b's activations", style="dim")
-    if pictures.paths:
+    if pictures.html is not None:
+        page.write(timelines | frontier | copied, pictures.html, times.units.time)
+    if pictures.drawn:
         from megatron_pp_ext.view import memory_tradeoff
 
         work = count * max(stage.forward + stage.seconds(Kind.B) for stage in halves.merged(ranks).stages)
         title = f"{ranks} ranks, {count} microbatches"
         line = flex.undominated(list(frontier.values()))
-        for path in pictures.paths:
+        for path in pictures.drawn:
             memory_tradeoff.draw_schedules(timelines | copied, line, work, path, title, times.units.time)
 
 

@@ -53,8 +53,8 @@ def refusal(result):
         ("measure", "Look at mpp calibrate (this machine)"),
         ("schedule dualpipe", "use dualpipe-v"),
         ("schedule dualpip", "did you mean 'dualpipe-v'"),
-        ("schedule v-half --png nowhere/a.png", "nowhere is no folder: make it"),
-        ("schedule v-half --trace nowhere/a.json", "nowhere is no folder: make it"),
+        ("schedule v-half --png nowhere/a.png", "no such folder; make it first"),
+        ("schedule v-half --trace nowhere/a.json", "no such folder; make it first"),
         ("schedule v-half --f 0", "--f is 0, but must be a finite number above 0"),
         ("schedule v-half --hop inf", "--hop is inf, but must be a finite number 0 or more"),
         ("schedule v-half --memory-limit 1", "is for flex"),
@@ -176,7 +176,7 @@ def test_unwritable_output(flag, mpp, tmp_path):
     (tmp_path / "file").write_text("")
     folder = tmp_path / ("file" if flag == "trace" else "nowhere")
     result = mpp("schedule", "1f1b", "-p", 2, "-m", 2, f"--{flag}", folder / f"a.{flag}")
-    assert "is no folder: make it" in refusal(result)
+    assert "no such folder; make it first" in refusal(result)
 
 
 def test_a_bug_is_no_bad_input(mpp, monkeypatch):
