@@ -142,7 +142,12 @@ def test_what_is_not_counted_is_said_beside_the_numbers(mpp, model, tmp_path):
 
 def test_estimate_says_what_does_not_fit(mpp, model):
     huge = model(**{**PIPELINE, "hidden_size": 16384, "num_layers": 80})
-    assert "does not fit: rank 0 needs" in mpp("estimate", "--model", huge).output
+    output = mpp("estimate", "--model", huge).output
+    assert "does not fit: rank 0 needs" in output
+    no_batch = "no --global-batch-size: a step of one microbatch for each data-parallel rank is estimated"
+    assert no_batch in " ".join(output.split())
+    with_batch = mpp("estimate", "--model", huge, "--global-batch-size", 8).output
+    assert "no --global-batch-size" not in with_batch
 
 
 def test_estimate_of_a_shared_vocabulary(mpp, model, tmp_path):
