@@ -162,7 +162,7 @@ _SLICE_LENGTHS = 2
 
 
 _SPENT = "stopped after the {:g} s of a processor that --cpu-seconds allows"
-_INTERRUPTED = "interrupted"
+INTERRUPTED = "interrupted"
 
 
 Progress = Callable[[str, int, int], None]
@@ -246,7 +246,7 @@ class Search:
                 if remaining and self._compiles is Compiles.TOO:
                     self._compile(progress)
         except KeyboardInterrupt:
-            self._stop(_INTERRUPTED, ())
+            self._stop(INTERRUPTED, ())
             if not self.result.best:
                 raise
         if remaining and self.result.stopped:
@@ -304,7 +304,7 @@ class Search:
                     kept_out.append(entry)
             progress("replaying", len(bounded), len(bounded))
         except KeyboardInterrupt:
-            self._stop(_INTERRUPTED, bounded[number:])
+            self._stop(INTERRUPTED, bounded[number:])
             if not self.result.best:
                 raise
         return kept_out
@@ -353,7 +353,7 @@ class Search:
         """Compile orders for the ranks and microbatches of the best, within the memory that is left."""
         if self._compiles is Compiles.NEVER:
             return
-        if self.result.stopped and self.result.stopped.why == _INTERRUPTED:
+        if self.result.stopped and self.result.stopped.why == INTERRUPTED:
             return
         cuts = to_compile(self.result.named, self._space, self._workloads)
         cuts = [cut for cut in cuts if cut not in self._tried]
@@ -379,7 +379,7 @@ class Search:
                     self.result.replayed += 1
                     self._offer(evaluated)
         except KeyboardInterrupt:
-            self._stop(_INTERRUPTED, ())
+            self._stop(INTERRUPTED, ())
             if not self.result.best:
                 raise
         if has_some and not self.result.best:
