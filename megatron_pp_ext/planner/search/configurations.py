@@ -171,6 +171,8 @@ class Space:
         ways = [Recompute("none")]
         if self.job.precision.is_unfused:
             ways.append(Recompute("recompute-attention", "selective", modules=("core_attn",)))
+        if modules := self._cheap_modules:
+            ways.append(Recompute("recompute-act", "selective", modules=modules))
         # In pairs, where nothing hides a layer's second forward, a few dense layers before experts count too.
         has_mlps = not model.num_experts or (self._is_paired and not all(model.has_experts))
         if has_mlps and not model.add_bias_linear:  # see job/rules/stock.py
@@ -179,6 +181,24 @@ class Space:
         if half:
             ways.append(Recompute("recompute-half", "full", "block", half))
         return [*ways, Recompute("recompute-full", "full", "uniform", 1)]
+
+    @property
+    def _cheap_modules(self) -> tuple[str, ...]:
+        """The modules of a layer with experts that take few seconds for what they free; none without experts.
+
+        Megatron's conditions are in ``TransformerConfig.__post_init__`` of megatron.core.transformer.
+        """
+        model, precision = self.job.model, self.job.precision
+        if not model.num_experts:
+            return ()
+        is_delayed = precision.fp8 is not None and precision.fp8_recipe == "delayed"
+        suited = {
+            "moe_act": precision.moe_grouped_gemm and not is_delayed and not precision.fuses_experts,
+            "layernorm": not is_delayed,
+            "mla_up_proj": self.job.attention.multi_latent_attention,
+            "mlp": model.has_dense_layer and not model.add_bias_linear,
+        }
+        return tuple(name for name, is_suited in suited.items() if is_suited)
 
     def orders(self, cut: Candidate) -> Iterator[tuple[int, list[str]]]:
         """Yield each number of chunks a rank that the layers fill, with the schedules that accept it."""
