@@ -177,9 +177,8 @@ class Report:
     def _ended(self) -> str:
         """Report what the search has proved of the others at its end."""
         proved = "of those that were tried, none of the others can be among the best"
-        if count := self.result.other_lengths:
-            return f"{proved}, but for {count:,} in slices of a third length, which were not timed"
-        return proved
+        untimed = [f"{count:,} {words}" for words, count in self.result.left_out.items()]
+        return f"{proved}, but for {' and '.join(untimed)}, which were not timed" if untimed else proved
 
     def _room(self) -> str:
         offered = self.system.memory_bytes

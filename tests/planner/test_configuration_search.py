@@ -441,7 +441,7 @@ def test_a_search_finds_the_best_length_of_slices():
     steps = [estimated(candidate, where)[1] for candidate in everything(where)]
     found = Search(where, A100, 35e9, top=1).run()
     best = found.best[0]
-    assert found.other_lengths
+    assert found.left_out
     assert best.candidate.option(Slices) is not None
     fitting = min(step.step_seconds for step in steps if step.fullest.total <= 35e9)
     assert fitting <= best.estimate.step_seconds <= 1.05 * fitting

@@ -13,7 +13,6 @@ from typing import Any
 
 from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.features.pairs.order import Pairs
-from megatron_pp_ext.features.units.options import Slices
 from megatron_pp_ext.job.flag_table import by_name, spelled
 from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.job.requested_job import RequestedJob
@@ -121,7 +120,7 @@ SETTINGS = (
             _exchanges(job, candidate)
             and not job.parallel.overlap_moe_expert_parallel_comm
             and not candidate.splits_head
-            and candidate.option(Slices) is None
+            and candidate.planned is None
         ),
         variation=_in_pairs,
     ),

@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 class Addition:
     """The part of a feature in estimates; this one adds nothing."""
 
+    def units(self, job: Job) -> float:
+        """Return into how many units of a schedule ``job`` cuts each microbatch."""
+        return 1.0
+
     def costs(self, work: "Workload", costs: Costs) -> Costs:
         """Return the ``costs`` of the stages of ``work`` with what the feature's actions take."""
         return costs
@@ -230,6 +234,11 @@ class Workload:
     def together(self, parts: Sequence[Part]) -> float:
         """Return the share of their seconds that actions take together, on average over ``parts``."""
         return pair(self.job, parts)
+
+    @cached_property
+    def units(self) -> float:
+        """The units of a schedule into which each microbatch is cut."""
+        return max(addition.units(self.job) for addition in additions())
 
     @property
     def head_parameters(self) -> Part:
