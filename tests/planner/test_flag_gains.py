@@ -96,6 +96,15 @@ def test_dispatchers_are_those_that_a_system_has(machine):
     assert any("hybridep" in flags for flags in words) == (machine == "gb200")
 
 
+def test_slices_are_estimated_for_long_sequences():
+    _, found = gains(
+        DENSE.replace("4096 --vocab", "16384 --vocab").replace("embeddings 4096", "embeddings 16384")
+    )
+    sliced = by_flags(found)["--pipeline-slice-tokens auto"]
+    assert sliced.candidate.planned.tokens in (8192, 4096)
+    assert "--pipeline-slice-tokens auto" not in by_flags(gains(DENSE)[1])
+
+
 def test_flags_that_are_given_are_not_named_again():
     given = "--tp-comm-overlap --grad-reduce-in-bf16 --cross-entropy-loss-fusion"
     _, found = gains(f"{DENSE} {given}")

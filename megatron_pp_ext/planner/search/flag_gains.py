@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 from megatron_pp_ext.costs.system import System
@@ -18,13 +19,14 @@ from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.typed_job import Job
-from megatron_pp_ext.planner.search.candidate import Candidate
+from megatron_pp_ext.planner.search.candidate import Candidate, offered
 from megatron_pp_ext.planner.search.compiled import Compiler
 from megatron_pp_ext.planner.search.configurations import Space
 from megatron_pp_ext.planner.search.replays import Evaluated, Replays, Workloads
 from megatron_pp_ext.planner.search.result import SearchResult
 from megatron_pp_ext.planner.step.estimate import RankMemory
 from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.entry import AUTO
 
 type Variation = Callable[[Space, Candidate], Iterable[Candidate]]
 """Returns the candidates in the place of one, in the space of the job with the flag."""
@@ -47,6 +49,20 @@ def _in_pairs(space: Space, candidate: Candidate) -> Iterator[Candidate]:
             for name in names
             if catalog.entry(name).make_paired is not None
         )
+
+
+def _as_features_choose(space: Space, candidate: Candidate) -> Iterator[Candidate]:
+    """Yield ``candidate`` with the first choices that features have in the space."""
+    for variants in offered():
+        others = (other for other in variants.cuts(space.job, candidate) if other != candidate)
+        yield from islice(others, _CHOICES)
+
+
+_CHOICES = 2
+"""The choices of a feature, such as lengths of slices, with which a candidate is estimated."""
+
+_LONG = 16384
+"""The tokens of a sequence from which on slices are estimated, whose plans take up to a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +148,17 @@ SETTINGS = (
             and candidate.schedule not in candidate.stock
         ),
         variation=_shared,
+    ),
+    Setting(
+        {"pipeline_slice_tokens": AUTO},
+        lambda job, candidate, system: (
+            job.pipeline.pipeline_slice_tokens is None
+            and candidate.pipeline > 1
+            and candidate.schedule not in candidate.stock
+            and job.model.seq_length >= _LONG
+        ),
+        "gradients are summed over slices",
+        variation=_as_features_choose,
     ),
     Setting(
         {"cross_entropy_loss_fusion": True},
