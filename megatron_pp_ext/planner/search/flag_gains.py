@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from math import inf
 from typing import Any
 
 from megatron_pp_ext.costs.system import System
@@ -247,7 +248,7 @@ class FlagGains:
         if self.shortest is not None:
             shortest = self.shortest
             lines.append(
-                f"with {self.words} the shortest of {self.count} that were found takes "
+                f"with {self.words} the shortest of {self.count} that are nearly as good takes "
                 f"{shortest.seconds:.4g} s ({shortest.seconds / self.best.seconds - 1:+.1%}) and "
                 f"{shortest.bytes / 1e9:.1f} GB: {shortest.candidate.name}; a search with these flags after "
                 "-- tries them everywhere"
@@ -311,6 +312,9 @@ def _to_vary(result: SearchResult) -> Evaluated:
 
 _OTHERS = 2
 """The schedules that are estimated with all flags, of those nearly as fast as one of the best."""
+
+_NEAR = 1.25
+"""The part of the best step up to which one of less memory is estimated with all flags."""
 
 _ASKED = 3
 """The candidates about which Megatron is asked whether it accepts all flags, until it does."""
@@ -386,23 +390,26 @@ class Trials:
         They are the best with the schedules nearly as fast, those on the frontier, and what memory kept out.
         """
         rows = [row for first in result.best for row in (first, *result.alike[first.candidate][:_OTHERS])]
-        timed = dict.fromkeys(row.candidate for row in (best, *rows, *result.frontier))
+        near = [row for row in result.frontier if row.seconds < _NEAR * best.seconds]
+        timed = dict.fromkeys(row.candidate for row in (best, *rows, *near))
         families = [candidate for candidate in timed if not _is_compiled(candidate)] or [best.candidate]
-        estimates = [
-            outcome
-            for candidate in (*families, *(candidate for candidate, _ in result.too_large))
-            if not self._is_late and isinstance(outcome := self.outcome(chosen, candidate), Evaluated)
-        ]
-        values = _values(chosen)
-        for row in sorted(estimates, key=lambda row: row.seconds)[:_ASKED]:
-            if not self.refusal(row.candidate, values):
-                return len(estimates), row
-        return len(estimates), None
+        count, shorter = 0, list[Evaluated]()
+        for candidate in (*families, *(candidate for candidate, _ in result.too_large)):
+            if self._is_late:
+                break
+            count += 1
+            outcome = self.outcome(chosen, candidate, shorter[-1].seconds if shorter else inf)
+            if isinstance(outcome, Evaluated):
+                shorter.append(outcome)
+        values, asked = _values(chosen), reversed(shorter[-_ASKED:])
+        return count, next((row for row in asked if not self.refusal(row.candidate, values)), None)
 
-    def outcome(self, settings: Sequence[Setting], candidate: Candidate) -> Evaluated | RankMemory | None:
+    def outcome(
+        self, settings: Sequence[Setting], candidate: Candidate, below: float = inf
+    ) -> Evaluated | RankMemory | None:
         """Return the shortest step of ``candidate`` with ``settings``, or what it needs if none fits.
 
-        None where a rule refuses them.
+        None where a rule refuses them, and where no step is shorter than ``below`` seconds.
         """
         values = _values(settings)
         space = replace(self.space, job=self.space.job.changed(**values))
@@ -419,7 +426,7 @@ class Trials:
         outcomes = [
             outcome
             for each in varied
-            if (outcome := self._estimated(space, self._workloads[key], each, values)) is not None
+            if (outcome := self._estimated(space, self._workloads[key], each, values, below)) is not None
         ]
         fitting = [outcome for outcome in outcomes if isinstance(outcome, Evaluated)]
         if fitting:
@@ -427,9 +434,14 @@ class Trials:
         return next(iter(outcomes), None)
 
     def _estimated(
-        self, space: Space, workloads: Workloads, candidate: Candidate, values: Mapping[str, Any]
+        self,
+        space: Space,
+        workloads: Workloads,
+        candidate: Candidate,
+        values: Mapping[str, Any],
+        below: float,
     ) -> Evaluated | RankMemory | None:
-        """Return the step of ``candidate``, or what it needs; None where it cannot be, or is refused."""
+        """Return the step of ``candidate``, or what it needs; None where there is none, as in ``outcome``."""
         outcome: Evaluated | RankMemory | str | None
         with suppress(ValueError):
             if _is_compiled(candidate):
@@ -437,8 +449,12 @@ class Trials:
                 outcome = compiler.compiled(replace(candidate, limit=None))
             else:
                 replays = Replays(workloads, self.margin, space.is_uneven and candidate.layout is None)
-                outcome = replays.replayed(candidate, self.limit, lambda seconds: self.limit)
+                outcome = replays.replayed(
+                    candidate, self.limit, lambda seconds: self.limit if seconds < below else 0.0
+                )
             if isinstance(outcome, Evaluated):
+                if outcome.seconds >= below:
+                    return None
                 job = outcome.candidate.applied_to(self.job.with_arguments(**values))
                 all_rules.refuse_to_plan(job)
                 for_world(job, space.gpus)
