@@ -15,6 +15,7 @@ from megatron_pp_ext.files import write_whole
 from megatron_pp_ext.planner.search import launch_lines
 from megatron_pp_ext.planner.search.candidate import offered
 from megatron_pp_ext.planner.search.configurations import record
+from megatron_pp_ext.planner.search.flag_gains import FlagGains
 from megatron_pp_ext.planner.search.replays import Evaluated
 from megatron_pp_ext.planner.search.result import SearchResult, why
 from megatron_pp_ext.planner.step.comparison import Comparison
@@ -120,6 +121,7 @@ class Report:
     filled_in: tuple[str, ...] = ()
     not_counted: tuple[str, ...] = ()
     compared: Comparison | None = None
+    gains: FlagGains | None = None
 
     def show(self) -> None:
         """Print the table, the shortest steps for less memory, and the command that starts the best."""
@@ -136,6 +138,10 @@ class Report:
             console.print("At the sizes of the best, with as many layers in every stage:")
             for line in self.compared.lines:
                 console.print(f"  {line}")
+        if self.gains and self.gains.lines:
+            console.print(f"{self._not_tried}:")
+            for line in self.gains.lines:
+                console.print(f"  {line}")
         console.print("The shortest steps for less memory, each with the flags that it sets:")
         for choice in result.for_less_memory:
             memory, step = choice.estimate.fullest.total / 1e9, choice.estimate.step_seconds
@@ -150,6 +156,14 @@ class Report:
                 style="dim",
             )
         self.show_command("To run the best:", result.best[0])
+        if self.gains and self.gains.shortest:
+            show_launch(f"To run the shortest with {self.gains.words}:", self._launch_of(self.gains), ())
+
+    @property
+    def _not_tried(self) -> str:
+        """The flags in ``gains``, in words."""
+        assert self.gains is not None
+        return f"Flags that were not tried, which are yours to choose, with {self.gains.best.candidate.name}"
 
     def _looked_at(self) -> str:
         """Report how many configurations there are, and whether the search went to its end."""
@@ -162,12 +176,9 @@ class Report:
 
     def _ended(self) -> str:
         """Report what the search has proved of the others at its end."""
-        if count := self.result.other_lengths:
-            return (
-                f"none of the others can be among the best, but for {count:,} in slices of a third length, "
-                "which were not timed"
-            )
-        return "none of the others can be among the best"
+        proved = "of those that were tried, none of the others can be among the best"
+        untimed = [f"{count:,} {words}" for words, count in self.result.left_out.items()]
+        return f"{proved}, but for {' and '.join(untimed)}, which were not timed" if untimed else proved
 
     def _room(self) -> str:
         offered = self.system.memory_bytes
@@ -195,6 +206,8 @@ class Report:
             "stopped": None if result.stopped is None else str(result.stopped),
             "not_counted": self.not_counted,
             "compared": self.compared and self.compared.record(),
+            "flags_not_tried": self.gains and self.gains.record(),
+            "with_flags": self._with_flags(),
             "best": [
                 {
                     **self._record(choice),
@@ -214,6 +227,19 @@ class Report:
             "candidate": record(choice.candidate),
             "estimate": asdict(choice.estimate),
             **self._launch(choice).record(),
+        }
+
+    def _with_flags(self) -> dict[str, Any] | None:
+        """Return the shortest step with flags that were not tried, and its command, for a JSON file."""
+        if self.gains is None or self.gains.shortest is None:
+            return None
+        shortest = self.gains.shortest
+        return {
+            "added_flags": self.gains.words,
+            "name": shortest.candidate.name,
+            "candidate": record(shortest.candidate),
+            "estimate": asdict(shortest.estimate),
+            **self._launch_of(self.gains).record(),
         }
 
     def _point(self, choice: Evaluated) -> dict[str, Any]:
@@ -251,10 +277,20 @@ class Report:
                     if self.compared
                     else {}
                 ),
+                **({self._not_tried: "; ".join(self.gains.lines)} if self.gains and self.gains.lines else {}),
             },
             (_COLUMNS, self._rows()),
             memory_tradeoff.configurations_svg(best, frontier, self.limit, ""),
-            {choice.candidate.name: self._launch(choice).text for choice in self._shown()},
+            {choice.candidate.name: self._launch(choice).text for choice in self._shown()}
+            | (
+                {
+                    f"{self.gains.shortest.candidate.name} with {self.gains.words}": self._launch_of(
+                        self.gains
+                    ).text
+                }
+                if self.gains and self.gains.shortest
+                else {}
+            ),
         )
 
     def write_batch_files(self, folder: Path) -> None:
@@ -310,6 +346,12 @@ class Report:
 
     def _launch(self, choice: Evaluated) -> launch_lines.Launch:
         return launch_lines.Launch(self.flags(choice), self.gpus, self.system.gpus_per_node, self.script)
+
+    def _launch_of(self, gains: FlagGains) -> launch_lines.Launch:
+        """Return the start of the shortest step with flags that were not tried."""
+        assert gains.shortest is not None
+        flags = gains.flags(self.words)
+        return launch_lines.Launch(flags, self.gpus, self.system.gpus_per_node, self.script)
 
     def _points(self) -> tuple[list[Any], list[Any]]:
         from megatron_pp_ext.view.memory_tradeoff import Point

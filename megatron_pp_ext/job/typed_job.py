@@ -27,6 +27,7 @@ class Memory:
     optimizer: str = "adam"
     sgd_momentum: float = 0.9
     use_distributed_optimizer: bool = False
+    num_distributed_optimizer_instances: int = 1
     use_megatron_fsdp: bool = False
     data_parallel_sharding_strategy: str = "optim_grads_params"
     muon_num_ns_steps: int = 5
@@ -44,6 +45,11 @@ class Memory:
         """Whether data-parallel ranks share the optimizer's state, with Muon by whole weights."""
         is_sharded = self.use_megatron_fsdp and self.data_parallel_sharding_strategy != "no_shard"
         return self.use_distributed_optimizer or is_sharded or self.optimizer == "dist_muon"
+
+    @property
+    def instances(self) -> int:
+        """The copies of the sharded optimizer's state; data-parallel ranks next to each other share one."""
+        return self.num_distributed_optimizer_instances if self.use_distributed_optimizer else 1
 
     @property
     def shards_gradients(self) -> bool:

@@ -240,6 +240,8 @@ CASES: dict[str, dict[str, str]] = {
         "cast for microbatch 0, which comes once": "--te-precision-config-file x",
         "runs the step again where they do not fit": "--moe-expert-rank-capacity-factor 2",
         "the bias has no versions": "--moe-router-enable-expert-bias",
+        "no training without a flush was": "--use-distributed-optimizer "
+        "--num-distributed-optimizer-instances 2",
         "--fine-grained-activation-offloading: it gives": "--fine-grained-activation-offloading",
     },
     f"Without a flush and without `--pipeline-allow-waits`|{ONE}": {
@@ -295,6 +297,7 @@ CASES: dict[str, dict[str, str]] = {
     },
     "Under every schedule, Megatron's own too|": {
         "calls itself without end": "--recompute-granularity selective --recompute-modules mlp",
+        "divides the ranks that share": "--num-distributed-optimizer-instances 2",
         "and Transformer Engine is not installed": "--hybrid-layer-pattern *-*-",
     },
     f"In every pipeline, Megatron's own too|{PP4} --disable-bias-linear": {

@@ -11,6 +11,7 @@ from megatron_pp_ext.costs.model_parts import model_parts
 from megatron_pp_ext.costs.system import Link
 from megatron_pp_ext.costs.system_kernels import SystemKernelSeconds
 from megatron_pp_ext.job.pipeline import for_world
+from megatron_pp_ext.job.sizes import require_divisible
 from megatron_pp_ext.planner import described
 from megatron_pp_ext.planner.search.lower_bounds import bounds
 from megatron_pp_ext.planner.step.estimate import Estimate, StepModel, estimate_request
@@ -160,6 +161,31 @@ def test_experts_reduce_among_those_that_have_them():
     assert made.states[0].optimizer == pytest.approx(12 * (part.parameters / 8 + part.expert_parameters / 2))
     tensor = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
     assert work(data=4, num_experts=8, expert_model_parallel_size=4, **tensor).sharing.expert == 2
+
+
+def test_instances_of_the_optimizer_reduce_within_and_then_across():
+    """Eight replicas in two instances: four ranks share the state, and ranks four apart sum their shares."""
+    made = work(data=8, use_distributed_optimizer=True, num_distributed_optimizer_instances=2)
+    weights, waits = made.by_rank[0].parameters, made.waits[0]
+    across = 2 * ring(4 * weights / 4, 2, MACHINE.link(2, 4), within=0)
+    assert waits.reduction == pytest.approx(ring(4 * weights, 4) + across)
+    assert waits.gathering == pytest.approx(ring(2 * weights, 4))
+    assert made.states[0].optimizer == pytest.approx(12 * weights / 4)
+    assert waits.update == pytest.approx((38 * weights / 4 + 4 * weights) / COPY)
+    # Without shared state there is nothing to divide.
+    plain, divided = (work(data=8, num_distributed_optimizer_instances=number) for number in (1, 2))
+    assert divided.waits == plain.waits and divided.states == plain.states
+
+
+def test_experts_have_instances_of_their_own():
+    """Eight ranks, experts over two of them: four replicas of an expert, two of them in an instance."""
+    sizes = {"num_experts": 8, "expert_model_parallel_size": 2, "use_distributed_optimizer": True}
+    made = work(data=8, num_distributed_optimizer_instances=2, **sizes)
+    part = made.by_rank[0]
+    assert made.states[0].optimizer == pytest.approx(12 * (part.parameters / 4 + part.expert_parameters / 2))
+    sharers = 8 // 2
+    with pytest.raises(ValueError, match=f"instances 8 does not divide the {sharers} ranks that have the"):
+        require_divisible(describe({**MODEL, **sizes, "num_distributed_optimizer_instances": 8}), 8)
 
 
 def test_a_step_on_one_rank_is_the_sum_of_what_it_does():

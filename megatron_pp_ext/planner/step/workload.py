@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 class Addition:
     """The part of a feature in estimates; this one adds nothing."""
 
+    def units(self, job: Job) -> float:
+        """Return into how many units of a schedule ``job`` cuts each microbatch."""
+        return 1.0
+
     def costs(self, work: "Workload", costs: Costs) -> Costs:
         """Return the ``costs`` of the stages of ``work`` with what the feature's actions take."""
         return costs
@@ -79,13 +83,23 @@ class Waits:
 
 
 def waits(job: Job, system: System, part: Part, sharing: Sharing) -> Waits:
-    """Return the seconds that a rank whose stages add up to ``part`` waits in a step without overlap."""
-    parallel, precision = job.parallel, job.precision
+    """Return the seconds that a rank whose stages add up to ``part`` waits in a step without overlap.
+
+    Ranks that are next to each other share the optimizer's state, and sum gradients by a reduce-scatter.
+    Where it has several instances, the ranks with the same share of it all-reduce that after
+    (``start_grad_sync`` in megatron.core.distributed.param_and_grad_buffer).
+    """
+    parallel, precision, instances = job.parallel, job.precision, job.memory.instances
+    shared = sharing.of_state(job.memory) if instances > 1 else sharing
     groups = (
-        (part.parameters, sharing.dense, parallel.tensor_model_parallel_size),
-        (part.expert_parameters, sharing.expert, parallel.expert_ranks),
+        (part.parameters, shared.dense, parallel.tensor_model_parallel_size),
+        (part.expert_parameters, shared.expert, parallel.expert_ranks),
     )
     out = sum(system.gather_seconds(precision.gradient_size * size, *group) for size, *group in groups)
+    across = sum(
+        system.all_reduce_seconds(precision.gradient_size * size / ranks, instances, stride * ranks)
+        for size, ranks, stride in groups
+    )
     # All weights of experts are operands.
     operands = (
         max(0.0, part.fp8_parameters - part.expert_parameters),
@@ -99,7 +113,7 @@ def waits(job: Job, system: System, part: Part, sharing: Sharing) -> Waits:
     is_sharded = job.memory.shards_state
     state = model_state(job, part, sharing)
     return Waits(
-        reduction=out if is_sharded else 2 * out,
+        reduction=out + across if is_sharded else 2 * out,
         gathering=back if is_sharded else 0.0,
         update=update_seconds(job, system, state.update, state.gradients),
     )
@@ -220,6 +234,11 @@ class Workload:
     def together(self, parts: Sequence[Part]) -> float:
         """Return the share of their seconds that actions take together, on average over ``parts``."""
         return pair(self.job, parts)
+
+    @cached_property
+    def units(self) -> float:
+        """The units of a schedule into which each microbatch is cut."""
+        return max(addition.units(self.job) for addition in additions())
 
     @property
     def head_parameters(self) -> Part:
