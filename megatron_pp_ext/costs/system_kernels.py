@@ -190,6 +190,12 @@ FLEXIBLE_PROCESSORS, _COLLECTIVE_PROCESSORS = 20, 32
 and those of NCCL's all-to-all, one for each channel (32 on H100: those of its rings, rounded up to a power of
 two, ``ncclTopoComputeP2pChannels``)."""
 
+_SECOND_ROUND = 0.5
+"""The rate of a product whose last blocks start when the first ones have ended.
+
+On an H100 an additional round of blocks next to NCCL was seen to nearly double the time of a product
+(forums.developer.nvidia.com/t/339078)."""
+
 
 class SystemKernelSeconds(KernelSeconds):
     """Seconds on ``system`` for the parallel sizes and the number format of ``job``.
@@ -370,7 +376,13 @@ class SystemKernelSeconds(KernelSeconds):
 
     @property
     def left_beside_exchange(self) -> float:
-        """The share of processors that an exchange leaves to computation; 1 where their number is unknown."""
+        """The rate of computation next to an exchange; 1 where the number of processors is unknown.
+
+        An exchange takes processors.  Where products divide their tiles beforehand, the blocks that find
+        theirs taken run after all others, so that a product takes twice as long however few are missing.
+        """
+        if self._system.persistent_products:
+            return _SECOND_ROUND
         processors = FLEXIBLE_PROCESSORS if self._sends_once else _COLLECTIVE_PROCESSORS
         return 1 - min(1.0, processors / self._system.processors) if self._system.processors else 1.0
 
