@@ -18,7 +18,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.planner import found_factors, held_out
-from benchmarks.planner.found_runs import BLACKWELL, Compared, FoundRun, compared, found
+from benchmarks.planner.found_runs import Compared, FoundRun, compared, found
 from benchmarks.report import Row, table
 from megatron_pp_ext.costs import system
 from megatron_pp_ext.planner.step import error_band
@@ -47,11 +47,12 @@ def estimated(run: FoundRun) -> Compared:
 def training_runs() -> Iterator[tuple[str, float]]:
     """Yield the kind of each run of ``reference.training_runs``, and its estimate over its measurement."""
     for result in held_out.held_out():
-        device = "Blackwell" if result.run.gpu in BLACKWELL else result.run.gpu.upper()
+        device = result.run.gpu.upper()
         kinds = {
-            error_band.DENSE: f"dense, {device}",
-            error_band.FP8: f"FP8, {result.run.gpu.upper()}",
-            error_band.EXPERTS: f"experts, {device}",
+            error_band.HOPPER: f"dense, {device}",
+            error_band.FP8_HOPPER: f"FP8, {device}",
+            error_band.BLACKWELL: f"FP8, {device}",
+            error_band.EXPERTS_HOPPER: f"experts, {device}",
         }
         yield kinds.get(result.kind, result.kind), result.ratio
 

@@ -2,10 +2,10 @@
 
 python -m benchmarks.planner.found_factors RUNS   # two minutes of a core
 
-RUNS is the folder of ``found_runs``.  Runs of ``reference.training_runs`` take part, each source as a
-publisher of its own.  What is minimized is the mean error over kinds; in a kind a publisher counts by the
-root of its number of runs, since its runs are alike, and no error by more than ``_MOST``, since some recipes
-are not those that ran.  What shipped systems have is the best of all publishers.
+RUNS is the folder of ``found_runs``.  Runs of ``reference.training_runs`` take part.  What is minimized is
+the mean error over kinds; in a kind a publisher counts by the root of its number of runs, since its runs are
+alike, and no error by more than ``_MOST``, since some recipes are not those that ran.  What shipped systems
+have is the best of all publishers.
 """
 
 import json
@@ -20,7 +20,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.planner.found_runs import FoundRun, compared, found
+from benchmarks.planner.found_runs import FoundRun, compared, found, publisher_of
 from benchmarks.planner.held_out import with_factors
 from benchmarks.planner.judged import judged
 from megatron_pp_ext.costs import system
@@ -94,7 +94,7 @@ def _ratios(found_runs: Sequence[FoundRun], family: str, factors: Factors) -> li
     for number, job in enumerate(job for job in runs() if job.seconds and job.gpu in FAMILIES[family]):
         if job.source != "vtrain-single" or not number % _EVERY:
             other = judged(job, with_factors(system.read(job.gpu), factors))
-            ratios.append(Ratio(job.source, _kind(other.kind), other.ratio))
+            ratios.append(Ratio(publisher_of(job.source), _kind(other.kind), other.ratio))
     return ratios
 
 
