@@ -136,8 +136,7 @@ FlashAttention-2 (arXiv 2307.08691, figures 5 and 6), causal, heads of 128, sequ
 _FUSED_BACKWARD = 2.5
 """The products in the backward of fused attention for each one of the forward (same source, section 4.1).
 
-On an H100 they run as fast as those of the forward: 518 and 529 TFLOP/s over 8,192 tokens (arXiv 2407.08608,
-figures 5 and 6, cuDNN).  A system has its own rates where they do not (``attention_backward_rates``)."""
+They run at the forward's rate where a system has none of their own (``attention_backward_rates``)."""
 
 _RANDOM_FORWARD = 1.5
 """The time that dropout's random numbers add to the forward of fused attention with heads of 128, and again
