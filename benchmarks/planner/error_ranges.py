@@ -3,7 +3,8 @@
 python -m benchmarks.planner.error_ranges               # a minute of a core
 python -m benchmarks.planner.error_ranges --runs RUNS   # estimates the runs of ``found_runs`` again, too
 
-Writes error_ranges.json, planner/validation.json and results/error_ranges.md.  Every step is estimated with
+Writes error_ranges.json, planner/validation.json, results/error_ranges.md, and its first table into
+docs/planner.md; README.md states its errors in whole percent.  Every step is estimated with
 factors that were fitted without its publisher.  Without RUNS, the steps that are no part of this project keep
 the errors of the last time.
 """
@@ -29,6 +30,7 @@ from megatron_pp_ext.planner.step import error_band
 from megatron_pp_ext.planner.step.estimate import estimate_request
 
 FILE = Path(__file__).with_suffix(".json")
+DOCUMENT = Path(__file__).parents[2] / "docs" / "planner.md"
 VALIDATION = Path(error_band.__file__).parents[1] / "validation.json"
 
 _OUTSIDE = 0.11
@@ -226,6 +228,15 @@ def table_of_publishers() -> str:
     return table(("kind", "publisher left out", "mean error", "range without it", "covered"), rows)
 
 
+def replaced(document: str, made: str) -> str:
+    """Return ``document`` with the table ``made`` in place of the one with its head; ValueError if none."""
+    head, *_ = made.splitlines()
+    text, count = re.subn(rf"^{re.escape(head)}(\n\|.*)*", lambda _: made, document, count=1, flags=re.M)
+    if not count:
+        raise ValueError(f"{DOCUMENT} has no table with the head {head}")
+    return text
+
+
 PARTS = {"By kind": table_of_kinds, "By publisher": table_of_publishers}
 
 
@@ -245,6 +256,8 @@ def main(
     FILE.write_text(re.sub(r",\n\s+(?=[\d.])", ", ", text) + "\n", encoding="utf-8")
     made = json.dumps(validation(joined(content), content["limits"]), indent=1)
     VALIDATION.write_text(made + "\n", encoding="utf-8")
+    text = replaced(DOCUMENT.read_text(encoding="utf-8"), table_of_kinds())
+    DOCUMENT.write_text(text, encoding="utf-8")
     about = (
         "Steps of published runs, each estimated with the factors that were fitted without its publisher, "
         "and the range in which a step of a further publisher is expected."
