@@ -8,6 +8,7 @@ from megatron_pp_ext.costs import system
 from megatron_pp_ext.job.pipeline import for_world
 from megatron_pp_ext.planner import described
 from megatron_pp_ext.planner.step.error_band import (
+    BLACKWELL,
     EXPERTS_BLACKWELL,
     EXPERTS_HOPPER,
     HOPPER,
@@ -121,9 +122,9 @@ def test_ranges_cover_eight_in_ten_steps_of_publishers_that_were_left_out() -> N
     shares = {kind: counts[kind] / SIZES[kind] for kind in EVERY}
     # The only publisher of a kind leaves a range of other kinds, which is wider than 15 runs of one job need.
     assert shares.pop(HOPPER) == 1
-    # Hosts that are slower than devices make a third of the experts' steps on Hopper unlike the rest.
-    assert shares.pop(EXPERTS_HOPPER) >= 0.7
-    assert all(0.75 <= share <= 0.9 for share in shares.values())
+    # Dense steps on Blackwell are more alike than those of other kinds, which make a part of their range.
+    assert shares.pop(BLACKWELL) >= 0.75
+    assert all(0.75 <= share <= 0.85 for share in shares.values())
 
 
 def test_a_kind_of_few_publishers_has_a_wider_range() -> None:
@@ -149,10 +150,10 @@ def test_shipped_ranges_are_made_of_the_stored_ratios() -> None:
 def test_errors_are_those_that_the_readme_states() -> None:
     """README.md, What you can trust: in whole percent, with the number of steps and those in their range."""
     errors = {kind: round(100 * error(group)) for kind, group in EVERY.items()}
-    assert {errors.pop(EXPERTS_HOPPER), errors.pop(EXPERTS_BLACKWELL)} == {10, 9}
+    assert (errors.pop(EXPERTS_HOPPER), errors.pop(EXPERTS_BLACKWELL)) == (7, 9)
     assert (min(errors.values()), max(errors.values())) == (2, 7)
     inside = sum(sum(group.values()) for group in covered(EVERY).values())
-    assert (sum(SIZES.values()), round(100 * inside / sum(SIZES.values()))) == (1122, 83)
+    assert (sum(SIZES.values()), round(100 * inside / sum(SIZES.values()))) == (1122, 79)
 
 
 def test_a_table_replaces_the_one_with_its_head() -> None:
