@@ -127,7 +127,8 @@ _LAUNCHED_CASTS = {"delayed": 0, "tensorwise": 2}
 Transformer Engine starts the products and the casts of each expert one by one (``multi_stream_cublas_gemm``
 in transformer_engine/common/gemm/cublaslt_gemm.cu, ``multi_tensor_quantize_impl`` in
 transformer_engine/pytorch/csrc/extensions/cast.cpp, commit d0067d0d); delayed scales have one kernel for all,
-and scales of the tensor itself one more to find them."""
+and scales of the tensor itself one more to find them.  NVFP4 has two kernels for all experts, which transform
+their tokens, find the scales and cast (``split_quantize_nvfp4_impl_with_rht_helper`` there)."""
 
 
 def experts(costs: LayerCosts) -> Part:
@@ -231,8 +232,8 @@ def _launches(costs: LayerCosts, local_experts: int) -> int:
     if not precision.moe_grouped_gemm or precision.fuses_experts:
         return MLP_KERNELS
     casts = 0
-    if precision.uses_fp8:
-        casts = 2 if precision.fp4 else _LAUNCHED_CASTS.get(precision.fp8_recipe, 1)
+    if precision.uses_fp8 and not precision.fp4:
+        casts = _LAUNCHED_CASTS.get(precision.fp8_recipe, 1)
     return MLP_KERNELS + 2 * local_experts * (1 + casts)
 
 

@@ -48,7 +48,8 @@ class Part:
     (``schedule.timing``), and ``hidden_beside`` the part of an I's column-parallel messages that they hide.
     ``exchanged_seconds`` are the time of one exchange of tokens between experts; a forward has two, and
     an I two.  A forward and a backward that run together (``Schedule.paired``) take ``overlapped_together``
-    less than one after the other.
+    less than one after the other.  Such halves take turns by layer, of which the largest keeps
+    ``of_layer`` bytes between F and I.
 
     ``after_forward`` are the bytes kept between F and I, ``after_input_gradient`` those between I and W:
     input and output gradient of every product with a weight.  ``workspace`` are the temporary bytes inside I
@@ -88,6 +89,7 @@ class Part:
     replaced: float = 0.0
     expanded: float = 0.0
     masks: float = 0.0
+    of_layer: float = 0.0
     matrices: Matrices | None = None
 
     def __add__(self, other: "Part") -> "Part":
@@ -118,6 +120,7 @@ class Part:
             self.replaced + other.replaced,
             self.expanded + other.expanded,
             self.masks + other.masks,
+            max(self.of_layer, other.of_layer),
             self.matrices + other.matrices
             if self.matrices and other.matrices
             else self.matrices or other.matrices,
@@ -153,6 +156,7 @@ class Part:
             count * self.replaced,
             count * self.expanded,
             count * self.masks,
+            self.of_layer,
             self.matrices and self.matrices.times(count),
         )
 
@@ -210,6 +214,7 @@ class Part:
             hidden_beside=stage.hidden_beside,
             overlapped_together=overlapped_together,
             after_forward=stage.activation,
+            of_layer=stage.activation,
             after_input_gradient=stage.activation - stage.released_by_input_gradient,
             workspace=stage.workspace and stage.workspace + max(0.0, stage.released_by_input_gradient),
             workspace_in_whole=stage.workspace_in_whole,
