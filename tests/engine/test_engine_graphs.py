@@ -91,9 +91,9 @@ JOBS = {
         "--overlap-moe-expert-parallel-comm --moe-token-dispatcher-type alltoall --disable-bias-linear "
         "--cuda-graph-modules attn",
     ),
-    "in pairs, of which the step has none": (
+    "without a pair on the first rank": (
         4,
-        "--pipeline-schedule dualpipe-v --num-experts 2 --expert-model-parallel-size 2 --global-batch-size 2 "
+        "--pipeline-schedule interleaved --num-experts 2 --expert-model-parallel-size 2 --global-batch-size 4 "
         "--overlap-moe-expert-parallel-comm --moe-token-dispatcher-type alltoall --disable-bias-linear "
         "--cuda-graph-modules attn",
     ),
