@@ -54,6 +54,9 @@ def arguments(*configs: Any, **explicit: Any) -> Namespace:
             if name in names and name not in _NOT_ASKED and not values.get(name):
                 value = getattr(config, field.name, None)
                 values[name] = _modules(value) if name == "cuda_graph_modules" else _dtype(value)
+    if values.get("cuda_graph_impl") == "local" and "full_iteration" in values.get("cuda_graph_modules", ()):
+        # So it was called before 0.18, and Megatron replaces it.
+        values.update(cuda_graph_impl="full_iteration", cuda_graph_modules=[])
     for shards, ranks in _SHARDS.items():
         if values.get(shards) == values.get(ranks):
             values.pop(shards, None)
