@@ -94,8 +94,8 @@ JOBS = {
     "without a pair on the first rank": (
         4,
         "--pipeline-schedule interleaved --num-experts 2 --expert-model-parallel-size 2 "
-        "--global-batch-size 4 --overlap-moe-expert-parallel-comm --moe-token-dispatcher-type alltoall --disable-bias-linear "
-        "--cuda-graph-modules attn",
+        "--global-batch-size 4 --overlap-moe-expert-parallel-comm --moe-token-dispatcher-type alltoall "
+        "--disable-bias-linear --cuda-graph-modules attn",
     ),
 }
 
