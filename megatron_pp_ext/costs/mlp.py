@@ -138,16 +138,26 @@ def experts(costs: LayerCosts) -> Part:
     """
     model = costs.job.model
     local_experts = model.num_experts // costs.job.parallel.expert_model_parallel_size
-    inside = router(costs) + _routed(costs, local_experts) + _latent(costs)
-    if model.moe_shared_expert_intermediate_size:
-        shared = _shared(costs)
-        inside += shared.recomputed(after_forward=0) if "shared_experts" in costs.recomputed else shared
+    inside = router(costs) + _routed(costs, local_experts) + _latent(costs) + _shared_experts(costs)
     inside = inside.recomputed(after_forward=0) if "moe" in costs.recomputed else inside
     norm = costs.norm(is_recomputed=costs.recomputes_norms) + _read_by_router(costs)
     kernels = MLP_KERNELS * (2 if costs.job.precision.moe_grouped_gemm else 1 + local_experts)
     # The host waits for the number of tokens of every expert, so no launch of the router's is hidden.
     routing = costs.kernels.launched(Part(), ROUTER_KERNELS, has_routed=True)
     return routing + costs.kernels.launched(norm + inside + costs.dropped(), kernels, has_routed=True)
+
+
+def routing(costs: LayerCosts) -> Part:
+    """Return a layer of experts up to its router, with the norm and the shared expert."""
+    norm = costs.norm(is_recomputed=costs.recomputes_norms) + _read_by_router(costs)
+    return norm + router(costs) + _shared_experts(costs)
+
+
+def _shared_experts(costs: LayerCosts) -> Part:
+    if not costs.job.model.moe_shared_expert_intermediate_size:
+        return Part()
+    shared = _shared(costs)
+    return shared.recomputed(after_forward=0) if "shared_experts" in costs.recomputed else shared
 
 
 def _read_by_router(costs: LayerCosts) -> Part:

@@ -55,8 +55,8 @@ class Flags:
         return cls(**{field.name: getattr(args, field.name, None) for field in fields(cls)})
 
 
-ENGINE = "transformer-engine"
-"""The name of the package whose layers run on GPUs."""
+ENGINE, CORE = "transformer-engine", "megatron-core"
+"""The names of the packages with the layers that run on GPUs, and of Megatron."""
 
 FIRST_ENGINE = "2.3"
 """The first Transformer Engine whose modules have a store (``WeightGradStore``, module/_common.py)."""

@@ -6,6 +6,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from megatron_pp_ext.costs.model_parts import ModelParts, model_parts, pair
@@ -23,7 +24,7 @@ from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.costs.system_kernels import SystemKernelSeconds
 from megatron_pp_ext.features import FEATURES
 from megatron_pp_ext.job import sizes, stage_costs
-from megatron_pp_ext.job.layers import by_stage
+from megatron_pp_ext.job.layers import by_stage, predicting_stage
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
@@ -190,6 +191,24 @@ class Workload:
             product = replace(self.model.deferred, after_input_gradient=0.0)
             parts[-1] = parts[-1] + product.times(1 - self._deferred / self._microbatches)
         return _once(self._sharded, parts) if self.job.memory.shards_gradients else parts
+
+    @cached_property
+    def captured(self) -> list[tuple[Part, int]]:
+        """What CUDA graphs of layers capture of each stage, and of how many layers it has any.
+
+        Of measured stages they capture all.
+        """
+        if self.model.measured is not None:
+            return list(zip(self.parts, self.layers, strict=True))
+        ends = list(accumulate(self.layers))
+        stages = [
+            self.model.captured[end - count : end] for end, count in zip(ends, self.layers, strict=True)
+        ]
+        if predictions := self.job.model.mtp_num_layers:
+            stage = predicting_stage(self.job, len(stages))
+            assert stage is not None
+            stages[stage] += self.model.captured[-1:] * predictions
+        return [(sum(stage, Part()), sum(part.after_forward > 0 for part in stage)) for stage in stages]
 
     def _sharded(self, part: Part) -> Part:
         """Return ``part``, in which weights are gathered and gradients reduced layer by layer.
