@@ -326,6 +326,29 @@ class Costs:
         )
         return replace(self, stages=stages)
 
+    def waiting_for_messages(self, placement: Placement, hops: Mapping[int, float] | None = None) -> Self:
+        """Return the costs where a rank does nothing until each message that it sends has arrived.
+
+        An action then takes as much longer as its message is on its way.  ``hops`` has the seconds of the
+        messages between a stage and the next, where they are not ``hop``.
+        """
+        hops = hops or {}
+
+        def way(stage: int) -> float:
+            is_sent = 0 <= stage < placement.stages - 1
+            is_sent = is_sent and placement.rank_of(stage) != placement.rank_of(stage + 1)
+            return hops.get(stage, self.hop) if is_sent else 0.0
+
+        stages = tuple(
+            replace(
+                stage,
+                forward=stage.forward + way(number),
+                input_gradient=stage.input_gradient + way(number - 1),
+            )
+            for number, stage in enumerate(self.stages)
+        )
+        return replace(self, stages=stages, hop=0.0)
+
     def growth(self, action: Action) -> float:
         """Return the memory that ``action`` takes at its start; its end frees what is not kept."""
         if action.kind in (Kind.S, Kind.T):

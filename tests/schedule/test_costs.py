@@ -62,6 +62,30 @@ def test_the_times_of_a_whole_rank_are_divided_among_its_chunks():
     assert costs == Costs((StageCosts(1.0, 1.5, 2.0, activation=0.5),) * 6, hop=0.25)
 
 
+@pytest.mark.parametrize(("ranks", "microbatches", "hop"), [(4, 8, 0.5), (8, 8, 3.0)])
+def test_ranks_that_wait_for_their_messages(ranks, microbatches, hop):
+    """A microbatch takes two messages more on every rank between the ends, and three fall away at these.
+
+    A slow link between two stages is waited for by both of them, and by all others in turn.
+    """
+    schedule = catalog.build("1f1b", ranks, microbatches)
+    costs = Costs.uniform(schedule.placement, forward=1.0, input_gradient=1.0, weight_gradient=1.0, hop=hop)
+    waiting = simulate(schedule, costs.waiting_for_messages(schedule.placement)).makespan
+    assert waiting == (microbatches + ranks - 1) * (3 + 2 * hop) - 3 * hop
+    assert waiting > simulate(schedule, costs).makespan
+    near = replace(costs, hop=0.0)
+    slow = near.waiting_for_messages(schedule.placement, {ranks // 2 - 1: hop})
+    assert simulate(schedule, slow).makespan >= simulate(schedule, near).makespan + microbatches * hop
+
+
+def test_no_rank_waits_for_a_message_to_itself():
+    placement = catalog.build("v-half", 2, 4).placement
+    costs = Costs.uniform(placement, forward=1.0, input_gradient=1.0, weight_gradient=1.0, hop=0.5)
+    waiting = costs.waiting_for_messages(placement).stages
+    assert [stage.forward for stage in waiting] == [1.5, 1.0, 1.5, 1.0]
+    assert [stage.input_gradient for stage in waiting] == [1.0, 1.5, 1.0, 1.5]
+
+
 def test_an_output_layer_is_the_last_stages_or_all_ranks():
     plain = Costs((StageCosts(1.0, 2.0, 3.0, 4.0, 0.5),) * 4, hop=0.125, message=7.0)
     last = StageCosts(1.75, 2.75, 3.75, 4.0, 0.5)
