@@ -345,6 +345,7 @@ class Parallel:
     tp_comm_overlap: bool = False
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
+    overlap_p2p_comm: bool = True
     overlap_moe_expert_parallel_comm: bool = False
     moe_token_dispatcher_type: str = "allgather"
     moe_flex_dispatcher_backend: str = "deepep"

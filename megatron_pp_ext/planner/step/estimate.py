@@ -321,8 +321,11 @@ class StepModel:
         for addition in additions():
             costs = addition.in_step(self.work, self.order.timer.schedule, costs)
         spans = self.order.timer.spans(costs)
+        busy = sum(span.busy for span in spans)
+        if self.work.waits_for_messages:
+            spans = self.order.timer.spans(costs.waiting_for_messages(self.work.placement))
         makespan = max(span.end for span in spans)
-        bubble = 1 - sum(span.busy for span in spans) / (len(spans) * makespan)
+        bubble = 1 - busy / (len(spans) * makespan)
         # The bubble of a single rank may round to below nothing.
         return Pace(makespan + waits_around(self.work, spans), makespan, max(0.0, bubble))
 
