@@ -326,18 +326,17 @@ class Costs:
         )
         return replace(self, stages=stages)
 
-    def waiting_for_messages(self, placement: Placement, hops: Mapping[int, float] | None = None) -> Self:
+    def waiting_for_messages(self, placement: Placement, *, at_once: bool = False) -> Self:
         """Return the costs where a rank does nothing until each message that it sends has arrived.
 
-        An action then takes as much longer as its message is on its way.  ``hops`` has the seconds of the
-        messages between a stage and the next, where they are not ``hop``.
+        A forward or a backward then takes as much longer as its message is on its way, and half of that where
+        both travel ``at_once``.
         """
-        hops = hops or {}
+        hop = self.hop / 2 if at_once else self.hop
 
         def way(stage: int) -> float:
             is_sent = 0 <= stage < placement.stages - 1
-            is_sent = is_sent and placement.rank_of(stage) != placement.rank_of(stage + 1)
-            return hops.get(stage, self.hop) if is_sent else 0.0
+            return hop if is_sent and placement.rank_of(stage) != placement.rank_of(stage + 1) else 0.0
 
         stages = tuple(
             replace(

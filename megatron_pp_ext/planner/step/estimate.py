@@ -323,7 +323,10 @@ class StepModel:
         spans = self.order.timer.spans(costs)
         busy = sum(span.busy for span in spans)
         if self.work.waits_for_messages:
-            spans = self.order.timer.spans(costs.waiting_for_messages(self.work.placement))
+            placement = self.work.placement
+            # The interleaved function exchanges those of a forward and of a backward in one call.
+            waited = costs.waiting_for_messages(placement, at_once=placement.chunks > 1)
+            spans = self.order.timer.spans(waited)
         makespan = max(span.end for span in spans)
         bubble = 1 - busy / (len(spans) * makespan)
         # The bubble of a single rank may round to below nothing.
