@@ -66,3 +66,29 @@ def test_gradients_are_added_by_themselves(changed: dict, moved: int) -> None:
         moved * weights / (A100.copy_bytes_per_second * A100.sustained["copy"]), rel=1e-9
     )
     assert before.forward_seconds == today.forward_seconds
+
+
+@pytest.mark.parametrize(("recipe", "more"), [("tensorwise", 2.5), ("delayed", 0)])
+def test_experts_may_be_cast_slowly(recipe: str, more: float) -> None:
+    """With few tokens the device waits for the host, which casts the operands of two products an expert."""
+    hopper = system.read("h100")
+    job = describe(
+        {
+            **MODEL,
+            "tensor_model_parallel_size": 1,
+            "num_experts": 16,
+            "moe_ffn_hidden_size": 128,
+            "bf16": True,
+            "fp16": False,
+            "fp8": "hybrid",
+            "fp8_recipe": recipe,
+            "moe_grouped_gemm": True,
+            "seq_length": 64,
+        }
+    )
+    today, before = (
+        Workload(job.changed(casts_experts_slowly=is_slow), hopper, linear(2), 1).parts[0]
+        for is_slow in (False, True)
+    )
+    starts = 2 * 2 * 16 * more  # two layers of 16 experts with two products each
+    assert before.forward_seconds - today.forward_seconds == pytest.approx(starts * hopper.kernel_seconds)
