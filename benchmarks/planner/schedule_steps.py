@@ -110,22 +110,7 @@ def profiled_costs(step: PublishedStep, effects: Effects) -> Costs:
     )
     if effects.waits and step.schedule in ("1F1B", "1F1B-I"):
         costs = costs.waiting_for_messages(_placement(step), at_once=count > 1)
-    return longer(costs, effects.action)
-
-
-def longer(costs: Costs, action: float) -> Costs:
-    """Return ``costs`` where each action takes so many seconds more; a whole backward is one action."""
-    stages = (
-        replace(
-            stage,
-            forward=stage.forward + action,
-            input_gradient=stage.input_gradient + action,
-            weight_gradient=stage.weight_gradient + action,
-            hidden=stage.hidden + action,
-        )
-        for stage in costs.stages
-    )
-    return replace(costs, stages=tuple(stages))
+    return costs.longer_by(effects.action)
 
 
 def _placement(step: PublishedStep) -> Placement:
@@ -297,13 +282,23 @@ def machine(table: str) -> System:
     return replace(hopper, name="gh200", gpus_per_node=4, network=network, memory_bytes=96e9)
 
 
-def planned_seconds(step: PublishedStep) -> float:
-    """Return the seconds that the planner estimates by sizes alone, or with the slow link's delays."""
+@cache
+def planned_seconds(step: PublishedStep, starts: int = 0) -> float:
+    """Return the seconds that the planner estimates by sizes alone, or with the slow link's delays.
+
+    An action takes so many ``starts`` of a kernel more.
+    """
     if step.table == "crosspipe-5":
         return crosspipe_seconds(step, waits=True)
-    job = job_of(step)
+    job = job_of(step).changed(action_starts=starts)
     request = for_world(job, step.ranks * step.tensor)
     return estimate_request(job, machine(step.table), request).step_seconds
+
+
+def planned_with_action(step: PublishedStep) -> float:
+    """Return the same with the constant of an action, which is fitted to profiles without the model."""
+    starts = round(fitted_action(step.model) / machine(step.table).kernel_seconds)
+    return planned_seconds(step, starts)
 
 
 MEASURED_FORWARD = 0.038

@@ -326,6 +326,20 @@ class Costs:
         )
         return replace(self, stages=stages)
 
+    def longer_by(self, seconds: float) -> Self:
+        """Return the costs where every action takes so many ``seconds`` more; a whole backward is one."""
+        stages = tuple(
+            replace(
+                stage,
+                **{name: getattr(stage, name) + seconds for name in (*_TIMES, "hidden")},
+            )
+            for stage in self.stages
+        )
+        head = self.head and replace(
+            self.head, scores=self.head.scores + seconds, weight_gradient=self.head.weight_gradient + seconds
+        )
+        return replace(self, stages=stages, head=head)
+
     def waiting_for_messages(self, placement: Placement, *, at_once: bool = False) -> Self:
         """Return the costs where a rank does nothing until each message that it sends has arrived.
 

@@ -5,6 +5,7 @@ import pytest
 from megatron_pp_ext.costs import system
 from megatron_pp_ext.planner.step.model_description import describe
 from megatron_pp_ext.planner.step.workload import Workload
+from megatron_pp_ext.schedule.actions import OF_STAGES
 from megatron_pp_ext.schedule.placement import linear
 
 MODEL = {
@@ -15,7 +16,7 @@ HIDDEN = 2 * 512 * 2 * 1024
 A100 = system.read("a100-80g")
 
 
-def work(changed: dict, **framework: bool) -> Workload:
+def work(changed: dict, **framework: bool | int) -> Workload:
     return Workload(describe({**MODEL, **changed}).changed(**framework), A100, linear(2), 1)
 
 
@@ -92,3 +93,9 @@ def test_experts_may_be_cast_slowly(recipe: str, more: float) -> None:
     )
     starts = 2 * 2 * 16 * more  # two layers of 16 experts with two products each
     assert before.forward_seconds - today.forward_seconds == pytest.approx(starts * hopper.kernel_seconds)
+
+
+def test_actions_may_take_starts_of_a_kernel_more() -> None:
+    today, before = (work({}, action_starts=starts).costs.stages[0] for starts in (0, 17))
+    longer = pytest.approx(17 * A100.kernel_seconds)
+    assert [before.seconds(kind) - today.seconds(kind) for kind in OF_STAGES] == [longer] * len(OF_STAGES)

@@ -8,7 +8,7 @@ import pytest
 from megatron_pp_ext.job import flag_effects, flag_table
 from megatron_pp_ext.job.typed_job import IMPLY, OTHER_NAMES, PLACES, Job
 
-OF_OTHER_FRAMEWORKS = {"async_tensor_model_parallel_allreduce", "casts_experts_slowly"}
+OF_OTHER_FRAMEWORKS = {"async_tensor_model_parallel_allreduce", "action_starts", "casts_experts_slowly"}
 """What no release of Megatron has a flag for: see ``job.parts.Parallel``, ``job.typed_job.Precision``."""
 
 

@@ -10,6 +10,7 @@ from benchmarks.planner.schedule_steps import (
     crosspipe_scale,
     crosspipe_seconds,
     planned_seconds,
+    planned_with_action,
     profiled_seconds,
     with_action,
 )
@@ -81,3 +82,12 @@ def test_all_ratios_of_zero_bubble() -> None:
     assert mean(errors) < MEAN < mean(abs(ratio.error(profiled_seconds)) for ratio in every)
     assert max(errors) < 0.05
     assert sum(error < GOAL for error in errors) > 0.85 * len(errors)
+
+
+@pytest.mark.wide
+def test_ratios_by_sizes_and_the_constant() -> None:
+    """Of schedules whose order and flush are ours; ZB-2p has neither."""
+    every = [ratio for ratio in ratios("zero-bubble-4") if ratio.step.schedule != "ZB-2p"]
+    errors = [abs(ratio.error(planned_with_action)) for ratio in every]
+    assert max(errors) < GOAL
+    assert mean(errors) < MEAN < mean(abs(ratio.error(planned_seconds)) for ratio in every)

@@ -74,6 +74,12 @@ def test_ranks_that_wait_for_their_messages(ranks, microbatches, hop):
     assert at_once == waiting - (microbatches + ranks - 1) * hop + 1.5 * hop
 
 
+def test_a_whole_backward_is_one_action():
+    costs = Costs((StageCosts(1, 2, 3, hidden=0.5),), head=HeadCosts(1, 2)).longer_by(0.25)
+    assert [costs.stages[0].seconds(kind) for kind in OF_STAGES] == [1.25, 2.25, 3.25, 4.75]
+    assert (costs.head.scores, costs.head.weight_gradient) == (1.25, 2.25)
+
+
 def test_no_rank_waits_for_a_message_to_itself():
     placement = catalog.build("v-half", 2, 4).placement
     costs = Costs.uniform(placement, forward=1.0, input_gradient=1.0, weight_gradient=1.0, hop=0.5)

@@ -213,6 +213,9 @@ class Workload:
             pair=self.together(self.parts),
             sequence=tuple(part.sequence for part in self.parts),
         )
+        starts = self.job.parallel.action_starts
+        if starts and self.placement.ranks > 1:
+            costs = costs.longer_by(starts * self.system.kernel_seconds)
         for addition in additions():
             costs = addition.costs(self, costs)
         return costs
