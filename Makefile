@@ -39,6 +39,7 @@ env: .venv/.installed
 
 .venv/.installed: pyproject.toml requirements.lock
 	@if test -z "$(PYTHON)"; then echo "make env: no Python 3.12 or 3.13 found; install one, or set PYTHON=/path/to/python3.12"; exit 1; fi
+	@echo "make env: installing into .venv: 6.4 GB in a minute or more, the first time and when requirements.lock changes"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@# uv takes half a minute where pip takes several; either installs the same files.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv || echo "make env: going on with pip"

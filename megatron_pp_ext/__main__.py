@@ -45,6 +45,8 @@ def prepare(cpu: bool = False) -> None:
     while "--cpu" in sys.argv[1:]:
         cpu = True
         sys.argv.remove("--cpu")
+    if os.environ.get("RANK", "0") == "0":
+        print("megatron_pp_ext imports torch and Megatron: 10 to 60 seconds", file=sys.stderr, flush=True)
     if cpu:
         from megatron_pp_ext import cpu as stubs
 

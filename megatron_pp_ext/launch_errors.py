@@ -34,6 +34,15 @@ PATIENCE = 15.0
 """The seconds that the first rank of another machine waits before it speaks; its others wait twice that."""
 
 
+def needs(module: str) -> str:
+    """Return what to do where ``module``, a part of what training needs, is not installed; else "".
+
+    Planning needs neither torch nor Megatron, and so they come with an extra.
+    """
+    package = {"torch": "torch", "megatron": "megatron-core"}.get(module)
+    return f"{package} is not installed: pip install 'megatron_pp_ext[train]'" if package else ""
+
+
 @contextmanager
 def in_one_line() -> Iterator[None]:
     """End the process with status 2 for an error of this package that is raised inside, in one line.
@@ -55,7 +64,7 @@ def in_one_line() -> Iterator[None]:
         problem = f"{PREFIX}{error}"
     except ImportError as error:
         # Each module around the one that needs the package adds its name after these words.
-        message = str(error).partition(" when instantiating ")[0]
+        message = needs(error.name or "") or str(error).partition(" when instantiating ")[0]
         if "not installed" not in message:
             raise
         problem = f"{PREFIX}{message}"

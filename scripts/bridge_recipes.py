@@ -16,6 +16,7 @@ import importlib
 import inspect
 import json
 import logging
+import os
 import pkgutil
 import re
 import tempfile
@@ -147,6 +148,7 @@ def prepare(folder: Path, configs: Path | None = None) -> None:
     The config.json files that recipes ask for are written to ``folder``; ``configs`` may have more of them.
     """
     warnings.simplefilter("ignore")
+    os.environ["HF_HUB_OFFLINE"] = "1"  # else transformers asks for a config.json's companions, for minutes
     absent_packages.put_in_place()
     torch.cuda.is_available = lambda: False  # else recipes go by the GPU that they find here
     megatron.core.utils._te_version = packaging.version.Version(ENGINE)

@@ -16,6 +16,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -96,6 +97,7 @@ def main(
         TimeElapsedColumn(),
         TextColumn("{task.fields[loss]}"),
         console=console,
+        disable=not console.is_terminal,
     ) as progress:
         train(progress, "starting checkpoint (one step)", out / "start.log", [*common, *start], 1)
         resume = [*common, "--load", str(out / "start")]
@@ -172,6 +174,8 @@ def train(progress: Progress, title: str, log: Path, flags: Sequence[str], steps
     """Run one training job with a progress bar, and return its losses."""
     task = progress.add_task(title, total=steps, loss="importing Megatron")
     losses = Losses()
+    began = time.monotonic()
+    say_in_a_pipe(f"{title}: importing Megatron")
     environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     words = command.training(flags, RANKS, cpu=True)
     with log.open("w") as file, process.started(words, subprocess.PIPE, environment) as job:
@@ -183,11 +187,18 @@ def train(progress: Progress, title: str, log: Path, flags: Sequence[str], steps
             elif match := ITERATION.search(line):
                 losses[int(match[1])] = float(match[2])
                 progress.update(task, advance=1, loss=f"loss {float(match[2]):.4f}")
+                say_in_a_pipe(f"  step {len(losses)} of {steps}, {time.monotonic() - began:.0f} s")
         status = job.wait()
     if status or len(losses) != steps:
         progress.stop()
         raise SystemExit(f"demo: {title} failed with exit code {status}: {reason(log.read_text())} ({log})")
     return losses
+
+
+def say_in_a_pipe(text: str) -> None:
+    """Print ``text`` where no progress bar is seen."""
+    if not console.is_terminal:
+        console.print(text)
 
 
 def show_losses(losses: dict[str, Losses]) -> None:
@@ -235,7 +246,8 @@ def show_steps(steps: dict[str, RecordedStep], timelines: dict[str, dict[str, Ti
     console.print(table)
     console.print(
         "The replay gives each action the processor time that it took here, and messages no time: it is the "
-        "step of a machine with a core for every rank.\n"
+        "step of a machine with a core for every rank. A CPU shows equality and memory; its wall clock says "
+        "nothing about the speed of a schedule on GPUs.\n"
     )
 
 

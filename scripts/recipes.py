@@ -70,9 +70,8 @@ layout, `zb-h1` takes one of `auto` too; a V has stages of as many layers each, 
 Estimates of the bubble are above (p-1)/(vm) where stages are uneven and where ranks wait for messages. Of
 what CUDA graphs keep they count [the slots](gpu.md#cuda-graphs) of our schedules, and leave out the
 graphs of Megatron's own and those of whole iterations. The error of estimates ([accuracy](planner.md)) is
-larger than many a gain. Most recipes of the library have no estimate, and those that have one have more
-microbatches than the rest of it: where m/p is 4, as in its median, there is several times the bubble to
-be saved.
+larger than many a gain. Of a model that sees images only the language model is estimated, and the image
+encoder would lengthen the first stage.
 """
 
 
@@ -139,6 +138,7 @@ FEATURES: dict[str, Callable[[Row], Any]] = {
     "paged stash": lambda row: row.job.precision.moe_paged_stash,
     "full recomputation": lambda row: row.job.memory.recomputes_layers,
     "packed sequences": lambda row: any("packed" in note for note in row.recipe.notes),
+    "images": lambda row: any("image" in note for note in row.recipe.notes),
     "adapters alone": lambda row: row.recipe.trains_adapters,
     "Muon": lambda row: "muon" in row.job.memory.optimizer,
     "Megatron-FSDP": lambda row: row.job.memory.use_megatron_fsdp,

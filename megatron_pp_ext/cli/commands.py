@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from megatron_pp_ext.cli.report import console
 from megatron_pp_ext.jobs.failure import ended_as_by_the_keyboard
+from megatron_pp_ext.launch_errors import needs
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.entry import ALIASES, OTHERS
 from megatron_pp_ext.version import VERSION
@@ -38,9 +39,14 @@ class OneLineErrors(TyperGroup):
         except typer.Abort:
             _leave("stopped", 1)
         except OSError as error:
-            _leave(f"{error.filename}: {error.strerror}" if error.filename else str(error), 2)
+            _leave(f"{error.filename}: {error.strerror}{_fix(error)}" if error.filename else str(error), 2)
         except ValueError as error:
             _leave(self._misplaced(arguments[0], error) or str(error), 2)
+        except ModuleNotFoundError as error:
+            fix = needs(error.name or "")
+            if not fix:
+                raise
+            _leave(fix, 2)
         except OverflowError as error:
             _leave(f"a number is too large to count with ({error}): correct what was given", 2)
         except Exception as error:
@@ -49,7 +55,8 @@ class OneLineErrors(TyperGroup):
             message = getattr(error, "format_message", None)
             if message is None:
                 raise
-            _leave(self._misplaced(arguments[0], error) or message(), 2)
+            text = message()
+            _leave(self._misplaced(arguments[0], error) or f"{text}{_what_fits(text, arguments[0])}", 2)
 
     def _misplaced(self, command: str, error: Exception) -> str:
         """Return the right place of a word on the wrong side of --, or "" for other errors."""
@@ -73,6 +80,37 @@ class OneLineErrors(TyperGroup):
         return guess and f"{option} is no option of mpp {command}, and training's come after --: {guess}"
 
 
+ELSEWHERE = {
+    "measure bench benchmark": "mpp calibrate (this machine), profile (a model's layers), rehearse (a job)",
+    "plan tune optimize auto": "mpp search (the best configuration), estimate (one configuration)",
+    "draw plot show picture": "mpp schedule (one schedule), compare (all of them)",
+    "check test validate": "mpp doctor (this machine), verify (losses of a job)",
+    "schedules": "mpp list (names), compare (all of them)",
+    "train run": "torchrun ... -m megatron_pp_ext SCRIPT --pipeline-schedule NAME",
+}
+"""The commands for what other programs call otherwise, by these words."""
+
+
+def _what_fits(message: str, command: str) -> str:
+    """Return the fix that the parser's ``message`` lacks, to follow it; ``command`` is the first word."""
+    if message.startswith("No such command"):
+        meant = [commands for words, commands in ELSEWHERE.items() if command in words.split()]
+        if meant:
+            return f" Look at {meant[0]}."
+        return "" if "Did you mean" in message else " mpp --help lists them."
+    for kind, fix in {"a valid integer": "a whole number, such as 4", "a valid number": "a number"}.items():
+        if kind in message:
+            return f": give {fix}"
+    return ""
+
+
+def _fix(error: OSError) -> str:
+    """Return what to do about a path that is not there or closed, to follow its name."""
+    if isinstance(error, FileNotFoundError):
+        return "; correct the path, or make its folder"
+    return "; correct the path, or its permissions" if isinstance(error, PermissionError) else ""
+
+
 def _leave(message: str, code: int) -> None:
     line = " ".join(message.split())
     # Words of files stand in it, and a terminal obeys some characters that cannot be printed.
@@ -84,9 +122,7 @@ def _leave(message: str, code: int) -> None:
     sys.exit(code)
 
 
-app = typer.Typer(
-    cls=OneLineErrors, help="Pipeline schedules for Megatron-LM.", add_completion=False, rich_markup_mode=None
-)
+app = typer.Typer(cls=OneLineErrors, help="Pipeline schedules for Megatron-LM.", rich_markup_mode=None)
 
 
 @app.callback(invoke_without_command=True)

@@ -175,14 +175,14 @@ def show_comparison(ranks: int, times: ask.Times, lengths: LengthOptions, pictur
             table.add_row(name, *map(form, by_order.values()))
         console.print(table)
     console.print(_ABOUT, style="dim")
-    if pictures.paths:
+    if pictures.drawn:
         from megatron_pp_ext.view import figure
 
         bars = {
             name: {order: over_work(step) for order, step in by_order.items()}
             for name, by_order in steps.items()
         }
-        for path in pictures.paths:
+        for path in pictures.drawn:
             figure.draw(bars, path, "step over the work of the busiest rank", least=1.0)
 
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from megatron_pp_ext.files import require_folder
 from megatron_pp_ext.schedule.costs import MOST, Costs, StageCosts
 from megatron_pp_ext.schedule.formats.costs_file import read as read_costs
 from megatron_pp_ext.schedule.placement import Placement
@@ -139,16 +140,23 @@ class Pictures:
 
     svg: Annotated[Path | None, typer.Option(help="Draw it, to scale without loss.", metavar="FILE")] = None
     png: Annotated[Path | None, typer.Option(help="Draw it, in pixels.", metavar="FILE")] = None
+    html: Annotated[Path | None, typer.Option(help="Write a page, to zoom and ask.", metavar="FILE")] = None
 
     def __post_init__(self) -> None:
-        requested: Mapping[str, Path | None] = {".svg": self.svg, ".png": self.png}
+        requested: Mapping[str, Path | None] = {".svg": self.svg, ".png": self.png, ".html": self.html}
         for suffix, path in requested.items():
             if path is not None and path.suffix.lower() != suffix:
                 raise ValueError(f"--{suffix[1:]} got {path}: end the file's name in {suffix}")
+        require_folder(*self.paths)
+
+    @property
+    def drawn(self) -> tuple[Path, ...]:
+        """The pictures without the page."""
+        return tuple(path for path in (self.svg, self.png) if path is not None)
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        return tuple(path for path in (self.svg, self.png) if path is not None)
+        return (*self.drawn, *((self.html,) if self.html is not None else ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +170,11 @@ class Files(Pictures):
     trace: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev.", metavar="FILE")] = (
         None
     )
+
+    def __post_init__(self) -> None:
+        # super() would look for the class that dataclass has replaced by one with slots.
+        Pictures.__post_init__(self)
+        require_folder(self.csv, self.json, self.trace)
 
 
 def takes_groups(command: Callable[..., None]) -> Callable[..., None]:

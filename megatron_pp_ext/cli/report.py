@@ -22,7 +22,8 @@ from megatron_pp_ext.files import write_json
 from megatron_pp_ext.schedule.formats import csv_file, trace_file
 from megatron_pp_ext.schedule.recorded import UnitNames
 from megatron_pp_ext.schedule.simulate import Timeline
-from megatron_pp_ext.view import terminal
+from megatron_pp_ext.view import page, terminal
+from megatron_pp_ext.view.page import PAGE
 
 console = Console(highlight=False, markup=False)
 """Names come from files: what looks like markup in them is text."""
@@ -109,12 +110,14 @@ def show(timelines: Mapping[str, Timeline], units: UnitNames, pictures: tuple[Pa
         console.print(terminal.Sketch(timeline))
     console.print(terminal.summary_table(timelines, with_messages=False))
     print_units(units)
-    if pictures:
+    for path in pictures:
+        if path.suffix == PAGE:
+            page.write(timelines, path, units.time)
+            continue
         # matplotlib takes half a second to import.
         from megatron_pp_ext.view import picture
 
-        for path in pictures:
-            picture.draw(timelines, path, units.time)
+        picture.draw(timelines, path, units.time)
 
 
 def show_by_rank(title: str, rows: Mapping[str, Sequence[str]]) -> None:

@@ -22,15 +22,31 @@ from megatron_pp_ext.job.call import with_loss_on
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.costs import CostModel
+from megatron_pp_ext.schedule.entry import FLEX
 from megatron_pp_ext.schedule.formats import csv_file
 from megatron_pp_ext.schedule.placement import loop
 from megatron_pp_ext.schedule.simulate import simulate
+from megatron_pp_ext.view import page
+
+
+def _names(incomplete: str) -> list[str]:
+    return [name for name in (*catalog.NAMES, FLEX) if name.startswith(incomplete)]
+
+
+def _memory_limit(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r} is no number; give a fraction of what 1f1b keeps, such as 0.5, or a number of "
+            "microbatches. Bytes are for mpp search --memory"
+        ) from None
 
 
 @app.command()
 @ask.takes_groups
 def schedule(
-    name: Annotated[str, typer.Argument(help="A name from `mpp list`.")],
+    name: Annotated[str, typer.Argument(help="A name from `mpp list`.", autocompletion=_names)],
     ranks: ask.Ranks = 4,
     microbatches: StepMicrobatches = None,
     chunks: Annotated[
@@ -48,7 +64,9 @@ def schedule(
             help="For flex: the memory of a rank.  Up to 8 it is a fraction of the activations that 1f1b "
             "keeps, and messages come on top; a larger one is a number of microbatches "
             "that a whole rank keeps, or with --costs an amount in the file's unit for activations and "
-            "messages."
+            "messages.",
+            parser=_memory_limit,
+            metavar="NUMBER",
         ),
     ] = None,
     trials: Annotated[
@@ -182,6 +200,8 @@ def compare(
     if lengths.lengths is not None:
         if offload.is_given:
             raise ValueError("--lengths and --offload do not go together: leave one out")
+        if pictures.html is not None:
+            raise ValueError("--html shows schedules one by one, and not by --lengths: leave one out")
         if slicing.slice_tokens is not None:
             in_units.show_comparison(ranks, times, lengths, slicing, pictures)
         else:
@@ -237,13 +257,15 @@ def compare(
             copied = some_limits(ranks, count, halves)
     console.print(terminal.summary_table(frontier | copied))
     console.print("flex 0.50: compiled for half of 1f1b's activations", style="dim")
-    if pictures.paths:
+    if pictures.html is not None:
+        page.write(timelines | frontier | copied, pictures.html, times.units.time)
+    if pictures.drawn:
         from megatron_pp_ext.view import memory_tradeoff
 
         work = count * max(stage.forward + stage.seconds(Kind.B) for stage in halves.merged(ranks).stages)
         title = f"{ranks} ranks, {count} microbatches"
         line = flex.undominated(list(frontier.values()))
-        for path in pictures.paths:
+        for path in pictures.drawn:
             memory_tradeoff.draw_schedules(timelines | copied, line, work, path, title, times.units.time)
 
 

@@ -249,7 +249,6 @@ class Outputs(ask.Pictures):
     """The files to write."""
 
     json: ask.Json = None
-    html: Annotated[Path | None, typer.Option(help="Write a page.", metavar="FILE")] = None
     sbatch: Annotated[
         Path | None, typer.Option(help="Write a script for each that submits it to SLURM.", metavar="DIR")
     ] = None
@@ -319,7 +318,7 @@ def search(
     from megatron_pp_ext.planner.step.error_band import above, headroom
     from megatron_pp_ext.planner.step.model_description import entries
 
-    require_folder(outputs.json, outputs.html, *outputs.paths)
+    require_folder(outputs.json)
     machines.check()
     system = systems.read(machines.system)
     if measuring.measure:
@@ -372,7 +371,7 @@ def search(
     report.show()
     if verdict is not None:
         show_verdict(verdict, job)
-    for path in outputs.paths:
+    for path in outputs.drawn:
         report.draw(path)
     content = report.content() | entries(job)
     if measuring.measure:

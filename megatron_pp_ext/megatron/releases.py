@@ -10,8 +10,11 @@ and ``tried`` has the commits of which that is known.
 import importlib
 import re
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
+
+from megatron_pp_ext.launch_errors import needs
 
 Number = tuple[int, int]
 """The first two numbers of a version of megatron-core, which the development before it has, too."""
@@ -71,11 +74,16 @@ NEWEST = max(release.number for release in RELEASES if release.wheel)
 
 
 def megatron_version() -> str:
-    """Return the version of the Megatron that would be imported, which may be a checkout's."""
-    try:
+    """Return the version of the Megatron that would be imported, which may be a checkout's.
+
+    ModuleNotFoundError, with the fix, where there is none.
+    """
+    with suppress(ImportError, AttributeError):
         return str(importlib.import_module("megatron.core").__version__)
-    except (ImportError, AttributeError):
+    try:
         return version("megatron-core")
+    except PackageNotFoundError:
+        raise ModuleNotFoundError(needs("megatron"), name="megatron") from None
 
 
 def own_megatron_version() -> str:

@@ -180,7 +180,7 @@ class UnitName(NamedTuple):
         return f"{self.microbatch}.{self.slice}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Schedule:
     """One training step of a pipeline as data: the actions of every rank in their order.
 
@@ -209,7 +209,17 @@ class Schedule:
     paired: frozenset[Action] = frozenset()
     copies: Copies = field(default_factory=Copies)
     units: tuple[UnitName, ...] = ()
-    durations: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
+    durations: tuple[tuple[int, ...], ...] = ()
+
+    def __repr__(self) -> str:
+        sizes = f"{self.ranks} ranks, {self.whole_microbatches} microbatches"
+        return f"<Schedule {self.name}: {sizes}, {sum(map(len, self.orders))} actions>"
+
+    def _repr_html_(self) -> str:
+        """Return the schedule at unit cost as a notebook shows it."""
+        from megatron_pp_ext.schedule.simulate import simulate
+
+        return simulate(self)._repr_html_()
 
     @property
     def whole_microbatches(self) -> int:

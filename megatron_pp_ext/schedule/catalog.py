@@ -1,11 +1,14 @@
 """The catalogue: every schedule that has a name, and how it is built.
 
-A new schedule is one file under ``families`` and one ``Entry`` here, or, outside the package, one call
-of ``register``; ``docs/extending.md`` goes through an example.  The closed forms hold for unit cost.
+A new schedule is one file under ``families`` and one ``Entry`` here, or, outside the package, one entry
+point or one call of ``register``; ``docs/extending.md`` goes through an example.  The closed forms hold for
+unit cost.
 """
 
+import warnings
 from dataclasses import replace
 from functools import lru_cache
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from megatron_pp_ext.json_input import did_you_mean
@@ -248,7 +251,8 @@ def entry(name: str) -> Entry:
     if name.startswith(CSV_PREFIX):
         raise ValueError(f"schedule {name!r} is a file: read it by read_csv, or look at it by mpp simulate")
     names = [*NAMES, *(other.name for other in OTHERS)]
-    hint = did_you_mean(_plain(name), [*names, *ALIASES])
+    # The name that mpp list shows, whichever of the two resembles it.
+    hint = did_you_mean(_plain(name), names) or did_you_mean(_plain(name), ALIASES)
     guess = f" ({hint})" if hint else ""
     raise ValueError(f"no schedule is called {name!r}{guess}, choose one of: {', '.join(names)}")
 
@@ -303,3 +307,23 @@ def forward_only(placement: Placement, microbatches: int) -> Schedule:
     schedule = evaluation.build(placement, microbatches)
     check(schedule)
     return schedule
+
+
+def _register_installed() -> None:
+    """Add the schedules of other packages: the entry points of the group ``megatron_pp_ext.schedules``.
+
+    Each names an ``Entry``.  A warning says which one is left out, and why.
+    """
+    for point in entry_points(group="megatron_pp_ext.schedules"):
+        try:
+            register(point.load())
+        except Exception as error:
+            package = point.dist.name if point.dist else "another package"
+            warnings.warn(
+                f"schedule {point.name!r} of {package} is left out ({type(error).__name__}: {error}): "
+                f"correct {point.value}, or uninstall {package}",
+                stacklevel=2,
+            )
+
+
+_register_installed()

@@ -138,6 +138,7 @@ NOT_HERE = {
     f"{PIPEDREAM}",
     TWO_VERSIONS: f"it runs in the order of {PIPEDREAM}, which is 1f1b's; look at 1f1b with many "
     f"microbatches, and train with --pipeline-schedule {TWO_VERSIONS}",
+    "dualpipe": "it keeps two copies of all weights; use dualpipe-v, which overlaps alike with one copy",
     "seq1f1b": "it cuts the sequence into parts that depend on each other, which no order of "
     "microbatches can say; to save memory use v-half or v-min",
     "group-interleaved": "it orders 1f1b for copying activations to the host, which is not done here; "

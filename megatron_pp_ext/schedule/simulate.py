@@ -104,7 +104,7 @@ class Copied(NamedTuple):
     back: tuple[float, float]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Timeline:
     """A simulated schedule: ``events[r]`` are the actions of rank r with their times, in order.
 
@@ -122,6 +122,20 @@ class Timeline:
     costs: Costs
     events: tuple[tuple[Event, ...], ...]
     copies: tuple[tuple[Copied, ...], ...] = ()
+
+    def __repr__(self) -> str:
+        schedule = self.schedule
+        return (
+            f"<Timeline of {schedule.name}: {schedule.ranks} ranks, {schedule.whole_microbatches} "
+            f"microbatches, makespan {self.makespan:.5g}, bubble {self.bubble:.1%}, fullest rank "
+            f"{max(self.peak_microbatches):.4g} microbatches>"
+        )
+
+    def _repr_html_(self) -> str:
+        """Return the page that a notebook shows."""
+        from megatron_pp_ext.view import page
+
+        return page.frame(self)
 
     @cached_property
     def start(self) -> float:
@@ -254,8 +268,8 @@ def peak_messages(schedule: Schedule) -> tuple[int, ...]:
     return most_buffers(walked(schedule))
 
 
-def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Simulate ``schedule`` with ``costs``.
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+    """Simulate ``schedule`` with ``costs``, or at unit cost: F, I and W of a whole rank take 1 each.
 
     Raises ValueError when ``costs`` are for another number of stages, or lack the costs of a split head,
     and InvalidSchedule (see ``check``) when the ranks wait for each other.
@@ -266,6 +280,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     the outputs of both leave at its end.
     """
     placement = schedule.placement
+    costs = Costs.per_rank(placement.ranks, placement.chunks) if costs is None else costs
     if placement.splits_head and costs.head is None:
         raise ValueError(
             f"schedule {schedule.name!r} splits the head, but its costs are not given: set Costs.head"

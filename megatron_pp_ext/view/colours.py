@@ -7,6 +7,15 @@ from megatron_pp_ext.schedule.actions import Kind
 
 _HUES = {Kind.F: "#5b9bd5", Kind.I: "#5fc8c8", Kind.W: "#7fb858", Kind.S: "#e0a24a", Kind.T: "#c9c04d"}
 
+NAMES = {
+    Kind.F: "F forward",
+    Kind.I: "I input gradient",
+    Kind.W: "W weight gradient",
+    Kind.S: "S part of the logits",
+    Kind.T: "T its weight gradient",
+}
+"""The kinds as a legend has them."""
+
 COPIES = {"out": "#c0504d", "back": "#d99694"}
 """The colours of copies to the host and back: dark and light red."""
 

@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 
 from megatron_pp_ext.schedule.actions import Kind
 from megatron_pp_ext.schedule.simulate import Timeline
-from megatron_pp_ext.view.colours import COPIES, colour, ink, parts
+from megatron_pp_ext.view.colours import COPIES, NAMES, colour, ink, parts
 from megatron_pp_ext.view.figure import GREY, hide_frame, new_figure, require_picture, save, write_labels
 
 POINTS = 72
@@ -68,8 +68,8 @@ MOST_RANKS, MOST_ACTIONS = 256, 200_000
 _Box = list[tuple[float, float]]
 
 
-def draw(timelines: Mapping[str, Timeline], path: str | Path, time_unit: str = "") -> None:
-    """Draw one panel for each of ``timelines``, titled with its key, into ``path``.
+def draw(timelines: Mapping[str, Timeline] | Timeline, path: str | Path, time_unit: str = "") -> None:
+    """Draw one panel for each of ``timelines``, titled with its key or its name, into ``path``.
 
     The suffix chooses the format: .svg, .png or .pdf.  ``time_unit`` is the unit that the label of the time
     axis gives.  Raises ValueError for another suffix, when there is nothing to draw, and for more than fits.
@@ -78,6 +78,8 @@ def draw(timelines: Mapping[str, Timeline], path: str | Path, time_unit: str = "
     actions is its memory curve: the activations that it keeps at every moment, in whole microbatches, on a
     scale that all panels share too.  The number at the end of a curve is its peak.
     """
+    if isinstance(timelines, Timeline):
+        timelines = {timelines.schedule.name: timelines}
     draw_groups([timelines], path, time_unit)
 
 
@@ -255,16 +257,9 @@ def _write_head(axes: Axes, title: str, timeline: Timeline) -> None:
 
 def _legend(timelines: Sequence[Timeline]) -> list[Patch]:
     """Return entries for the kinds that occur, the shades of further chunks, and the memory curve."""
-    names = {
-        Kind.F: "F forward",
-        Kind.I: "I input gradient",
-        Kind.W: "W weight gradient",
-        Kind.S: "S part of the logits",
-        Kind.T: "T its weight gradient",
-    }
     chunks = max(timeline.schedule.placement.chunks for timeline in timelines)
     present = {part for timeline in timelines for action in timeline.schedule for part in parts(action.kind)}
-    kinds = [Patch(facecolor=colour(kind, 0), label=name) for kind, name in names.items() if kind in present]
+    kinds = [Patch(facecolor=colour(kind, 0), label=name) for kind, name in NAMES.items() if kind in present]
     shades = [
         Patch(facecolor=colour(Kind.F, chunk), label=f"darker: chunk {chunk}") for chunk in range(1, chunks)
     ]

@@ -1,4 +1,5 @@
 import json
+import os
 import re
 import subprocess
 import sys
@@ -345,3 +346,17 @@ def test_no_heavy_imports():
     code += "; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "matplotlib", "megatron", "numpy", "numba", "pydantic"} & set(loaded.stdout.split())
+
+
+@pytest.mark.parametrize(("words", "completed"), [("mpp sched", "schedule"), ("mpp schedule v-h", "v-half")])
+def test_a_shell_completes_commands_and_names(words, completed):
+    asking = {"_MPP_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    program = "from megatron_pp_ext.cli import app; app(prog_name='mpp')"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **asking},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == [completed]

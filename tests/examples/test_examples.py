@@ -198,6 +198,6 @@ def test_the_python_api(tmp_path: Path) -> None:
 
 def test_every_example_is_in_the_table() -> None:
     table = (EXAMPLES / "README.md").read_text()
-    files = [file.name for file in EXAMPLES.iterdir() if file.suffix in (".sh", ".py")]
+    files = [file.name for file in EXAMPLES.iterdir() if file.suffix in (".sh", ".py", ".ipynb")]
     assert len(files) >= 6
     assert [name for name in files if f"[{name}]({name})" not in table] == []

@@ -1,5 +1,8 @@
 """The catalogue: its entries, its names, and entries of a user's own."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -175,3 +178,31 @@ def test_abilities_are_those_of_the_entry_or_of_the_name_beside_the_catalogue() 
     assert endless == {"pipedream", "pipedream-2bw"}
     assert all(catalog.abilities(name).order in catalog.NAMES for name in endless)
     assert catalog.abilities(None) == catalog.abilities("no such schedule") == Abilities()
+
+
+def test_a_package_brings_schedules_and_a_broken_one_is_left_out(tmp_path):
+    information = tmp_path / "my_schedules-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: my-schedules\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text(
+        "[megatron_pp_ext.schedules]\nall-forwards = my_schedules:ENTRY\nbroken = my_schedules:NOTHING\n"
+    )
+    (tmp_path / "my_schedules.py").write_text(
+        "from dataclasses import replace\n"
+        "from megatron_pp_ext.schedule import catalog\n"
+        "from megatron_pp_ext.schedule.families import gpipe\n"
+        "def build(ranks, microbatches):\n"
+        "    return replace(gpipe.build(ranks, microbatches), name='all-forwards')\n"
+        "ENTRY = replace(catalog.ENTRIES['gpipe'], name='all-forwards', make=build)\n"
+    )
+    program = "from megatron_pp_ext import build; print(build('all-forwards', 2, 3).name)"
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "all-forwards\n", done.stderr
+    assert "schedule 'broken' of my-schedules is left out (AttributeError" in done.stderr

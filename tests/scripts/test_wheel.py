@@ -1,6 +1,7 @@
 """The wheel holds all that the package reads: it is built, installed elsewhere and used there."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,13 +16,13 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of a copy of the project: building leaves files beside the sources."""
-    pytest.importorskip("setuptools", reason="setuptools, which builds the wheel, is not installed")
+    pytest.importorskip("hatch_fancy_pypi_readme", reason="what builds the wheel is not installed")
     copy = tmp_path_factory.mktemp("project")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "megatron_pp_ext", copy / "megatron_pp_ext", ignore=ignored)
-    program = "from setuptools import build_meta; print(build_meta.build_wheel('dist'))"
+    program = "from hatchling import build; print(build.build_wheel('dist'))"
     built = subprocess.run(
         [sys.executable, "-c", program], cwd=copy, capture_output=True, text=True, check=False
     )
@@ -35,6 +36,26 @@ def test_every_file_of_the_package_is_in_it(wheel: Path) -> None:
     ours = {str(file.relative_to(ROOT)) for file in files}
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert packed == ours
+
+
+def test_an_index_shows_readme_with_links_that_lead_somewhere(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    metadata = archive.read(name).decode()
+    assert re.findall(r"\]\((?!https://)[^)#]*\)", metadata) == []
+    assert re.search(
+        r"!\[.*\]\(https://raw\.githubusercontent\.com/\w+/megatron_pp_ext/main/docs/\S+png\)", metadata
+    )
+
+
+def test_plans_need_no_torch(wheel: Path) -> None:
+    """What the planner, schedules and pictures need is installed without torch; [train] adds it."""
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    needs = re.findall(r"^Requires-Dist: (.*)$", archive.read(name).decode(), re.MULTILINE)
+    of_training = [need for need in needs if re.match(r"torch\b|megatron", need)]
+    assert of_training
+    assert all("extra ==" in need for need in of_training)
 
 
 @pytest.mark.wide

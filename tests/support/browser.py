@@ -29,13 +29,28 @@ def drawn(
     The boxes, (left, top, right, bottom) in pixels, go by the id of the element, or else of what it is in.
     Beside them stand the pixels by which the page is wider than the window.
     """
+    content = asked(page, _ASK % json.dumps(selector), folder, width)
+    return content["found"], content["scrollWidth"] - content["clientWidth"]
+
+
+ANSWER = 'document.body.innerHTML = "<pre>" + JSON.stringify(%s) + "</pre>";'
+"""The statement with which a script of ``asked`` ends: it replaces the page by what it found."""
+
+
+def asked(page: Path, script: str, folder: Path, width: int = 1280) -> Any:
+    """Return what ``script``, HTML with an ``ANSWER``, finds on ``page`` in a window of ``width`` pixels."""
     assert BROWSER
     copy = folder / "asked.html"
-    copy.write_text(page.read_text() + _ASK % json.dumps(selector))
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},1400"]
-    profile = f"--user-data-dir={folder / 'profile'}"
+    copy.write_text(page.read_text() + script)
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
     result = subprocess.run(
-        [*command, profile, "--dump-dom", copy.as_uri()],
+        [
+            *command,
+            f"--user-data-dir={folder / 'profile'}",
+            f"--window-size={width},1400",
+            "--dump-dom",
+            copy.as_uri(),
+        ],
         capture_output=True,
         text=True,
         check=True,
@@ -43,5 +58,4 @@ def drawn(
     )
     answer = re.search("<pre>(.*?)</pre>", result.stdout, re.DOTALL)
     assert answer, result.stdout + result.stderr
-    content: dict[str, Any] = json.loads(unescape(answer[1]))
-    return content["found"], content["scrollWidth"] - content["clientWidth"]
+    return json.loads(unescape(answer[1]))

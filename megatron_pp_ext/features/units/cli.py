@@ -223,7 +223,7 @@ def show_comparison(
     console.print(f"{ranks} ranks, {count} microbatches of {planned.tokens:,} tokens")
     console.print(table)
     console.print(_ABOUT, style="dim")
-    for path in pictures.paths:
+    for path in pictures.drawn:
         figure.draw(bars, path, "step over the work of the busiest rank", least=1.0)
 
 
