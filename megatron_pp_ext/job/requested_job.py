@@ -32,7 +32,6 @@ class Flags:
     loss_scale: float | None = None
     microbatch_group_size_per_vp_stage: int | None = None
     multiple_validation_sets: bool | None = None
-    overlap_p2p_comm: bool | None = None
     overlap_p2p_comm_warmup_flush: bool | None = None
     pipeline_layer_seeds: bool | None = None
     pipeline_order: Literal["given", "rule", "search"] | None = None

@@ -96,7 +96,11 @@ class Memory:
 
 @dataclass(frozen=True)
 class Precision:
-    """The formats of numbers, and the kernels that compute with them."""
+    """The formats of numbers, and the kernels that compute with them.
+
+    ``casts_experts_slowly``: the host takes longer to cast the tokens of an expert with one scale for each
+    operand, as with Transformer Engine of NVIDIA's containers 25.11 and 26.02; no flag says so.
+    """
 
     bf16: bool = False
     fp16: bool = False
@@ -119,6 +123,7 @@ class Precision:
     use_fused_weighted_squared_relu: bool = False
     use_transformer_engine_op_fuser: bool = False
     moe_paged_stash: bool = False
+    casts_experts_slowly: bool = False
     cross_entropy_loss_fusion: bool = False
     cross_entropy_fusion_impl: str = "native"
 

@@ -37,7 +37,7 @@ HIDDEN = 2 * S * H
 
 
 def work(ranks=1, data=1, name="1f1b", chunks=1, **changed) -> Workload:
-    job = describe({**MODEL, "pipeline_model_parallel_size": ranks, **changed})
+    job = describe({**MODEL, "pipeline_model_parallel_size": ranks, "pipeline_schedule": name, **changed})
     return Workload(job, MACHINE, placement_of(name, ranks, chunks), data)
 
 
@@ -243,6 +243,23 @@ def test_the_pipeline_is_the_simulated_one(name, chunks):
     assert found.pipeline_seconds == pytest.approx(timeline.makespan)
     assert found.bubble == pytest.approx(timeline.bubble)
     assert [rank.activations for rank in found.ranks] == pytest.approx(timeline.peak_activations)
+
+
+def test_megatrons_own_functions_wait_for_messages():
+    """1F1B always does, and interleaved where its messages do not overlap computation."""
+    ours, stock = work(4), work(4, pipeline_schedule=None)
+    waiting = simulate(catalog.build("1f1b", 4, 8), stock.costs.waiting_for_messages(stock.placement))
+    assert step(stock).pipeline_seconds == pytest.approx(waiting.makespan)
+    assert step(stock).pipeline_seconds > step(ours).pipeline_seconds
+    busy = [(1 - found.bubble) * found.pipeline_seconds for found in (step(stock), step(ours))]
+    assert busy[0] == pytest.approx(busy[1])
+
+    def interleaved(**changed: object) -> float:
+        made = work(4, name="interleaved", chunks=2, **changed)
+        return step(made, 8, "interleaved", 2).pipeline_seconds
+
+    assert interleaved() == interleaved(pipeline_schedule=None)
+    assert interleaved() < interleaved(pipeline_schedule=None, overlap_p2p_comm=False)
 
 
 @pytest.mark.parametrize(

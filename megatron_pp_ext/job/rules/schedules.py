@@ -446,7 +446,7 @@ RULES = (
                 "--no-overlap-p2p-communication",
                 "messages always overlap computing",
                 "leave it out",
-                when=lambda job: job.flags.overlap_p2p_comm is False,
+                when=lambda job: not job.parallel.overlap_p2p_comm,
             ),
             Rule("--use-ring-exchange-p2p", "each message leaves as soon as it is ready", "leave it out"),
             Rule(

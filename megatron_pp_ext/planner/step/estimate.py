@@ -322,8 +322,15 @@ class StepModel:
         for addition in additions():
             costs = addition.in_step(self.work, self.order.timer.schedule, costs)
         spans = self.order.timer.spans(costs)
-        makespan = max(span.end for span in spans)
-        bubble = 1 - sum(span.busy for span in spans) / (len(spans) * makespan)
+        busy = sum(span.busy for span in spans)
+        if self.work.waits_for_messages:
+            placement = self.work.placement
+            # The interleaved function exchanges those of a forward and of a backward in one call.
+            waiting = costs.waiting_for_messages(placement, at_once=placement.chunks > 1)
+            # No message is on its way for less time than without.
+            spans = max(spans, self.order.timer.spans(waiting), key=_makespan)
+        makespan = _makespan(spans)
+        bubble = 1 - busy / (len(spans) * makespan)
         # The bubble of a single rank may round to below nothing.
         return Pace(makespan + waits_around(self.work, spans), makespan, max(0.0, bubble))
 
@@ -355,6 +362,10 @@ class StepModel:
     @property
     def _unflushed(self) -> Unflushed:
         return Unflushed(self.work, sizes.described(self.work.job, self.name, self.microbatches))
+
+
+def _makespan(spans: Sequence[RankSpan]) -> float:
+    return max(span.end for span in spans)
 
 
 def _unflushed_pace(unflushed: Unflushed) -> Pace:
@@ -407,7 +418,7 @@ def waits_around(work: Workload, spans: tuple[RankSpan, ...]) -> float:
     An overlapped reduction is hidden, but for its last bucket, by the rank's last backward and the time until
     the last rank ends; an overlapped gathering by the time until the rank's first action, and one forward.
     """
-    last = max(span.end for span in spans)
+    last = _makespan(spans)
     after = before = update = 0.0
     for rank, span in enumerate(spans):
         wait = work.exposed(rank)

@@ -246,9 +246,23 @@ class Workload:
             pair=self.together(self.parts),
             sequence=tuple(part.sequence for part in self.parts),
         )
+        starts = self.job.parallel.action_starts
+        if starts and self.placement.ranks > 1:
+            costs = costs.longer_by(starts * self.system.kernel_seconds)
         for addition in additions():
             costs = addition.costs(self, costs)
         return costs
+
+    @property
+    def waits_for_messages(self) -> bool:
+        """Whether each rank waits for its messages, as it does in Megatron's own functions.
+
+        ``_communicate`` of megatron.core.pipeline_parallel.p2p_communication waits, unless messages overlap
+        computation, which only the interleaved function lets them do.  Schedules of this package never wait.
+        """
+        if self.job.pipeline.pipeline_schedule is not None or self.placement.ranks == 1:
+            return False
+        return self.placement.chunks == 1 or not self.job.parallel.overlap_p2p_comm
 
     def together(self, parts: Sequence[Part]) -> float:
         """Return the share of their seconds that actions take together, on average over ``parts``."""
