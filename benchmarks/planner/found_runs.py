@@ -133,6 +133,10 @@ _COMPLETED = {
 """Flags without which Megatron would refuse a row's, and which its recipe has."""
 
 
+_CASTING_SLOWLY = ("25.11", "26.02")
+"""The containers whose Transformer Engine casts the tokens of experts slowly (``Precision``)."""
+
+
 def _why_outside(row: Mapping[str, Any]) -> str:
     """Return why the flags of a row of Megatron-Bridge do not describe it, if they do not."""
     if "LoRA" in row["task"]:
@@ -152,7 +156,10 @@ def asked(run: FoundRun) -> RequestedJob:
         if word in run.flags or word in (run.model or "") or word in run.name:
             words += more
     job = read(words, run.model).counted()
-    return job.changed(micro_batch_size=job.batch.micro_batch_size or 1)
+    return job.changed(
+        micro_batch_size=job.batch.micro_batch_size or 1,
+        casts_experts_slowly=run.container.partition(" ")[0] in _CASTING_SLOWLY,
+    )
 
 
 def compared(run: FoundRun, machine: System | None = None) -> Compared:

@@ -170,6 +170,27 @@ class Part:
             matrices=self.matrices,
         )
 
+    def without(self, other: "Part") -> "Part":
+        """Return this part with less to keep, by what ``other``, a part of it, keeps for itself.
+
+        Its temporary bytes are the largest of any part: they are the other's where that one has as many.
+        """
+        after_forward = max(0.0, self.after_forward - other.after_forward)
+        has_workspace = self.workspace > other.workspace or self.workspace_in_whole > other.workspace_in_whole
+        return replace(
+            self,
+            after_forward=after_forward,
+            after_input_gradient=max(0.0, self.after_input_gradient - other.after_input_gradient),
+            workspace=self.workspace if has_workspace else 0.0,
+            workspace_in_whole=self.workspace_in_whole if has_workspace else 0.0,
+        )
+
+    def most_kept(self, is_split: bool) -> float:
+        """Return the most bytes at one time, from the forward to the end of a backward that may be split."""
+        if is_split:
+            return max(self.after_forward, self.after_input_gradient + self.workspace)
+        return self.after_forward + self.workspace_in_whole
+
     @property
     def forward_operations(self) -> float:
         """The operations of one forward."""
