@@ -18,8 +18,8 @@ def text(
 ) -> str:
     """Return the page of a search.
 
-    ``picture`` is an SVG.  The table has ``headings`` and ``rows``, and with them the rows of ``stock``, which
-    are marked.  ``commands`` are by the names of their configurations, the best one first, which alone is
+    ``picture`` is an SVG.  The table has ``headings``, ``rows``, and the rows of ``stock``, which are marked.
+    ``commands`` are by the names of their configurations, the best one first, which alone is
     open.  ``about`` says what was searched, and ``labels`` what words stand for.
     """
     template = Template((resources.files("megatron_pp_ext.view") / "search.html").read_text(encoding="utf-8"))
@@ -30,7 +30,8 @@ def text(
         head="".join(f"<th scope=col>{escape(heading)}</th>" for heading in headings),
         rows="\n".join(f"<tr{mark}>{_cells(headings, row)}</tr>" for row, mark in marked),
         commands="\n".join(
-            f"<details{' open' * (not place)}><summary>{escape(name)}</summary><pre>{escape(command)}</pre></details>"
+            f"<details{' open' * (not place)}><summary>{escape(name)}</summary>"
+            f"<pre>{escape(command)}</pre></details>"
             for place, (name, command) in enumerate(commands.items())
         ),
         about=_list(about),

@@ -65,7 +65,8 @@ def test_the_core_gives_runners_where_there_is_no_trainer(found) -> None:
     assert kinds == ("PipelineRunner",) * 3
     assert [line.partition(":")[0] for line in lines] == ["v-half", "zb-h1", "auto"]
     assert found[0]["line", "v-half"] == (
-        "megatron_pp_ext: v-half: 2 ranks x 2 chunks, m = 8, peak 2 microbatches, predicted bubble 2.0% at unit costs"
+        "megatron_pp_ext: v-half: 2 ranks x 2 chunks, m = 8, peak 2 microbatches, predicted bubble 2.0% "
+        "at unit costs"
     )
 
 
