@@ -32,8 +32,8 @@ class Sketch:
 
     A column is as long as the shortest action; it shows the action of the rank in the middle of it.  A
     timeline that is too long for the console goes on below, and one too long for ``_PARTS`` parts has longer
-    columns, which a line then reports.  In a pair, columns show its forward and its backward by turns.  Chunks
-    after the first have darker colours.  Of many ranks only the first and the last are shown.  Where
+    columns, which a line then reports.  In a pair, columns show its forward and its backward by turns.
+    Chunks after the first have darker colours.  Of many ranks only the first and the last are shown.  Where
     activations wait on the host, two more lines show a rank's copies to it and back.
     """
 
