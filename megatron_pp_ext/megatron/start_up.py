@@ -118,15 +118,23 @@ def _schedule(pipeline: Pipeline) -> Schedule:
 
 def _costs(pipeline: Pipeline, model: CostModel, schedule: Schedule) -> tuple[Costs, str]:
     """Return the costs of the actions of ``schedule``, and a note where they are not those of the model."""
-    merged = model.merged_from(pipeline.request.finest)
     try:
-        if not schedule.units:
-            return merged.of(pipeline.placement), ""
-        from megatron_pp_ext.features.units.sliced_orders import costs_in_units
-
-        return costs_in_units(pipeline.request, merged, schedule), ""
+        return costs_of_schedule(pipeline, model, schedule), ""
     except ValueError:  # any model may train, also one that the estimate does not know
         return Costs.unit(pipeline.placement), " at unit costs"
+
+
+def costs_of_schedule(pipeline: Pipeline, model: CostModel, schedule: Schedule) -> Costs:
+    """Return the costs of the actions of ``schedule``, whole microbatches or slices, by ``model``.
+
+    ValueError for a model that cannot be estimated.
+    """
+    merged = model.merged_from(pipeline.request.finest)
+    if not schedule.units:
+        return merged.of(pipeline.placement)
+    from megatron_pp_ext.features.units.sliced_orders import costs_in_units
+
+    return costs_in_units(pipeline.request, merged, schedule)
 
 
 def caveat(pipeline: Pipeline, args: Namespace) -> str:
@@ -250,5 +258,6 @@ def settings(args: Namespace, job: Job, pipeline: Pipeline) -> Settings:
             job.changed(padded_vocab_size=args.padded_vocab_size), args.data_parallel_size, *measured
         ),
         estimate=pipeline.settings.estimate,
+        seconds=pipeline.settings.seconds,
         caveat=partial(caveat, pipeline, args),
     )

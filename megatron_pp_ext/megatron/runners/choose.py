@@ -15,6 +15,7 @@ from megatron_pp_ext.megatron.core.chunk_pipelines import require_as_placed
 from megatron_pp_ext.megatron.patching import hook
 from megatron_pp_ext.megatron.runners.flushed import FlushedSteps, Requested, guide_of
 from megatron_pp_ext.megatron.runners.pipeline_runner import PipelineRunner, Unobserved, refuse_multimodule
+from megatron_pp_ext.megatron.runners.step_log import StepLog
 from megatron_pp_ext.megatron.runners.transport import LossesOnLastRank, ProcessGroups
 from megatron_pp_ext.runtime.rank import print_rank_0
 
@@ -179,13 +180,14 @@ def put_together(pipeline: requested.Pipeline, transport: ProcessGroups) -> Pipe
     losses = LossesOnLastRank(pipeline.placement, transport)
     guide = guide_of(pipeline)
     if guide is not None:
-        return PipelineRunner(FlushedSteps(pipeline, guide, transport), guide, losses)
+        steps = FlushedSteps(pipeline, guide, transport)
+        return PipelineRunner(steps, StepLog(pipeline, steps, guide), losses)
     steps = FlushedSteps(pipeline, Requested(pipeline), transport)
     if pipeline.trace is None:
-        return PipelineRunner(steps, Unobserved(), losses)
+        return PipelineRunner(steps, StepLog(pipeline, steps, Unobserved()), losses)
     from megatron_pp_ext.megatron.runners.tracing import Tracing
 
-    return PipelineRunner(steps, Tracing(), losses)
+    return PipelineRunner(steps, StepLog(pipeline, steps, Tracing()), losses)
 
 
 def _rehearsed(pipeline: requested.Pipeline) -> PipelineRunner:
