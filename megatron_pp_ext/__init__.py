@@ -23,6 +23,7 @@ For looking at schedules; none of these needs torch or Megatron:
 ``Schedule``, ``Timeline``                the types that these functions take and return
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +85,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, attribute = _HOMES[name]
+    if "IPython" in sys.modules:
+        import_module(f"{__name__}.view.notebook").register()
     return getattr(import_module(f"{__name__}.{module}"), attribute)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_pp_ext.files import write_whole
+from megatron_pp_ext.version import needs
 
 PREFIX = "megatron_pp_ext: "
 STATUS = 2
@@ -32,15 +33,6 @@ _LOST = re.compile(
 
 PATIENCE = 15.0
 """The seconds that the first rank of another machine waits before it speaks; its others wait twice that."""
-
-
-def needs(module: str) -> str:
-    """Return what to do where ``module``, a part of what training needs, is not installed; else "".
-
-    Planning needs neither torch nor Megatron, and so they come with an extra.
-    """
-    package = {"torch": "torch", "megatron": "megatron-core"}.get(module)
-    return f"{package} is not installed: pip install 'megatron_pp_ext[train]'" if package else ""
 
 
 @contextmanager

@@ -97,7 +97,7 @@ BELOW: dict[str, set[str]] = {
         "runtime",
         "cpu",
     },
-    "launch_errors": {"files"},
+    "launch_errors": {"files", "version"},
     "startup_file": {"files"},
     "activation": {"megatron", "json_input", "launch_errors", "startup_file"},
     "text_data": {"files"},

@@ -9,8 +9,9 @@ errors of an earlier version, as ``--json`` writes them.
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import combinations, pairwise
 from pathlib import Path
 from statistics import mean
 from typing import Annotated
@@ -18,7 +19,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.planner import found_factors, held_out
-from benchmarks.planner.found_runs import BLACKWELL, Compared, FoundRun, compared, found
+from benchmarks.planner.found_runs import Compared, FoundRun, compared, found
 from benchmarks.report import Row, table
 from megatron_pp_ext.costs import system
 from megatron_pp_ext.planner.step import error_band
@@ -47,11 +48,12 @@ def estimated(run: FoundRun) -> Compared:
 def training_runs() -> Iterator[tuple[str, float]]:
     """Yield the kind of each run of ``reference.training_runs``, and its estimate over its measurement."""
     for result in held_out.held_out():
-        device = "Blackwell" if result.run.gpu in BLACKWELL else result.run.gpu.upper()
+        device = result.run.gpu.upper()
         kinds = {
-            error_band.DENSE: f"dense, {device}",
-            error_band.FP8: f"FP8, {result.run.gpu.upper()}",
-            error_band.EXPERTS: f"experts, {device}",
+            error_band.HOPPER: f"dense, {device}",
+            error_band.FP8_HOPPER: f"FP8, {device}",
+            error_band.BLACKWELL: f"FP8, {device}",
+            error_band.EXPERTS_HOPPER: f"experts, {device}",
         }
         yield kinds.get(result.kind, result.kind), result.ratio
 
@@ -76,6 +78,48 @@ def by_kind(every: Sequence[Compared]) -> Mapping[str, Errors]:
     return {kind: errors(of_kind) for kind, of_kind in sorted(ratios.items())}
 
 
+_APART = 1.05
+"""How far apart two measured steps are whose order is judged, as a ratio."""
+
+
+def orders(every: Iterable[Compared]) -> Iterator[Row]:
+    """Yield for each group of runs how many pairs of them are ordered right, and of how many.
+
+    A pair has the same publisher, model, devices and tokens, and other flags; in ``reference.training_runs``
+    it is of the same source, kind and shape.
+    """
+    groups: dict[tuple[object, ...], list[tuple[float, float, object]]] = defaultdict(list)
+    for comparison in every:
+        run = comparison.run
+        if comparison.estimated is not None and not run.is_doubtful:
+            model = run.name.split()[run.publisher == "Megatron-Bridge"]
+            key = "found_runs", run.publisher, model, run.gpu, run.gpus, _tokens(run.flags)
+            groups[key].append((run.seconds, comparison.estimated, tuple(run.flags)))
+    for number, result in enumerate(held_out.held_out()):
+        values = result.run.model
+        shape = tuple(values.get(name) for name in _SHAPE)
+        key = result.run.source, result.kind, result.run.gpus, *shape
+        assert result.run.seconds is not None
+        groups[key].append((result.run.seconds, result.estimate.step_seconds, number))
+    counts: dict[object, Counter[bool]] = defaultdict(Counter)
+    for key, group in groups.items():
+        for one, other in combinations(group, 2):
+            short, long = sorted((one, other))
+            if one[2] != other[2] and long[0] >= _APART * short[0]:
+                counts[key[0]][short[1] < long[1]] += 1
+    for name, count in counts.items():
+        yield name, count[True], count.total(), f"{count[True] / count.total():.1%}"
+
+
+_SHAPE = ("num_layers", "hidden_size", "seq_length", "global_batch_size")
+
+
+def _tokens(flags: Sequence[str]) -> int:
+    """Return the tokens of a step, by the last of each flag."""
+    last = dict(pairwise(flags))
+    return int(last["--global-batch-size"]) * int(last["--seq-length"])
+
+
 def main(
     folder: Annotated[Path, typer.Argument(help="The folder of found_runs.")],
     before: Annotated[Path | None, typer.Option(help="The errors of an earlier version.")] = None,
@@ -91,6 +135,7 @@ def main(
     print(table(("kind", "runs", "absolute error", "mean error", "before", "before"), _rows(errors_now, old)))
     refused = Counter(estimate.why[:100] for estimate in every if estimate.estimated is None)
     print(table(("not estimated, since", "rows"), refused.most_common()))
+    print(table(("pairs at least 5% apart", "ordered right", "of", ""), orders(every)))
     if each:
         print(table(("kind", "publisher", "run", "measured", "error"), map(_row, estimates)))
     if write:

@@ -2,10 +2,10 @@
 
 python -m benchmarks.planner.found_factors RUNS   # two minutes of a core
 
-RUNS is the folder of ``found_runs``.  Runs of ``reference.training_runs`` take part, each source as a
-publisher of its own.  What is minimized is the mean error over kinds; in a kind a publisher counts by the
-root of its number of runs, since its runs are alike, and no error by more than ``_MOST``, since some recipes
-are not those that ran.  What shipped systems have is the best of all publishers.
+RUNS is the folder of ``found_runs``.  Runs of ``reference.training_runs`` take part.  What is minimized is
+the mean error over kinds; in a kind a publisher counts by the root of its number of runs, since its runs are
+alike, and no error by more than ``_MOST``, since some recipes are not those that ran.  What shipped systems
+have is the best of all publishers.
 """
 
 import json
@@ -20,7 +20,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.planner.found_runs import FoundRun, compared, found
+from benchmarks.planner.found_runs import FoundRun, compared, found, publisher_of
 from benchmarks.planner.held_out import with_factors
 from benchmarks.planner.judged import judged
 from megatron_pp_ext.costs import system
@@ -36,17 +36,18 @@ FAMILIES: Mapping[str, Sequence[str]] = {
 """Groups of devices with the same factors.  With those of boards (B200, B300) apart from those of racks
 (GB200, GB300), steps that were held out were estimated worse when that was tried: FP8 on B200 by 9.1% in
 place of 7.0%."""
+_STARTS = (2e-5, 2.6e-5)
 TRIED: Mapping[str, Mapping[str, Sequence[float]]] = {
     "hopper": {
-        "clock": (0.925, 0.94, 0.955),
+        "clock": (0.925, 0.94, 0.955, 0.97),
         "copy": (0.4,),
-        "kernel_seconds": (2e-5, 2.6e-5),
+        "kernel_seconds": _STARTS,
         "scale": (1.0, 0.9925),
     },
     "blackwell": {
         "clock": (0.9, 0.92, 0.94, 0.96),
         "copy": (0.34,),
-        "kernel_seconds": (2e-5, 2.6e-5),
+        "kernel_seconds": _STARTS,
     },
 }
 """The values of each factor that are tried for the systems of a family.
@@ -70,19 +71,45 @@ class Ratio:
     ratio: float
 
 
-def fitted(folder: Path, family: str) -> dict[str, Factors]:
-    """Return the factors of ``family`` without each publisher, and with all of them, by ""."""
+type Points = Mapping[tuple[float, ...], Sequence[Ratio]]
+"""The ratios of the runs of a family for each choice of its factors."""
+
+
+def fitted(folder: Path) -> Mapping[str, Mapping[str, Factors]]:
+    """Return the factors of each family without each publisher, and with all of them, by "".
+
+    A host starts a kernel in the same time whatever the device, so that is the one that suits all families.
+    """
+    tried = {family: _points(folder, family) for family in FAMILIES}
+    every = (ratio for points in tried.values() for ratio in next(iter(points.values())))
+    content: dict[str, dict[str, Factors]] = {family: {} for family in FAMILIES}
+    for left_out in ("", *sorted({ratio.publisher for ratio in every})):
+        best = {
+            seconds: {family: _best(family, points, left_out, seconds) for family, points in tried.items()}
+            for seconds in _STARTS
+        }
+        chosen = min(best.values(), key=lambda families: sum(error for error, _ in families.values()))
+        for family, (_, factors_of_family) in chosen.items():
+            content[family][left_out] = factors_of_family
+    return content
+
+
+def _points(folder: Path, family: str) -> Points:
     runs_of_family = [run for run in found(folder) if run.gpu in FAMILIES[family] and not run.is_doubtful]
     names = list(TRIED[family])
-    tried = {
+    return {
         point: _ratios(runs_of_family, family, dict(zip(names, point, strict=True)))
         for point in product(*TRIED[family].values())
     }
-    publishers = {ratio.publisher for ratio in next(iter(tried.values()))}
-    return {
-        left_out: dict(zip(names, min(tried, key=lambda point: _error(tried[point], left_out)), strict=True))
-        for left_out in ("", *sorted(publishers))
-    }
+
+
+def _best(family: str, points: Points, left_out: str, start: float) -> tuple[float, Factors]:
+    """Return the least error with kernels that start in ``start`` seconds, and the factors that have it."""
+    names = list(TRIED[family])
+    at = names.index("kernel_seconds")
+    errors = {point: _error(ratios, left_out) for point, ratios in points.items() if point[at] == start}
+    point = min(errors, key=errors.__getitem__)
+    return errors[point], dict(zip(names, point, strict=True))
 
 
 def _ratios(found_runs: Sequence[FoundRun], family: str, factors: Factors) -> list[Ratio]:
@@ -94,7 +121,7 @@ def _ratios(found_runs: Sequence[FoundRun], family: str, factors: Factors) -> li
     for number, job in enumerate(job for job in runs() if job.seconds and job.gpu in FAMILIES[family]):
         if job.source != "vtrain-single" or not number % _EVERY:
             other = judged(job, with_factors(system.read(job.gpu), factors))
-            ratios.append(Ratio(job.source, _kind(other.kind), other.ratio))
+            ratios.append(Ratio(publisher_of(job.source), _kind(other.kind), other.ratio))
     return ratios
 
 
@@ -132,18 +159,9 @@ def held_out(run: FoundRun) -> Factors:
     return {}
 
 
-def main(
-    folder: Annotated[Path, typer.Argument(help="The folder of found_runs.")],
-    only: Annotated[str, typer.Option(help="Only families with this in their name.")] = "",
-) -> None:
+def main(folder: Annotated[Path, typer.Argument(help="The folder of found_runs.")]) -> None:
     """Fit the factors of all families and write them."""
-    unchanged = {
-        name: fitted_factors
-        for name, fitted_factors in factors().items()
-        if name in FAMILIES and only not in name
-    }
-    content = {**unchanged, **{family: fitted(folder, family) for family in FAMILIES if only in family}}
-    FILE.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    FILE.write_text(json.dumps(fitted(folder), indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

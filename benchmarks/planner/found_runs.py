@@ -20,8 +20,28 @@ from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.planner.described import read
 from megatron_pp_ext.planner.step.estimate import estimate_request
 
+_PUBLISHERS = {
+    "dgxc": "NVIDIA/dgxc-benchmarking",
+    "bridge": "Megatron-Bridge",
+    "nemo": "NeMo",
+    "mlperf": "MLCommons",
+    "mlcommons": "MLCommons",
+    "modelzoo": "Megatron-MoE-ModelZoo",
+    "bloom": "BigScience",
+    "vtrain": "VIA Research",
+}
+"""The publishers of runs, by a word of their sources.  All of one publisher is left out together."""
+
 _SYSTEMS = {"a100": "a100-80g"}
 BLACKWELL = ("b200", "b300", "gb200", "gb300")
+
+
+def publisher_of(source: str) -> str:
+    """Return the publisher of ``source``; ValueError for an unknown one."""
+    for word, publisher in _PUBLISHERS.items():
+        if word in source.lower():
+            return publisher
+    raise ValueError(f"the source {source!r} is of no publisher that is known: name it in _PUBLISHERS")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +114,7 @@ def found(folder: Path) -> Iterator[FoundRun]:
         )
     for row in json.loads((folder / "others.json").read_text(encoding="utf-8")):
         yield FoundRun(
-            " ".join(str(row["source"]).split()[:2]),
+            publisher_of(" ".join(str(row["source"]).split()[:2])),
             row["name"],
             row["gpu"],
             row["gpus"],
@@ -111,6 +131,10 @@ _COMPLETED = {
     "Llama 4": ("--moe-router-pre-softmax",),
 }
 """Flags without which Megatron would refuse a row's, and which its recipe has."""
+
+
+_CASTING_SLOWLY = ("25.11", "26.02")
+"""The containers whose Transformer Engine casts the tokens of experts slowly (``Precision``)."""
 
 
 def _why_outside(row: Mapping[str, Any]) -> str:
@@ -132,7 +156,10 @@ def asked(run: FoundRun) -> RequestedJob:
         if word in run.flags or word in (run.model or "") or word in run.name:
             words += more
     job = read(words, run.model).counted()
-    return job.changed(micro_batch_size=job.batch.micro_batch_size or 1)
+    return job.changed(
+        micro_batch_size=job.batch.micro_batch_size or 1,
+        casts_experts_slowly=run.container.partition(" ")[0] in _CASTING_SLOWLY,
+    )
 
 
 def compared(run: FoundRun, machine: System | None = None) -> Compared:

@@ -4,7 +4,7 @@ What one kernel or collective takes alone is measured (``components``).  In a st
 that device memory bounds follow each other with gaps, and a host starts kernels more slowly than a graph
 does.  These few factors are fitted by the mean error over sources, since jobs of one source are alike.  On
 the A100, what is left out together is all that one publisher measured in a year: its sources share machines
-and software.  The factors of later devices (``found_factors``) were fitted without one source at a time.
+and software.  The factors of later devices (``found_factors``) were fitted without one publisher at a time.
 """
 
 import json
@@ -17,6 +17,7 @@ from itertools import product
 from pathlib import Path
 from statistics import mean
 
+from benchmarks.planner.found_runs import publisher_of
 from benchmarks.planner.judged import Judged, judged
 from benchmarks.report import Row, table
 from megatron_pp_ext.costs import system
@@ -35,7 +36,7 @@ TRIED: Mapping[str, Mapping[str, Sequence[float]]] = {
     "a100-80g": {
         "clock": (0.81,),
         "copy": (0.55, 0.65, 0.75),
-        "network": (0.25, 0.4, 0.6),
+        "network": (0.4, 0.6, 0.8, 1.0),
         "kernel_seconds": (3.4e-5, 3.7e-5),
     },
 }
@@ -122,7 +123,7 @@ def keep() -> None:
 def factors() -> Mapping[str, Mapping[str, Factors]]:
     """Return the factors that were fitted: for each device without each group, and with all, by "".
 
-    A group of the A100 is given by ``left_out_with``; of later devices it is a source.
+    A group of the A100 is given by ``left_out_with``; of later devices it is a publisher.
     """
     content: dict[str, Mapping[str, Factors]] = json.loads(FILE.read_text(encoding="utf-8"))
     later = json.loads(LATER.read_text(encoding="utf-8"))
@@ -131,7 +132,7 @@ def factors() -> Mapping[str, Mapping[str, Factors]]:
 
 @cache
 def held_out() -> tuple[Judged, ...]:
-    """Return every run that has a time, judged with the factors that were fitted without its group."""
+    """Return every run that has a time, judged with the factors that were fitted without its publisher."""
     return tuple(_held_out(runs()))
 
 
@@ -139,7 +140,9 @@ def _held_out(every: Iterable[PublishedRun]) -> Iterable[Judged]:
     for run in every:
         if run.seconds:
             groups = factors()[device_of(run)]
-            factors_of_run = groups.get(left_out_with(run)) or groups.get(part_of(run), groups[""])
+            factors_of_run = groups.get(left_out_with(run)) or groups.get(
+                publisher_of(run.source), groups[""]
+            )
             yield judged(run, with_factors(system.read(run.gpu), factors_of_run))
 
 

@@ -53,9 +53,13 @@ def _link(rate: float | None, shipped: Link) -> Link:
     return shipped if rate is None else Link(rate, shipped.latency_seconds)
 
 
-def judged(run: PublishedRun, machine: System | None = None) -> Judged:
-    """Estimate ``run``, on ``machine`` in place of the shipped system if one is given."""
-    job, machine = describe(dict(run.model)).changed(**run.framework), machine_of(run, machine)
+def judged(run: PublishedRun, machine: System | None = None, starts: int = 0) -> Judged:
+    """Estimate ``run``, on ``machine`` in place of the shipped system if one is given.
+
+    An action takes so many ``starts`` of a kernel more.
+    """
+    job = describe(dict(run.model)).changed(**run.framework, action_starts=starts)
+    machine = machine_of(run, machine)
     request = for_world(asked_of(job), run.gpus)
     estimate = estimate_request(job, machine, request)
     return Judged(run, error_band.kind_of(job, machine, run.gpus), estimate, request.schedule)

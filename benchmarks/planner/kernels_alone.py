@@ -28,11 +28,12 @@ from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.model_description import describe
 
 SYSTEMS = {"a100": "a100-80g", "h100": "h100", "h200": "h200", "b200": "b200"}
-_TYPES = {"bfloat16": "bf16", "fp8": "fp8", "fp8_block": "fp8_block"}
+_TYPES = {"bfloat16": "bf16", "fp8": "fp8", "fp8_block": "fp8_block", "nvfp4": "fp4"}
 _FLAGS: Mapping[str, Mapping[str, Any]] = {
     "bf16": {},
     "fp8": {"fp8": "hybrid"},
     "fp8_block": {"fp8": "hybrid", "fp8_recipe": "blockwise"},
+    "fp4": {"fp4": "e2m1"},
 }
 _NAMES = {"fp8_block": "fp8 with scales of blocks"}
 _SIDE = 1024
@@ -45,11 +46,12 @@ _QUANTIZED = {
     ("fp8", "h100"): (8.8e-6, 2.39e-12),
     ("fp8", "h200"): (8.9e-6, 2.1e-12),
     ("fp8", "b200"): (15.1e-6, 1.11e-12),
+    ("fp4", "b200"): (8e-6, 0.705e-12),
     ("fp8_block", "h100"): (3e-6, 2e-12),
     ("fp8_block", "h200"): (4e-6, 2e-12),
 }
-"""The time of an FP8 product of the source besides the product: seconds to start, and for a number of
-the left operand, which it quantizes; fitted.  The planner counts casts by themselves."""
+"""The time of a product in FP8 or NVFP4 of the source besides the product: seconds to start, and for a number
+of the left operand, which it quantizes; fitted.  The planner counts casts by themselves."""
 
 _ATTENTION_START, _EXPERTS_START = 20e-6, 31e-6
 """The time of the small kernels that the source starts besides attention and besides experts; fitted."""
@@ -94,7 +96,7 @@ def _is_held_out(*shape: object) -> bool:
 
 
 def products(folder: Path, device: str) -> Iterator[Sample]:
-    """Yield products of matrices by type; those in FP8 quantize their left operand."""
+    """Yield products of matrices by type; those in FP8 and NVFP4 quantize their left operand."""
     for row in _rows(folder, "gemm", device):
         m, n, k = (int(row[side]) for side in "mnk")
         dtype = _TYPES.get(row["gemm_dtype"])

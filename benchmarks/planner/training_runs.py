@@ -1,18 +1,16 @@
 """How far are estimated steps and memory from published training runs?
 
 python -m benchmarks.planner.training_runs          # 3 minutes of a core
-python -m benchmarks.planner.training_runs --keep   # also writes planner/validation.json: the error bands
 python -m benchmarks.planner.training_runs --fit    # fits the factors of the devices first: 3 minutes more
 
 Writes results/training_runs.md and results/training_runs.png.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import mean, median, quantiles
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -32,29 +30,15 @@ from megatron_pp_ext.planner.step.error_band import headroom
 from megatron_pp_ext.planner.step.model_description import describe
 from reference.training_runs import PublishedRun
 
-VALIDATION = Path(error_band.__file__).parents[1] / "validation.json"
-
 _SWEEP = 4
 """The fewest jobs of one model, batch and number of GPUs whose order is judged."""
 
 
-def validation(every: Iterable[Judged]) -> dict[str, dict[str, Any]]:
-    """Return the content of validation.json; see ``error_band``."""
-    content = {}
-    for kind, rows in by_kind(every).items():
-        tenths = quantiles((1 / result.ratio for result in rows), n=10, method="inclusive")
-        content[kind] = {
-            "low": round(tenths[0], 3),
-            "high": round(tenths[-1], 3),
-            "error": round(error(rows), 3),
-            "rows": len(rows),
-            "publishers": len({result.run.publisher for result in rows}),
-            "systems": sorted({result.run.gpu for result in rows}),
-            "schedules": sorted({result.schedule for result in rows}),
-            "length": max(result.run.model["seq_length"] for result in rows),
-            "context": max(result.run.model.get("context_parallel_size") or 1 for result in rows),
-        }
-    return content
+def middle(rows: Sequence[Judged]) -> tuple[float, float]:
+    """Return between which measured seconds for each estimated one eight in ten of ``rows`` are."""
+    ratios = [1 / result.ratio for result in rows]
+    tenths = quantiles(ratios, n=10, method="inclusive") if len(ratios) > 1 else ratios
+    return tenths[0], tenths[-1]
 
 
 def baseline(every: Sequence[Judged]) -> dict[str, float]:
@@ -128,12 +112,11 @@ def _offered(run: PublishedRun) -> float:
 def kinds() -> str:
     """Mean absolute errors of a step's seconds, with eight in ten of the steps; `one constant` is a baseline.
 
-    A run is held out where the factors of its device were fitted without its source, and on the A100 without
-    all runs that its publisher made in the same year.  The baseline is one rate of operations for each
-    device and kind, the median of its jobs.
+    A run is held out where the factors of its device were fitted without its publisher.  The baseline is one
+    rate of operations for each device and kind, the median of its jobs.
     """
     every, held = timed(all_judged()), by_kind(held_out.held_out())
-    plain, bands = baseline(every), validation(held_out.held_out())
+    plain = baseline(every)
     fitted = by_kind(every)
     rows: list[Row] = [
         (
@@ -141,7 +124,7 @@ def kinds() -> str:
             len(group),
             f"{error(group):.1%}",
             f"{mean(result.ratio for result in group) - 1:+.1%}",
-            f"{bands[kind]['low']:.2f} to {bands[kind]['high']:.2f}",
+            "{:.2f} to {:.2f}".format(*middle(group)),
             f"{error(fitted[kind]):.1%}",
             f"{plain[kind]:.1%}",
         )
@@ -260,15 +243,11 @@ PARTS = {
 
 def main(
     out: Out = RESULTS / "training_runs.md",
-    keep: Annotated[bool, typer.Option("--keep", help="Write validation.json too.")] = False,
     fit: Annotated[bool, typer.Option("--fit", help="Fit the factors of the devices first.")] = False,
 ) -> None:
     """Write the tables and the picture."""
     if fit:
         held_out.keep()
-    if keep:
-        content = validation(held_out.held_out())
-        VALIDATION.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     about = (
         "The runs, with their sources, are in reference/training_runs.json.  The files of the systems say "
         "which of their figures are fitted to these runs."

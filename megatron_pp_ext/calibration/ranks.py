@@ -152,6 +152,8 @@ _OF_LIKE = (
     "processors",
     "around_loop",
     "kernel_seconds",
+    "exposed_sums",
+    "persistent_products",
     "sustained",
     "reserved_bytes",
     "host_memory_bytes_per_second",

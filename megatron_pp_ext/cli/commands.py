@@ -10,10 +10,9 @@ from typer.core import TyperGroup
 
 from megatron_pp_ext.cli.report import console
 from megatron_pp_ext.jobs.failure import ended_as_by_the_keyboard
-from megatron_pp_ext.launch_errors import needs
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.entry import ALIASES, OTHERS
-from megatron_pp_ext.version import VERSION
+from megatron_pp_ext.version import VERSION, needs
 
 
 class OneLineErrors(TyperGroup):

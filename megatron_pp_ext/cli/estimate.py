@@ -142,6 +142,11 @@ def estimate(
             console.print(
                 f"on {gpus} GPUs, the fewest that share experts {ways} ways: --world-size sets others"
             )
+        if not job.batch.sizes:
+            console.print(
+                "no --global-batch-size: a step of one microbatch for each data-parallel rank is estimated, "
+                "as Megatron would train"
+            )
         counted = entries(job)
         if counted:
             whole, active = (counted[name] / 1e9 for name in ("parameters", "active_parameters"))

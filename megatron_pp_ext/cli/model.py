@@ -45,10 +45,15 @@ def models() -> None:
     from megatron_pp_ext.planner.described import named, names
 
     table = Table("--model", "model", "parameters", "tokens a sequence")
-    for model in map(named, names()):
+    models = list(map(named, names()))
+    for model in models:
         billions = f"{model.parameters / 1e9:.4g} billion"
         table.add_row(model.name, model.title, billions, str(model.described.values["seq_length"]))
     console.print(table)
+    console.print("Other names of these:")
+    for model in models:
+        if model.other_names:
+            console.print(f"  {model.name}: {', '.join(model.other_names)}")
     console.print("--print-flags shows a model's flags.  A Hugging Face config.json does as well as a name.")
 
 

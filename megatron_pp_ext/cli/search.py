@@ -1,11 +1,12 @@
 """``mpp search``: which configuration of a model is fastest on so many GPUs, and fits."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import partial
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -311,8 +312,9 @@ def search(
         return
     from megatron_pp_ext.cli.search_report import Report
     from megatron_pp_ext.planner.search import configurations
-    from megatron_pp_ext.planner.search.best_first import Search
+    from megatron_pp_ext.planner.search.best_first import INTERRUPTED, Search
     from megatron_pp_ext.planner.search.candidate import strip
+    from megatron_pp_ext.planner.search.flag_gains import Trials
     from megatron_pp_ext.planner.search.result import SearchBudget
     from megatron_pp_ext.planner.step.comparison import compared
     from megatron_pp_ext.planner.step.error_band import above, headroom
@@ -351,6 +353,12 @@ def search(
             raise
         if tried.asks:
             best, verdict = accepted(best, megatron, job, all_words, machines.gpus)
+        gains = None
+        if best.stopped is None or best.stopped.why != INTERRUPTED:
+            trials = Trials(space, job, system, limit, machines.margin)
+            if tried.asks:
+                trials.refusal = partial(refusal, megatron, job, all_words, machines.gpus)
+            gains = trials.gains(best)
     first = best.best[0]
     first.estimate.require_possible(system)
     of_first = first.candidate.applied_to(job), system, first.candidate.data
@@ -367,6 +375,7 @@ def search(
         filled_in,
         without,
         compared(*of_first, first.estimate, machines.margin),
+        gains,
     )
     report.show()
     if verdict is not None:
@@ -410,6 +419,23 @@ def accepted(
         result = result.without(refused)
         if not result.best:
             verdicts_on[refused[0]].require_accepted()
+
+
+def refusal(
+    megatron: Megatron,
+    job: RequestedJob,
+    words: Sequence[str],
+    gpus: int,
+    candidate: "Candidate",
+    values: Mapping[str, Any],
+) -> str:
+    """Return why Megatron refuses ``candidate`` with more ``values`` than those of ``words``, or nothing."""
+    from megatron_pp_ext.planner.search.flag_gains import with_values
+
+    flags, changed = with_values(words, values, candidate), candidate.applied_to(job.with_arguments(**values))
+    question = ask_megatron.question(flags, changed, for_world(changed, gpus), gpus, environment(flags))
+    (verdict,) = verdicts(megatron, [question])
+    return f"Megatron refuses it: {verdict.refusal}" if verdict.refusal else ""
 
 
 def _question(candidate: "Candidate", job: RequestedJob, words: Sequence[str], gpus: int) -> Question:

@@ -1,8 +1,7 @@
 """Presents the result of a search: on the terminal, as a picture, a page, numbers, and scripts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +14,10 @@ from megatron_pp_ext.files import write_whole
 from megatron_pp_ext.planner.search import launch_lines
 from megatron_pp_ext.planner.search.candidate import offered
 from megatron_pp_ext.planner.search.configurations import record
+from megatron_pp_ext.planner.search.flag_gains import FlagGains
 from megatron_pp_ext.planner.search.replays import Evaluated
 from megatron_pp_ext.planner.search.result import SearchResult, why
 from megatron_pp_ext.planner.step.comparison import Comparison
-
-_STYLE = (
-    "body{font-family:sans-serif;margin:1em auto;padding:0 1em;max-width:80em;color:#10222e}"
-    "body{overflow-wrap:anywhere}"
-    "h1{font-size:1.4em}h2{font-size:1.1em;margin-top:2em}h3{font-size:1em}"
-    "table{border-collapse:collapse}td,th{padding:.3em .8em;border-bottom:1px solid #e6e9ec;text-align:left}"
-    "dt{font-weight:bold;margin-top:.4em}dd{margin-left:1em}"
-    ".wide{overflow-x:auto;overflow-wrap:normal}.wide svg{min-width:40em;max-width:100%;height:auto}"
-    "pre{white-space:pre-wrap;background:#f5f7f8;padding:.8em}"
-)
 
 _LABELS: Mapping[str, str] = {
     "tp, cp, ep, etp, pp, dp": "ranks that share tensors, context, experts, an expert, layers, and data",
@@ -42,34 +32,6 @@ _LABELS: Mapping[str, str] = {
 }
 
 
-def page(
-    title: str,
-    about: Mapping[str, str],
-    table: tuple[Sequence[str], Sequence[Sequence[str]]],
-    picture: str,
-    commands: Mapping[str, str],
-) -> str:
-    """Return the page: what was searched, headings and rows, a picture as SVG, and a command by its name.
-
-    The first of ``commands`` is that of the best.
-    """
-    headings, rows = table
-    head = _row("th", headings)
-    body = "".join(_row("td", row) for row in rows)
-    best, *further = (f"<h3>{escape(name)}</h3><pre>{escape(text)}</pre>" for name, text in commands.items())
-    return (
-        "<!doctype html><html lang=en><meta charset=utf-8>"
-        "<meta name=viewport content='width=device-width, initial-scale=1'>"
-        f"<title>{escape(title)}</title><style>{_STYLE}</style><h1>{escape(title)}</h1>{_list(about)}"
-        f"<h2>The best</h2><div class=wide><table>{head}{body}</table></div>"
-        f"<h2>The command of the best</h2>{best}"
-        f"<h2>Memory and throughput</h2><div class=wide>{picture}</div>"
-        f"<h2>What the words stand for</h2>{_list(_labels())}"
-        f"<h2>The commands of the others, and of the shortest steps for less memory</h2>{''.join(further)}"
-        "</html>\n"
-    )
-
-
 def _labels() -> dict[str, str]:
     """Return the meanings of a configuration's words, a feature's before the numbers of a table."""
     at = list(_LABELS).index("MFU")
@@ -77,14 +39,7 @@ def _labels() -> dict[str, str]:
     return dict([*labels[:at], *of_features, *labels[at:]])
 
 
-def _row(tag: str, cells: Sequence[str]) -> str:
-    return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-
-def _list(entries: Mapping[str, str]) -> str:
-    return f"<dl>{''.join(f'<dt>{escape(a)}</dt><dd>{escape(b)}</dd>' for a, b in entries.items())}</dl>"
-
-
+_AT_SIZES = "at the sizes of the best, with as many layers in every stage"
 _ALIKE = "nearly as fast"
 _COLUMNS = (
     "",
@@ -120,6 +75,7 @@ class Report:
     filled_in: tuple[str, ...] = ()
     not_counted: tuple[str, ...] = ()
     compared: Comparison | None = None
+    gains: FlagGains | None = None
 
     def show(self) -> None:
         """Print the table, the shortest steps for less memory, and the command that starts the best."""
@@ -133,8 +89,12 @@ class Report:
             table.add_row(number, "\n".join(lines), *numbers)
         console.print(table)
         if self.compared:
-            console.print("At the sizes of the best, with as many layers in every stage:")
+            console.print(f"{_AT_SIZES.capitalize()}:")
             for line in self.compared.lines:
+                console.print(f"  {line}")
+        if self.gains and self.gains.lines:
+            console.print(f"{self._not_tried}:")
+            for line in self.gains.lines:
                 console.print(f"  {line}")
         console.print("The shortest steps for less memory, each with the flags that it sets:")
         for choice in result.for_less_memory:
@@ -150,6 +110,14 @@ class Report:
                 style="dim",
             )
         self.show_command("To run the best:", result.best[0])
+        if self.gains and self.gains.shortest:
+            show_launch(f"To run the shortest with {self.gains.words}:", self._launch_of(self.gains), ())
+
+    @property
+    def _not_tried(self) -> str:
+        """The flags in ``gains``, in words."""
+        assert self.gains is not None
+        return f"Flags that were not tried, which are yours to choose, with {self.gains.best.candidate.name}"
 
     def _looked_at(self) -> str:
         """Report how many configurations there are, and whether the search went to its end."""
@@ -162,12 +130,9 @@ class Report:
 
     def _ended(self) -> str:
         """Report what the search has proved of the others at its end."""
-        if count := self.result.other_lengths:
-            return (
-                f"none of the others can be among the best, but for {count:,} in slices of a third length, "
-                "which were not timed"
-            )
-        return "none of the others can be among the best"
+        proved = "of those that were tried, none of the others can be among the best"
+        untimed = [f"{count:,} {words}" for words, count in self.result.left_out.items()]
+        return f"{proved}, but for {' and '.join(untimed)}, which were not timed" if untimed else proved
 
     def _room(self) -> str:
         offered = self.system.memory_bytes
@@ -195,6 +160,8 @@ class Report:
             "stopped": None if result.stopped is None else str(result.stopped),
             "not_counted": self.not_counted,
             "compared": self.compared and self.compared.record(),
+            "flags_not_tried": self.gains and self.gains.record(),
+            "with_flags": self._with_flags(),
             "best": [
                 {
                     **self._record(choice),
@@ -216,6 +183,19 @@ class Report:
             **self._launch(choice).record(),
         }
 
+    def _with_flags(self) -> dict[str, Any] | None:
+        """Return the shortest step with flags that were not tried, and its command, for a JSON file."""
+        if self.gains is None or self.gains.shortest is None:
+            return None
+        shortest = self.gains.shortest
+        return {
+            "added_flags": self.gains.words,
+            "name": shortest.candidate.name,
+            "candidate": record(shortest.candidate),
+            "estimate": asdict(shortest.estimate),
+            **self._launch_of(self.gains).record(),
+        }
+
     def _point(self, choice: Evaluated) -> dict[str, Any]:
         estimate = choice.estimate
         sizes = {"bytes": estimate.fullest.total, "step_seconds": estimate.step_seconds}
@@ -230,32 +210,50 @@ class Report:
 
     def page(self) -> str:
         """Return all of it as one self-contained HTML page."""
-        from megatron_pp_ext.view import memory_tradeoff
+        from megatron_pp_ext.view import memory_tradeoff, search_page
 
         best, frontier = self._points()
-        return page(
-            self._title(),
-            {
-                "searched": self._looked_at(),
-                "command": self.about["command"],
-                "date": self.about["date"],
-                "memory": self._room(),
-                "estimates": self.result.best[0].estimate.grounds,
-                **({"not counted": "; ".join(self.not_counted)} if self.not_counted else {}),
-                **(
-                    {
-                        "at the sizes of the best, with as many layers in every stage": "; ".join(
-                            self.compared.lines
-                        )
-                    }
-                    if self.compared
-                    else {}
-                ),
-            },
-            (_COLUMNS, self._rows()),
-            memory_tradeoff.configurations_svg(best, frontier, self.limit, ""),
-            {choice.candidate.name: self._launch(choice).text for choice in self._shown()},
+        commands = {choice.candidate.name: self._launch(choice).text for choice in self._shown()}
+        if self.gains and self.gains.shortest:
+            name = f"{self.gains.shortest.candidate.name} with {self.gains.words}"
+            commands[name] = self._launch_of(self.gains).text
+        about = {
+            "searched": self._looked_at(),
+            "command": self.about["command"],
+            "date": self.about["date"],
+            "memory": self._room(),
+            "estimates": self.result.best[0].estimate.grounds,
+        }
+        if self.not_counted:
+            about["not counted"] = "; ".join(self.not_counted)
+        if self.compared:
+            about[_AT_SIZES] = "; ".join(self.compared.lines)
+        if self.gains and self.gains.lines:
+            about[self._not_tried] = "; ".join(self.gains.lines)
+        picture = memory_tradeoff.configurations_svg(best, frontier, self.limit, "")
+        return search_page.text(
+            self._title(), picture, _COLUMNS, self._rows(), self._stock_rows(), commands, about, _labels()
         )
+
+    def _stock_rows(self) -> list[list[str]]:
+        """Return rows for Megatron's own schedules at the sizes of the best, as far as they are compared."""
+        compared = self.compared
+        steps = (compared.stock, compared.interleaved) if compared else ()
+        return [
+            [
+                "",
+                step.name,
+                f"{step.step_seconds:.4g}",
+                "",
+                "",
+                self._gigabytes(step.fullest_bytes),
+                "",
+                "",
+                "",
+            ]
+            for step in steps
+            if step is not None
+        ]
 
     def write_batch_files(self, folder: Path) -> None:
         """Write a script for each of the best that submits it to SLURM."""
@@ -310,6 +308,12 @@ class Report:
 
     def _launch(self, choice: Evaluated) -> launch_lines.Launch:
         return launch_lines.Launch(self.flags(choice), self.gpus, self.system.gpus_per_node, self.script)
+
+    def _launch_of(self, gains: FlagGains) -> launch_lines.Launch:
+        """Return the start of the shortest step with flags that were not tried."""
+        assert gains.shortest is not None
+        flags = gains.flags(self.words)
+        return launch_lines.Launch(flags, self.gpus, self.system.gpus_per_node, self.script)
 
     def _points(self) -> tuple[list[Any], list[Any]]:
         from megatron_pp_ext.view.memory_tradeoff import Point

@@ -30,6 +30,8 @@ class Option:
     """Whether weight gradients may come later than input gradients, in any order."""
     evaluates: ClassVar[bool] = False
     """Whether the feature is part of evaluations too."""
+    is_planned: ClassVar[bool] = False
+    """Whether orders depend on what the stages take, so that a search plans them anew for each layout."""
 
     @property
     def measured_by(self) -> str:

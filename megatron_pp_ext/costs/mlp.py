@@ -127,7 +127,14 @@ _LAUNCHED_CASTS = {"delayed": 0, "tensorwise": 2}
 Transformer Engine starts the products and the casts of each expert one by one (``multi_stream_cublas_gemm``
 in transformer_engine/common/gemm/cublaslt_gemm.cu, ``multi_tensor_quantize_impl`` in
 transformer_engine/pytorch/csrc/extensions/cast.cpp, commit d0067d0d); delayed scales have one kernel for all,
-and scales of the tensor itself one more to find them."""
+and scales of the tensor itself one more to find them.  NVFP4 has two kernels for all experts, which transform
+their tokens, find the scales and cast (``split_quantize_nvfp4_impl_with_rht_helper`` there)."""
+
+_SLOW_CASTS = 4.5
+"""The same in starts of a kernel with ``Precision.casts_experts_slowly``.
+
+It is fitted to two steps of Qwen3-30B on 16 H100, in containers 25.11 and 26.02; those of later containers
+take the two above (benchmarks/planner/found_errors.py)."""
 
 
 def experts(costs: LayerCosts) -> Part:
@@ -137,16 +144,26 @@ def experts(costs: LayerCosts) -> Part:
     """
     model = costs.job.model
     local_experts = model.num_experts // costs.job.parallel.expert_model_parallel_size
-    inside = router(costs) + _routed(costs, local_experts) + _latent(costs)
-    if model.moe_shared_expert_intermediate_size:
-        shared = _shared(costs)
-        inside += shared.recomputed(after_forward=0) if "shared_experts" in costs.recomputed else shared
+    inside = router(costs) + _routed(costs, local_experts) + _latent(costs) + _shared_experts(costs)
     inside = inside.recomputed(after_forward=0) if "moe" in costs.recomputed else inside
     norm = costs.norm(is_recomputed=costs.recomputes_norms) + _read_by_router(costs)
     kernels = MLP_KERNELS * (2 if costs.job.precision.moe_grouped_gemm else 1 + local_experts)
     # The host waits for the number of tokens of every expert, so no launch of the router's is hidden.
     routing = costs.kernels.launched(Part(), ROUTER_KERNELS, has_routed=True)
     return routing + costs.kernels.launched(norm + inside + costs.dropped(), kernels, has_routed=True)
+
+
+def routing(costs: LayerCosts) -> Part:
+    """Return a layer of experts up to its router, with the norm and the shared expert."""
+    norm = costs.norm(is_recomputed=costs.recomputes_norms) + _read_by_router(costs)
+    return norm + router(costs) + _shared_experts(costs)
+
+
+def _shared_experts(costs: LayerCosts) -> Part:
+    if not costs.job.model.moe_shared_expert_intermediate_size:
+        return Part()
+    shared = _shared(costs)
+    return shared.recomputed(after_forward=0) if "shared_experts" in costs.recomputed else shared
 
 
 def _read_by_router(costs: LayerCosts) -> Part:
@@ -222,7 +239,7 @@ def _lent(costs: LayerCosts, experts: Part, exchange: float, products: list[Part
     return experts.weight_gradient_seconds, hidden
 
 
-def _launches(costs: LayerCosts, local_experts: int) -> int:
+def _launches(costs: LayerCosts, local_experts: int) -> float:
     """Return the kernels that the forward of ``local_experts`` starts.
 
     The host waits for the numbers of their tokens before it starts any of them.
@@ -230,9 +247,11 @@ def _launches(costs: LayerCosts, local_experts: int) -> int:
     precision = costs.job.precision
     if not precision.moe_grouped_gemm or precision.fuses_experts:
         return MLP_KERNELS
-    casts = 0
-    if precision.uses_fp8:
-        casts = 2 if precision.fp4 else _LAUNCHED_CASTS.get(precision.fp8_recipe, 1)
+    casts = 0.0
+    if precision.uses_fp8 and not precision.fp4:
+        casts = _LAUNCHED_CASTS.get(precision.fp8_recipe, 1)
+        if precision.fp8_recipe == "tensorwise" and precision.casts_experts_slowly:
+            casts = _SLOW_CASTS
     return MLP_KERNELS + 2 * local_experts * (1 + casts)
 
 

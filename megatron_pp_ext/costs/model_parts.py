@@ -8,7 +8,7 @@ from megatron_pp_ext.costs import ends
 from megatron_pp_ext.costs.attention import KINDS, Attentions, self_attention
 from megatron_pp_ext.costs.kernels import KernelSeconds
 from megatron_pp_ext.costs.mamba import mamba
-from megatron_pp_ext.costs.mlp import experts, mlp
+from megatron_pp_ext.costs.mlp import experts, mlp, routing
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.costs.products import LayerCosts
 from megatron_pp_ext.job.parts import Half, LayerBlock
@@ -80,8 +80,9 @@ def _linear(costs: LayerCosts) -> Part:
     return costs.kernels.launched(whole, _LINEAR_KERNELS)
 
 
-_KINDS = {"-": mlp, "E": experts, "M": mamba}
-"""The layers without attention whose costs are known, by their letters in --hybrid-layer-pattern."""
+_KINDS = {"-": ("mlp", mlp), "E": ("moe", experts), "M": ("mamba", mamba)}
+"""The layers without attention whose costs are known, by their letters in --hybrid-layer-pattern: Megatron's
+name of the module, and the function that counts one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,7 @@ class ModelParts:
     in which W gathers operands, where backwards come in two halves (``costs.ends``).
     ``deferred`` is the part of the output layer that --defer-embedding-wgrad-compute may leave to the end of
     a step, for a microbatch: the product for the weight gradient, and its operands.
+    ``captured`` is what Transformer Engine's CUDA graphs, if there are any, capture of each layer.
     ``to_host`` are the seconds in which a byte goes to the host, if --cpu-offloading-num-layers copies any.
     ``stages`` are the sums of stages that were cut, by how they are recomputed and by their layers.
     ``kinds`` numbers the kinds of layers: equal ones have the same number.
@@ -122,6 +124,7 @@ class ModelParts:
     measured: Costs | None = None
     deferred: Part = field(default_factory=Part)
     to_host: float = 0.0
+    captured: tuple[Part, ...] = ()
     stages: dict[tuple[object, ...], Part] = field(default_factory=dict, compare=False, repr=False)
     kinds: tuple[int, ...] = field(init=False, compare=False, repr=False)
 
@@ -154,6 +157,9 @@ def model_parts(
     rows = job.padded_vocabulary if vocabulary is None else vocabulary
     has_own_layers = measured is None or not measured.has_parameters
     layers = _layers(costs) if has_own_layers else []
+    captured = layers if job.precision.cuda_graph_impl == "transformer_engine" else []
+    if captured and job.precision.graphed_modules:
+        captured = _layers(costs, job.precision.graphed_modules)
     output, deferred = ends.output(costs, rows), Part()
     if job.defers_embedding:
         deferred = Part(
@@ -181,27 +187,61 @@ def model_parts(
         gather_buffers=ends.of_gathers(costs),
         measured=measured,
         deferred=deferred,
+        captured=tuple(captured),
         to_host=costs.kernels.to_host(1.0) if job.memory.cpu_offloading_num_layers else 0.0,
     )
 
 
-def _layers(costs: LayerCosts) -> list[Part]:
-    """Return the layers of the model in order; equal ones are one object."""
-    model = costs.job.model
+_NOTHING = Part()
+
+
+class _Modules:
+    """The ``modules`` of layers by Megatron's names (--cuda-graph-modules), or all; others cost nothing."""
+
+    def __init__(self, costs: LayerCosts, modules: frozenset[str] = frozenset()) -> None:
+        self._costs, self._modules = costs, modules
+        self._attentions = Attentions(costs)
+
+    def has(self, module: str) -> bool:
+        return not self._modules or module in self._modules
+
+    def attention(self, number: int, letter: str | None = None) -> Part:
+        """Return the attention of layer ``number``, of a kind by its ``letter`` if there is one."""
+        return self._attentions.layer(number, letter) if self.has("attn") else _NOTHING
+
+    def other(self, letter: str) -> Part:
+        """Return a layer without attention by its ``letter``."""
+        if letter == "E" and not self.has("moe"):
+            return routing(self._costs) if self.has("moe_router") else _NOTHING
+        module, function = _KINDS[letter]
+        return function(self._costs) if self.has(module) else _NOTHING
+
+    def block(self, described: LayerBlock) -> Part:
+        """Return a layer as ``described``."""
+        absent = Half(is_left_out=True)
+        attention = described.attention if self.has("attn") else absent
+        return block(self._costs, LayerBlock(attention, described.mlp if self.has("mlp") else absent))
+
+
+def _layers(costs: LayerCosts, only: frozenset[str] = frozenset()) -> list[Part]:
+    """Return the layers of the model in order; equal ones are one object.
+
+    With ``only`` they have these modules alone, by Megatron's names.
+    """
+    model, modules = costs.job.model, _Modules(costs, only)
     if model.pattern is not None:
-        return _of_pattern(costs, model.pattern.replace("|", ""))
+        return _of_pattern(modules, model.pattern.replace("|", ""))
     if model.blocks:
         if len(model.blocks) != model.num_layers:
             raise ValueError(
                 f"--num-layers is {model.num_layers}, but --heterogeneous-layers-config-path describes "
                 f"{len(model.blocks)} layers: correct one of them"
             )
-        described = {kind: block(costs, kind) for kind in set(model.blocks)}
+        described = {kind: modules.block(kind) for kind in set(model.blocks)}
         return [described[kind] for kind in model.blocks]
-    attentions = Attentions(costs)
-    second_halves = {kind: (experts if kind else mlp)(costs) for kind in set(model.has_experts)}
+    second_halves = {kind: modules.other("E" if kind else "-") for kind in set(model.has_experts)}
     halves = [
-        (attentions.layer(number), second_halves[kind]) for number, kind in enumerate(model.has_experts, 1)
+        (modules.attention(number), second_halves[kind]) for number, kind in enumerate(model.has_experts, 1)
     ]
     processors = costs.kernels.left_beside_exchange
     pairs = {(id(front), id(back)): (front, back) for front, back in halves}
@@ -213,7 +253,7 @@ def _joined(attention: Part, mlp: Part, processors: float) -> Part:
     return attention + replace(mlp, overlapped_together=overlapped(attention, mlp, processors))
 
 
-def _of_pattern(costs: LayerCosts, letters: str) -> list[Part]:
+def _of_pattern(modules: _Modules, letters: str) -> list[Part]:
     unknown = sorted(set(letters) - {*_KINDS, *KINDS})
     if unknown:
         raise ValueError(
@@ -221,9 +261,10 @@ def _of_pattern(costs: LayerCosts, letters: str) -> list[Part]:
             'with mpp rehearse --costs FILE, which counts their "parameters" too, and give '
             "--pipeline-costs FILE"
         )
-    attentions = Attentions(costs)
-    parts = {letter: _KINDS[letter](costs) for letter in set(letters) & set(_KINDS)}
-    return [parts.get(letter) or attentions.layer(number, letter) for number, letter in enumerate(letters, 1)]
+    parts = {letter: modules.other(letter) for letter in set(letters) & set(_KINDS)}
+    return [
+        parts.get(letter) or modules.attention(number, letter) for number, letter in enumerate(letters, 1)
+    ]
 
 
 def _prediction(costs: LayerCosts, layers: Sequence[Part]) -> Part:
@@ -233,7 +274,7 @@ def _prediction(costs: LayerCosts, layers: Sequence[Part]) -> Part:
     (``MultiTokenPredictionLayer`` in megatron.core.transformer), nor in pairs.
     """
     pattern, memory = costs.job.model.predicting_pattern, costs.job.memory
-    layer_parts = _of_pattern(costs, pattern) if pattern else layers[-1:]
+    layer_parts = _of_pattern(_Modules(costs), pattern) if pattern else layers[-1:]
     depth = sum(layer_parts, ends.prediction(costs))
     in_pairs = costs.job.parallel.overlap_moe_expert_parallel_comm
     if memory.recomputes_layers and not memory.recomputes_first and not in_pairs:

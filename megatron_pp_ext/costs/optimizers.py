@@ -6,6 +6,7 @@ layer, norms and biases have a scalar optimizer then (megatron.core.optimizer.em
 """
 
 from dataclasses import dataclass
+from typing import Self
 
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.costs.system import System
@@ -117,10 +118,20 @@ def _host_seconds(memory: Memory, system: System, weights: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """The numbers of ranks that share the optimizer's state of dense and of expert weights."""
+    """The numbers of ranks that have the same dense and expert weights, and sum their gradients."""
 
     dense: int
     expert: int
+
+    def of_state(self, memory: Memory) -> Self:
+        """Return the numbers of ranks that share the optimizer's state, 1 where each has all of it.
+
+        The ranks of an instance of the distributed optimizer share one copy of it
+        (megatron.core.parallel_state).
+        """
+        if not memory.shards_state:
+            return type(self)(1, 1)
+        return type(self)(self.dense // memory.instances, max(1, self.expert // memory.instances))
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +157,8 @@ def _fp8_copies(job: Job) -> float:
 def model_state(job: Job, part: Part, sharing: Sharing) -> ModelState:
     """Return the state of a rank of ``job`` whose stages add up to ``part``."""
     total = part.parameters + part.expert_parameters
-    dense, expert = (sharing.dense, sharing.expert) if job.memory.shards_state else (1, 1)
+    state = sharing.of_state(job.memory)
+    dense, expert = state.dense, state.expert
     updated = part.parameters / dense + part.expert_parameters / expert
     matrix_weights = part.matrices.parameters if part.matrices else 0.0
     matrices = matrix_weights / dense + part.expert_parameters / expert

@@ -48,7 +48,8 @@ class Part:
     (``schedule.timing``), and ``hidden_beside`` the part of an I's column-parallel messages that they hide.
     ``exchanged_seconds`` are the time of one exchange of tokens between experts; a forward has two, and
     an I two.  A forward and a backward that run together (``Schedule.paired``) take ``overlapped_together``
-    less than one after the other.
+    less than one after the other.  Such halves take turns by layer, of which the largest keeps
+    ``of_layer`` bytes between F and I.
 
     ``after_forward`` are the bytes kept between F and I, ``after_input_gradient`` those between I and W:
     input and output gradient of every product with a weight.  ``workspace`` are the temporary bytes inside I
@@ -88,6 +89,7 @@ class Part:
     replaced: float = 0.0
     expanded: float = 0.0
     masks: float = 0.0
+    of_layer: float = 0.0
     matrices: Matrices | None = None
 
     def __add__(self, other: "Part") -> "Part":
@@ -118,6 +120,7 @@ class Part:
             self.replaced + other.replaced,
             self.expanded + other.expanded,
             self.masks + other.masks,
+            max(self.of_layer, other.of_layer),
             self.matrices + other.matrices
             if self.matrices and other.matrices
             else self.matrices or other.matrices,
@@ -153,6 +156,7 @@ class Part:
             count * self.replaced,
             count * self.expanded,
             count * self.masks,
+            self.of_layer,
             self.matrices and self.matrices.times(count),
         )
 
@@ -165,6 +169,27 @@ class Part:
             fp8_parameters=self.fp8_parameters,
             matrices=self.matrices,
         )
+
+    def without(self, other: "Part") -> "Part":
+        """Return this part with less to keep, by what ``other``, a part of it, keeps for itself.
+
+        Its temporary bytes are the largest of any part: they are the other's where that one has as many.
+        """
+        after_forward = max(0.0, self.after_forward - other.after_forward)
+        has_workspace = self.workspace > other.workspace or self.workspace_in_whole > other.workspace_in_whole
+        return replace(
+            self,
+            after_forward=after_forward,
+            after_input_gradient=max(0.0, self.after_input_gradient - other.after_input_gradient),
+            workspace=self.workspace if has_workspace else 0.0,
+            workspace_in_whole=self.workspace_in_whole if has_workspace else 0.0,
+        )
+
+    def most_kept(self, is_split: bool) -> float:
+        """Return the most bytes at one time, from the forward to the end of a backward that may be split."""
+        if is_split:
+            return max(self.after_forward, self.after_input_gradient + self.workspace)
+        return self.after_forward + self.workspace_in_whole
 
     @property
     def forward_operations(self) -> float:
@@ -210,6 +235,7 @@ class Part:
             hidden_beside=stage.hidden_beside,
             overlapped_together=overlapped_together,
             after_forward=stage.activation,
+            of_layer=stage.activation,
             after_input_gradient=stage.activation - stage.released_by_input_gradient,
             workspace=stage.workspace and stage.workspace + max(0.0, stage.released_by_input_gradient),
             workspace_in_whole=stage.workspace_in_whole,

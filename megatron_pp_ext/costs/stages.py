@@ -127,7 +127,8 @@ def _by_formulas(
             stage = _sum(layers)
             if offloaded:
                 stage = _offloaded(stage, layers[:offloaded], model.to_host)
-            model.stages[key] = stage + model.other
+            of_layer = max((layer.after_forward for layer in layers), default=0.0)
+            model.stages[key] = replace(stage + model.other, of_layer=of_layer)
         sums.append(model.stages[key])
     for first, last in end_parts(model, splits_head):
         sums[0] += first

@@ -145,9 +145,11 @@ class System:
     such rows of its backward, which runs as fast as the forward where there are none;
     ``kernel_seconds`` is the host's time to start a kernel. ``exposed_sums`` is the share of the time to
     read and write gradients that a product which adds to them does not hide: one where a processor works on
-    one tile at a time. ``sustained`` has the share of these rates that training keeps up, 1 where it is left
-    out: "clock" of products and attention, whose clock is lower under load than in the short measurement of
-    one alone, "copy" of small kernels, which device memory bounds, "network", and "scale" (``at_scale``).
+    one tile at a time. ``persistent_products`` is whether products have a block on every processor, and
+    divide their tiles among these blocks before they start.
+    ``sustained`` has the share of these rates that training keeps up, 1 where it is left out: "clock" of
+    products and attention, whose clock is lower under load than in the short measurement of one alone, "copy"
+    of small kernels, which device memory bounds, "network", and "scale" (``at_scale``).
     ``fp8_recipes`` are the values of --fp8-recipe with which products run; None means all
     but mxfp8.  ``reserved_bytes`` of the memory are the driver's and the communicators'.  ``sources`` has for
     each field where it was read or how it was measured.
@@ -181,6 +183,7 @@ class System:
     attention_backward_rates: Sequence[AttentionRate] = ()
     kernel_seconds: NotNegative = 0.0
     exposed_sums: NotNegative = 0.0
+    persistent_products: bool = False
     sustained: Mapping[Sustained, Positive] = field(default_factory=dict)
     reserved_bytes: NotNegative = 0.0
     peak_rates: Mapping[Dtype, Positive] = field(default_factory=dict)

@@ -136,8 +136,7 @@ FlashAttention-2 (arXiv 2307.08691, figures 5 and 6), causal, heads of 128, sequ
 _FUSED_BACKWARD = 2.5
 """The products in the backward of fused attention for each one of the forward (same source, section 4.1).
 
-On an H100 they run as fast as those of the forward: 518 and 529 TFLOP/s over 8,192 tokens (arXiv 2407.08608,
-figures 5 and 6, cuDNN).  A system has its own rates where they do not (``attention_backward_rates``)."""
+They run at the forward's rate where a system has none of their own (``attention_backward_rates``)."""
 
 _RANDOM_FORWARD = 1.5
 """The time that dropout's random numbers add to the forward of fused attention with heads of 128, and again
@@ -189,6 +188,12 @@ FLEXIBLE_PROCESSORS, _COLLECTIVE_PROCESSORS = 20, 32
 """The processors that an exchange of tokens takes: those of DeepEP, by the default of --moe-deepep-num-sms,
 and those of NCCL's all-to-all, one for each channel (32 on H100: those of its rings, rounded up to a power of
 two, ``ncclTopoComputeP2pChannels``)."""
+
+_SECOND_ROUND = 0.5
+"""The rate of a product whose last blocks start when the first ones have ended.
+
+On an H100 an additional round of blocks next to NCCL was seen to nearly double the time of a product
+(forums.developer.nvidia.com/t/339078)."""
 
 
 class SystemKernelSeconds(KernelSeconds):
@@ -370,7 +375,13 @@ class SystemKernelSeconds(KernelSeconds):
 
     @property
     def left_beside_exchange(self) -> float:
-        """The share of processors that an exchange leaves to computation; 1 where their number is unknown."""
+        """The rate of computation next to an exchange; 1 where the number of processors is unknown.
+
+        An exchange takes processors.  Where products divide their tiles beforehand, the blocks that find
+        theirs taken run after all others, so that a product takes twice as long however few are missing.
+        """
+        if self._system.persistent_products:
+            return _SECOND_ROUND
         processors = FLEXIBLE_PROCESSORS if self._sends_once else _COLLECTIVE_PROCESSORS
         return 1 - min(1.0, processors / self._system.processors) if self._system.processors else 1.0
 

@@ -215,5 +215,5 @@ class Feature:
         return None
 
     def variants(self) -> Variants | None:
-        """Return the variants that a search may try where memory keeps a candidate out."""
+        """Return what a search may try in addition, everywhere or where memory keeps a candidate out."""
         return None

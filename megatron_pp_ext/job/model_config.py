@@ -22,6 +22,7 @@ _RENAMED = {
     "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
     "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
+    "cuda_graph_scope": "cuda_graph_modules",
 }
 
 _SHARDS = {
@@ -51,7 +52,11 @@ def arguments(*configs: Any, **explicit: Any) -> Namespace:
             name = _RENAMED.get(field.name, field.name)
             # What several of them have is asked for if one of them asks.
             if name in names and name not in _NOT_ASKED and not values.get(name):
-                values[name] = _dtype(getattr(config, field.name, None))
+                value = getattr(config, field.name, None)
+                values[name] = _modules(value) if name == "cuda_graph_modules" else _dtype(value)
+    if values.get("cuda_graph_impl") == "local" and "full_iteration" in values.get("cuda_graph_modules", ()):
+        # So it was called before 0.18, and Megatron replaces it.
+        values.update(cuda_graph_impl="full_iteration", cuda_graph_modules=[])
     for shards, ranks in _SHARDS.items():
         if values.get(shards) == values.get(ranks):
             values.pop(shards, None)
@@ -78,6 +83,12 @@ def _activation(config: Any) -> dict[str, bool]:
         "bias_swiglu_fusion": is_fused,
         "bias_gelu_fusion": is_fused,
     }
+
+
+def _modules(value: Any) -> list[str]:
+    """Return the modules that graphs capture; none for all of a layer, which has a word of its own."""
+    modules = [value] if isinstance(value, str) else value or ()
+    return [name for module in modules if (name := str(getattr(module, "name", module))) != "full"]
 
 
 def _dtype(value: Any) -> Any:

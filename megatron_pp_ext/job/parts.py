@@ -334,6 +334,9 @@ class Parallel:
     input gradient before the product for the weight gradient is what the fork of Megatron that trained BLOOM
     does (Megatron-DeepSpeed, megatron/mpu/layers.py); no release has a flag
     ``async_tensor_model_parallel_allreduce`` any more.
+
+    ``action_starts`` are the starts of a kernel for which the host needs as long as for an action besides its
+    kernels: 17 in a Megatron of 2023, and none that could be seen in later ones (docs/ratios.md).
     """
 
     tensor_model_parallel_size: int = 1
@@ -345,11 +348,13 @@ class Parallel:
     tp_comm_overlap: bool = False
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
+    overlap_p2p_comm: bool = True
     overlap_moe_expert_parallel_comm: bool = False
     moe_token_dispatcher_type: str = "allgather"
     moe_flex_dispatcher_backend: str = "deepep"
     scatter_gather_tensors_in_pipeline: bool = False
     async_tensor_model_parallel_allreduce: bool = True
+    action_starts: int = 0
     defer_embedding_wgrad_compute: bool = False
     wgrad_deferral_limit: int = 0
 

@@ -32,7 +32,6 @@ class Flags:
     loss_scale: float | None = None
     microbatch_group_size_per_vp_stage: int | None = None
     multiple_validation_sets: bool | None = None
-    overlap_p2p_comm: bool | None = None
     overlap_p2p_comm_warmup_flush: bool | None = None
     pipeline_layer_seeds: bool | None = None
     pipeline_order: Literal["given", "rule", "search"] | None = None
@@ -55,8 +54,8 @@ class Flags:
         return cls(**{field.name: getattr(args, field.name, None) for field in fields(cls)})
 
 
-ENGINE = "transformer-engine"
-"""The name of the package whose layers run on GPUs."""
+ENGINE, CORE = "transformer-engine", "megatron-core"
+"""The names of the packages with the layers that run on GPUs, and of Megatron."""
 
 FIRST_ENGINE = "2.3"
 """The first Transformer Engine whose modules have a store (``WeightGradStore``, module/_common.py)."""

@@ -189,7 +189,8 @@ def microbatches(job: Job, data: int) -> int:
 def require_divisible(job: Job, stage_ranks: int) -> None:
     """ValueError unless tensor, context and expert parallelism cut the model into equal parts.
 
-    ``stage_ranks`` hold a pipeline stage, its replicas included.
+    ``stage_ranks`` hold a pipeline stage, its replicas included; they make up whole instances of the
+    distributed optimizer, too.
     """
     model, parallel = job.model, job.parallel
     tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
@@ -211,3 +212,13 @@ def require_divisible(job: Job, stage_ranks: int) -> None:
             f"expert parallelism of {parallel.expert_ranks} (with its tensor parallelism) does not divide "
             f"the {stage_ranks} ranks of a pipeline stage: lower --expert-model-parallel-size"
         )
+    instances = job.memory.instances
+    for what, copies in (
+        ("model", stage_ranks // tensor),
+        ("experts", stage_ranks // parallel.expert_ranks if experts else instances),
+    ):
+        if copies % instances:
+            raise ValueError(
+                f"--num-distributed-optimizer-instances {instances} does not divide the {copies} ranks that "
+                f"have the same part of the {what}: lower it"
+            )

@@ -27,6 +27,7 @@ class Memory:
     optimizer: str = "adam"
     sgd_momentum: float = 0.9
     use_distributed_optimizer: bool = False
+    num_distributed_optimizer_instances: int = 1
     use_megatron_fsdp: bool = False
     data_parallel_sharding_strategy: str = "optim_grads_params"
     muon_num_ns_steps: int = 5
@@ -44,6 +45,11 @@ class Memory:
         """Whether data-parallel ranks share the optimizer's state, with Muon by whole weights."""
         is_sharded = self.use_megatron_fsdp and self.data_parallel_sharding_strategy != "no_shard"
         return self.use_distributed_optimizer or is_sharded or self.optimizer == "dist_muon"
+
+    @property
+    def instances(self) -> int:
+        """The copies of the sharded optimizer's state; data-parallel ranks next to each other share one."""
+        return self.num_distributed_optimizer_instances if self.use_distributed_optimizer else 1
 
     @property
     def shards_gradients(self) -> bool:
@@ -90,7 +96,11 @@ class Memory:
 
 @dataclass(frozen=True)
 class Precision:
-    """The formats of numbers, and the kernels that compute with them."""
+    """The formats of numbers, and the kernels that compute with them.
+
+    ``casts_experts_slowly``: the host takes longer to cast the tokens of an expert with one scale for each
+    operand, as with Transformer Engine of NVIDIA's containers 25.11 and 26.02; no flag says so.
+    """
 
     bf16: bool = False
     fp16: bool = False
@@ -107,11 +117,13 @@ class Precision:
     attention_backend: str = "auto"
     moe_grouped_gemm: bool = False
     cuda_graph_impl: str = "none"
+    cuda_graph_modules: tuple[Any, ...] | str = ()
     bias_gelu_fusion: bool = True
     bias_swiglu_fusion: bool = True
     use_fused_weighted_squared_relu: bool = False
     use_transformer_engine_op_fuser: bool = False
     moe_paged_stash: bool = False
+    casts_experts_slowly: bool = False
     cross_entropy_loss_fusion: bool = False
     cross_entropy_fusion_impl: str = "native"
 
@@ -165,6 +177,13 @@ class Precision:
         if not self.is_half or not (self.fp8 or self.fp4):
             return "bf16" if self.is_half else "fp32"
         return "fp4" if self.fp4 else "fp8"
+
+    @property
+    def graphed_modules(self) -> frozenset[str]:
+        """The modules of layers that CUDA graphs capture, by Megatron's names; none where that is all."""
+        modules = self.cuda_graph_modules
+        names = modules.split(",") if isinstance(modules, str) else modules
+        return frozenset(str(getattr(name, "name", name)) for name in names) - {"full"}
 
     @property
     def fuses_experts(self) -> bool:
@@ -327,7 +346,10 @@ OTHER_NAMES = {
 IMPLY = {"recompute_activations", "use_rotary_position_embeddings", "mtp_hybrid_override_pattern"}
 """Arguments that only give a field its value."""
 
-_READ = (*PLACES, *OTHER_NAMES, *IMPLY)
+_SCOPES = "cuda_graph_scope", "cuda_graph_scope_deprecated"
+"""The argument ``cuda_graph_modules`` in other releases, and where an older flag gives it."""
+
+_READ = (*PLACES, *OTHER_NAMES, *IMPLY, *_SCOPES)
 
 
 def with_derived(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -335,6 +357,8 @@ def with_derived(arguments: Mapping[str, Any]) -> dict[str, Any]:
     values = {name: arguments.get(name) for name in PLACES}
     for other, name in OTHER_NAMES.items():
         values[name] = values[name] or arguments.get(other)
+    for other in _SCOPES:
+        values["cuda_graph_modules"] = values["cuda_graph_modules"] or arguments.get(other)
     pattern, predicting = values["hybrid_layer_pattern"] or "", arguments.get("mtp_hybrid_override_pattern")
     if pattern and predicting and "/" not in pattern:
         pattern += f"/{predicting}" * (values["mtp_num_layers"] or 0)

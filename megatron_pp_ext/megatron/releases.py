@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from megatron_pp_ext.launch_errors import needs
+from megatron_pp_ext.version import needs
 
 Number = tuple[int, int]
 """The first two numbers of a version of megatron-core, which the development before it has, too."""

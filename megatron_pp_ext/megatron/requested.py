@@ -46,6 +46,16 @@ class Saving(Protocol):
         """The part of ``before`` that is saved."""
 
 
+BUBBLE, PEAK, PEAK_TO_PLAN, STEP_TO_PLAN, MFU = (
+    "pipeline/bubble",
+    "pipeline/peak-activations-bytes",
+    "pipeline/peak-vs-plan",
+    "pipeline/step-vs-plan",
+    "pipeline/mfu",
+)
+"""The names of a step's numbers; only a trainer that counts the model's operations has the last."""
+
+
 @dataclass(slots=True, eq=False)
 class LastStep:
     """The numbers of the last training step, for the log of whoever trains."""
@@ -168,6 +178,18 @@ class Pipeline:
     def moves_stages(self) -> bool:
         """Whether a rank holds other parts of the model than under Megatron's own schedules."""
         return self.placement.has_mirrored or self.placement.splits_head
+
+    def costs_of(self, schedule: Schedule, model: CostModel) -> Costs:
+        """Return the costs of the actions of ``schedule``, whole microbatches or slices, by ``model``.
+
+        ValueError for a model that cannot be estimated.
+        """
+        merged = model.merged_from(self.request.finest)
+        if not schedule.units:
+            return merged.of(self.placement)
+        from megatron_pp_ext.features.units.sliced_orders import costs_in_units
+
+        return costs_in_units(self.request, merged, schedule)
 
     def is_mirrored(self, chunk: int) -> bool:
         """Whether this chunk of every rank is placed from the other end."""

@@ -38,8 +38,8 @@ def summary(pipeline: Pipeline, model: CostModel) -> str:
     ``model`` has what the stages cost: those of --pipeline-costs, otherwise the estimate from
     the model's arithmetic, in which messages take no time.  The peak is that of the rank with the highest, in
     microbatches' activations of all stages of the rank; the bubble is the share of ranks x time in which
-    ranks are idle.  Where the model cannot be estimated, every F, I and W counts as 1, which the line
-    reports.
+    ranks are idle.  Where the model is not known, as ``install`` without costs, or cannot be estimated, every
+    F, I and W of a rank counts as 1, which the line reports.
 
     The order of microbatches and a layout that this package chose come last.
 
@@ -119,22 +119,14 @@ def _schedule(pipeline: Pipeline) -> Schedule:
 def _costs(pipeline: Pipeline, model: CostModel, schedule: Schedule) -> tuple[Costs, str]:
     """Return the costs of the actions of ``schedule``, and a note where they are not those of the model."""
     try:
-        return costs_of_schedule(pipeline, model, schedule), ""
+        costs = pipeline.costs_of(schedule, model)
+        return costs, _AT_UNIT_COSTS * (costs == Costs.unit(pipeline.placement))
     except ValueError:  # any model may train, also one that the estimate does not know
-        return Costs.unit(pipeline.placement), " at unit costs"
+        return Costs.unit(pipeline.placement), _AT_UNIT_COSTS
 
 
-def costs_of_schedule(pipeline: Pipeline, model: CostModel, schedule: Schedule) -> Costs:
-    """Return the costs of the actions of ``schedule``, whole microbatches or slices, by ``model``.
-
-    ValueError for a model that cannot be estimated.
-    """
-    merged = model.merged_from(pipeline.request.finest)
-    if not schedule.units:
-        return merged.of(pipeline.placement)
-    from megatron_pp_ext.features.units.sliced_orders import costs_in_units
-
-    return costs_in_units(pipeline.request, merged, schedule)
+_AT_UNIT_COSTS = " at unit costs"
+"""The note where the bubble is that of the papers' pictures, and not of the model's own layers."""
 
 
 def caveat(pipeline: Pipeline, args: Namespace) -> str:

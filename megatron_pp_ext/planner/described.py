@@ -1,7 +1,10 @@
 """The command line of a planner: a model by name or file, flags after ``--``, and sizes by option."""
 
+import re
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,8 +30,9 @@ _MODELS = resources.files("megatron_pp_ext.planner") / "models"
 class Named:
     """A named model: ``parameters`` as published, with their ``source``, and its arguments for Megatron.
 
-    The models are the files of ``planner/models``: a Hugging Face configuration each, with the source of its
-    figures, the number of parameters as published, and the sequence length to plan with.
+    The models are the JSON files of ``planner/models``: a Hugging Face configuration each, with the source of
+    its figures, the number of parameters as published, and the sequence length to plan with.
+    ``other_names`` are from the table in the same folder.
     """
 
     name: str
@@ -36,11 +40,46 @@ class Named:
     source: str
     parameters: float
     described: GivenModel
+    other_names: tuple[str, ...]
 
 
 def names() -> list[str]:
     """Return the names of all models that are shipped."""
-    return sorted(item.name.removesuffix(".json") for item in _MODELS.iterdir())
+    files = (item.name for item in _MODELS.iterdir())
+    return sorted(file.removesuffix(".json") for file in files if file.endswith(".json"))
+
+
+@cache
+def _table() -> Mapping[str, Any]:
+    """Return the table of other names, publishers and ends of names."""
+    return tomllib.loads((_MODELS / "other_names.toml").read_text(encoding="utf-8"))
+
+
+def other_names() -> dict[str, tuple[str, ...]]:
+    """Return the other names of models that are shipped, by their names."""
+    return {name: tuple(words.split()) for name, words in _table()["names"].items()}
+
+
+_DASHES = re.compile(r"(?<=[a-z])-(?=[0-9])")
+"""The dashes between a word and a number, which some names have and others not."""
+
+
+def plain(name: str) -> str:
+    """Return ``name`` as names of models are compared."""
+    plain = name.strip().lower().replace("_", "-")
+    publisher, _, rest = plain.partition("/")
+    plain = rest if publisher in _table()["publishers"].split() else plain
+    ends = tuple(_table()["ends"].split())
+    while plain.endswith(ends):
+        plain = plain.rpartition("-")[0]
+    return _DASHES.sub("", plain)
+
+
+@cache
+def _by_plain_name() -> dict[str, str]:
+    """Return the names of all models that are shipped, by each of their names as these are compared."""
+    others = [(other, name) for name, words in other_names().items() for other in words]
+    return {plain(other): name for other, name in [*others, *((name, name) for name in names())]}
 
 
 def named(name: str) -> Named:
@@ -49,9 +88,8 @@ def named(name: str) -> Named:
     described = config_json.read(content["config"])
     values = {**described.values, "seq_length": content["seq_length"]}
     about = (content["title"], content["source"], content["parameters"])
-    return Named(
-        name, *about, replace(described, name=name, values=values, assumed=described.assumed - {"seq_length"})
-    )
+    given = replace(described, name=name, values=values, assumed=described.assumed - {"seq_length"})
+    return Named(name, *about, given, other_names().get(name, ()))
 
 
 def read_model(name: str) -> GivenModel:
@@ -62,13 +100,13 @@ def read_model(name: str) -> GivenModel:
     """
     path = Path(name)
     path = _file_of_folder(path) if path.is_dir() else path
-    spelled = name.strip().lower().replace("_", "-")
-    if spelled in names() and not path.is_file():
-        return named(spelled).described
+    shipped = _by_plain_name().get(plain(name))
+    if shipped is not None and not path.is_file():
+        return named(shipped).described
     if not path.is_file():
         if path.suffix == ".json":
             raise ValueError(f"{path}: No such file or directory; correct --model")
-        hint = did_you_mean(spelled, names(), "no shipped model resembles it")
+        hint = did_you_mean(plain(name), _spelled(), "no shipped model resembles it")
         raise ValueError(f"--model {name} is neither a file nor a name: {hint} (mpp models lists them)")
     with naming(path):
         content = read_json(path, "write an object of Megatron's names")
@@ -84,6 +122,11 @@ def read_model(name: str) -> GivenModel:
                         require_printable(text)
     model_description.require_known(content, str(path))
     return GivenModel(name, content)
+
+
+def _spelled() -> list[str]:
+    """Return all names of models that are shipped, as they are listed."""
+    return [*names(), *(other for words in other_names().values() for other in words)]
 
 
 def _file_of_folder(folder: Path) -> Path:

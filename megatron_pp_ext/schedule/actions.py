@@ -215,12 +215,6 @@ class Schedule:
         sizes = f"{self.ranks} ranks, {self.whole_microbatches} microbatches"
         return f"<Schedule {self.name}: {sizes}, {sum(map(len, self.orders))} actions>"
 
-    def _repr_html_(self) -> str:
-        """Return the schedule at unit cost as a notebook shows it."""
-        from megatron_pp_ext.schedule.simulate import simulate
-
-        return simulate(self)._repr_html_()
-
     @property
     def whole_microbatches(self) -> int:
         """The number of microbatches, of which units are parts."""

@@ -326,6 +326,42 @@ class Costs:
         )
         return replace(self, stages=stages)
 
+    def longer_by(self, seconds: float) -> Self:
+        """Return the costs where every action takes so many ``seconds`` more; a whole backward is one."""
+        stages = tuple(
+            replace(
+                stage,
+                **{name: getattr(stage, name) + seconds for name in (*_TIMES, "hidden")},
+            )
+            for stage in self.stages
+        )
+        head = self.head and replace(
+            self.head, scores=self.head.scores + seconds, weight_gradient=self.head.weight_gradient + seconds
+        )
+        return replace(self, stages=stages, head=head)
+
+    def waiting_for_messages(self, placement: Placement, *, at_once: bool = False) -> Self:
+        """Return the costs where a rank does nothing until each message that it sends has arrived.
+
+        A forward or a backward then takes as much longer as its message is on its way, and half of that where
+        both travel ``at_once``.
+        """
+        hop = self.hop / 2 if at_once else self.hop
+
+        def way(stage: int) -> float:
+            is_sent = 0 <= stage < placement.stages - 1
+            return hop if is_sent and placement.rank_of(stage) != placement.rank_of(stage + 1) else 0.0
+
+        stages = tuple(
+            replace(
+                stage,
+                forward=stage.forward + way(number),
+                input_gradient=stage.input_gradient + way(number - 1),
+            )
+            for number, stage in enumerate(self.stages)
+        )
+        return replace(self, stages=stages, hop=0.0)
+
     def growth(self, action: Action) -> float:
         """Return the memory that ``action`` takes at its start; its end frees what is not kept."""
         if action.kind in (Kind.S, Kind.T):

@@ -131,12 +131,6 @@ class Timeline:
             f"{max(self.peak_microbatches):.4g} microbatches>"
         )
 
-    def _repr_html_(self) -> str:
-        """Return the page that a notebook shows."""
-        from megatron_pp_ext.view import page
-
-        return page.frame(self)
-
     @cached_property
     def start(self) -> float:
         """The start of the first action of any rank."""

@@ -142,7 +142,12 @@ def test_what_is_not_counted_is_said_beside_the_numbers(mpp, model, tmp_path):
 
 def test_estimate_says_what_does_not_fit(mpp, model):
     huge = model(**{**PIPELINE, "hidden_size": 16384, "num_layers": 80})
-    assert "does not fit: rank 0 needs" in mpp("estimate", "--model", huge).output
+    output = mpp("estimate", "--model", huge).output
+    assert "does not fit: rank 0 needs" in output
+    no_batch = "no --global-batch-size: a step of one microbatch for each data-parallel rank is estimated"
+    assert no_batch in " ".join(output.split())
+    with_batch = mpp("estimate", "--model", huge, "--global-batch-size", 8).output
+    assert "no --global-batch-size" not in with_batch
 
 
 def test_estimate_of_a_shared_vocabulary(mpp, model, tmp_path):
@@ -203,6 +208,15 @@ def test_search_shows_megatrons_own_schedules_at_the_sizes_of_the_best(mpp, mode
     assert found["stock"]["step_seconds"] == pytest.approx(stock["step_seconds"])
     shown = f"stock 1F1B: {stock['step_seconds']:.4g} s"
     assert shown in result.output and shown in page.read_text()
+    output = " ".join(result.output.split())
+    assert "of those that were tried, none of the others can be among the best" in output
+    shared = {row["flags"]: row for row in content["flags_not_tried"]}["--pipeline-vocabulary shared"]
+    line = f"--pipeline-vocabulary shared: {shared['step_seconds']:.4g} s"
+    assert line in output and line in page.read_text()
+    added = content["with_flags"]
+    assert added["estimate"]["step_seconds"] <= shared["step_seconds"]
+    assert f"<h3>{added['name']} with {added['added_flags']}</h3>" in page.read_text()
+    assert shlex.split(added["command"])[-len(added["flags"]) :] == added["flags"]
 
 
 def test_search_writes_table_numbers_page_picture_and_scripts(mpp, model, tmp_path):

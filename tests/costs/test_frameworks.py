@@ -5,6 +5,7 @@ import pytest
 from megatron_pp_ext.costs import system
 from megatron_pp_ext.planner.step.model_description import describe
 from megatron_pp_ext.planner.step.workload import Workload
+from megatron_pp_ext.schedule.actions import OF_STAGES
 from megatron_pp_ext.schedule.placement import linear
 
 MODEL = {
@@ -15,7 +16,7 @@ HIDDEN = 2 * 512 * 2 * 1024
 A100 = system.read("a100-80g")
 
 
-def work(changed: dict, **framework: bool) -> Workload:
+def work(changed: dict, **framework: bool | int) -> Workload:
     return Workload(describe({**MODEL, **changed}).changed(**framework), A100, linear(2), 1)
 
 
@@ -66,3 +67,35 @@ def test_gradients_are_added_by_themselves(changed: dict, moved: int) -> None:
         moved * weights / (A100.copy_bytes_per_second * A100.sustained["copy"]), rel=1e-9
     )
     assert before.forward_seconds == today.forward_seconds
+
+
+@pytest.mark.parametrize(("recipe", "more"), [("tensorwise", 2.5), ("delayed", 0)])
+def test_experts_may_be_cast_slowly(recipe: str, more: float) -> None:
+    """With few tokens the device waits for the host, which casts the operands of two products an expert."""
+    hopper = system.read("h100")
+    job = describe(
+        {
+            **MODEL,
+            "tensor_model_parallel_size": 1,
+            "num_experts": 16,
+            "moe_ffn_hidden_size": 128,
+            "bf16": True,
+            "fp16": False,
+            "fp8": "hybrid",
+            "fp8_recipe": recipe,
+            "moe_grouped_gemm": True,
+            "seq_length": 64,
+        }
+    )
+    today, before = (
+        Workload(job.changed(casts_experts_slowly=is_slow), hopper, linear(2), 1).parts[0]
+        for is_slow in (False, True)
+    )
+    starts = 2 * 2 * 16 * more  # two layers of 16 experts with two products each
+    assert before.forward_seconds - today.forward_seconds == pytest.approx(starts * hopper.kernel_seconds)
+
+
+def test_actions_may_take_starts_of_a_kernel_more() -> None:
+    today, before = (work({}, action_starts=starts).costs.stages[0] for starts in (0, 17))
+    longer = pytest.approx(17 * A100.kernel_seconds)
+    assert [before.seconds(kind) - today.seconds(kind) for kind in OF_STAGES] == [longer] * len(OF_STAGES)

@@ -126,6 +126,9 @@ def test_an_exchange_takes_processors(dispatcher: str, processors: int) -> None:
     flags = {"num_experts": 8, "moe_token_dispatcher_type": dispatcher}
     assert kernels({"processors": 100}, **flags).left_beside_exchange == pytest.approx(1 - processors / 100)
     assert kernels(**flags).left_beside_exchange == 1
+    # Tiles that are divided beforehand wait for a second round, however few processors are missing.
+    persistent = {"processors": 100, "persistent_products": True}
+    assert kernels(persistent, **flags).left_beside_exchange == 0.5
 
 
 def test_no_action_is_shorter_than_its_launches() -> None:

@@ -609,6 +609,7 @@ def test_the_output_layer_gathers_its_input_into_one_buffer(cut, size):
         ({"fp8": "hybrid", "fp8_recipe": "delayed"}, 1),
         ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, 2),
         ({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, 3),
+        ({"fp4": "e2m1", "fp8_recipe": "tensorwise"}, 1),
     ],
 )
 def test_the_products_and_casts_of_each_expert_are_launched(flags: dict[str, str], each: int) -> None:

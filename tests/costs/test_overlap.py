@@ -73,14 +73,14 @@ def test_a_pair_takes_what_is_left(network: float) -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "dualpipe-v"])
 def test_estimates_in_pairs(name: str) -> None:
-    """Where the exchanges are long, a step in pairs is shorter, and no published run proves by how much."""
+    """Where the exchanges are long, a step in pairs is shorter; few published runs show by how much."""
     alone, pairs = estimated(name), estimated(name, **{FLAG: True})
     assert pairs.step_seconds < 0.95 * alone.step_seconds
     assert not alone.note
-    assert "no published run in pairs" in pairs.note
-    # DualPipeV keeps what it kept; the others begin with more forwards.
+    assert "published runs in pairs with a pipeline" in pairs.note
+    # DualPipeV has the same forwards, which keep by layer what its backwards free; others begin with more.
     kept = [max(rank.activations for rank in one.ranks) for one in (alone, pairs)]
-    assert kept[1] == pytest.approx(kept[0]) if name == "dualpipe-v" else kept[1] > kept[0]
+    assert kept[1] < kept[0] if name == "dualpipe-v" else kept[1] > kept[0]
 
 
 def test_stocks_own_pairs_are_those_of_interleaved() -> None:

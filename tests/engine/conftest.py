@@ -4,17 +4,10 @@ In a process of their own (``pytest tests/engine``), since Megatron binds Transf
 when it is imported.
 """
 
-import os
-import sys
-from pathlib import Path
+from tests.support import ranks  # noqa: F401  (the stand-ins for torch.cuda)
+from tests.support.engine_checkout import install_named
 
-if "TRANSFORMER_ENGINE" in os.environ and "megatron.core" not in sys.modules:
-    from tests.support import graph_stub, ranks  # noqa: F401  (the stand-ins for torch.cuda)
-    from tests.support.engine_checkout import install
-
-    graph_stub.install()
-    install(Path(os.environ["TRANSFORMER_ENGINE"]))
-
+if install_named():
     import megatron_pp_ext.launch
 
     megatron_pp_ext.launch.install()

@@ -91,6 +91,12 @@ JOBS = {
         "--overlap-moe-expert-parallel-comm --moe-token-dispatcher-type alltoall --disable-bias-linear "
         "--cuda-graph-modules attn",
     ),
+    "without a pair on the first rank": (
+        4,
+        "--pipeline-schedule interleaved --num-experts 2 --expert-model-parallel-size 2 "
+        "--global-batch-size 4 --overlap-moe-expert-parallel-comm --moe-token-dispatcher-type alltoall "
+        "--disable-bias-linear --cuda-graph-modules attn",
+    ),
 }
 
 
@@ -98,6 +104,12 @@ JOBS = {
 def test_jobs_with_graphs(name):
     ranks, flags = JOBS[name]
     assert_same_numbers(flags, ranks=ranks)
+
+
+def test_a_traced_job_whose_reductions_overlap(tmp_path):
+    """The saved weight of the output layer, whose kernel adds its gradient, comes back as an alias."""
+    trace = f"--pipeline-trace {tmp_path / 'trace.json'}"
+    assert_same_numbers(f"--pipeline-schedule 1f1b --overlap-grad-reduce {trace}")
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,14 @@
 
 import ast
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+from megatron_pp_ext import Schedule, Timeline
+from megatron_pp_ext.view import notebook
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "schedules.ipynb"
 
@@ -22,8 +27,24 @@ def test_it_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         exec(compile(body, str(NOTEBOOK), "exec"), names)
         if isinstance(last, ast.Expr):
             value = eval(compile(ast.Expression(last.value), str(NOTEBOOK), "eval"), names)
-            if hasattr(value, "_repr_html_"):
-                shown.append(value._repr_html_())
+            if isinstance(value, Schedule | Timeline):
+                shown.append(notebook.html(value))
     assert len(shown) == 3
     assert all("srcdoc=" in page for page in shown)
     assert (tmp_path / "v-half.svg").stat().st_size > 1000
+
+
+def test_a_kernel_gets_the_ways_to_show_them() -> None:
+    """A stand-in for IPython: what it is handed is what it would call."""
+    program = (
+        "import sys, types\n"
+        "ways = {}\n"
+        "html = types.SimpleNamespace(for_type=ways.__setitem__)\n"
+        "formatter = types.SimpleNamespace(formatters={'text/html': html})\n"
+        "kernel = types.SimpleNamespace(display_formatter=formatter)\n"
+        "sys.modules['IPython'] = types.SimpleNamespace(get_ipython=lambda: kernel)\n"
+        "import megatron_pp_ext as pp\n"
+        "print(ways[pp.Schedule](pp.build('1f1b', 2, 3))[:15], pp.Timeline in ways)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "<iframe srcdoc= True\n"

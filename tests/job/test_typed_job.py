@@ -8,8 +8,8 @@ import pytest
 from megatron_pp_ext.job import flag_effects, flag_table
 from megatron_pp_ext.job.typed_job import IMPLY, OTHER_NAMES, PLACES, Job
 
-OF_OTHER_FRAMEWORKS = {"async_tensor_model_parallel_allreduce"}
-"""What no release of Megatron has a flag for: see ``job.parts.Parallel``."""
+OF_OTHER_FRAMEWORKS = {"async_tensor_model_parallel_allreduce", "action_starts", "casts_experts_slowly"}
+"""What no release of Megatron has a flag for: see ``job.parts.Parallel``, ``job.typed_job.Precision``."""
 
 
 OF_OLDER_RELEASES = {"scatter_gather_tensors_in_pipeline"}

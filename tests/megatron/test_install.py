@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_pp_ext import startup_file
-from megatron_pp_ext.megatron.runners.step_log import BUBBLE, PEAK, PEAK_TO_PLAN, STEP_TO_PLAN
+from megatron_pp_ext.megatron.requested import BUBBLE, PEAK, PEAK_TO_PLAN, STEP_TO_PLAN
 from tests.support import own_process
 from tests.support.own_loop import CHUNKS, COUNTS, TIED, assert_same
 from tests.support.rounding import of_losses
@@ -66,7 +66,8 @@ def test_the_core_gives_runners_where_there_is_no_trainer(found) -> None:
     assert kinds == ("PipelineRunner",) * 3
     assert [line.partition(":")[0] for line in lines] == ["v-half", "zb-h1", "auto"]
     assert found[0]["line", "v-half"] == (
-        "megatron_pp_ext: v-half: 2 ranks x 2 chunks, m = 8, peak 2 microbatches, predicted bubble 2.0%"
+        "megatron_pp_ext: v-half: 2 ranks x 2 chunks, m = 8, peak 2 microbatches, predicted bubble 2.0% "
+        "at unit costs"
     )
 
 

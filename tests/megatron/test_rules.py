@@ -40,6 +40,8 @@ SLICES = "--pipeline-slice-tokens 8"
 DEFER, EARLY = "--defer-embedding-wgrad-compute", "--overlap-param-gather-with-optimizer-step"
 
 GRAPHS, PER_LAYER = "--cuda-graph-impl full_iteration", "--cuda-graph-impl transformer_engine"
+OLDER = "before Megatron 0.18 the next microbatch overwrites"
+LOCAL, WHOLE = "--cuda-graph-impl local", "--pipeline-schedule 1f1b-v"
 
 CASES: dict[str, dict[str, str]] = {
     f"With CUDA graphs|{PP4} {UNTIED} --pipeline-unproved {GRAPHS} --pipeline-schedule v-half": {
@@ -53,13 +55,19 @@ CASES: dict[str, dict[str, str]] = {
         "actions within a graph have no times": "--pipeline-trace x.json",
         "a V moves the losses of predictions": "--mtp-num-layers 1",
     },
+    f"With Megatron's own CUDA graphs (`local`)|{PP4} {UNTIED} --pipeline-unproved {LOCAL} {WHOLE}": {
+        "between the forwards of a chunk's layers": f"--overlap-moe-expert-parallel-comm {EXPERTS} --bf16",
+        "--pipeline-vocabulary: embeddings keep gradients": SHARED,
+        "--fine-grained-activation-offloading: its copies": "--fine-grained-activation-offloading",
+        "it is an older name of graphs of a whole iteration": "--cuda-graph-scope full_iteration",
+        OLDER: "",
+    },
     f"Under every schedule of this package|{PP4} --pipeline-schedule v-half": {
         "--use-megatron-fsdp: FSDP reduces": "--use-megatron-fsdp",
         "--use-torch-fsdp2: FSDP reduces": "--use-torch-fsdp2",
         "without --overlap-moe-expert-parallel-comm: schedules split": "--delay-wgrad-compute",
-        "local: Megatron's own schedules make": "--cuda-graph-impl local --pipeline-unproved",
         "were never run on a GPU; try scripts/gpu_check.sh graphs": "--cuda-graph-impl transformer_engine",
-        "--enable-cuda-graph: Megatron's own schedules make": "--enable-cuda-graph",
+        "--enable-cuda-graph: it is an older name; use --cuda-graph-impl local": "--enable-cuda-graph",
         "--external-cuda-graph: it is an older name": "--external-cuda-graph",
         "--hybrid-context-parallel: its microbatches differ": "--hybrid-context-parallel",
         "or choose breadth-first, whose": "--microbatch-group-size-per-virtual-pipeline-stage 4",
@@ -85,6 +93,7 @@ CASES: dict[str, dict[str, str]] = {
         "--tp-comm-overlap: with --fp8-recipe mxfp8": (
             "--tp-comm-overlap --fp8-format e4m3 --fp8-recipe mxfp8 --bf16"
         ),
+        "its backwards are single graphs": "--cuda-graph-impl local --pipeline-unproved",
         "-with-experts-wgrad: schedules defer": "--overlap-dispatch-backward-with-experts-wgrad",
         "--tensor-parallel-num-weight-shards: a weight": "--tensor-parallel-num-weight-shards 2",
         "--expert-tensor-parallel-num-weight-shards: ": "--expert-tensor-parallel-num-weight-shards 2",
@@ -240,6 +249,8 @@ CASES: dict[str, dict[str, str]] = {
         "cast for microbatch 0, which comes once": "--te-precision-config-file x",
         "runs the step again where they do not fit": "--moe-expert-rank-capacity-factor 2",
         "the bias has no versions": "--moe-router-enable-expert-bias",
+        "no training without a flush was": "--use-distributed-optimizer "
+        "--num-distributed-optimizer-instances 2",
         "--fine-grained-activation-offloading: it gives": "--fine-grained-activation-offloading",
     },
     f"Without a flush and without `--pipeline-allow-waits`|{ONE}": {
@@ -295,6 +306,7 @@ CASES: dict[str, dict[str, str]] = {
     },
     "Under every schedule, Megatron's own too|": {
         "calls itself without end": "--recompute-granularity selective --recompute-modules mlp",
+        "divides the ranks that share": "--num-distributed-optimizer-instances 2",
         "and Transformer Engine is not installed": "--hybrid-layer-pattern *-*-",
     },
     f"In every pipeline, Megatron's own too|{PP4} --disable-bias-linear": {
@@ -352,6 +364,8 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("files")
 def test_refused_in_one_line(title: str, excerpt: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validation, "_zstandard", lambda: "0")
+    if excerpt == OLDER:
+        monkeypatch.setattr(validation, "megatron_version", lambda: "0.17.1")
     name, _, base = title.partition("|")
     flags = f"{base} {CASES[title][excerpt]}"
     for flag in flags.split():

@@ -1,10 +1,12 @@
 """Features that the table of ``features`` cannot hold, and those whose stand-ins on a CPU need a proof."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core import parallel_state
 from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 
 from megatron_pp_ext import pretrain_gpt
@@ -205,6 +207,46 @@ def test_gathering_early_changes_nothing(name: str, align: tuple[str, ...]) -> N
     theirs = stock(4, *PP2_DP2, *evaluation, *SHARDED)
     assert_same_bits(ours, theirs)
     assert ours.validation == theirs.validation
+
+
+INSTANCES = (*SHARDED, "--num-distributed-optimizer-instances", "2", "--calculate-per-token-loss")
+
+
+def _by_levels(ranks: Any, pattern: str, **sizes: int) -> Any:
+    """Return what einops does with Megatron's one pattern of groups within groups."""
+    assert pattern == "(l s u) -> (l u) s"
+    levels = ranks.reshape(sizes["l"], sizes["s"], sizes["u"]).transpose(0, 2, 1)
+    return levels.reshape(-1, sizes["s"])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name", "flags"),
+    first(
+        1,
+        [
+            (4, "v-half", GATHER),
+            (4, "zb-h1", (*GATHER, *UNALIGNED)),
+            (8, "zb-h1", GATHER),
+            (8, "interleaved", ()),
+        ],
+    ),
+)
+def test_instances_of_the_distributed_optimizer(
+    ranks: int, name: str, flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step reduces gradients once, within an instance and across both; sums of tokens show it.
+
+    Stock reduces those of the first step twice with --overlap-grad-reduce, so that it is without here.
+    """
+    if not parallel_state.HAVE_EINOPS:
+        monkeypatch.setattr(parallel_state, "HAVE_EINOPS", True)
+        monkeypatch.setattr(parallel_state, "einops", SimpleNamespace(rearrange=_by_levels), raising=False)
+    ours = run(ranks, [*PP2_DP2, *INSTANCES, *flags, "--train-iters", "3", "--pipeline-schedule", name])
+    theirs = stock(ranks, *PP2_DP2, *INSTANCES, "--train-iters", "3")
+    if ranks == 4:
+        assert_same_bits(ours, theirs)
+    else:
+        assert_close(ours, theirs)  # of four replicas each bucket is summed in parts of its own
 
 
 def last_of_chunks(step: RecordedStep, rank: int, kind: Kind) -> list[Measured]:

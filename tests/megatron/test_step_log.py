@@ -13,11 +13,11 @@ from megatron.training import training
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.costs import system
 from megatron_pp_ext.megatron import requested
+from megatron_pp_ext.megatron.requested import BUBBLE, MFU, PEAK, PEAK_TO_PLAN, STEP_TO_PLAN
 from megatron_pp_ext.megatron.runners import step_log
 from megatron_pp_ext.megatron.runners.pipeline_runner import Unobserved
-from megatron_pp_ext.megatron.runners.step_log import BUBBLE, PEAK, PEAK_TO_PLAN, STEP_TO_PLAN, StepLog
+from megatron_pp_ext.megatron.runners.step_log import StepLog
 from megatron_pp_ext.megatron.trainer import step_fields
-from megatron_pp_ext.megatron.trainer.step_fields import MFU
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Action, Kind
 from megatron_pp_ext.schedule.costs import Costs, StageCosts

@@ -151,7 +151,27 @@ def test_pairs_may_recompute_the_dense_layers_before_experts():
     for changed, offered in ((own, True), (own | {"add_bias_linear": True}, False), ({}, False)):
         where = space(gpus=8, batch=16, **(IN_PAIRS | {"add_bias_linear": False} | changed))
         names = [one.name for one in where.recomputes(next(where.cuts()), 1)]
-        assert names == [*["none", "recompute-mlp"][: 1 + offered], "recompute-half", "recompute-full"]
+        some = ["none", "recompute-act", "recompute-mlp"][: 2 + offered]
+        assert names == [*some, "recompute-half", "recompute-full"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "modules"),
+    [
+        ({}, ("layernorm",)),
+        ({"moe_grouped_gemm": True, "moe_layer_freq": [0] + 7 * [1]}, ("moe_act", "layernorm", "mlp")),
+        ({"fp8": "hybrid", "moe_grouped_gemm": True}, None),
+        ({"fp8": "hybrid", "moe_grouped_gemm": True, "fp8_recipe": "tensorwise"}, ("moe_act", "layernorm")),
+        ({"multi_latent_attention": True, "kv_lora_rank": 64}, ("layernorm", "mla_up_proj")),
+        ({"num_experts": None}, None),
+    ],
+)
+def test_modules_of_experts_that_take_little_are_computed_again(changed, modules):
+    """Delayed scales of FP8 allow neither activations nor norms, and dense models have no such modules."""
+    where = space(**{"num_experts": 8, "add_bias_linear": False, **changed})
+    ways = where.recomputes(next(where.cuts()), 1)
+    offered = [way.modules for way in ways if way.name == "recompute-act"]
+    assert offered == ([] if modules is None else [modules])
 
 
 @pytest.mark.parametrize("name", catalog.NAMES)
@@ -421,7 +441,7 @@ def test_a_search_finds_the_best_length_of_slices():
     steps = [estimated(candidate, where)[1] for candidate in everything(where)]
     found = Search(where, A100, 35e9, top=1).run()
     best = found.best[0]
-    assert found.other_lengths
+    assert found.left_out
     assert best.candidate.option(Slices) is not None
     fitting = min(step.step_seconds for step in steps if step.fullest.total <= 35e9)
     assert fitting <= best.estimate.step_seconds <= 1.05 * fitting

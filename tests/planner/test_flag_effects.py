@@ -69,6 +69,8 @@ MODELS = {
     "--expert-model-parallel-size 8 --micro-batch-size 8 --global-batch-size 64 --moe-grouped-gemm --swiglu "
     "--disable-bias-linear --fp8-format e4m3 --fp8-recipe mxfp8 --moe-token-dispatcher-type flex "
     "--moe-flex-dispatcher-backend hybridep --moe-expert-rank-capacity-factor 1.5",
+    "in graphs": f"{SIZES} --vocab-size 1000 {ON_4} --bf16 --pipeline-schedule v-half --pipeline-unproved "
+    "--cuda-graph-impl transformer_engine",
     "of a batch that does not divide": f"{SIZES} --global-batch-size 18 --vocab-size 1000 {ON_4}",
 }  # fmt: skip
 """Models that need different flags; that of seven layers and the last need one flag more."""
@@ -94,6 +96,7 @@ TEXTS = {
     "moe_layer_freq": ["[0,1,1,1,1,1,1,1]"],
     "step_batch_size_schedule": ["0:128"],
     "recompute_modules": ["layernorm"],
+    "cuda_graph_modules": ["attn"],
     "window_size": ["127,0"],
     "mtp_hybrid_override_pattern": ["*-"],
     "heterogeneous_layers_config_path": [str(EIGHT)],

@@ -104,6 +104,35 @@ def test_every_named_model_is_compared_with_what_is_published():
     assert sorted(name for name, *_ in (*PUBLISHED, *ROUGHLY)) == described.names()
 
 
+@pytest.mark.parametrize(
+    ("other", "name"),
+    [
+        ("llama3.1-405b", "llama3-405b"),
+        ("Llama-3.1-405B", "llama3-405b"),
+        ("llama-3-70b", "llama3-70b"),
+        ("llama3_1-8b", None),
+        ("meta-llama/Llama-3.3-70B-Instruct", "llama3-70b"),
+        ("Qwen/Qwen3-30B-A3B", "qwen3-30b-a3b"),
+        ("deepseek-ai/DeepSeek-V3-Base", "deepseek-v3"),
+        ("google/gemma-2-9b-it", "gemma-2-9b"),
+        ("my-models/llama3-8b", None),
+    ],
+)
+def test_a_model_has_other_names(other, name):
+    if name is None:
+        with pytest.raises(ValueError, match="is neither a file nor a name"):
+            described.read_model(other)
+    else:
+        assert described.read_model(other) == described.read_model(name)
+
+
+def test_other_names_are_of_one_model_each():
+    table = described.other_names()
+    assert set(table) <= set(described.names())
+    every = [*described.names(), *(other for others in table.values() for other in others)]
+    assert len({*map(described.plain, every)}) == len(every)
+
+
 def test_a_config_is_read_from_its_file_or_its_folder(tmp_path):
     config = {**LLAMA, "model_type": "qwen2", "num_key_value_heads": 2, "rope_theta": 1e6}
     config["attention_dropout"] = 0.125

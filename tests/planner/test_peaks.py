@@ -62,6 +62,15 @@ def test_a_whole_backward_computes_one_group_again():
     )
 
 
+def test_a_pair_keeps_one_layer_more_than_what_was_before_it():
+    """Interleaved pairs begin with one forward more, in the place of the one that runs with its backward."""
+    order = catalog.build("interleaved", 2, 8, 2, paired=True)
+    plain = catalog.build("interleaved", 2, 8, 2)
+    stages = [Part(1, 1, 1, 1.0, 1.0, 1.0, after_forward=10.0, of_layer=2.0)] * 4
+    kept = Prepared(plain).in_flight.peaks(stages)
+    assert Prepared(order).in_flight.peaks(stages) == pytest.approx([peak + 2 for peak in kept])
+
+
 def test_an_input_gradient_keeps_what_its_forward_did_not():
     stages = [Part(1, 1, 1, 1.0, 1.0, 1.0, after_forward=1.0, after_input_gradient=5.0, workspace=2.0)] * 2
     # zb-h1's last rank: one forward, and at most two microbatches between I and W.

@@ -169,7 +169,7 @@ def test_parts_add_up_but_are_recomputed_one_after_the_other():
     assert last == "matrices"
     count = len(names)
     one, other = Part(*range(1, count + 1)), Part(*range(count, 0, -1))
-    largest = {"workspace", "workspace_in_whole", "first_gathering"}
+    largest = {"workspace", "workspace_in_whole", "first_gathering", "of_layer"}
     both = [getattr(one + other, name) for name in names]
     assert both == [
         max(number, count + 1 - number) if name in largest else count + 1

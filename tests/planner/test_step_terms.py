@@ -6,11 +6,16 @@ from typing import Any
 import pytest
 
 from megatron_pp_ext.costs import system
+from megatron_pp_ext.costs.attention import self_attention
 from megatron_pp_ext.costs.kernels import AttentionWork
+from megatron_pp_ext.costs.mlp import experts, mlp, routing
 from megatron_pp_ext.costs.model_parts import model_parts
+from megatron_pp_ext.costs.part import Part
+from megatron_pp_ext.costs.products import LayerCosts
 from megatron_pp_ext.costs.system import Link
 from megatron_pp_ext.costs.system_kernels import SystemKernelSeconds
 from megatron_pp_ext.job.pipeline import for_world
+from megatron_pp_ext.job.sizes import require_divisible
 from megatron_pp_ext.planner import described
 from megatron_pp_ext.planner.search.lower_bounds import bounds
 from megatron_pp_ext.planner.step.estimate import Estimate, StepModel, estimate_request
@@ -32,7 +37,7 @@ HIDDEN = 2 * S * H
 
 
 def work(ranks=1, data=1, name="1f1b", chunks=1, **changed) -> Workload:
-    job = describe({**MODEL, "pipeline_model_parallel_size": ranks, **changed})
+    job = describe({**MODEL, "pipeline_model_parallel_size": ranks, "pipeline_schedule": name, **changed})
     return Workload(job, MACHINE, placement_of(name, ranks, chunks), data)
 
 
@@ -162,6 +167,31 @@ def test_experts_reduce_among_those_that_have_them():
     assert work(data=4, num_experts=8, expert_model_parallel_size=4, **tensor).sharing.expert == 2
 
 
+def test_instances_of_the_optimizer_reduce_within_and_then_across():
+    """Eight replicas in two instances: four ranks share the state, and ranks four apart sum their shares."""
+    made = work(data=8, use_distributed_optimizer=True, num_distributed_optimizer_instances=2)
+    weights, waits = made.by_rank[0].parameters, made.waits[0]
+    across = 2 * ring(4 * weights / 4, 2, MACHINE.link(2, 4), within=0)
+    assert waits.reduction == pytest.approx(ring(4 * weights, 4) + across)
+    assert waits.gathering == pytest.approx(ring(2 * weights, 4))
+    assert made.states[0].optimizer == pytest.approx(12 * weights / 4)
+    assert waits.update == pytest.approx((38 * weights / 4 + 4 * weights) / COPY)
+    # Without shared state there is nothing to divide.
+    plain, divided = (work(data=8, num_distributed_optimizer_instances=number) for number in (1, 2))
+    assert divided.waits == plain.waits and divided.states == plain.states
+
+
+def test_experts_have_instances_of_their_own():
+    """Eight ranks, experts over two of them: four replicas of an expert, two of them in an instance."""
+    sizes = {"num_experts": 8, "expert_model_parallel_size": 2, "use_distributed_optimizer": True}
+    made = work(data=8, num_distributed_optimizer_instances=2, **sizes)
+    part = made.by_rank[0]
+    assert made.states[0].optimizer == pytest.approx(12 * (part.parameters / 4 + part.expert_parameters / 2))
+    sharers = 8 // 2
+    with pytest.raises(ValueError, match=f"instances 8 does not divide the {sharers} ranks that have the"):
+        require_divisible(describe({**MODEL, **sizes, "num_distributed_optimizer_instances": 8}), 8)
+
+
 def test_a_step_on_one_rank_is_the_sum_of_what_it_does():
     made = work(data=4, use_distributed_optimizer=True)
     part, waits = made.by_rank[0], made.waits[0]
@@ -215,22 +245,87 @@ def test_the_pipeline_is_the_simulated_one(name, chunks):
     assert [rank.activations for rank in found.ranks] == pytest.approx(timeline.peak_activations)
 
 
+def test_megatrons_own_functions_wait_for_messages():
+    """1F1B always does, and interleaved where its messages do not overlap computation."""
+    ours, stock = work(4), work(4, pipeline_schedule=None)
+    waiting = simulate(catalog.build("1f1b", 4, 8), stock.costs.waiting_for_messages(stock.placement))
+    assert step(stock).pipeline_seconds == pytest.approx(waiting.makespan)
+    assert step(stock).pipeline_seconds > step(ours).pipeline_seconds
+    busy = [(1 - found.bubble) * found.pipeline_seconds for found in (step(stock), step(ours))]
+    assert busy[0] == pytest.approx(busy[1])
+
+    def interleaved(**changed: object) -> float:
+        made = work(4, name="interleaved", chunks=2, **changed)
+        return step(made, 8, "interleaved", 2).pipeline_seconds
+
+    assert interleaved() == interleaved(pipeline_schedule=None)
+    assert interleaved() < interleaved(pipeline_schedule=None, overlap_p2p_comm=False)
+
+
 @pytest.mark.parametrize(
     ("name", "chunks", "slots"), [("1f1b", 1, [4, 3, 2, 1]), ("zb-h1", 1, [4] * 4), ("v-half", 2, [6] * 4)]
 )
 def test_graphs_of_layers_keep_the_memory_of_their_slots(name, chunks, slots):
-    """Each has that of the largest stage, and an output and its gradients for each layer."""
-    plain = work(4, name=name, chunks=chunks, pipeline_schedule=name)
-    graphed = work(4, name=name, chunks=chunks, pipeline_schedule=name, cuda_graph_impl="transformer_engine")
-    before, after = (step(each, 8, name, chunks).ranks for each in (plain, graphed))
-    for rank, count in enumerate(slots):
-        parts = [plain.parts[stage] for stage in plain.placement.stages_of(rank)]
-        largest = max(max(part.after_forward, part.after_input_gradient) for part in parts)
-        tensors = (2 if name == "1f1b" else 3) * HIDDEN * count * MODEL["num_layers"] // 4
-        expected = max(before[rank].activations, count * largest) + tensors
-        assert after[rank].activations == pytest.approx(expected)
-    stock = work(4, name=name, chunks=chunks, cuda_graph_impl="transformer_engine")
-    assert step(stock, 8, name, chunks).ranks == before
+    """Each has that of the layers of the largest stage, and an output and its gradients for each layer.
+
+    What the embedding and the head keep comes and goes.
+    """
+    graphs = {"pipeline_schedule": name, "cuda_graph_impl": "transformer_engine"}
+    graphed = work(4, name=name, chunks=chunks, **graphs)
+    layer, of_stage = graphed.model.layers[0], MODEL["num_layers"] // 4 // chunks
+    kept = of_stage * max(layer.after_forward, layer.after_input_gradient)
+    tensors = (2 if name == "1f1b" else 3) * HIDDEN * MODEL["num_layers"] // 4
+    order = program(name, 4, 8, chunks)
+    ends = [
+        Part(
+            after_forward=part.after_forward - of_stage * layer.after_forward,
+            after_input_gradient=part.after_input_gradient - of_stage * layer.after_input_gradient,
+        )
+        for part in graphed.parts
+    ]
+    expected = [count * (kept + tensors) for count in slots]
+    found = step(graphed, 8, name, chunks).ranks
+    for rank, (bytes_of_slots, of_ends) in enumerate(zip(expected, order.in_flight.peaks(ends), strict=True)):
+        assert found[rank].activations == pytest.approx(bytes_of_slots + of_ends)
+    plain, stock = work(4, name=name, chunks=chunks), dict(list(graphs.items())[1:])
+    under_stock = work(4, name=name, chunks=chunks, **stock)
+    assert step(under_stock, 8, name, chunks).ranks == step(plain, 8, name, chunks).ranks
+
+
+MODULES = {
+    ("attn",): lambda costs: self_attention(costs),
+    ("mlp",): lambda costs: mlp(costs),
+    ("attn", "mlp"): lambda costs: self_attention(costs) + mlp(costs),
+    ("attn", "moe_router"): lambda costs: self_attention(costs) + routing(costs),
+    ("moe_router",): lambda costs: routing(costs),
+    ("moe",): lambda costs: experts(costs),
+}
+
+
+@pytest.mark.parametrize("modules", MODULES)
+def test_graphs_keep_what_their_modules_do(modules):
+    """Of the two layers of each of ZB-H1's stages, in 4 slots; all else is kept while it is in flight."""
+    has_experts = any("moe" in module for module in modules)
+    sizes = {"num_experts": 4, "moe_ffn_hidden_size": 512} if has_experts else {}
+    graphs = {"pipeline_schedule": "zb-h1", "cuda_graph_impl": "transformer_engine", **sizes}
+    graphed = work(4, name="zb-h1", cuda_graph_modules=[*modules], **graphs)
+    captured = MODULES[modules](LayerCosts(describe({**MODEL, **sizes}), None))
+    assert not captured.workspace
+    part = graphed.parts[1]
+    rest = Part(
+        after_forward=part.after_forward - 2 * captured.after_forward,
+        after_input_gradient=part.after_input_gradient - 2 * captured.after_input_gradient,
+        workspace=part.workspace,
+    )
+    kept = 2 * max(captured.after_forward, captured.after_input_gradient) + 2 * 3 * HIDDEN
+    besides = program("zb-h1", 4, 8, 1).in_flight.peaks([rest] * 4)[1]
+    assert step(graphed, 8, "zb-h1").ranks[1].activations == pytest.approx(4 * kept + besides)
+
+
+def test_a_scope_that_no_layer_has_takes_no_memory():
+    graphs = {"pipeline_schedule": "zb-h1", "cuda_graph_impl": "transformer_engine"}
+    scoped = work(4, name="zb-h1", cuda_graph_modules=["mamba"], **graphs)
+    assert step(scoped, 8, "zb-h1").ranks == step(work(4, name="zb-h1"), 8, "zb-h1").ranks
 
 
 def test_the_search_s_bound_is_1f1b_s_step_where_the_last_stage_is_slowest():

@@ -62,6 +62,32 @@ def test_the_times_of_a_whole_rank_are_divided_among_its_chunks():
     assert costs == Costs((StageCosts(1.0, 1.5, 2.0, activation=0.5),) * 6, hop=0.25)
 
 
+@pytest.mark.parametrize(("ranks", "microbatches", "hop"), [(4, 8, 0.5), (8, 8, 3.0)])
+def test_ranks_that_wait_for_their_messages(ranks, microbatches, hop):
+    """A microbatch takes two messages more on every rank between the ends, and three fall away at these."""
+    schedule = catalog.build("1f1b", ranks, microbatches)
+    costs = Costs.uniform(schedule.placement, forward=1.0, input_gradient=1.0, weight_gradient=1.0, hop=hop)
+    waiting = simulate(schedule, costs.waiting_for_messages(schedule.placement)).makespan
+    assert waiting == (microbatches + ranks - 1) * (3 + 2 * hop) - 3 * hop
+    assert waiting > simulate(schedule, costs).makespan
+    at_once = simulate(schedule, costs.waiting_for_messages(schedule.placement, at_once=True)).makespan
+    assert at_once == waiting - (microbatches + ranks - 1) * hop + 1.5 * hop
+
+
+def test_a_whole_backward_is_one_action():
+    costs = Costs((StageCosts(1, 2, 3, hidden=0.5),), head=HeadCosts(1, 2)).longer_by(0.25)
+    assert [costs.stages[0].seconds(kind) for kind in OF_STAGES] == [1.25, 2.25, 3.25, 4.75]
+    assert (costs.head.scores, costs.head.weight_gradient) == (1.25, 2.25)
+
+
+def test_no_rank_waits_for_a_message_to_itself():
+    placement = catalog.build("v-half", 2, 4).placement
+    costs = Costs.uniform(placement, forward=1.0, input_gradient=1.0, weight_gradient=1.0, hop=0.5)
+    waiting = costs.waiting_for_messages(placement).stages
+    assert [stage.forward for stage in waiting] == [1.5, 1.0, 1.5, 1.0]
+    assert [stage.input_gradient for stage in waiting] == [1.0, 1.5, 1.0, 1.5]
+
+
 def test_an_output_layer_is_the_last_stages_or_all_ranks():
     plain = Costs((StageCosts(1.0, 2.0, 3.0, 4.0, 0.5),) * 4, hop=0.125, message=7.0)
     last = StageCosts(1.75, 2.75, 3.75, 4.0, 0.5)

@@ -15,7 +15,8 @@ MODULES = [
 ]
 COMMANDS = {
     "gpu.beside", "gpu.check", "gpu.layers", "gpu.machine",
-    "planner.accuracy", "planner.components", "planner.found_errors", "planner.found_factors",
+    "planner.accuracy", "planner.components", "planner.error_ranges", "planner.found_errors",
+    "planner.found_factors",
     "planner.found_memory", "planner.host_memory", "planner.layouts", "planner.long_context",
     "planner.named_jobs",
     "planner.partition_costs", "planner.rehearsals", "planner.sweeps", "planner.trainers",

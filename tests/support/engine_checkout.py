@@ -16,6 +16,9 @@ import torch
 
 from tests.support import engine_kernels
 
+NAME = "TRANSFORMER_ENGINE"
+"""The environment variable with the folder of a checkout."""
+
 
 class _Named(type):
     """A class whose unknown attributes are numbers, like an enumeration's."""
@@ -87,6 +90,25 @@ def install(checkout: Path) -> None:
     sys.modules["transformer_engine.pytorch.optimizers"] = None
     package.common, package.pytorch = transformer_engine.common, transformer_engine.pytorch
     _attend_locally()
+
+
+def install_named() -> bool:
+    """Install the checkout that TRANSFORMER_ENGINE names, if it does, with a stub of graphs; return whether.
+
+    Before Megatron is imported, in a process of its own: Megatron binds Transformer Engine, or its absence.
+    """
+    from tests.support import graph_stub
+
+    if NAME not in os.environ or "megatron.core" in sys.modules:
+        return False
+    graph_stub.install()
+    install(Path(os.environ[NAME]))
+    return True
+
+
+def is_installed() -> bool:
+    """Whether Transformer Engine in this process is that of a checkout."""
+    return isinstance(sys.modules.get("transformer_engine_torch"), _Anything)
 
 
 def _attend_locally() -> None:

@@ -12,9 +12,9 @@ Stricter than a GPU: a block becomes NaN where its death was recorded, or at the
 its pool if it died between two captures.  ``Pool.kill`` makes a whole pool NaN.
 
 Other than on a GPU: there is one stream, so no race and no late message; collectives are not recorded
-properly; no generator can be registered, and a replay draws from the CPU's; what a graph reads from memory of
-others is kept alive.  Integers have values in a capture, else an index computed there would be out of range
-in the next one.
+properly; generators are registered without effect, and a replay draws from the CPU's; what a graph reads from
+memory of others is kept alive.  Integers have values in a capture, else an index computed there would be out
+of range in the next one.
 
 ``tensor.is_cuda`` has to be true (``engine_checkout``), else Transformer Engine's ``make_weak_ref`` keeps
 every tensor, nothing is reused and any order is right.
@@ -135,6 +135,8 @@ class Graph:
         self.memory: Pool | None = None
         self.events: list[Operation | Death] = []
         self.is_captured = False
+        # Of a graph and not of the class: Transformer Engine would take the CPU's generator for a GPU's.
+        self.register_generator_state = lambda state: None
 
     def pool(self) -> Pool | None:
         return self.memory
@@ -255,9 +257,52 @@ def _of_address(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     return as_tensor
 
 
-def install() -> None:
+class Allocating(TorchDispatchMode):
+    """Places what is allocated outside of a capture in a pool."""
+
+    running: ClassVar[list["Allocating"]] = []
+
+    def __init__(self, pool: Pool) -> None:
+        super().__init__()
+        self._pool = pool
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket not in (torch.ops.aten.zeros, torch.ops.aten.empty):
+            return result
+        block = self._pool.take(result.untyped_storage().nbytes())
+        return _view(torch.from_numpy(block).untyped_storage(), result).copy_(result)
+
+    @staticmethod
+    def begin(device: int, pool: Pool) -> None:
+        """Stand in for ``torch._C._cuda_beginAllocateCurrentThreadToPool``."""
+        Allocating.running.append(Allocating(pool).__enter__())
+
+    @staticmethod
+    def end(device: int, pool: Pool) -> None:
+        """Stand in for ``torch._C._cuda_endAllocateToPool``."""
+        Allocating.running.pop().__exit__(None, None, None)
+
+
+def install(replace: Callable[[Any, str, Any], None] = setattr) -> None:
     """Replace torch's graphs in this process; before Transformer Engine is imported, which binds a name."""
-    torch.as_tensor = _of_address(torch.as_tensor)
-    torch.cuda.CUDAGraph, torch.cuda.graph = Graph, capture
-    torch.cuda.graph_pool_handle = torch._C._graph_pool_handle = Pool
-    torch.cuda.is_current_stream_capturing = lambda: Graph.capturing is not None
+    replace(torch, "as_tensor", _of_address(torch.as_tensor))
+    for name, stand_in in (
+        ("CUDAGraph", Graph),
+        ("graph", capture),
+        ("graph_pool_handle", Pool),
+        ("is_current_stream_capturing", lambda: Graph.capturing is not None),
+    ):
+        replace(torch.cuda, name, stand_in)
+    for name, stand_in in (
+        ("_graph_pool_handle", Pool),
+        ("_cuda_beginAllocateCurrentThreadToPool", Allocating.begin),
+        ("_cuda_endAllocateToPool", Allocating.end),
+    ):
+        setattr(torch._C, name, stand_in)  # a CPU's torch has none of them
+
+
+def permit_local_graphs(cuda_graphs: Any, replace: Callable[[Any, str, Any], None]) -> None:
+    """Let Megatron's module ``cuda_graphs`` capture although no generator is a GPU's."""
+    replace(cuda_graphs, "_ensure_generator_state_is_cudagraph_safe", lambda generator: generator)
+    replace(torch.cuda, "default_generators", torch.cuda.default_generators[:1] * 16)

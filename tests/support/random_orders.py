@@ -9,8 +9,10 @@ from megatron_pp_ext.schedule.placement import Placement
 _PASSES = {Kind.F: "F", Kind.I: "I", Kind.W: "W", Kind.B: "IW"}
 
 
-def random_schedule(random: Random, placement: Placement, microbatches: int, in_turn: str = "") -> Schedule:
-    """Return a schedule with whole and halved backwards mixed.
+def random_schedule(
+    random: Random, placement: Placement, microbatches: int, in_turn: str = "", whole: float = 0.4
+) -> Schedule:
+    """Return a schedule with whole and halved backwards mixed, of which a share ``whole`` are whole.
 
     Each stage takes the microbatches of the passes ``in_turn`` (F, I, W; a B is an I and a W) one after the
     other.
@@ -29,7 +31,7 @@ def random_schedule(random: Random, placement: Placement, microbatches: int, in_
         counts.update((a.stage, letter) for letter in _PASSES[a.kind])
         orders[placement.rank_of(a.stage)].append(a)
         stage, kind, i = a
-        backward = Kind.B if random.random() < 0.4 else Kind.I
+        backward = Kind.B if random.random() < whole else Kind.I
         if kind is Kind.F:
             at_end = stage == placement.stages - 1
             ready.append(Action(stage, backward, i) if at_end else Action(stage + 1, Kind.F, i))

@@ -13,7 +13,7 @@ from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import delivers, needs
 from megatron_pp_ext.schedule.costs import CostModel, Costs
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
-from megatron_pp_ext.view import page
+from megatron_pp_ext.view import notebook, page
 from tests.support.browser import ANSWER, BROWSER, asked
 
 
@@ -67,8 +67,8 @@ def test_a_notebook_shows_what_a_terminal_shows_in_a_line() -> None:
     schedule = catalog.build("v-half", 4, 8)
     assert repr(schedule) == "<Schedule v-half: 4 ranks, 8 microbatches, 192 actions>"
     assert repr(simulate(schedule)).startswith("<Timeline of v-half: 4 ranks, 8 microbatches, makespan 26.5,")
-    assert schedule._repr_html_() == simulate(schedule)._repr_html_()
-    assert "srcdoc=" in schedule._repr_html_()
+    assert notebook.html(schedule) == notebook.html(simulate(schedule))
+    assert "srcdoc=" in notebook.html(schedule)
 
 
 _USE = (

@@ -157,10 +157,16 @@ def skip_what_takes_no_gradient(stock: Callable[..., Any], self: Any, outputs: A
 
 @contextmanager
 def planned(step: Step) -> Iterator[None]:
-    """Let the stages of a step with pairs run by Megatron's plans, whose streams are made from here on."""
-    if step.plan.has(Pair):
+    """Let the stages of a step with pairs run by Megatron's plans, whose streams are made from here on.
+
+    So do those of a rank without pairs where layers are graphs: Megatron lets these return what plans take.
+    """
+    config = step.inputs.config
+    is_graphed = getattr(config, "cuda_graph_impl", None) == "transformer_engine"
+    takes_plans = config.overlap_moe_expert_parallel_comm and not step.inputs.forward_only
+    if step.plan.has(Pair) or (is_graphed and takes_plans):
         # Older releases have streams of one priority alone.
-        options = {"high_priority": getattr(step.inputs.config, "high_priority_a2a_comm_stream", False)}
+        options = {"high_priority": getattr(config, "high_priority_a2a_comm_stream", False)}
         set_streams(**{k: v for k, v in options.items() if k in inspect.signature(set_streams).parameters})
         step.make_stage = PlannedStage
         if not step.transport.is_alone:

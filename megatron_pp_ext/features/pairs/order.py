@@ -17,8 +17,8 @@ from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from megatron_pp_ext.schedule.walk import Walk
 
 _UNPROVED = (
-    "a pair takes {:.2f} of its forward and backward; no published run in pairs with a pipeline was compared "
-    "with this"
+    "a pair takes {:.2f} of its forward and backward; all published runs in pairs with a pipeline that were "
+    "compared are interleaved"
 )
 """The note of an estimate in pairs; it takes ``Costs.pair``."""
 

@@ -14,7 +14,7 @@ from megatron_pp_ext.features.feature import Argument, Feature, OtherSums, ReadR
 if TYPE_CHECKING:
     from megatron_pp_ext.compiler.make import Made, Make
     from megatron_pp_ext.compiler.request import Request
-    from megatron_pp_ext.features.units.planner import Sliced
+    from megatron_pp_ext.features.units.planner import Sliced, SliceVariants
     from megatron_pp_ext.job.requested_job import RequestedJob
     from megatron_pp_ext.job.rules.rule import Rules
     from megatron_pp_ext.megatron.requested import Pipeline
@@ -128,3 +128,8 @@ class UnitPlanning(Feature):
         from megatron_pp_ext.features.units.planner import Sliced
 
         return Sliced()
+
+    def variants(self) -> SliceVariants:
+        from megatron_pp_ext.features.units.planner import SliceVariants
+
+        return SliceVariants()

@@ -99,6 +99,7 @@ class Slices(Option):
     rates: LengthCosts | None = None
 
     evaluates: ClassVar[bool] = True
+    is_planned: ClassVar[bool] = True
 
     @property
     def cuts(self) -> bool:
@@ -193,20 +194,6 @@ def read_slices(job: RequestedJob, request: Request) -> Request:
     if job.pipeline.pipeline_slice_check == OFF:
         request = request.with_option(Unchecked())
     return request.with_option(job_slices(job, read_tokens(tokens)))
-
-
-def choices(job: Job) -> tuple[Slices | None, ...]:
-    """Return the slices in the candidates of a search, None for whole sequences.
-
-    ``auto`` gives whole sequences, and those of ``sizes``.
-    """
-    tokens = job.pipeline.pipeline_slice_tokens
-    if tokens is None:
-        return (None,)
-    if tokens != AUTO:
-        option = job_slices(job, read_tokens(tokens))
-        return (option if option.cuts else None,)
-    return (None, *(job_slices(job, size) for size in sizes(job.model.seq_length)[1:]))
 
 
 def sizes(length: int, multiple: int = 1) -> list[int]:

@@ -42,9 +42,14 @@ def has_graphs(job: RequestedJob, kind: str | None = None) -> bool:
     return graphs != "none" if kind is None else graphs == kind
 
 
-def _in_one_graph(flag: str) -> Callable[[RequestedJob], bool]:
-    """Return the condition that a graph holds a whole iteration, in which ``flag`` is set."""
-    return lambda job: has_graphs(job, "full_iteration") and job.is_set(flag)
+def _hold_one_order(job: RequestedJob) -> bool:
+    """Whether CUDA graphs are right for the order of one training step alone."""
+    return has_graphs(job, "full_iteration") or has_graphs(job, "local")
+
+
+def _in_one_order(flag: str) -> Callable[[RequestedJob], bool]:
+    """Return the condition that graphs hold the order of one step, and ``flag`` is set."""
+    return lambda job: _hold_one_order(job) and job.is_set(flag)
 
 
 CUDA_GRAPHS = Rules(
@@ -62,14 +67,14 @@ CUDA_GRAPHS = Rules(
             "a schedule that changes",
             "a graph holds one order",
             "choose a schedule that stays as it is, such as 1f1b, or --cuda-graph-impl transformer_engine",
-            when=lambda job: has_graphs(job, "full_iteration") and job.changes_its_order,
+            when=lambda job: _hold_one_order(job) and job.changes_its_order,
         ),
         *(
             Rule(
                 flag,
                 "a graph holds one number of microbatches",
                 "leave one of the two out, or choose --cuda-graph-impl transformer_engine",
-                when=_in_one_graph(flag),
+                when=_in_one_order(flag),
             )
             for flag in ("--rampup-batch-size", "--step-batch-size-schedule")
         ),
@@ -77,6 +82,7 @@ CUDA_GRAPHS = Rules(
             "--cuda-graph-warmup-steps 0",
             "the first step shows how many microbatches are in flight, and each has graphs",
             "set it to 1 or more",
+            when=lambda job: not has_graphs(job, "local") and job.is_set("--cuda-graph-warmup-steps", "0"),
         ),
         Rule("--pipeline-offload", "the host waits for copies, and saved tensors are the graph's"),
         Rule(
@@ -95,6 +101,34 @@ CUDA_GRAPHS = Rules(
             "a V moves the losses of predictions to another rank, which a graph adds up",
             "choose a schedule that is no V, such as interleaved",
             when=lambda job: has_graphs(job, "full_iteration") and job.is_v and job.model.mtp_num_layers,
+        ),
+    ),
+)
+
+LOCAL_GRAPHS = Rules(
+    title="With Megatron's own CUDA graphs (`local`)",
+    when=lambda job: job.pipeline.has_schedule and has_graphs(job, "local"),
+    subject="--cuda-graph-impl local",
+    fix="choose --cuda-graph-impl transformer_engine, or leave one of the two out",
+    rows=(
+        Rule(
+            "--overlap-moe-expert-parallel-comm",
+            "Megatron captures no backward between the forwards of a chunk's layers",
+        ),
+        Rule("--pipeline-vocabulary", "embeddings keep gradients in memory that the next graph overwrites"),
+        Rule("--fine-grained-activation-offloading", "its copies were never tried with these graphs"),
+        Rule(
+            "--cuda-graph-scope full_iteration",
+            "it is an older name of graphs of a whole iteration",
+            "leave it out, or use --cuda-graph-impl full_iteration, which Megatron has since 0.18",
+            when=lambda job: "full_iteration" in job.precision.graphed_modules,
+        ),
+        Rule(
+            "--pipeline-schedule {pipeline_schedule}",
+            "before Megatron 0.18 the next microbatch overwrites the input of a layer that has not gone back",
+            "install megatron-core 0.18 or newer, or choose --cuda-graph-impl transformer_engine",
+            when=lambda job: True,
+            releases="megatron-core<0.18",
         ),
     ),
 )
@@ -221,6 +255,12 @@ SPLIT_BACKWARD = Rules(
             when=lambda job: (
                 job.parallel.tp_comm_overlap and job.precision.fp8 and job.precision.fp8_recipe == "mxfp8"
             ),
+        ),
+        Rule(
+            "--cuda-graph-impl local",
+            "its backwards are single graphs, which leave no weight gradient for later",
+            "choose a schedule with whole backwards, such as interleaved or 1f1b-v, or --cuda-graph-impl "
+            "transformer_engine",
         ),
         Rule("--overlap-dispatch-backward-with-experts-wgrad", "schedules defer weight gradients themselves"),
         Rule(
@@ -380,22 +420,13 @@ RULES = (
                 ),
             ),
             Rule(
-                "--cuda-graph-impl local",
-                "Megatron's own schedules make these graphs when their first step ends",
-                "choose transformer_engine or full_iteration",
-            ),
-            Rule(
                 "--cuda-graph-impl {cuda_graph_impl}",
                 "graphs of its order were never run on a GPU",
                 "try scripts/gpu_check.sh graphs and add --pipeline-unproved, or leave it out",
                 when=lambda job: has_graphs(job) and not job.flags.pipeline_unproved,
             ),
             # These are two older names, which Megatron replaces by the first.
-            Rule(
-                "--enable-cuda-graph",
-                "Megatron's own schedules make these graphs when their first step ends",
-                "choose --cuda-graph-impl transformer_engine or full_iteration",
-            ),
+            Rule("--enable-cuda-graph", "it is an older name", "use --cuda-graph-impl local"),
             Rule("--external-cuda-graph", "it is an older name", "use --cuda-graph-impl transformer_engine"),
             Rule("--hybrid-context-parallel", "its microbatches differ from rank to rank"),
             # This is how stock's own schedules take microbatches and send messages.
@@ -415,7 +446,7 @@ RULES = (
                 "--no-overlap-p2p-communication",
                 "messages always overlap computing",
                 "leave it out",
-                when=lambda job: job.flags.overlap_p2p_comm is False,
+                when=lambda job: not job.parallel.overlap_p2p_comm,
             ),
             Rule("--use-ring-exchange-p2p", "each message leaves as soon as it is ready", "leave it out"),
             Rule(
@@ -467,6 +498,7 @@ RULES = (
         ),
     ),
     CUDA_GRAPHS,
+    LOCAL_GRAPHS,
     SPLIT_BACKWARD,
     Rules(
         title="Under a V",

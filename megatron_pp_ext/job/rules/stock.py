@@ -47,6 +47,16 @@ RULES = (
                     "mlp" in job.memory.recomputed and job.model.add_bias_linear and job.model.has_dense_layer
                 ),
             ),
+            # Only DistributedDataParallel asserts this, when the model is built.
+            Rule(
+                "--num-distributed-optimizer-instances {num_distributed_optimizer_instances}",
+                "divides the ranks that share the distributed optimizer's state, and there is none",
+                "add --use-distributed-optimizer, or leave it out",
+                when=lambda job: (
+                    job.memory.num_distributed_optimizer_instances > 1
+                    and not (job.memory.use_distributed_optimizer or job.memory.use_megatron_fsdp)
+                ),
+            ),
             Rule(
                 "--hybrid-layer-pattern {pattern}",
                 "is built of Transformer Engine's layers, and Transformer Engine is not installed",
@@ -321,6 +331,14 @@ PLANNED = (
                     job.memory.recomputes_layers
                     and job.memory.recompute_method == "uniform"
                     and job.argument("recompute_num_layers") == 0
+                ),
+            ),
+            Rule(
+                "--num-distributed-optimizer-instances {num_distributed_optimizer_instances}",
+                "with --use-megatron-fsdp copies groups of weight shards, which is not modelled",
+                "leave one of the two out",
+                when=lambda job: (
+                    job.memory.num_distributed_optimizer_instances > 1 and job.memory.use_megatron_fsdp
                 ),
             ),
             Rule(

@@ -87,6 +87,11 @@ RULES = (
             ),
             Rule("--moe-router-enable-expert-bias", "the bias has no versions"),
             Rule(
+                "--num-distributed-optimizer-instances {num_distributed_optimizer_instances}",
+                "no training without a flush was compared with several instances",
+                when=lambda job: job.memory.num_distributed_optimizer_instances > 1,
+            ),
+            Rule(
                 "--fine-grained-activation-offloading",
                 "it gives its memory back at the end of a step, when some microbatches are in flight",
             ),

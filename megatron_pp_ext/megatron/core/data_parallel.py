@@ -156,6 +156,26 @@ def _ends_of_gradients(actions: Sequence[Action]) -> list[tuple[int, Kind]]:
     return [(action.stage, action.kind) for action in actions if action in last]
 
 
+def _bucket_groups(chunk: Any) -> Iterator[Any]:
+    """Yield the groups of gradients that ``chunk`` reduces together; none without Megatron's wrapper."""
+    for kind in ("bucket_groups", "expert_parallel_bucket_groups"):
+        yield from getattr(chunk, kind, ())
+
+
+class _OnStream(NamedTuple):
+    """A reduction within an instance of the distributed optimizer and across instances, on a ``stream``.
+
+    Where there are several instances, Megatron leaves no handle of a reduction.  Before it has counted
+    gradients, the missing handle lets it reduce once more what a chunk has reduced as a whole.
+    """
+
+    stream: Any
+
+    def wait(self) -> None:
+        """Let what the device does next wait for the reduction."""
+        torch.cuda.current_stream().wait_stream(self.stream)
+
+
 class DataParallel:
     """The data-parallel side of one training step on this rank.
 
@@ -231,8 +251,7 @@ class DataParallel:
 
     def _end_reductions(self) -> None:
         """Wait for reductions that a step has launched which failed before it could finish them."""
-        kinds = "bucket_groups", "expert_parallel_bucket_groups"
-        for group in (group for chunk in self._model for kind in kinds for group in getattr(chunk, kind, ())):
+        for group in (group for chunk in self._model for group in _bucket_groups(chunk)):
             if (handle := group.grad_reduce_handle) is not None:
                 handle.wait()
                 group.grad_reduce_handle = None
@@ -273,6 +292,9 @@ class DataParallel:
         while waiting and not self._unfinished[waiting[0]]:
             first = waiting.pop(0)
             self._reduce[first](self._model[first].parameters())
+            for group in _bucket_groups(self._model[first]):
+                if group.ddp_config.num_distributed_optimizer_instances > 1:
+                    group.grad_reduce_handle = _OnStream(group.communication_stream)
 
     def _stop_counting(self, chunk: int) -> None:
         if self._no_sync is not None:

@@ -46,7 +46,7 @@ def split_backward(stock: type[torch.autograd.Function]) -> type[torch.autograd.
         @torch.amp.custom_bwd(device_type="cuda")
         def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             if not STORE.is_collecting or not ctx.needs_input_grad[1] or has_hooks(ctx.parameter):
-                return stock.backward(ctx, *gradients)
+                return _with_dummy(ctx, stock.backward(ctx, *gradients))
             input, _ = ctx.saved_tensors
             # The dtype of logits may be another than their input's (--output-logit-dtype).
             gradient = gradients[0].to(input.dtype)
@@ -59,6 +59,22 @@ def split_backward(stock: type[torch.autograd.Function]) -> type[torch.autograd.
             return input_gradient, None, bias_gradient, *more
 
     return SplitLinearWithGradAccumulation
+
+
+def _with_dummy(ctx: Any, results: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the ``results`` of a whole backward, with a dummy for a weight whose kernel added its gradient.
+
+    Megatron makes one itself unless the saved weight came back as an alias, as under --pipeline-trace.  An
+    overlapped reduction asks for it.
+    """
+    weight = ctx.parameter
+    is_added = ctx.gradient_accumulation_fusion and hasattr(weight, "grad_added_to_main_grad")
+    if not (is_added and ctx.needs_input_grad[1] and results[1] is None):
+        return results
+    weight.grad_added_to_main_grad = True
+    make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
+    dummy = make(weight.shape, dtype=weight.dtype, device=weight.device)
+    return results[0], dummy, *results[2:]
 
 
 def _input_gradient(

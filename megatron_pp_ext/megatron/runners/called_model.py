@@ -18,10 +18,11 @@ from megatron_pp_ext.costs.stages import cost_model, stage_costs
 from megatron_pp_ext.job import options
 from megatron_pp_ext.job.model_config import arguments
 from megatron_pp_ext.job.pipeline import require_trainable
-from megatron_pp_ext.job.requested_job import ENGINE, RequestedJob
+from megatron_pp_ext.job.requested_job import CORE, ENGINE, RequestedJob
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.megatron.core.chunk_pipelines import part_of
 from megatron_pp_ext.megatron.core.optimizer import turn_off
+from megatron_pp_ext.megatron.releases import megatron_version
 from megatron_pp_ext.megatron.requested import Pipeline
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import CostModel, Costs
@@ -59,7 +60,7 @@ def bind_to_model(
     args = arguments(config, getattr(model[0], "ddp_config", None), **explicit)
     job = RequestedJob.of_args(
         args,
-        {ENGINE: str(get_te_version())},
+        {ENGINE: str(get_te_version()), CORE: megatron_version()},
         placement=pipeline.placement,
         chunks=pipeline.placement.chunks,
         from_file=request.from_file,

@@ -26,6 +26,7 @@ from megatron_pp_ext.schedule.placement import Placement
 if TYPE_CHECKING:
     from megatron_pp_ext.megatron.runners.cuda_graphs import GraphSlots
     from megatron_pp_ext.megatron.runners.fine_grained_offload import FineGrainedOffload
+    from megatron_pp_ext.megatron.runners.local_graphs import LocalGraphs
 
 
 @dataclass(slots=True)
@@ -165,6 +166,7 @@ class FlushedSteps:
         self.splits_backward = pipeline.request.may_split_backward
         self._parts = step_parts(pipeline)
         self._offload: FineGrainedOffload | None = None
+        self._local_graphs: LocalGraphs | None = None
         self._schedules: dict[tuple[int, bool, Hashable], Schedule] = {}
         self._plans: dict[tuple[int, bool, Hashable], RankPlan] = {}
         self.graphs: GraphSlots | None = None
@@ -189,7 +191,7 @@ class FlushedSteps:
             if self.graphs is not None:
                 self.graphs.begin(step.plan)
             channels = self._transport.channels(inputs)
-            with self._offloading(kind, step):
+            with self._offloading(kind, step), self._replaying(step):
                 execute(step.plan, Rank(stages, channels, recorder, step.parts))
 
     def plan(self, inputs: StepInputs) -> RankPlan:
@@ -221,6 +223,15 @@ class FlushedSteps:
 
         self._offload = self._offload or FineGrainedOffload()
         return self._offload.step(kind, step.plan, step.inputs)
+
+    def _replaying(self, step: Step) -> AbstractContextManager[None]:
+        """Return the context in which Megatron notes the order of its own graphs, or replays them in it."""
+        if getattr(step.inputs.config, "cuda_graph_impl", None) != "local":
+            return nullcontext()
+        from megatron_pp_ext.megatron.runners.local_graphs import LocalGraphs
+
+        self._local_graphs = self._local_graphs or LocalGraphs()
+        return self._local_graphs.step(step.plan, step.inputs)
 
     def training_plans(self) -> list[RankPlan]:
         """Return this rank's plans of the training steps so far."""

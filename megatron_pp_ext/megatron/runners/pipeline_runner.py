@@ -33,6 +33,15 @@ def begin_step(config: Any, forward_only: bool) -> None:
         paged_stash_reset(enabled=not forward_only, config=config)
 
 
+def end_step(config: Any, forward_only: bool) -> None:
+    """Capture the graphs that the first training step has noted, as stock's schedules do when they end.
+
+    Megatron does nothing where there are none, or all are captured.
+    """
+    if getattr(config, "cuda_graph_impl", None) == "local" and not forward_only:
+        stock_schedules.create_cudagraphs()
+
+
 class Steps(Protocol):
     """Runs the actions of a step: of a training step, or of an evaluation if ``inputs.forward_only``."""
 
@@ -199,6 +208,7 @@ class PipelineRunner:
         with clock, self._recording.step(inputs) as recorder, optimizer.put_off():
             self._run(inputs, recorder)
             losses = self._hand_back(inputs, call.force_all_reduce)
+        end_step(config, inputs.forward_only)
         self._training_steps += not inputs.forward_only
         return losses
 

@@ -8,25 +8,16 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_pp_ext.megatron.requested import Pipeline
+from megatron_pp_ext.megatron.requested import BUBBLE, PEAK, PEAK_TO_PLAN, STEP_TO_PLAN, Pipeline
 from megatron_pp_ext.megatron.runners.flushed import FlushedSteps
 from megatron_pp_ext.megatron.runners.model_stage import StepInputs
 from megatron_pp_ext.megatron.runners.pipeline_runner import Recording
 from megatron_pp_ext.megatron.runners.transport import device
-from megatron_pp_ext.megatron.start_up import costs_of_schedule
 from megatron_pp_ext.runtime.rank import Recorder
 from megatron_pp_ext.runtime.recorder import StepRecorder, numbers_of_all
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import CostModel
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
-
-BUBBLE, PEAK, PEAK_TO_PLAN, STEP_TO_PLAN = (
-    "pipeline/bubble",
-    "pipeline/peak-activations-bytes",
-    "pipeline/peak-vs-plan",
-    "pipeline/step-vs-plan",
-)
-"""The names of the numbers; MFU needs the model's operations, which the trainer's log has."""
 
 
 class _RankNumbers(NamedTuple):
@@ -139,7 +130,7 @@ class StepLog:
             if model is None:
                 return None
             try:
-                return simulate(schedule, costs_of_schedule(self._pipeline, model, schedule))
+                return simulate(schedule, self._pipeline.costs_of(schedule, model))
             except Exception:  # a job trains whatever is wrong with an estimate that it does not need
                 return None
 

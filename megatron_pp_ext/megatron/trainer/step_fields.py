@@ -12,9 +12,7 @@ from megatron_pp_ext.costs.system import peak_of_device
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.megatron import requested
 from megatron_pp_ext.megatron.patching import hook
-from megatron_pp_ext.megatron.runners.step_log import BUBBLE, PEAK, PEAK_TO_PLAN, STEP_TO_PLAN
-
-MFU = "pipeline/mfu"
+from megatron_pp_ext.megatron.requested import BUBBLE, MFU, PEAK, PEAK_TO_PLAN, STEP_TO_PLAN
 
 _TEXTS: Mapping[str, Callable[[float], str]] = {
     BUBBLE: lambda part: f"bubble: {part:.3f}",

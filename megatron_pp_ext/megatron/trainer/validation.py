@@ -22,11 +22,12 @@ from megatron_pp_ext.job import flag_table, layers, options, sizes
 from megatron_pp_ext.job.layers import chunks_requested
 from megatron_pp_ext.job.pipeline import read as request_of
 from megatron_pp_ext.job.pipeline import require_files, stock_schedule
-from megatron_pp_ext.job.requested_job import ENGINE, RequestedJob
+from megatron_pp_ext.job.requested_job import CORE, ENGINE, RequestedJob
 from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.megatron import requested, start_up
 from megatron_pp_ext.megatron.core.optimizer import describe
 from megatron_pp_ext.megatron.patching import hook
+from megatron_pp_ext.megatron.releases import megatron_version
 from megatron_pp_ext.megatron.requested import LastStep, Settings
 from megatron_pp_ext.megatron.start_up import comparison, settings, show_compiling, summary
 from megatron_pp_ext.megatron.trainer.agreement import refused
@@ -140,7 +141,7 @@ def read_flags(args: Namespace) -> tuple[RequestedJob, requested.Pipeline | None
     ``args`` get what this package chose, and what Megatron needs to build the pipeline.  ValueError for what
     cannot be.
     """
-    releases = {ENGINE: str(get_te_version()), "zstandard": _zstandard()}
+    releases = {ENGINE: str(get_te_version()), CORE: megatron_version(), "zstandard": _zstandard()}
     job, layout = _chosen(RequestedJob.of_args(args, releases))
     profile, trace = job.flags.profile_pipeline, job.argument("pipeline_trace")
     require_files(profile, trace)

@@ -8,7 +8,6 @@ from itertools import product
 from math import inf
 
 from megatron_pp_ext.costs.system import System
-from megatron_pp_ext.features.units.options import Slices
 from megatron_pp_ext.planner.search import candidate as variants
 from megatron_pp_ext.planner.search.candidate import Candidate, tried
 from megatron_pp_ext.planner.search.compiled import Compiler, to_compile
@@ -153,16 +152,12 @@ class Bounding:
         work = self._workloads.work(candidate, placement)
         return _Least(
             partial(least_memory, work, microbatches, self._margin),
-            partial(bounds, work, microbatches, self._workloads.sliced(candidate)),
+            partial(bounds, work, microbatches, self._workloads.units(candidate)),
         )
 
 
-_SLICE_LENGTHS = 2
-"""The lengths of slices that are timed for the same sizes and schedule, of all that fit."""
-
-
 _SPENT = "stopped after the {:g} s of a processor that --cpu-seconds allows"
-_INTERRUPTED = "interrupted"
+INTERRUPTED = "interrupted"
 
 
 Progress = Callable[[str, int, int], None]
@@ -198,7 +193,7 @@ class Search:
         self._shortest: dict[float, Evaluated] = {}
         self._alike: dict[Candidate, list[Evaluated]] = {}
         self._tried: set[Candidate] = set()
-        self._lengths = Counter[Candidate]()
+        self._timed = Counter[Candidate]()
 
     def run(self, progress: Progress = lambda what, done, total: None) -> SearchResult:
         """Search; ValueError where nothing is legal, nothing fits, or nothing was found within the budget.
@@ -246,7 +241,7 @@ class Search:
                 if remaining and self._compiles is Compiles.TOO:
                     self._compile(progress)
         except KeyboardInterrupt:
-            self._stop(_INTERRUPTED, ())
+            self._stop(INTERRUPTED, ())
             if not self.result.best:
                 raise
         if remaining and self.result.stopped:
@@ -291,23 +286,31 @@ class Search:
                 headroom = self._headroom(entry.bound, candidate)
                 if entry.least > headroom:
                     continue
-                sizes = candidate.without(Slices)
-                if sizes != candidate and self._lengths[sizes] == _SLICE_LENGTHS:
-                    self.result.other_lengths += 1
+                if candidate.planned is not None and self._is_left_out(candidate):
                     continue
                 outcome = replay(candidate, headroom)
                 if isinstance(outcome, Evaluated):
                     self.result.replayed += 1
-                    self._lengths[sizes] += 1
+                    if candidate.planned is not None:
+                        self._timed[candidate.unplanned] += 1
                     self._offer(outcome)
                 elif outcome is not None:
                     kept_out.append(entry)
             progress("replaying", len(bounded), len(bounded))
         except KeyboardInterrupt:
-            self._stop(_INTERRUPTED, bounded[number:])
+            self._stop(INTERRUPTED, bounded[number:])
             if not self.result.best:
                 raise
         return kept_out
+
+    def _is_left_out(self, candidate: Candidate) -> bool:
+        """Whether as many with the option of ``candidate`` have been timed as may be; it is counted then."""
+        assert candidate.planned is not None
+        choosing = variants.of_option(candidate.planned)
+        is_left_out = self._timed[candidate.unplanned] == choosing.most
+        if is_left_out:
+            self.result.left_out[choosing.beyond] += 1
+        return is_left_out
 
     def _stop(self, why: str, untried: Sequence[Bounded]) -> None:
         """Note ``why`` the search ends, and which candidates are ``untried``."""
@@ -353,7 +356,7 @@ class Search:
         """Compile orders for the ranks and microbatches of the best, within the memory that is left."""
         if self._compiles is Compiles.NEVER:
             return
-        if self.result.stopped and self.result.stopped.why == _INTERRUPTED:
+        if self.result.stopped and self.result.stopped.why == INTERRUPTED:
             return
         cuts = to_compile(self.result.named, self._space, self._workloads)
         cuts = [cut for cut in cuts if cut not in self._tried]
@@ -379,7 +382,7 @@ class Search:
                     self.result.replayed += 1
                     self._offer(evaluated)
         except KeyboardInterrupt:
-            self._stop(_INTERRUPTED, ())
+            self._stop(INTERRUPTED, ())
             if not self.result.best:
                 raise
         if has_some and not self.result.best:

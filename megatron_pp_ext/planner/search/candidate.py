@@ -1,9 +1,10 @@
 """One way to run a model on a number of GPUs, its variants, and its spelling in Megatron's flags."""
 
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from megatron_pp_ext.compiler.limits import Limit
 from megatron_pp_ext.compiler.request import Option, Request, of_sizes
@@ -22,6 +23,18 @@ from megatron_pp_ext.schedule.placement import Placement, linear, v
 
 if TYPE_CHECKING:
     from megatron_pp_ext.planner.search.replays import Evaluated, Replays
+    from megatron_pp_ext.planner.step.workload import Workload
+
+
+class UnitWork(NamedTuple):
+    """What the units of a microbatch take at least, as parts of the seconds of a whole one.
+
+    ``microbatch`` is for all units one after the other, whose products have lower rates, and ``first`` for
+    the longest one, which waits for no other.
+    """
+
+    microbatch: float
+    first: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +54,46 @@ class Variants:
     """The variants that one feature offers to a search.
 
     ``arguments`` and ``entries`` are the names in its choices.  ``label`` is the word of a choice, with what
-    it stands for.
+    it stands for.  ``option`` is the class of its options in candidates, None where it has none.  Of those
+    with the same sizes and schedule ``most`` are timed, and ``beyond`` are words about the others.
     """
 
     arguments: tuple[str, ...] = ()
     entries: tuple[str, ...] = ()
     label: tuple[str, str] = ("", "")
+    option: type[Option] | None = None
+    most: int = 0
+    beyond: str = ""
 
     def refuse(self, job: RequestedJob) -> None:
         """Raise ValueError, in one line, for flags that choose what a search has to choose."""
+
+    def cuts(self, job: Job, cut: "Candidate") -> Iterator["Candidate"]:
+        """Yield ``cut`` and what the feature has in its place, of what ``job`` leaves to a search."""
+        yield cut
+
+    def permits(self, job: Job, candidate: "Candidate") -> bool:
+        """Whether ``candidate``, which has its microbatches, is worth a look."""
+        return True
+
+    def least(self, candidate: "Candidate", job: Job, seconds: Callable[[Job], float]) -> UnitWork | None:
+        """Return what the units of ``candidate`` take at least, None where microbatches stay whole.
+
+        ``job`` is as the candidate sets it, and ``seconds`` returns those of a microbatch of a job.
+        """
+        return None
+
+    def in_job(self, option: Option, job: Job) -> Option:
+        """Return an ``option`` of the feature as ``job`` requests it."""
+        return option
+
+    def planned(self, option: Option, work: "Workload") -> Option:
+        """Return an ``option`` of the feature with the costs of ``work``, by which it is planned."""
+        return option
+
+    def record(self, candidate: "Candidate") -> dict[str, Any]:
+        """Return the entries of a ``candidate`` with the feature's option in a JSON file."""
+        return {}
 
     def are_tried(self, job: Job) -> bool:
         """Whether a search for ``job`` tries them; the largest stage of a rank is then all that it keeps."""
@@ -70,6 +114,12 @@ def offered() -> list[Variants]:
 def tried(job: Job) -> tuple[Variants, ...]:
     """Return the variants that a search for ``job`` tries."""
     return tuple(variants for variants in offered() if variants.are_tried(job))
+
+
+def of_option(option: Option) -> Variants:
+    """Return the variants of the feature whose ``option`` it is; those of no feature where there is none."""
+    having = (variants for variants in offered() if variants.option and isinstance(option, variants.option))
+    return next(having, Variants())
 
 
 def arguments() -> Iterator[str]:
@@ -165,9 +215,15 @@ class Candidate:
         """Return the option of this class, or None."""
         return next((option for option in self.options if isinstance(option, kind)), None)
 
-    def without(self, kind: type[Option]) -> Self:
-        """Return the candidate without its option of this class."""
-        return replace(self, options=tuple(each for each in self.options if not isinstance(each, kind)))
+    @property
+    def planned(self) -> Option | None:
+        """The option by which its order is planned by the costs of its stages, None for any other order."""
+        return next((option for option in self.options if option.is_planned), None)
+
+    @property
+    def unplanned(self) -> Self:
+        """The candidate without the option by which its order is planned."""
+        return replace(self, options=tuple(option for option in self.options if not option.is_planned))
 
     @property
     def apart_from_schedule(self) -> Self:
@@ -228,7 +284,9 @@ class Candidate:
         """Return it for a JSON file."""
         fields = as_written(self)
         del fields["choice"], fields["options"], fields["stock"]
-        return fields | dict.fromkeys(entries()) | dict(self.choice.record if self.choice else ())
+        of_options = [of_option(option).record(self) for option in self.options]
+        chosen = dict(self.choice.record if self.choice else ())
+        return fields | dict.fromkeys(entries()) | chosen | dict(ChainMap(*of_options))
 
     def _values(self) -> dict[str, Any]:
         entry = catalog.ENTRIES.get(self.schedule)

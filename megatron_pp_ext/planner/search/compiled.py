@@ -8,11 +8,9 @@ from operator import le
 from megatron_pp_ext.compiler.limits import InfeasibleLimit, Limit, requested_budget
 from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import named
-from megatron_pp_ext.features.units.options import Slices, job_slices
 from megatron_pp_ext.job import pipeline
-from megatron_pp_ext.planner.search.candidate import Candidate
+from megatron_pp_ext.planner.search.candidate import Candidate, of_option
 from megatron_pp_ext.planner.search.configurations import Space
-from megatron_pp_ext.planner.search.lower_bounds import slices_of
 from megatron_pp_ext.planner.search.replays import Evaluated, Workloads
 from megatron_pp_ext.planner.step.estimate import StepModel, memory_beside, planning_costs
 from megatron_pp_ext.planner.step.programs import Prepared
@@ -126,9 +124,10 @@ class Compiler:
 
     def _available(self, work: Workload) -> tuple[float, ...]:
         """Return the whole bytes that each rank has left for activations and messages."""
-        parts = slices_of(work)
         fixed = (
-            memory_beside(work, state, work.loss_bytes(rank, 1 / parts), 0.0, 0, self._margin, splits=True)
+            memory_beside(
+                work, state, work.loss_bytes(rank, 1 / work.units), 0.0, 0, self._margin, splits=True
+            )
             for rank, state in enumerate(work.states)
         )
         return tuple(
@@ -145,10 +144,7 @@ def _schedule(cut: Candidate, whole: Costs, work: Workload, limit: Limit) -> Sch
     request = replace(
         named(FLEX, cut.pipeline, cut.microbatches, cut.chunks, limit),
         splits_head=cut.splits_head,
-        options=tuple(
-            job_slices(work.job, option.tokens) if isinstance(option, Slices) else option
-            for option in cut.options
-        ),
+        options=tuple(of_option(option).in_job(option, work.job) for option in cut.options),
         trials=TRIALS,
     )
     if cut.describes_stages:

@@ -6,17 +6,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from megatron_pp_ext.features.pairs.order import Pairs
-from megatron_pp_ext.features.units import options as units_options
-from megatron_pp_ext.features.units.rules import may_share
 from megatron_pp_ext.features.vocabulary.options import choices
 from megatron_pp_ext.job import layers, options
 from megatron_pp_ext.job.layers import joined, spread
 from megatron_pp_ext.job.sizes import require_divisible
 from megatron_pp_ext.job.typed_job import Job
-from megatron_pp_ext.planner.search.candidate import Candidate, Recompute
+from megatron_pp_ext.planner.search.candidate import Candidate, Recompute, of_option, offered
 from megatron_pp_ext.planner.step.model_description import flag
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.entry import AUTO, NO_PIPELINE
+from megatron_pp_ext.schedule.entry import NO_PIPELINE
 from megatron_pp_ext.schedule.formats import costs_file
 
 _SIZES = (
@@ -123,18 +121,14 @@ class Space:
                             continue
                         cut = self.described(cut)
                         if _is_legal(cut.described(self.job), self.gpus // pipeline):
-                            yield from self._sliced(cut)
+                            yield from self._varied(cut)
 
-    def _sliced(self, cut: Candidate) -> Iterator[Candidate]:
-        """Yield ``cut`` with whole sequences and with the slices that it can have, of those asked for."""
-        for slices in units_options.choices(self.job):
-            if slices is None:
-                yield cut
-                continue
-            ranks = cut.context * cut.tensor
-            is_divided = not (slices.tokens or 0) % ranks and not slices.length % ranks
-            if cut.pipeline > 1 and is_divided and may_share(cut.described(self.job)):
-                yield replace(cut, options=(*cut.options, replace(slices, multiple=ranks)))
+    def _varied(self, cut: Candidate) -> Iterator[Candidate]:
+        """Yield ``cut`` with all that features may choose in it, of what is asked for."""
+        varied = [cut]
+        for variants in offered():
+            varied = [other for each in varied for other in variants.cuts(self.job, each)]
+        yield from varied
 
     @property
     def _is_paired(self) -> bool:
@@ -145,16 +139,12 @@ class Space:
         """Yield ``cut`` with every size of a microbatch, the smallest first."""
         samples = cut.microbatches
         micro_batch = self.job.batch.micro_batch_size if "micro_batch_size" in self.fixed else None
+        planned = None if cut.planned is None else of_option(cut.planned)
         for size in [micro_batch] if micro_batch else _divisors(samples):
             if samples % size == 0:
                 sized = replace(cut, micro_batch=size, microbatches=samples // size)
-                if not self._is_open or _actions(sized) <= MOST_ACTIONS:
+                if planned is None or planned.permits(self.job, sized):
                     yield sized
-
-    @property
-    def _is_open(self) -> bool:
-        """Whether the length of slices is to be chosen."""
-        return self.job.pipeline.pipeline_slice_tokens == AUTO
 
     def without_choices(self) -> tuple[Self, tuple[str, ...]]:
         """Return the space without the choices that flags leave open, and the arguments that have some."""
@@ -171,6 +161,8 @@ class Space:
         ways = [Recompute("none")]
         if self.job.precision.is_unfused:
             ways.append(Recompute("recompute-attention", "selective", modules=("core_attn",)))
+        if modules := self._cheap_modules:
+            ways.append(Recompute("recompute-act", "selective", modules=modules))
         # In pairs, where nothing hides a layer's second forward, a few dense layers before experts count too.
         has_mlps = not model.num_experts or (self._is_paired and not all(model.has_experts))
         if has_mlps and not model.add_bias_linear:  # see job/rules/stock.py
@@ -179,6 +171,24 @@ class Space:
         if half:
             ways.append(Recompute("recompute-half", "full", "block", half))
         return [*ways, Recompute("recompute-full", "full", "uniform", 1)]
+
+    @property
+    def _cheap_modules(self) -> tuple[str, ...]:
+        """The modules of a layer with experts that take few seconds for what they free; none without experts.
+
+        Megatron's conditions are in ``TransformerConfig.__post_init__`` of megatron.core.transformer.
+        """
+        model, precision = self.job.model, self.job.precision
+        if not model.num_experts:
+            return ()
+        is_delayed = precision.fp8 is not None and precision.fp8_recipe == "delayed"
+        suited = {
+            "moe_act": precision.moe_grouped_gemm and not is_delayed and not precision.fuses_experts,
+            "layernorm": not is_delayed,
+            "mla_up_proj": self.job.attention.multi_latent_attention,
+            "mlp": model.has_dense_layer and not model.add_bias_linear,
+        }
+        return tuple(name for name, is_suited in suited.items() if is_suited)
 
     def orders(self, cut: Candidate) -> Iterator[tuple[int, list[str]]]:
         """Yield each number of chunks a rank that the layers fill, with the schedules that accept it."""
@@ -257,25 +267,9 @@ class Space:
         ]
 
 
-MOST_ACTIONS = 50_000
-"""The actions of the largest step in slices whose length is open: what these gain over longer ones is little,
-and a plan of more takes seconds."""
-
-
-def _actions(candidate: Candidate) -> int:
-    """Return the actions of a step in slices with split backwards, 0 for whole sequences."""
-    slices = candidate.option(units_options.Slices)
-    if slices is None or not slices.tokens:
-        return 0
-    units = candidate.microbatches * -(-slices.length // slices.tokens)
-    return 3 * units * candidate.pipeline * candidate.chunks
-
-
 def record(candidate: Candidate) -> dict[str, Any]:
     """Return the settings of ``candidate``, as files of a search have them."""
-    row = {**candidate.record(), "is_paired": Pairs() in candidate.options}
-    slices = candidate.option(units_options.Slices)
-    return row if slices is None else {**row, "slice_tokens": slices.tokens}
+    return {**candidate.record(), "is_paired": Pairs() in candidate.options}
 
 
 def _is_legal(job: Job, stage_ranks: int) -> bool:

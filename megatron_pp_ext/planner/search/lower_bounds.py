@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from statistics import fmean
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ from megatron_pp_ext.costs.optimizers import ModelState, model_state
 from megatron_pp_ext.costs.part import Part
 from megatron_pp_ext.costs.stages import end_parts, kept_input, prediction_parts
 from megatron_pp_ext.job.typed_job import Job
+from megatron_pp_ext.planner.search.candidate import UnitWork
 from megatron_pp_ext.planner.step.estimate import RankMemory, memory_beside, rank_memory
 from megatron_pp_ext.planner.step.programs import short_program
 from megatron_pp_ext.planner.step.workload import Workload
@@ -165,50 +166,15 @@ def _summed(parts: Sequence[Part]) -> Part:
     return sum(remaining, first)
 
 
-class SlicedWork(NamedTuple):
-    """What slices take at least, as parts of the seconds of a whole sequence.
-
-    ``sequence`` is for all slices of a sequence one after the other, whose products have lower rates, and
-    ``first`` for its longest slice, which sees no other.
-    """
-
-    sequence: float
-    first: float
-
-    @classmethod
-    def of(cls, slices: int, whole: float, half: float, slice_alone: float) -> Self:
-        """Return the parts from the seconds of a ``whole`` sequence, one of half its length, and one slice's.
-
-        Seconds that go by squares of tokens are those of attention, which slices split among them.
-        """
-        attention = max(0.0, 2 * (whole - 2 * half))
-        sequence = slices * slice_alone + (1 - 1 / slices) * attention
-        return cls(_INTERPOLATED * sequence / whole, _STARTS_EARLIER * slice_alone / whole)
-
-
-_INTERPOLATED = 0.95
-"""The part of what slices of the greatest length take that slices of equal cost have at least: theirs is
-interpolated between the longest and the shortest."""
-
-_STARTS_EARLIER = 0.8
-"""The part of the longest slice after which a rank may pass on the first, which may be shorter."""
-
-
-def slices_of(work: Workload) -> float:
-    """Return into how many slices each sequence is cut."""
-    tokens = work.job.pipeline.pipeline_slice_tokens
-    return max(1.0, work.job.model.seq_length / tokens) if isinstance(tokens, int) else 1.0
-
-
-def bounds(work: Workload, microbatches: int, sliced: SlicedWork | None = None) -> tuple[float, float]:
+def bounds(work: Workload, microbatches: int, units: UnitWork | None = None) -> tuple[float, float]:
     """Return two lower bounds on a step in seconds: with whole backwards, and with split ones.
 
     In every placement stage r is the first one of rank r.  Where actions may run together, each takes its
-    part of their time at least.  ``sliced`` is for sequences in slices.
+    part of their time at least.  ``units`` are those of microbatches that are cut.
     """
-    if sliced:
+    if units:
         busiest = max(map(_seconds, work.by_rank))
-        least = sliced.sequence * microbatches * busiest
+        least = units.microbatch * microbatches * busiest
         return least, least
     shared = work.costs.head
     logits, last = (shared.scores, shared.weight_gradient) if shared else (0.0, 0.0)
@@ -229,13 +195,13 @@ def bounds(work: Workload, microbatches: int, sliced: SlicedWork | None = None) 
 class MeanRank:
     """The average rank of ``work``: ``part``, which is the same under every cut into stages.
 
-    ``least`` has lower bounds of the stages' seconds, and ``sliced`` is for sequences in slices.
+    ``least`` has lower bounds of the stages' seconds, and ``units`` are those of microbatches that are cut.
     """
 
     work: Workload
     part: Part
     least: LeastSeconds
-    sliced: SlicedWork | None = None
+    units: UnitWork | None = None
 
     @cached_property
     def state(self) -> ModelState:
@@ -255,8 +221,8 @@ class MeanRank:
             # The largest stage of a rank keeps no less than the mean of its stages.
             whole = self.part.after_forward
             activations = _least_kept(work, whole, whole / work.placement.chunks, of_largest)
-        messages = _mean_messages(work.placement, microbatches) / slices_of(work)
-        model, parts = work.model, work.placement.ranks * slices_of(work)
+        messages = _mean_messages(work.placement, microbatches) / work.units
+        model, parts = work.model, work.placement.ranks * work.units
         loss = (model.split_workspace if work.placement.splits_head else model.loss_workspace) / parts
         return memory_beside(work, self.state, loss, activations, messages, margin)
 
@@ -280,9 +246,9 @@ class MeanRank:
             """Return the seconds of the stages before the mean rank's first one, with the messages."""
             return (ranks - 1) / ranks * (first + (ranks - 2) / 2 * middle) + (ranks - 1) / 2 * work.hop
 
-        if self.sliced:
-            sequence, first = self.sliced
-            busy = sequence * microbatches * mean
+        if self.units:
+            microbatch, first = self.units
+            busy = microbatch * microbatches * mean
             return busy + first * way(least.first, least.middle), busy + first * way(*least.forwards)
         busy = microbatches * (max(mean, busiest) + vocabulary)
         split = max(busy, microbatches * (mean + vocabulary) + way(*least.forwards))
@@ -296,13 +262,13 @@ class MeanRank:
 
 
 def mean_rank(
-    work: Workload, sums: ModelSums, fewest: Sequence[int], sliced: SlicedWork | None = None
+    work: Workload, sums: ModelSums, fewest: Sequence[int], units: UnitWork | None = None
 ) -> MeanRank:
     """Return the mean rank of ``work``, whose stages have the ``fewest`` layers at least."""
     job, placement = work.job, work.placement
     total = sums.total(job, work.layers, placement.splits_head)
     part = total.times(1 / placement.ranks) + work.head_parameters
-    return MeanRank(work, part, sums.least(job, fewest, placement.splits_head), sliced)
+    return MeanRank(work, part, sums.least(job, fewest, placement.splits_head), units)
 
 
 def busiest_rank(least: LeastSeconds, placement: Placement, layers: int) -> float:
@@ -361,8 +327,8 @@ def least_of_rank(
     """Return a lower bound on the memory of a ``rank`` in any order; see ``least_memory``."""
     largest = max(work.parts[stage].after_forward for stage in work.placement.stages_of(rank))
     activations = _least_kept(work, work.by_rank[rank].after_forward, largest, of_largest)
-    messages = least_messages(work.placement, rank, microbatches) / slices_of(work)
-    loss = work.loss_bytes(rank, 1 / slices_of(work))
+    messages = least_messages(work.placement, rank, microbatches) / work.units
+    loss = work.loss_bytes(rank, 1 / work.units)
     return memory_beside(work, work.states[rank], loss, activations, messages, margin)
 
 

@@ -8,32 +8,27 @@ from operator import mul
 from statistics import fmean
 from typing import NamedTuple
 
-from megatron_pp_ext.compiler.request import Option
 from megatron_pp_ext.costs.model_parts import ModelParts
 from megatron_pp_ext.costs.optimizers import model_state
 from megatron_pp_ext.costs.system import System
-from megatron_pp_ext.features.units.options import Slices, job_slices
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.layout import climb
 from megatron_pp_ext.planner.layout.cut import Cut, bounds, even
 from megatron_pp_ext.planner.layout.rows import ModelStages, StageSeconds, fewest
-from megatron_pp_ext.planner.search.candidate import Candidate, Variants
+from megatron_pp_ext.planner.search.candidate import Candidate, UnitWork, Variants, of_option
 from megatron_pp_ext.planner.search.lower_bounds import (
     MeanRank,
     ModelSums,
-    SlicedWork,
     least_memory,
     least_memory_sharing,
     least_of_rank,
     mean_rank,
-    slices_of,
 )
 from megatron_pp_ext.planner.step.estimate import (
     Estimate,
     RankMemory,
     StepModel,
     memory_beside,
-    planning_costs,
 )
 from megatron_pp_ext.planner.step.programs import Prepared, short_program, whole_program
 from megatron_pp_ext.planner.step.workload import Workload, model_on, stages_of_ranks
@@ -51,7 +46,7 @@ class Workloads:
         self._sums: dict[tuple[object, ...], ModelSums] = {}
         self._seconds: dict[tuple[object, ...], StageSeconds] = {}
         self._stages: dict[tuple[object, ...], ModelStages] = {}
-        self._slices: dict[tuple[object, ...], SlicedWork] = {}
+        self._units: dict[tuple[object, ...], UnitWork | None] = {}
         self._starts: dict[tuple[object, ...], Cut | None] = {}
 
     def work(
@@ -72,23 +67,22 @@ class Workloads:
         sums, least = self._sums_of(candidate, job), fewest(job, placement)
         cut = even(len(sums.model.layers), least)
         sizes = candidate.data, cut, sums.model
-        sliced = self.sliced(candidate, job)
-        return mean_rank(Workload(job, self._system, placement, *sizes), sums, least, sliced)
+        units = self.units(candidate, job)
+        return mean_rank(Workload(job, self._system, placement, *sizes), sums, least, units)
 
-    def sliced(self, candidate: Candidate, job: Job | None = None) -> SlicedWork | None:
-        """Return what slices of its sequences take at least, None where they stay whole."""
-        slices = candidate.option(Slices)
-        if slices is None or slices.tokens is None:
+    def units(self, candidate: Candidate, job: Job | None = None) -> UnitWork | None:
+        """Return what the units of its microbatches take at least, None where they stay whole."""
+        option = candidate.planned
+        if option is None:
             return None
-        key = *_costs_of_a_layer(candidate), slices.tokens
-        if key not in self._slices:
+        key = *_costs_of_a_layer(candidate), option
+        if key not in self._units:
             whole = job or self._described(candidate)
-            length = whole.model.seq_length
-            lengths = length, length // 2, slices.tokens
-            jobs = (whole.changed(seq_length=tokens, pipeline_slice_tokens=tokens) for tokens in lengths)
-            seconds = (ModelSums(model_on(each, self._system)).seconds for each in jobs)
-            self._slices[key] = SlicedWork.of(-(-length // slices.tokens), *seconds)
-        return self._slices[key]
+            self._units[key] = of_option(option).least(candidate, whole, self._seconds_of)
+        return self._units[key]
+
+    def _seconds_of(self, job: Job) -> float:
+        return ModelSums(model_on(job, self._system)).seconds
 
     def stages(self, candidate: Candidate, placement: Placement) -> ModelStages:
         """Return the stages that its model can be cut into; candidates with the same ones share them."""
@@ -148,31 +142,22 @@ def step_of(candidate: Candidate, work: Workload, margin: float, order: Prepared
 def order_of(candidate: Candidate, most: int | None = None, work: Workload | None = None) -> Prepared:
     """Return the candidate's schedule, for ``most`` microbatches at most.
 
-    That of slices is planned by the costs of ``work``.
+    One that depends on what stages take is planned by the costs of ``work``.
     """
     count = min(candidate.microbatches, most or candidate.microbatches)
-    options = candidate.options if work is None else tuple(map(partial(_planned_by, work), candidate.options))
+    options = candidate.options
+    if work is not None and candidate.planned is not None:
+        options = tuple(of_option(option).planned(option, work) for option in options)
     sizes = candidate.pipeline, count, candidate.chunks, candidate.splits_head, options
     program = whole_program if most is None else short_program
     return program(candidate.schedule, *sizes)
 
 
-def _planned_by(work: Workload, option: Option) -> Option:
-    """Return slices with the costs by which they are planned; another ``option`` as it is."""
-    if not isinstance(option, Slices):
-        return option
-    # Imported here because it takes numba, which an estimate of whole sequences does without.
-    from megatron_pp_ext.features.units.sliced_orders import rates_of
-
-    sized = job_slices(work.job, option.tokens)
-    return replace(sized, rates=rates_of(sized, planning_costs(work.job), work.placement))
-
-
 _IN_FLIGHT = 0.5
-"""The part of the slices in flight, as many as a schedule's microbatches, that its plan keeps at least."""
+"""The part of the units in flight, as many as a schedule's microbatches, that a plan keeps at least."""
 
 _PLANNED_MOVES = 2
-"""The moves between stages whose memory is looked at where each has slices planned anew."""
+"""The moves between stages whose memory is looked at where each has its order planned anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +178,9 @@ class CandidateCuts:
     _ranks: dict[tuple[object, ...], RankMemory] = field(default_factory=dict)
 
     @property
-    def is_sliced(self) -> bool:
-        """Whether sequences run in slices, which are planned by the costs of each cut."""
-        return self.candidate.option(Slices) is not None
+    def is_planned(self) -> bool:
+        """Whether the order is planned by the costs of each cut."""
+        return self.candidate.planned is not None
 
     def work(self, cut: Cut) -> Workload:
         """Return the stages of ``cut``."""
@@ -212,15 +197,14 @@ class CandidateCuts:
         """Return a lower bound on the mean memory of the ranks, where stages have equally many layers."""
         candidate, placement = self.candidate, self.stages.placement
         mean = self.workloads.mean(candidate, placement)
-        shared, order = mean.work.head, order_of(candidate.without(Slices), 2 * candidate.pipeline, mean.work)
+        shared, order = mean.work.head, order_of(candidate.unplanned, 2 * candidate.pipeline, mean.work)
         peaks = order.in_flight.peaks(mean.work.parts, shared.activation if shared else 0.0)
-        if self.is_sliced:
-            # Every rank keeps a whole sequence, and slices of others in the place of microbatches.
-            slices, sequences = slices_of(mean.work), [rank.after_forward for rank in mean.work.by_rank]
-            share = _IN_FLIGHT / slices
+        if self.is_planned:
+            # Every rank keeps a whole microbatch, and units of others in the place of microbatches.
+            share = _IN_FLIGHT / mean.work.units
             peaks = tuple(
-                sequence + share * max(0.0, peak - sequence)
-                for peak, sequence in zip(peaks, sequences, strict=True)
+                rank.after_forward + share * max(0.0, peak - rank.after_forward)
+                for peak, rank in zip(peaks, mean.work.by_rank, strict=True)
             )
         whole = fmean(map(mul, peaks, self.resident or repeat(1.0)))
         return mean.memory(candidate.microbatches, self.margin, whole * order.timer.schedule.share)
@@ -233,8 +217,8 @@ class CandidateCuts:
 
     def _of_ranks(self, work: Workload) -> Iterator[RankMemory]:
         """Yield ``short_memory`` rank by rank; cuts that give a rank the same stages share one entry."""
-        if self.is_sliced:
-            # A plan of slices takes longer than what is timed with it, so that it is the one of the step.
+        if self.is_planned:
+            # A plan takes longer than what is timed with it, so that it is the one of the step.
             yield from step_of(self.candidate, work, self.margin).memory()
             return
         order, kinds = order_of(self.candidate, 2 * self.candidate.pipeline, work), work.model.kinds
@@ -257,16 +241,16 @@ class CandidateCuts:
 
     def least(self, cut: Cut) -> RankMemory:
         """Return a lower bound on the fullest rank's memory."""
-        if self.is_sliced or (self.candidate.splits_head and not self.resident):
+        if self.is_planned or (self.candidate.splits_head and not self.resident):
             return least_in_order(self.candidate, self.work(cut), self.margin)
         return max(self.memory(cut), key=lambda rank: rank.total)
 
     def fitted(self) -> Cut | None:
         """Return the first cut to try: even, except where memory demands otherwise."""
         stages, limit = self.stages, self.limit
-        if not self.is_sliced:
+        if not self.is_planned:
             return climb.fitted(stages, stages.start, self._totals, limit)
-        # Lower bounds come before slices are planned.  The schedules of a placement have the same ones.
+        # Lower bounds come before orders are planned.  The schedules of a placement have the same ones.
         key = replace(self.candidate, schedule="", layout=None), stages.placement, limit
         fitting = partial(climb.fitted, stages, stages.start, self._least_totals, limit)
         start = self.workloads.once(key, fitting)
@@ -308,7 +292,7 @@ def short_memory(candidate: Candidate, work: Workload, margin: float) -> tuple[R
 
 def least_in_order(candidate: Candidate, work: Workload, margin: float) -> RankMemory:
     """Return a lower bound on the fullest rank's memory, without building the whole schedule."""
-    if candidate.option(Slices) is not None:  # list scheduling may keep less of more microbatches
+    if candidate.planned is not None:  # list scheduling may keep less of more microbatches
         return least_memory(work, candidate.microbatches, margin)
     if candidate.splits_head:
         return least_memory_sharing(work, candidate.schedule, candidate.microbatches, margin)
@@ -403,7 +387,7 @@ class Replays:
             return mean
         start = cuts.fitted()
         least = cuts.least(start or cuts.stages.start)
-        if least.total > limit or (cuts.is_sliced and start is None):
+        if least.total > limit or (cuts.is_planned and start is None):
             return least
         timed = self._cut(cuts, start or cuts.stages.start)
         if start and timed.least.total <= headroom(timed.seconds * (1 - IMPROVED)):

@@ -1,6 +1,7 @@
 """What a search looks at and finds, the processor time that it may take, and why the others are slower."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -104,7 +105,8 @@ class SearchResult:
     shorter than those of less memory, and ``for_less_memory`` those of ``LEVELS``.  ``too_large`` are the
     three candidates with the lowest bounds that only memory keeps out, each with its fullest rank.  ``legal``
     counts all candidates, ``unfit`` those that fit in no order, ``replayed`` those that were timed action by
-    action, and ``other_lengths`` those that were left out since slices of two other lengths were timed.
+    action, and ``left_out`` those that were not, since others with the option of a feature were, by words
+    about them (``Variants``).
     ``stopped`` is None where the search went to its end.
     """
 
@@ -116,7 +118,7 @@ class SearchResult:
     legal: int = 0
     unfit: int = 0
     replayed: int = 0
-    other_lengths: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
     stopped: Stopped | None = None
 
     def without(self, refused: Collection[Candidate]) -> Self:

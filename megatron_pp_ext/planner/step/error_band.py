@@ -13,14 +13,15 @@ from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.planner.step.workload import Workload
 from megatron_pp_ext.schedule.entry import NO_PIPELINE
 
-DENSE, FP8, EXPERTS, SMALL, A100 = (
-    "dense",
-    "dense in FP8",
-    "experts",
-    "small models on one node",
+HOPPER, FP8_HOPPER, BLACKWELL, A100, EXPERTS_HOPPER, EXPERTS_BLACKWELL, SMALL = KINDS = (
+    "dense on Hopper",
+    "dense in FP8 on Hopper",
+    "dense on Blackwell",
     "dense on A100",
+    "experts on Hopper",
+    "experts on Blackwell",
+    "small models on one node",
 )
-KINDS = (DENSE, FP8, A100, EXPERTS, SMALL)
 
 _SMALL_HIDDEN = 2048
 """A host starts kernels more slowly than a GPU runs those of this hidden size or less."""
@@ -28,17 +29,17 @@ _SMALL_HIDDEN = 2048
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Eight in ten of ``rows`` published steps took ``low`` to ``high`` times their estimate.
+    """Of the steps of a further publisher, 8 in 10 are expected at ``low`` to ``high`` times their estimate.
 
-    The runs are those of ``kind``, and ``error`` is the mean of their absolute relative errors.
-    ``unmeasured`` are properties of a job that none of them had, in words.  With one of them the range is the
-    widest of all kinds; with more there is none, and ``low`` and ``high`` are None.  It is also the widest
-    where all runs are of one of ``publishers``, whose jobs are alike.
+    That was so for published steps of ``kind`` where the range was made without their publisher; there are
+    ``rows`` of ``publishers``, and ``error`` is the mean of their absolute relative errors.  A kind of few
+    publishers has a wider range.  ``unmeasured`` are properties of a job that none of them had, in words.
+    With one of them the range is the widest of all kinds; with more there is none, and ``low`` and ``high``
+    are None.
 
-    ``planner/validation.json`` has, for each kind, how many runs there were and between which factors of the
-    estimate eight in ten of the measured steps lie, and what the runs were: their systems and schedules, the
-    longest sequences and the most context-parallel ranks.  Outside of that the range is wider, or there is
-    none. ``python -m benchmarks.planner.training_runs --keep`` writes the file.
+    ``planner/validation.json`` has the figures of each kind, and what its runs were: their systems and
+    schedules, the longest sequences and the most context-parallel ranks.
+    ``python -m benchmarks.planner.error_ranges`` writes the file and says how a range is made.
     """
 
     kind: str
@@ -50,19 +51,15 @@ class Band:
     unmeasured: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        widest = (
-            f"the widest range of all kinds is {self.low or 0:.2f} to {self.high or 0:.2f} times the estimate"
-        )
-        if not self.unmeasured and self.publishers < 2:
-            runs = f"all {self.rows} published runs of this kind ({self.kind}) are of one publisher"
-            return f"{runs}; {widest}"
+        publishers = "one publisher" if self.publishers == 1 else f"{self.publishers} publishers"
+        kind = f"this kind ({self.kind})"
         if not self.unmeasured:
-            runs = f"{self.rows} published runs of this kind ({self.kind})"
-            return f"8 in 10 of {runs} took {self.low:.2f} to {self.high:.2f} times their estimate"
-        lacking = f"none of {self.rows} published runs of this kind ({self.kind}) was"
-        without = f"{lacking} {', or '.join(self.unmeasured)}"
-        if self.low is None:
+            runs = f"made of {self.rows} published runs of {kind} by {publishers}, and of all others"
+            return f"8 in 10 expected at {self.low:.2f} to {self.high:.2f} times the estimate: {runs}"
+        without = f"none of {self.rows} published runs of {kind} was {', or '.join(self.unmeasured)}"
+        if self.low is None or self.high is None:
             return f"no range of times to expect: {without}"
+        widest = f"the widest range of all kinds is {self.low:.2f} to {self.high:.2f} times the estimate"
         return f"{without}; {widest}"
 
     def beyond(self, *unmeasured: str) -> "Band":
@@ -75,14 +72,17 @@ class Band:
 
 
 def kind_of(job: Job, system: System, gpus: int) -> str:
-    """Return which of ``KINDS`` ``job`` on so many ``gpus`` is."""
+    """Return which of ``KINDS`` ``job`` on so many ``gpus`` is; others than these GPUs count as Hopper."""
+    is_blackwell = system.multiplies_any_layout
     if job.model.num_experts:
-        return EXPERTS
+        return EXPERTS_BLACKWELL if is_blackwell else EXPERTS_HOPPER
     if job.model.hidden_size <= _SMALL_HIDDEN and gpus <= system.gpus_per_node:
         return SMALL
+    if is_blackwell:
+        return BLACKWELL
     if job.precision.uses_fp8:
-        return FP8
-    return A100 if system.name.startswith("a100") else DENSE
+        return FP8_HOPPER
+    return A100 if system.name.startswith("a100") else HOPPER
 
 
 def band(work: Workload, schedule: str) -> Band:
@@ -94,7 +94,7 @@ def band(work: Workload, schedule: str) -> Band:
 def _band(kind: str, unmeasured: tuple[str, ...]) -> Band:
     runs = validation()[kind]
     low, high = runs["low"], runs["high"]
-    if unmeasured or runs["publishers"] < 2:
+    if unmeasured:
         kinds = validation().values()
         low, high = min(entry["low"] for entry in kinds), max(entry["high"] for entry in kinds)
     if len(unmeasured) > 1:

@@ -19,7 +19,7 @@ from megatron_pp_ext.planner.step.model_description import model_operations
 from megatron_pp_ext.planner.step.programs import InFlight, Prepared
 from megatron_pp_ext.planner.step.workload import Workload, additions
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.actions import Kind, Schedule, together
+from megatron_pp_ext.schedule.actions import Kind, together
 from megatron_pp_ext.schedule.costs import CostModel
 from megatron_pp_ext.schedule.families import pipedream
 from megatron_pp_ext.schedule.families.pipedream import Replicas, Updates
@@ -244,22 +244,23 @@ def memory_beside(
     )
 
 
-def _in_slots(work: Workload, schedule: Schedule, peaks: Sequence[float]) -> Iterator[float]:
-    """Yield what each rank keeps where its layers are graphs by slot, from its ``peaks`` without graphs.
+def _in_slots(work: Workload, order: Prepared, activations: Sequence[float]) -> Iterator[float]:
+    """Yield what each rank keeps where layers are graphs by slot, from its ``activations`` without graphs.
 
-    A slot's memory is taken for as long as there are graphs: that of the rank's largest stage, and of each
-    layer the output and the gradients of its input and output, which are shared where backwards are whole
-    (``megatron/runners/cuda_graphs.py``).
+    A slot's memory is taken for as long as there are graphs: the most that the captured modules keep in the
+    rank's largest stage, and of each layer the output and the gradients of its input and output, which are
+    shared where backwards are whole (``megatron/runners/cuda_graphs.py``).  All else comes and goes.
     """
+    schedule = order.timer.schedule
     of_layer = 3 if schedule.splits_backward else 2
-    for rank, order in enumerate(schedule.orders):
-        stages = work.placement.stages_of(rank)
-        count = Slots.of(together(order, schedule.paired)).count
-        parts = [work.parts[stage] for stage in stages]
-        largest = max(max(part.after_forward, part.after_input_gradient) for part in parts)
-        layers = sum(work.layers[stage] for stage in stages)
-        tensors = count * layers * of_layer * work.model.hidden_bytes
-        yield max(peaks[rank], count * largest) + tensors
+    eager = [part.without(captured) for part, (captured, _) in zip(work.parts, work.captured, strict=True)]
+    peaks = zip(activations, order.in_flight.peaks(work.parts), order.in_flight.peaks(eager), strict=True)
+    for rank, (kept, whole, without) in enumerate(peaks):
+        stages = [work.captured[stage] for stage in work.placement.stages_of(rank)]
+        count = Slots.of(together(schedule.orders[rank], schedule.paired)).count
+        largest = max(part.most_kept(schedule.splits_backward) for part, _ in stages)
+        tensors = of_layer * sum(layers for _, layers in stages) * work.model.hidden_bytes
+        yield kept - whole + without + count * (largest + tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +303,7 @@ class StepModel:
         for addition in additions():
             activations = addition.activations(work, schedule, activations)
         if work.job.precision.cuda_graph_impl == "transformer_engine" and work.job.pipeline.pipeline_schedule:
-            activations = tuple(_in_slots(work, schedule, activations))
+            activations = tuple(_in_slots(work, self.order, activations))
         # Messages and logits are those of a unit.
         share = schedule.largest_share
         messages = [share * count for count in self.order.peak_messages]
@@ -321,8 +322,15 @@ class StepModel:
         for addition in additions():
             costs = addition.in_step(self.work, self.order.timer.schedule, costs)
         spans = self.order.timer.spans(costs)
-        makespan = max(span.end for span in spans)
-        bubble = 1 - sum(span.busy for span in spans) / (len(spans) * makespan)
+        busy = sum(span.busy for span in spans)
+        if self.work.waits_for_messages:
+            placement = self.work.placement
+            # The interleaved function exchanges those of a forward and of a backward in one call.
+            waiting = costs.waiting_for_messages(placement, at_once=placement.chunks > 1)
+            # No message is on its way for less time than without.
+            spans = max(spans, self.order.timer.spans(waiting), key=_makespan)
+        makespan = _makespan(spans)
+        bubble = 1 - busy / (len(spans) * makespan)
         # The bubble of a single rank may round to below nothing.
         return Pace(makespan + waits_around(self.work, spans), makespan, max(0.0, bubble))
 
@@ -354,6 +362,10 @@ class StepModel:
     @property
     def _unflushed(self) -> Unflushed:
         return Unflushed(self.work, sizes.described(self.work.job, self.name, self.microbatches))
+
+
+def _makespan(spans: Sequence[RankSpan]) -> float:
+    return max(span.end for span in spans)
 
 
 def _unflushed_pace(unflushed: Unflushed) -> Pace:
@@ -406,7 +418,7 @@ def waits_around(work: Workload, spans: tuple[RankSpan, ...]) -> float:
     An overlapped reduction is hidden, but for its last bucket, by the rank's last backward and the time until
     the last rank ends; an overlapped gathering by the time until the rank's first action, and one forward.
     """
-    last = max(span.end for span in spans)
+    last = _makespan(spans)
     after = before = update = 0.0
     for rank, span in enumerate(spans):
         wait = work.exposed(rank)

@@ -21,15 +21,14 @@ from megatron_pp_ext.schedule.timing import ScheduleTimer
 class InFlight:
     """The microbatches that each rank has in flight at every moment, before the bytes of a chunk are known.
 
-    A moment is a row of four numbers for each chunk: microbatches between F and I, microbatches between I
-    and W, whether an I is running, and whether a whole backward is.  The last number of the row counts the
-    microbatches between S and T.
+    A moment is a row of five numbers for each chunk: microbatches between F and I, microbatches between I
+    and W, whether an I is running, whether a whole backward is, and whether a forward runs together with one.
+    The last number of the row counts the microbatches between S and T.
 
     They depend only on the order of the rank's own actions.  ``simulate`` computes the same, with times.
 
-    A forward and a backward that run together take turns by layer, so that one frees what the other keeps.
-    Between them there is never more than a layer too much, which is counted as if it were the whole forward:
-    a stage may have few layers.  Without a pipeline it has many, and that layer does not count.
+    A forward and a backward that run together take turns by layer, so that one frees what the other keeps,
+    but for one layer (``Part.of_layer``).
     """
 
     def __init__(self, program: Program) -> None:
@@ -53,7 +52,7 @@ class InFlight:
         return tuple(
             float(
                 (
-                    moments[:, 1:-1:4] @ np.array([parts[s].after_input_gradient for s in stages_of(rank)])
+                    moments[:, 1:-1:5] @ np.array([parts[s].after_input_gradient for s in stages_of(rank)])
                 ).max()
             )
             for rank, moments in enumerate(self._moments)
@@ -69,43 +68,48 @@ class InFlight:
                 part.after_input_gradient,
                 max(0.0, part.after_input_gradient + part.workspace - part.after_forward),
                 part.workspace_in_whole,
+                part.of_layer,
             )
         ]
         return float((self._moments[rank] @ np.array([*bytes_each, from_s_to_t])).max())
 
 
 def _moments(program: Program, rank: int) -> Any:
-    """Return an array of moments x (4 x chunks + 1); see ``InFlight``."""
+    """Return an array of moments x (5 x chunks + 1); see ``InFlight``."""
     placement, columns = program.placement, slice(*program.columns.bounds[rank : rank + 2])
-    chunks = placement.chunks
-    now = [0] * (4 * chunks + 1)
-    is_whole, joined = program.ranks == 1, 0
+    now = [0] * (5 * placement.chunks + 1)
+    joined: int | None = None
     moments: set[tuple[int, ...]] = {tuple(now)}
-    for stage, kind in zip(
-        as_list(program.columns.stage[columns]), as_list(program.columns.kind[columns]), strict=True
-    ):
+    stages, kinds, places = (
+        as_list(column[columns])
+        for column in (program.columns.stage, program.columns.kind, program.columns.place)
+    )
+    for stage, kind, place in zip(stages, kinds, places, strict=True):
         if kind in (S, T):
             now[-1] += 1 if kind == S else -1
             moments.add(tuple(now))
             continue
-        at = 4 * (stage // placement.ranks)
+        at = 5 * (stage // placement.ranks)
+        if kind == F and place > program.no_work:
+            joined = at
+            continue
         if kind == F:
             now[at] += 1
-            # Without a pipeline, a forward while another microbatch is in flight runs with its backward.
-            joined = int(is_whole and now[at] > 1)
-            moments.add((now[0] - joined, *now[1:]))
+            moments.add(tuple(now))
             continue
         during = [*now]
         if kind == W:
             now[at + 1] -= 1
             continue
         during[at + (2 if kind == I else 3)] = 1
-        during[0] -= joined
+        if joined is not None:
+            during[joined + 4] = 1
+            now[joined] += 1
         moments.add(tuple(during))
-        now[at], joined = now[at] - 1, 0
+        now[at], joined = now[at] - 1, None
         if kind == I:
             now[at + 1] += 1
-            moments.add(tuple(now))
+        moments.add(tuple(now))
     return np.array(sorted(moments))
 
 

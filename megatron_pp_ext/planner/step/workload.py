@@ -6,6 +6,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from megatron_pp_ext.costs.model_parts import ModelParts, model_parts, pair
@@ -23,7 +24,7 @@ from megatron_pp_ext.costs.system import System
 from megatron_pp_ext.costs.system_kernels import SystemKernelSeconds
 from megatron_pp_ext.features import FEATURES
 from megatron_pp_ext.job import sizes, stage_costs
-from megatron_pp_ext.job.layers import by_stage
+from megatron_pp_ext.job.layers import by_stage, predicting_stage
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
 
 class Addition:
     """The part of a feature in estimates; this one adds nothing."""
+
+    def units(self, job: Job) -> float:
+        """Return into how many units of a schedule ``job`` cuts each microbatch."""
+        return 1.0
 
     def costs(self, work: "Workload", costs: Costs) -> Costs:
         """Return the ``costs`` of the stages of ``work`` with what the feature's actions take."""
@@ -79,13 +84,23 @@ class Waits:
 
 
 def waits(job: Job, system: System, part: Part, sharing: Sharing) -> Waits:
-    """Return the seconds that a rank whose stages add up to ``part`` waits in a step without overlap."""
-    parallel, precision = job.parallel, job.precision
+    """Return the seconds that a rank whose stages add up to ``part`` waits in a step without overlap.
+
+    Ranks that are next to each other share the optimizer's state, and sum gradients by a reduce-scatter.
+    Where it has several instances, the ranks with the same share of it all-reduce that after
+    (``start_grad_sync`` in megatron.core.distributed.param_and_grad_buffer).
+    """
+    parallel, precision, instances = job.parallel, job.precision, job.memory.instances
+    shared = sharing.of_state(job.memory) if instances > 1 else sharing
     groups = (
-        (part.parameters, sharing.dense, parallel.tensor_model_parallel_size),
-        (part.expert_parameters, sharing.expert, parallel.expert_ranks),
+        (part.parameters, shared.dense, parallel.tensor_model_parallel_size),
+        (part.expert_parameters, shared.expert, parallel.expert_ranks),
     )
     out = sum(system.gather_seconds(precision.gradient_size * size, *group) for size, *group in groups)
+    across = sum(
+        system.all_reduce_seconds(precision.gradient_size * size / ranks, instances, stride * ranks)
+        for size, ranks, stride in groups
+    )
     # All weights of experts are operands.
     operands = (
         max(0.0, part.fp8_parameters - part.expert_parameters),
@@ -99,7 +114,7 @@ def waits(job: Job, system: System, part: Part, sharing: Sharing) -> Waits:
     is_sharded = job.memory.shards_state
     state = model_state(job, part, sharing)
     return Waits(
-        reduction=out if is_sharded else 2 * out,
+        reduction=out + across if is_sharded else 2 * out,
         gathering=back if is_sharded else 0.0,
         update=update_seconds(job, system, state.update, state.gradients),
     )
@@ -177,6 +192,24 @@ class Workload:
             parts[-1] = parts[-1] + product.times(1 - self._deferred / self._microbatches)
         return _once(self._sharded, parts) if self.job.memory.shards_gradients else parts
 
+    @cached_property
+    def captured(self) -> list[tuple[Part, int]]:
+        """What CUDA graphs of layers capture of each stage, and of how many layers it has any.
+
+        Of measured stages they capture all.
+        """
+        if self.model.measured is not None:
+            return list(zip(self.parts, self.layers, strict=True))
+        ends = list(accumulate(self.layers))
+        stages = [
+            self.model.captured[end - count : end] for end, count in zip(ends, self.layers, strict=True)
+        ]
+        if predictions := self.job.model.mtp_num_layers:
+            stage = predicting_stage(self.job, len(stages))
+            assert stage is not None
+            stages[stage] += self.model.captured[-1:] * predictions
+        return [(sum(stage, Part()), sum(part.after_forward > 0 for part in stage)) for stage in stages]
+
     def _sharded(self, part: Part) -> Part:
         """Return ``part``, in which weights are gathered and gradients reduced layer by layer.
 
@@ -213,13 +246,32 @@ class Workload:
             pair=self.together(self.parts),
             sequence=tuple(part.sequence for part in self.parts),
         )
+        starts = self.job.parallel.action_starts
+        if starts and self.placement.ranks > 1:
+            costs = costs.longer_by(starts * self.system.kernel_seconds)
         for addition in additions():
             costs = addition.costs(self, costs)
         return costs
 
+    @property
+    def waits_for_messages(self) -> bool:
+        """Whether each rank waits for its messages, as it does in Megatron's own functions.
+
+        ``_communicate`` of megatron.core.pipeline_parallel.p2p_communication waits, unless messages overlap
+        computation, which only the interleaved function lets them do.  Schedules of this package never wait.
+        """
+        if self.job.pipeline.pipeline_schedule is not None or self.placement.ranks == 1:
+            return False
+        return self.placement.chunks == 1 or not self.job.parallel.overlap_p2p_comm
+
     def together(self, parts: Sequence[Part]) -> float:
         """Return the share of their seconds that actions take together, on average over ``parts``."""
         return pair(self.job, parts)
+
+    @cached_property
+    def units(self) -> float:
+        """The units of a schedule into which each microbatch is cut."""
+        return max(addition.units(self.job) for addition in additions())
 
     @property
     def head_parameters(self) -> Part:

@@ -3,6 +3,7 @@
     make fuzz N=50 SEED=1
     make fuzz SEED=1 CASE=17          # one of them again
     python -m tests.hunt.fuzz --cases 500 --report benchmarks/results/fuzz.md
+    TRANSFORMER_ENGINE=CHECKOUT make fuzz N=40    # its layers in CUDA graphs, on a stub of capture
 
 A difference is shrunk to the least that shows it.  The exit status is 1 if there is one.
 """
@@ -17,16 +18,27 @@ import tests.conftest
 import tests.support.ranks  # noqa: F401
 
 # isort: split
-import typer
+from tests.support.engine_checkout import install_named
 
-from benchmarks.report import publish
-from megatron_pp_ext.launch import install
-from tests.hunt.fuzz.draw import draw
-from tests.hunt.fuzz.report import Found, sections, told
-from tests.hunt.fuzz.shrink import shrunk
-from tests.hunt.fuzz.trial import Trials
-from tests.hunt.options import Budget, Case, Cases, Report, Seed, chosen
-from tests.support.few_trials import few_trials
+# isort: split
+HAS_GRAPHS = install_named()
+
+import typer  # noqa: E402
+from megatron.core.transformer import cuda_graphs  # noqa: E402
+
+from benchmarks.report import publish  # noqa: E402
+from megatron_pp_ext.cpu import flags  # noqa: E402
+from megatron_pp_ext.launch import install  # noqa: E402
+from tests.hunt.fuzz.draw import draw  # noqa: E402
+from tests.hunt.fuzz.report import Found, sections, told  # noqa: E402
+from tests.hunt.fuzz.shrink import shrunk  # noqa: E402
+from tests.hunt.fuzz.trial import Trials  # noqa: E402
+from tests.hunt.options import Budget, Case, Cases, Report, Seed, chosen  # noqa: E402
+from tests.support import graph_stub  # noqa: E402
+from tests.support.few_trials import few_trials  # noqa: E402
+
+FUSION = "--no-gradient-accumulation-fusion"
+"""Transformer Engine's stand-in has a kernel for it."""
 
 
 def main(
@@ -39,6 +51,9 @@ def main(
 ) -> None:
     """Draw, run, compare, shrink and report."""
     install()
+    if HAS_GRAPHS:
+        flags.CPU_FLAGS = tuple(flag for flag in flags.CPU_FLAGS if flag[0] != FUSION)
+        graph_stub.permit_local_graphs(cuda_graphs, setattr)
     found: list[Found] = []
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder, few_trials(os.path.join(folder, "compiled")):
         trials = Trials(Path(folder))

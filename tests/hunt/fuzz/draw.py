@@ -5,9 +5,10 @@ from random import Random
 
 from megatron_pp_ext.schedule.entry import AUTO, FLEX
 from megatron_pp_ext.verification.reference_runs import SCHEDULE_FLAGS
-from tests.hunt.fuzz.factors import FACTORS, FLAGS, Row, is_legal, levels
-from tests.hunt.fuzz.job import STOCK, has_checkpoint, is_cut
+from tests.hunt.fuzz.factors import FACTORS, FLAGS, WITHOUT_GRAPHS, Row, is_legal, levels
+from tests.hunt.fuzz.job import GRAPHS, STOCK, has_checkpoint, is_cut, may_capture
 from tests.hunt.fuzz.schedules import drawn
+from tests.support import engine_checkout
 from tests.support.training import has_flag
 
 TOGETHER = 4
@@ -29,8 +30,9 @@ def draw(seed: int, number: int) -> Row:
     Beside the factors, a row has a ``seed`` for what else is random in it, its ``schedule``, how that is
     measured (``measures``), the schedule under which it goes on from a checkpoint (``resume``), the share
     of activations that waits on the host (``host``), how its microbatches, which are read ahead then, are
-    ordered (``order``), the tokens of slices of its sequences (``slices``), and whether samples state the
-    documents in them, so that microbatches are of unlike length (``documents``).
+    ordered (``order``), the tokens of slices of its sequences (``slices``), whether samples state the
+    documents in them, so that microbatches are of unlike length (``documents``), and the CUDA graphs of its
+    layers (``graphs``), which every job has where Transformer Engine is that of a checkout.
     """
     random = Random(f"{seed} {number // TOGETHER}")
     row = _job(random)
@@ -55,6 +57,12 @@ def draw(seed: int, number: int) -> Row:
         "host": host,
         "order": order,
     }
+    if engine_checkout.is_installed():
+        kinds = [kind for kind in GRAPHS if may_capture(whole, kind)]
+        graphs = Random(f"{seed} {number} {schedule} graphs").choice(kinds)
+        alone = dict.fromkeys(("host", "order", "slices", "documents"), "none")
+        return {**whole, **alone, "graphs": graphs}
+    whole["graphs"] = "none"
     slices = Random(f"{seed} {number} {schedule} slices").choice(["none", "4", "8", "16"])
     if slices == "none" or not is_cut(whole):
         has_documents = order != "none" and row["data"] != "mock"
@@ -70,7 +78,7 @@ def _has_one_order(row: dict[str, str], host: str) -> bool:
 
 def plain(**choices: str) -> Row:
     """Return the row of the plainest job under V-Half, but for ``choices``."""
-    own = dict.fromkeys(("measures", "resume", "host", "order", "slices", "documents"), "none")
+    own = dict.fromkeys(("measures", "resume", "host", "order", "slices", "documents", "graphs"), "none")
     none = {"seed": "1", "schedule": "v-half", **own}
     return {**none, **{factor: levels(factor)[0] for factor in FACTORS}, **choices}
 
@@ -94,5 +102,7 @@ def _job(random: Random) -> dict[str, str]:
 @cache
 def _is_known(factor: str, level: str) -> bool:
     """Whether this release of Megatron, or the plugin, has the flags of a level."""
+    if engine_checkout.is_installed() and level in WITHOUT_GRAPHS.get(factor, "").split():
+        return False
     words = FLAGS.get(factor, {}).get(level, "").split()
     return all(word in SCHEDULE_FLAGS or has_flag(word) for word in words if word.startswith("--"))

@@ -158,6 +158,19 @@ SIZES: Mapping[str, tuple[str, ...]] = {
 ``chunks`` is the most that a rank may have.
 """
 
+WITHOUT_GRAPHS: Mapping[str, str] = {
+    "precision": "fp32 fp16 fp16-fp32-gradients fp16-overflows",
+    "frozen": "adapters",
+    "parallel": "tp2 tp2-sp cp2 tp2-sp-dp2 tp2-sp-cp2 tp2-sp-ep2",
+    "dropout": "on",
+    "recompute": "uniform block distributed core mlp experts",
+    "checkpoint": "sync async persistent",
+}
+"""Levels of factors that jobs with graphs cannot have.
+
+The stub of capture does not record what tensor ranks exchange, and no generator of a CPU has the states that
+dropout, recomputation and checkpoints ask for then.  Megatron captures in bf16."""
+
 OTHERS = "others"
 """Stands in FORBIDDEN for every level of a factor but the plain one."""
 

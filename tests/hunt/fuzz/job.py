@@ -1,12 +1,13 @@
 """From a drawn row to the flags of its runs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from random import Random
 
 from megatron_pp_ext.features.pairs.order import in_pairs
+from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import Costs
 from megatron_pp_ext.schedule.entry import AUTO, FLEX
@@ -44,6 +45,30 @@ _MEASURES = {
 }
 
 
+GRAPHS: Mapping[str, str] = {
+    "layers": "transformer_engine",
+    "attention": "transformer_engine --cuda-graph-modules attn",
+    "mlp": "transformer_engine --cuda-graph-modules mlp",
+    "local": "local",
+}
+"""The CUDA graphs of a job, as values of --cuda-graph-impl."""
+
+_ENGINE = "--transformer-impl transformer_engine --te-rng-tracker"
+_GRAPHED = "--pipeline-unproved --cuda-graph-warmup-steps 1 --cuda-graph-impl"
+
+
+def may_capture(row: Row, kind: str) -> bool:
+    """Whether a job can have these graphs: of experts none have all, and ``local`` ones hold one order."""
+    if row["experts"] != "none" or row["pairs"] != "none":
+        return kind == "attention"
+    if kind != "local":
+        return True
+    name = row["schedule"].split()[0]
+    is_whole = name in catalog.ENTRIES and not catalog.abilities(name).splits_backward
+    plain = {"microbatches": "growing", "measures": "profile", "sharing": "all-ranks"}
+    return is_whole and all(row[factor] != level for factor, level in plain.items())
+
+
 def ranks(row: Row) -> int:
     """The number of ranks of a job."""
     return int(row["pipeline"]) * _RANKS_OF_A_STAGE.get(row["parallel"], 2)
@@ -65,8 +90,9 @@ def trained(row: Row, data: Path, folder: Path) -> list[str]:
     host = [] if row["host"] == "none" else ["--pipeline-offload", row["host"]]
     order = [] if row["order"] == "none" else ["--pipeline-order", row["order"]]
     slices = [] if row["slices"] == "none" else ["--pipeline-slice-tokens", row["slices"]]
+    graphs = [] if row["graphs"] == "none" else f"{_GRAPHED} {GRAPHS[row['graphs']]}".split()
     schedule = _schedule(row, row["schedule"], folder)
-    return [*_job(row, data), *schedule, *measures, *host, *order, *slices]
+    return [*_job(row, data), *schedule, *measures, *host, *order, *slices, *graphs]
 
 
 def is_cut(row: Row) -> bool:
@@ -123,6 +149,8 @@ def _job(row: Row, data: Path) -> list[str]:
     words = ["--pipeline-model-parallel-size", row["pipeline"], *_cut(row), *_batches(row, steps)]
     for factor, levels in FLAGS.items():
         words += levels[row[factor]].split()
+    if row["graphs"] != "none":
+        words += _ENGINE.split()
     if has_checkpoint(row) and row["optimizer"].startswith("distributed"):
         words.append("--dist-ckpt-optim-fully-reshardable")
     return [word.replace(DATA, str(data)) for word in words]

@@ -25,7 +25,7 @@ def described(row: Row) -> str:
     parts.append(f"schedule {row['schedule']}")
     parts += [
         f"{what} {row[what]}"
-        for what in ("measures", "resume", "host", "order", "slices")
+        for what in ("measures", "resume", "host", "order", "slices", "graphs")
         if row[what] != "none"
     ]
     for factor in unusual(row):
@@ -53,7 +53,7 @@ def sections(seed: int, cases: Sequence[Found]) -> list[str]:
     choices = [
         (outcome, f"{factor}: {row[factor]}")
         for outcome, row in named
-        for factor in ("measures", "host", "order", "slices", *unusual(row))
+        for factor in ("measures", "host", "order", "slices", "graphs", *unusual(row))
     ]
     return [
         f"{len(cases)} cases took {seconds:.0f} seconds, {seconds / max(1, len(cases)):.1f} each.",
