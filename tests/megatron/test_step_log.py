@@ -186,6 +186,27 @@ def test_when_bytes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert step() is None
 
 
+class Guide(Unobserved):
+    """A recording that reads the record of every recorder that it is shown."""
+
+    def __init__(self) -> None:
+        self.shown: list[Any] = []
+
+    def actions(self, inputs: Any, recorder: Any) -> Any:
+        self.shown.append(recorder)
+        return super().actions(inputs, recorder)
+
+
+def test_the_timer_of_the_log_is_no_recording_of_a_guide() -> None:
+    """Reading a record waits for the device, at the end of every step."""
+    pipeline = requested.Pipeline(named("1f1b", 2, 2), last_step=requested.LastStep(is_wanted=True))
+    guide, inputs = Guide(), SimpleNamespace(model=[], group=None, microbatches=2, forward_only=False)
+    log = StepLog(pipeline, Steps(catalog.build("1f1b", 2, 2)), guide)  # type: ignore[arg-type]
+    with log.step(inputs) as recorder, log.actions(inputs, recorder):  # type: ignore[arg-type]
+        assert recorder is not None
+    assert guide.shown == [None]
+
+
 def test_the_peak_rate_of_a_device() -> None:
     assert system.peak_of_device("NVIDIA H200", "bf16") == 989.4e12
     assert system.peak_of_device("NVIDIA H200 NVL", "bf16") is None

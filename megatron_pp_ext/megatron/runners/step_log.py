@@ -117,8 +117,8 @@ class StepLog:
         if not all(rank.is_as_planned for rank in ranks):
             return numbers
         by_bytes, by_seconds = self._plan(schedule)
-        if peak and by_bytes is not None:
-            numbers[PEAK_TO_PLAN] = peak / max(by_bytes.peak_activations)
+        if peak and by_bytes is not None and (planned := max(by_bytes.peak_activations)):
+            numbers[PEAK_TO_PLAN] = peak / planned
         if by_seconds is not None:
             numbers[STEP_TO_PLAN] = seconds / by_seconds.makespan
         return numbers
