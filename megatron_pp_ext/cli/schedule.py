@@ -1,5 +1,6 @@
 """The commands that show schedules: ``mpp schedule``, ``simulate``, ``compare`` and ``trace``."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -25,7 +26,7 @@ from megatron_pp_ext.schedule.costs import CostModel
 from megatron_pp_ext.schedule.entry import FLEX
 from megatron_pp_ext.schedule.formats import csv_file
 from megatron_pp_ext.schedule.placement import loop
-from megatron_pp_ext.schedule.simulate import simulate
+from megatron_pp_ext.schedule.simulate import Timeline, simulate
 from megatron_pp_ext.view import page
 
 
@@ -257,6 +258,7 @@ def compare(
             copied = some_limits(ranks, count, halves)
     console.print(terminal.summary_table(frontier | copied))
     console.print("flex 0.50: compiled for half of 1f1b's activations", style="dim")
+    console.print(_choices(timelines | frontier | copied))
     if pictures.html is not None:
         page.write(timelines | frontier | copied, pictures.html, times.units.time)
     if pictures.drawn:
@@ -267,6 +269,22 @@ def compare(
         line = flex.undominated(list(frontier.values()))
         for path in pictures.drawn:
             memory_tradeoff.draw_schedules(timelines | copied, line, work, path, title, times.units.time)
+
+
+def _choices(timelines: Mapping[str, Timeline]) -> str:
+    """Return which of ``timelines`` to choose for time, for memory, and for time in the memory of 1f1b."""
+
+    def shown(name: str) -> str:
+        return f"{name} ({timelines[name].makespan:.5g}, {memory[name]:.4g})"
+
+    memory = {name: max(timeline.peak_microbatches) for name, timeline in timelines.items()}
+    in_order = sorted(timelines, key=lambda name: (timelines[name].makespan, memory[name]))
+    within = [name for name in in_order if memory[name] <= memory["1f1b"]]
+    leanest = min(in_order, key=lambda name: memory[name])
+    return (
+        f"shortest step: {shown(in_order[0])}; in no more memory than 1f1b: {shown(within[0])}; "
+        f"least memory: {shown(leanest)}"
+    )
 
 
 @app.command()

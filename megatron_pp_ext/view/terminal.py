@@ -19,6 +19,9 @@ WAYS = {"out": "↓", "back": "↑"}
 _END = 32
 """The number of ranks that a sketch shows at each end of a longer pipeline."""
 
+_PARTS, _LINES = 4, 48
+"""The most parts that a sketch goes on in, and the most lines of ranks in all of them."""
+
 _NAME, _UNLIMITED = 20, 10_000
 """The longest name that no table folds, and the width of a console on which nothing is too wide."""
 
@@ -27,10 +30,11 @@ _NAME, _UNLIMITED = 20, 10_000
 class Sketch:
     """A timeline to print with rich: one line of coloured letters for each rank, within the console's width.
 
-    A column is as long as the shortest action, or longer where the timeline would not fit, which a line then
-    reports; it shows the action of the rank in the middle of it.  In a pair, columns show its forward and its
-    backward by turns.  Chunks after the first have darker colours.  Of many ranks only the first and the last
-    are shown.  Where activations wait on the host, two more lines show a rank's copies to it and back.
+    A column is as long as the shortest action; it shows the action of the rank in the middle of it.  A
+    timeline that is too long for the console goes on below, and one too long for ``_PARTS`` parts has longer
+    columns, which a line then reports.  In a pair, columns show its forward and its backward by turns.
+    Chunks after the first have darker colours.  Of many ranks only the first and the last are shown.  Where
+    activations wait on the host, two more lines show a rank's copies to it and back.
     """
 
     timeline: Timeline
@@ -39,35 +43,47 @@ class Sketch:
         gutter = len(str(len(self.timeline.events) - 1)) + 1
         columns = max(options.max_width - gutter, 1)
         unit = min(end - start for events in self.timeline.events for _, start, end in events)
-        column = max(unit, self.timeline.makespan / columns)
         ranks = range(len(self.timeline.events))
+        parts = _columns(self.timeline.makespan, unit, columns)
+        column = unit
+        if parts > 1 and (parts > _PARTS or parts * len(ranks) > _LINES):
+            column, parts = self.timeline.makespan / columns, 1
         left_out = ranks[_END:-_END]
-        for rank in ranks:
-            if rank not in left_out:
-                line = self._line(rank, column)
-                yield Text(no_wrap=True).append(f"{rank:>{gutter - 1}} ", style="dim").append_text(line)
-                yield from self._copies(rank, column, gutter)
-            elif rank == left_out[0]:
-                yield Text(f"{'':{gutter}}ranks {rank} to {left_out[-1]} are not shown", style="dim")
+        rows = {rank: [*self._rows(rank, column)] for rank in ranks if rank not in left_out}
+        for part in range(parts):
+            shown = slice(part * columns, (part + 1) * columns)
+            for rank in ranks:
+                if rank not in left_out:
+                    for name, row in zip((f"{rank}", "", ""), rows[rank], strict=False):
+                        head = Text(no_wrap=True).append(f"{name:>{gutter - 1}} ", style="dim")
+                        yield head.append_text(row[shown])
+                elif rank == left_out[0]:
+                    yield Text(f"{'':{gutter}}ranks {rank} to {left_out[-1]} are not shown", style="dim")
+            if part < parts - 1:
+                begin = (part + 1) * columns * column
+                yield Text(f"{'':{gutter}}the same from {begin:.4g} on:", style="dim")
         yield Text(
             f"{'':{gutter}}1 column = {column:.4g}, makespan {self.timeline.makespan:.5g}", style="dim"
         )
         if column > unit:
             yield Text(
-                f"{'':{gutter}}Some actions are as short as {unit:.4g}: not all are shown", style="dim"
+                f"{'':{gutter}}some actions, of {unit:.4g}, are not shown: see --html FILE",
+                style="dim",
             )
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         """Return the least and the most columns that a sketch may have."""
         return Measurement(20, options.max_width)
 
-    def _copies(self, rank: int, column: float, gutter: int) -> Iterator[Text]:
+    def _rows(self, rank: int, column: float) -> Iterator[Text]:
+        """Yield the line of a rank's actions, and those of its copies where there are any."""
+        yield self._line(rank, column)
         if not self.timeline.copies:
             return
         for way, mark in WAYS.items():
-            line = Text(f"{'':{gutter}}", no_wrap=True)
+            line = Text(no_wrap=True)
             times = [getattr(copied, way) for copied in self.timeline.copies[rank]]
-            for index in range(round(self.timeline.makespan / column + 0.499)):
+            for index in range(_columns(self.timeline.makespan, column)):
                 begin = self.timeline.start + index * column
                 is_busy = any(start < begin + column and begin < end for start, end in times)
                 line.append(mark if is_busy else " ", style=Style(color=COPIES[way]))
@@ -80,7 +96,7 @@ class Sketch:
         following = iter(self.timeline.events[rank])
         event = next(following, None)
         other: Event | None = None
-        for index in range(round(self.timeline.makespan / column + 0.499)):
+        for index in range(_columns(self.timeline.makespan, column)):
             middle = self.timeline.start + (index + 0.5) * column
             while event is not None and event.end <= middle:
                 event, other = next(following, None), None
@@ -94,6 +110,12 @@ class Sketch:
             style = Style(color=ink(chunk), bgcolor=colour(parts(kind)[-1], chunk))
             line.append(str(kind), style=style)
         return line
+
+
+def _columns(makespan: float, column: float, most: int = 1) -> int:
+    """Return how many columns, or parts of ``most`` columns, a timeline takes."""
+    count = round(makespan / column + 0.499)
+    return -(-count // most)
 
 
 def schedule_table(rows: Iterable[Sequence[str]]) -> Table:

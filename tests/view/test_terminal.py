@@ -35,7 +35,20 @@ def test_a_long_schedule_fits_the_width():
     assert len(lines) == 6
     assert max(map(len, lines)) <= 60
     assert "makespan 395" in lines[-2]
-    assert lines[-1].strip() == "Some actions are as short as 1: not all are shown"
+    assert lines[-1].strip() == "some actions, of 1, are not shown: see --html FILE"
+
+
+def test_a_schedule_that_is_too_wide_goes_on_below():
+    """Its parts are those of a wide console's lines, and nothing is left out."""
+    timeline = timed("v-half", 4, 16)
+    wide, narrow = (printed(Sketch(timeline), width).splitlines() for width in (300, 60))
+    whole = [line.partition(" ")[2] for line in wide[:4]]
+    assert len(whole[0]) > 58
+    parts = [line for line in narrow if line[0].isdigit()]
+    for rank in range(4):
+        assert "".join(line.partition(" ")[2] for line in parts[rank::4]) == whole[rank]
+    assert sum("the same from" in line for line in narrow) == len(parts) // 4 - 1
+    assert max(map(len, narrow)) <= 60
 
 
 def test_eighty_columns_cut_no_number():
