@@ -365,6 +365,25 @@ def shipped() -> tuple[str, ...]:
     return tuple(sorted(file.name.removesuffix(".json") for file in _SHIPPED.iterdir()))
 
 
+_BY_DEVICE = {
+    "NVIDIA A100-SXM4-80GB": "a100-80g",
+    "NVIDIA A100 80GB PCIe": "a100-80g",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h200",
+    "NVIDIA B200": "b200",
+    "NVIDIA B300 SXM6 AC": "b300",
+    "NVIDIA GB200": "gb200",
+    "NVIDIA GB300": "gb300",
+    "AMD Instinct MI300X": "mi300x",
+}
+"""The shipped systems by their drivers' names.  Boards with another peak rate have others, as an H100 NVL."""
+
+
+def peak_of_device(device: str, dtype: str) -> float | None:
+    """Return the operations a second on the data sheet of a ``device``, named as its driver does, or None."""
+    return read(_BY_DEVICE[device]).peak_rates.get(dtype) if device in _BY_DEVICE else None
+
+
 def read(name: str) -> System:
     """Return the system ``name``, which is a shipped one's name or a path; ValueError if it is neither."""
     if name.lower() in shipped():

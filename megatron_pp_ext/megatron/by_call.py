@@ -8,7 +8,7 @@ import gc
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from megatron_pp_ext.job import call
 from megatron_pp_ext.job.model_config import in_words_of_call, use_variables
 from megatron_pp_ext.job.pipeline import STOCK
 from megatron_pp_ext.megatron import patching, requested
-from megatron_pp_ext.megatron.requested import Settings
+from megatron_pp_ext.megatron.requested import LastStep, Settings
 from megatron_pp_ext.megatron.start_up import summary
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import CostModel, Costs
@@ -48,6 +48,21 @@ class InForce:
     bubble: float
     """The predicted idle part of a step, between 0 and 1."""
     line: str
+    _last_step: LastStep = field(default_factory=LastStep, repr=False, compare=False)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the measured numbers of the last training step by name, for the trainer's log.
+
+        Collective over the pipeline, and the host waits for the device: call it on all ranks after the same
+        step, such as every tenth.  All ranks get the same numbers: ``pipeline/bubble``, the idle part of
+        ranks x time; ``pipeline/peak-activations-bytes`` of the rank with the highest, with
+        ``pipeline/peak-vs-plan``; and ``pipeline/step-vs-plan`` where the call has ``costs`` in seconds.
+
+        Steps are timed from the first call on, which returns no numbers; later ones return none while a CUDA
+        graph replays whole steps.
+        """
+        self._last_step.is_wanted = True
+        return self._last_step.numbers()
 
     @property
     def chunks(self) -> int:
@@ -84,7 +99,9 @@ class InstallCall:
                 f"--pipeline-memory-limit is {request.limit}, which no schedule of {request.ranks} ranks "
                 f"can keep; give at least {least:.3f}"
             ) from error
-        settings = Settings() if self.timeout is None else Settings(timeout=self.timeout)
+        settings = Settings(seconds=None if self.costs is None else model)
+        if self.timeout is not None:
+            settings = replace(settings, timeout=self.timeout)
         pipeline = requested.Pipeline(
             request,
             source,
@@ -105,7 +122,9 @@ class InstallCall:
         line = f"megatron_pp_ext: {summary(pipeline, model)}"
         if self.costs and (beside := ", ".join(_beside_stock(timeline, self.costs, request))):
             line += f"; by these costs {beside}"
-        in_force = InForce(source.name, source.placement, request.microbatches, peak, bubble, line)
+        in_force = InForce(
+            source.name, source.placement, request.microbatches, peak, bubble, line, pipeline.last_step
+        )
         return replace(pipeline, summary=line), in_force
 
 

@@ -14,6 +14,7 @@ from megatron_pp_ext.megatron.trainer import (
     layer_seeds,
     placed_data,
     reports,
+    step_fields,
     validation,
 )
 
@@ -23,7 +24,7 @@ TRAINER = (
     # The model's chunks, their initial weights and their data.
     *hooks_of(layer_seeds, placed_data),
     # Updates, logs, checkpoints and records of the training loop, and Megatron's report of memory.
-    *hooks_of(reports, checkpoint_loading),
+    *hooks_of(reports, step_fields, checkpoint_loading),
 )
 
 

@@ -46,6 +46,26 @@ class Saving(Protocol):
         """The part of ``before`` that is saved."""
 
 
+BUBBLE, PEAK, PEAK_TO_PLAN, STEP_TO_PLAN, MFU = (
+    "pipeline/bubble",
+    "pipeline/peak-activations-bytes",
+    "pipeline/peak-vs-plan",
+    "pipeline/step-vs-plan",
+    "pipeline/mfu",
+)
+"""The names of a step's numbers; only a trainer that counts the model's operations has the last."""
+
+
+@dataclass(slots=True, eq=False)
+class LastStep:
+    """The numbers of the last training step, for the log of whoever trains."""
+
+    is_wanted: bool = False
+    """Whether training steps are timed."""
+    numbers: Callable[[], dict[str, float]] = dict
+    """Returns the numbers by name, none where no step was timed; collective over the pipeline."""
+
+
 type Advice = Callable[[Costs, Schedule, str, float], tuple[str, Saving] | None]
 """(costs, schedule, its name, free bytes) -> a shorter layout for the next start, if there is one.
 
@@ -81,6 +101,8 @@ class Settings:
     """Looks for a better layout after the steps that were measured; None where nobody wants one."""
     estimate: CostModel | None = None
     """What the model's stages cost by its arithmetic, at any length of sequences; None where nobody knows."""
+    seconds: CostModel | None = None
+    """The costs of the stages that a user gave, whose times are taken as seconds; None without any."""
     caveat: Callable[[], str] = lambda: ""
     """Returns a line about differences from a run under 1F1B; logged once, before the first step."""
 
@@ -116,6 +138,8 @@ class Pipeline:
     """Words about a layout that this package chose; empty where the user gave it, or none."""
     summary: str = ""
     """The lines about the schedule that the first rank prints; other ranks need not have them."""
+    last_step: LastStep = field(default_factory=LastStep)
+    """One object for all that are derived from this pipeline."""
 
     @property
     def placement(self) -> Placement:
@@ -154,6 +178,18 @@ class Pipeline:
     def moves_stages(self) -> bool:
         """Whether a rank holds other parts of the model than under Megatron's own schedules."""
         return self.placement.has_mirrored or self.placement.splits_head
+
+    def costs_of(self, schedule: Schedule, model: CostModel) -> Costs:
+        """Return the costs of the actions of ``schedule``, whole microbatches or slices, by ``model``.
+
+        ValueError for a model that cannot be estimated.
+        """
+        merged = model.merged_from(self.request.finest)
+        if not schedule.units:
+            return merged.of(self.placement)
+        from megatron_pp_ext.features.units.sliced_orders import costs_in_units
+
+        return costs_in_units(self.request, merged, schedule)
 
     def is_mirrored(self, chunk: int) -> bool:
         """Whether this chunk of every rank is placed from the other end."""

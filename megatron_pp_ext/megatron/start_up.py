@@ -118,14 +118,9 @@ def _schedule(pipeline: Pipeline) -> Schedule:
 
 def _costs(pipeline: Pipeline, model: CostModel, schedule: Schedule) -> tuple[Costs, str]:
     """Return the costs of the actions of ``schedule``, and a note where they are not those of the model."""
-    merged = model.merged_from(pipeline.request.finest)
     try:
-        if not schedule.units:
-            costs = merged.of(pipeline.placement)
-            return costs, _AT_UNIT_COSTS * (costs == Costs.unit(pipeline.placement))
-        from megatron_pp_ext.features.units.sliced_orders import costs_in_units
-
-        return costs_in_units(pipeline.request, merged, schedule), ""
+        costs = pipeline.costs_of(schedule, model)
+        return costs, _AT_UNIT_COSTS * (costs == Costs.unit(pipeline.placement))
     except ValueError:  # any model may train, also one that the estimate does not know
         return Costs.unit(pipeline.placement), _AT_UNIT_COSTS
 
@@ -255,5 +250,6 @@ def settings(args: Namespace, job: Job, pipeline: Pipeline) -> Settings:
             job.changed(padded_vocab_size=args.padded_vocab_size), args.data_parallel_size, *measured
         ),
         estimate=pipeline.settings.estimate,
+        seconds=pipeline.settings.seconds,
         caveat=partial(caveat, pipeline, args),
     )

@@ -1,7 +1,7 @@
 """Records the seconds and the live bytes of every action of a step, by the clock of the first rank."""
 
 import time
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
@@ -101,11 +101,17 @@ class StepRecorder:
     are the times at which the device reached the begin and the end of an action.  The host waits for the
     device before and after a recorded step, and never within it.  Without a device, the processor time of
     each action is recorded too.
+
+    A recorder that does not ``wait`` before a step is cheap enough for every step.  On a device all its times
+    are late by one unknown time: only their differences mean something (``since_meeting``).
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, parameters: Iterable[torch.Tensor] = (), *, waits: bool = True) -> None:
         self.meter = ActivationMeter(parameters)
+        self._waits = waits
         self._is_metered = True
+        self._recorded: list[torch.Event] = []
+        self._unused: list[torch.Event] = []
         self._origin: tuple[float, torch.Event] | None = None
         self._events: list[_Interval] = []
         self._reductions: list[tuple[int, _Mark, _Mark]] = []
@@ -116,6 +122,8 @@ class StepRecorder:
         """Drop all records and start new peaks; tensors that are alive stay counted."""
         self._events, self._reductions, self._reducing, self._spans = [], [], {}, []
         self._origin = None
+        self._unused += self._recorded  # to make an event takes longer than to record it
+        self._recorded = []
         self.meter.reset_peak()
 
     @contextmanager
@@ -127,10 +135,9 @@ class StepRecorder:
         """
         self._is_metered = metered
         if self._origin is None and torch.accelerator.is_available():
-            torch.accelerator.synchronize()
-            event = torch.Event(enable_timing=True)
-            event.record()
-            self._origin = now(), event
+            if self._waits:
+                torch.accelerator.synchronize()
+            self._origin = now(), self._event()
         STORE.meter = self.meter if metered else None
         try:
             yield
@@ -183,11 +190,30 @@ class StepRecorder:
         )
 
     def _mark(self) -> _Mark:
-        if self._origin is None:
-            return now()
-        event = torch.Event(enable_timing=True)
+        return now() if self._origin is None else self._event()
+
+    def _event(self) -> torch.Event:
+        """Return an event at the present end of the device's queue of work."""
+        event = self._unused.pop() if self._unused else torch.Event(enable_timing=True)
         event.record()
+        self._recorded.append(event)
         return event
+
+    def since_meeting(self, group: dist.ProcessGroup, device: torch.device) -> RankRecord:
+        """Return the record on a clock that starts at a meeting of all ranks of ``group``, which is now.
+
+        Collective over ``group``, whose ranks compute on ``device``; the host waits for it.
+
+        An all-reduce ends on all ranks at nearly the same moment, since none can end it before the last has
+        begun.  So the records of all ranks are on one clock, to within the skew of that end, without messages
+        between pairs of ranks.  Times of the step before are negative.
+        """
+        if self._origin is not None:
+            torch.accelerator.synchronize()
+        dist.all_reduce(torch.zeros(1, device=wire_of(group, device)), group=group)
+        meeting = self._mark()
+        record = self.record
+        return record.moved(-self._seconds(meeting), record.clock_error)
 
     def _seconds(self, mark: _Mark) -> float:
         if isinstance(mark, float):
@@ -203,6 +229,16 @@ def aligned(record: RankRecord, group: dist.ProcessGroup, device: torch.device) 
     Collective over ``group``; see ``offset_to_first``.
     """
     return record.moved(*offset_to_first(group, device))
+
+
+def numbers_of_all(
+    numbers: Sequence[float], group: dist.ProcessGroup, device: torch.device
+) -> list[list[float]]:
+    """Return the ``numbers`` of each rank of ``group``, on all of them; collective, and the host waits."""
+    sent = torch.tensor(numbers, dtype=torch.float64, device=wire_of(group, device))
+    received = [torch.empty_like(sent) for _ in range(group.size())]
+    dist.all_gather(received, sent, group=group)
+    return [tensor.tolist() for tensor in received]
 
 
 def gather[T](record: T, group: dist.ProcessGroup) -> list[T] | None:

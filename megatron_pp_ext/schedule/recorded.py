@@ -77,6 +77,12 @@ class RankRecord(NamedTuple):
             event.action for event, following in pairwise(self.events) if following.start < event.end
         )
 
+    @property
+    def busy(self) -> float:
+        """The seconds in which the rank computed; the forward of a pair counts with the action after it."""
+        paired = self.paired
+        return sum(event.end - event.start for event in self.events if event.action not in paired)
+
     def moved(self, seconds: float, clock_error: float) -> Self:
         """Return the record on a clock that is ``seconds`` ahead, with an error of up to ``clock_error``."""
         return self._replace(

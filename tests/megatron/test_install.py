@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_pp_ext import startup_file
+from megatron_pp_ext.megatron.requested import BUBBLE, PEAK, PEAK_TO_PLAN, STEP_TO_PLAN
 from tests.support import own_process
 from tests.support.own_loop import CHUNKS, COUNTS, TIED, assert_same
 from tests.support.rounding import of_losses
@@ -116,6 +117,15 @@ def test_models_of_one_process_have_schedules_of_their_own(found) -> None:
     several = [rank["several"] for rank in found]
     for name in ("v-half", "zb-h1"):
         assert_same([rank[name] for rank in several], [rank["stock"] for rank in several])
+
+
+def test_the_trainer_gets_the_numbers_of_the_last_step(found) -> None:
+    """The step of another model, that came after it, is not in them."""
+    first, second = (rank["several"]["metrics"] for rank in found)
+    assert first == second
+    assert first.keys() == {BUBBLE, PEAK, PEAK_TO_PLAN, STEP_TO_PLAN}
+    assert 0 < first[BUBBLE] < 1
+    assert all(number > 0 for number in first.values())
 
 
 def test_functions_tell_the_layers_of_a_model_outside_of_its_context(found) -> None:

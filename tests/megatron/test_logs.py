@@ -76,6 +76,7 @@ def test_event_files_and_timers(tmp_path: Path) -> None:
     stock, ours = scalars["stock"], scalars["v-half"]
     assert {"lm loss", "learning-rate", "grad-norm", "params-norm", "lm loss validation"} <= stock.keys()
     # Stock times its messages, which wait for each other; ours are under way while a rank computes.
+    ours = {tag: values for tag, values in ours.items() if not tag.startswith("pipeline/")}
     assert ours.keys() == {tag for tag in stock if not re.search("send|recv", tag)}
     for tag in ours:
         assert [step for step, _ in ours[tag]] == [step for step, _ in stock[tag]]

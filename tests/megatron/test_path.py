@@ -66,7 +66,7 @@ megatron.training.initialize._compile_dependencies = lambda: None  # no data set
 FLAGS = """--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8
     --micro-batch-size 1 --global-batch-size 3 --train-iters 1 --lr 0.01 --eval-iters 0 --eval-interval 9
     --tokenizer-type NullTokenizer --vocab-size 31 --make-vocab-size-divisible-by 1 --transformer-impl local
-    --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights""".split()
+    --no-pipeline-log --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights""".split()
 
 def build(pre_process=True, post_process=True, config=None, **of_chunk):
     config = config or core_transformer_config_from_args(get_args())

@@ -18,7 +18,7 @@ from megatron_pp_ext.runtime import recorder as clock_offset
 from megatron_pp_ext.runtime.executor import execute
 from megatron_pp_ext.runtime.plan import plan_rank
 from megatron_pp_ext.runtime.rank import Rank
-from megatron_pp_ext.runtime.recorder import StepRecorder, aligned, gather
+from megatron_pp_ext.runtime.recorder import StepRecorder, aligned, gather, numbers_of_all
 from megatron_pp_ext.runtime.split import STORE
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Action, Kind
@@ -70,6 +70,24 @@ def test_a_device_is_asked_after_the_step(monkeypatch: pytest.MonkeyPatch) -> No
     record = recorder.record
     assert record.events == ((action, 101.0 + LAG, 103.0 + LAG, 0, None),)
     assert record.reductions == ((1, 103.0 + LAG, 104.0 + LAG),)
+
+
+def test_a_cheap_recorder_waits_for_no_device_and_makes_events_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Event] = []
+
+    def event(enable_timing: bool) -> Event:
+        made.append(Event(enable_timing))
+        return made[-1]
+
+    monkeypatch.setattr(torch, "Event", event)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: pytest.fail("waits for the device"))
+    recorder = StepRecorder(waits=False)
+    for _ in range(3):
+        recorder.forget()
+        with recorder.step(metered=False), recorder.during(Action(0, Kind.W, 0)):
+            pass
+    assert len(made) == 3, "the step's begin, and the action's begin and end"
 
 
 def test_waiting_for_a_core_is_no_processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +202,9 @@ def record_with_own_clock(rank: int) -> list | None:
     with recorder.step():
         execute(plan_rank(schedule, rank), Rank({rank: stage}, channels, recorder))
     own, together = recorder.record, aligned(recorder.record, dist.group.WORLD, CPU)
-    return gather((own, together), dist.group.WORLD)
+    met = recorder.since_meeting(dist.group.WORLD, CPU)
+    ends = numbers_of_all([met.events[0].start, met.events[-1].end], dist.group.WORLD, CPU)
+    return gather((own, together, met, ends), dist.group.WORLD)
 
 
 def test_recorded_steps_are_put_on_one_clock():
@@ -192,12 +212,15 @@ def test_recorded_steps_are_put_on_one_clock():
     pairs = run_ranks(record_with_own_clock, len(AHEAD))[0]
     after = time.perf_counter()
     placement = catalog.build("zb-h1", len(AHEAD), 4).placement
-    for (own, together), ahead in zip(pairs, AHEAD, strict=True):
+    for (own, together, met, ends), ahead in zip(pairs, AHEAD, strict=True):
         moved = together.events[0].start - own.events[0].start
         assert moved == pytest.approx(-ahead, abs=together.clock_error + rounded(after), rel=0)
-        ends = together.moved(-moved, 0.0).events[-1].end, own.events[-1].end
-        assert ends[0] == pytest.approx(ends[1], abs=rounded(after), rel=0)
-    errors = [together.clock_error for _, together in pairs]
+        moved_back = together.moved(-moved, 0.0).events[-1].end
+        assert moved_back == pytest.approx(own.events[-1].end, abs=rounded(after), rel=0)
+        # All ranks meet after the step and within the run; each then knows the times of all.
+        assert before - after < met.events[0].start < met.events[-1].end < 0
+        assert ends == [[other.events[0].start, other.events[-1].end] for _, _, other, _ in pairs]
+    errors = [together.clock_error for _, together, _, _ in pairs]
     assert errors[0] == 0
     # Half a round trip, and all of them were over within the run.
     assert all(0 < error < (after - before) / 2 for error in errors[1:])

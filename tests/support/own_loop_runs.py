@@ -211,12 +211,14 @@ def _offloaded() -> tuple[own_loop.Record, list[int]]:
 def _several() -> dict[str, own_loop.Record]:
     """Train three models of one process in turn, of which one has stock's schedule."""
     models = {"stock": own_loop.build(1)}
-    with megatron_pp_ext.installed("v-half", ranks=2, microbatches=8):
+    with megatron_pp_ext.installed("v-half", ranks=2, microbatches=8, costs=[1e-3] * 4) as in_force:
         models["v-half"] = own_loop.build(2)
         layers = [part.layer_number for chunk in models["v-half"] for part in chunk.module.decoder.layers]
     with megatron_pp_ext.installed("zb-h1", ranks=2, microbatches=8):
         models["zb-h1"] = own_loop.build(1)
+    assert in_force.metrics() == {}
     records = {name: own_loop.train(model, (8,)) for name, model in models.items()}
+    records["metrics"] = in_force.metrics()
     for model in models.values():
         own_loop.run_step(model, [own_loop.batches() for _ in model], 2, forward_only=True)
     records["offsets"] = _offsets(models["v-half"]), layers

@@ -14,7 +14,12 @@ from megatron_pp_ext.megatron.core import chunk_pipelines
 from megatron_pp_ext.megatron.core.chunk_pipelines import require_as_placed
 from megatron_pp_ext.megatron.patching import hook
 from megatron_pp_ext.megatron.runners.flushed import FlushedSteps, Requested, guide_of
-from megatron_pp_ext.megatron.runners.pipeline_runner import PipelineRunner, Unobserved, refuse_multimodule
+from megatron_pp_ext.megatron.runners.pipeline_runner import (
+    PipelineRunner,
+    Recording,
+    Unobserved,
+    refuse_multimodule,
+)
 from megatron_pp_ext.megatron.runners.transport import LossesOnLastRank, ProcessGroups
 from megatron_pp_ext.runtime.rank import print_rank_0
 
@@ -179,13 +184,23 @@ def put_together(pipeline: requested.Pipeline, transport: ProcessGroups) -> Pipe
     losses = LossesOnLastRank(pipeline.placement, transport)
     guide = guide_of(pipeline)
     if guide is not None:
-        return PipelineRunner(FlushedSteps(pipeline, guide, transport), guide, losses)
+        steps = FlushedSteps(pipeline, guide, transport)
+        return PipelineRunner(steps, _logged(pipeline, steps, guide), losses)
     steps = FlushedSteps(pipeline, Requested(pipeline), transport)
     if pipeline.trace is None:
-        return PipelineRunner(steps, Unobserved(), losses)
+        return PipelineRunner(steps, _logged(pipeline, steps, Unobserved()), losses)
     from megatron_pp_ext.megatron.runners.tracing import Tracing
 
-    return PipelineRunner(steps, Tracing(), losses)
+    return PipelineRunner(steps, _logged(pipeline, steps, Tracing()), losses)
+
+
+def _logged(pipeline: requested.Pipeline, steps: FlushedSteps, recording: Recording) -> Recording:
+    """Return ``recording`` with the numbers of each step; a call may want them later than now."""
+    if not (pipeline.last_step.is_wanted or pipeline.is_per_model):
+        return recording
+    from megatron_pp_ext.megatron.runners.step_log import StepLog
+
+    return StepLog(pipeline, steps, recording)
 
 
 def _rehearsed(pipeline: requested.Pipeline) -> PipelineRunner:

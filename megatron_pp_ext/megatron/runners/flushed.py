@@ -211,6 +211,10 @@ class FlushedSteps:
             self._plans[kind] = plan_rank(schedule, inputs.group.rank())
         return self._plans[kind]
 
+    def schedule(self, inputs: StepInputs) -> Schedule:
+        """Return the schedule of the step, which ``plan`` has read."""
+        return self._schedules[self._kind(inputs)]
+
     def _offloading(self, kind: Hashable, step: Step) -> AbstractContextManager[None]:
         """Return the context in which Megatron offloads activations in the order of the step."""
         if not step.inputs.config.fine_grained_activation_offloading:

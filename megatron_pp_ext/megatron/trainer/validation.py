@@ -28,7 +28,7 @@ from megatron_pp_ext.megatron import requested, start_up
 from megatron_pp_ext.megatron.core.optimizer import describe
 from megatron_pp_ext.megatron.patching import hook
 from megatron_pp_ext.megatron.releases import megatron_version
-from megatron_pp_ext.megatron.requested import Settings
+from megatron_pp_ext.megatron.requested import LastStep, Settings
 from megatron_pp_ext.megatron.start_up import comparison, settings, show_compiling, summary
 from megatron_pp_ext.megatron.trainer.agreement import refused
 from megatron_pp_ext.schedule import catalog
@@ -190,11 +190,15 @@ def _pipeline_of(job: RequestedJob, layout: str) -> requested.Pipeline:
     return requested.Pipeline(
         request,
         source,
-        Settings(estimate=start_up.estimate(job)),
+        Settings(
+            estimate=start_up.estimate(job),
+            seconds=None if job.pipeline.pipeline_costs is None else costs,
+        ),
         trace=trace,
         rehearsal=rehearsal,
         layers=() if rehearsal is None else tuple(layers.by_stage(job, source.placement.stages)),
         layout=layout,
+        last_step=LastStep(is_wanted=not job.argument("no_pipeline_log")),
     )
 
 

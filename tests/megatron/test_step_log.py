@@ -1,0 +1,217 @@
+"""The measured numbers of a step in Megatron's log: what they are, where they stand, and what they change."""
+
+import builtins
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.training import training
+
+from megatron_pp_ext.compiler.request import named
+from megatron_pp_ext.costs import system
+from megatron_pp_ext.megatron import requested
+from megatron_pp_ext.megatron.requested import BUBBLE, MFU, PEAK, PEAK_TO_PLAN, STEP_TO_PLAN
+from megatron_pp_ext.megatron.runners import step_log
+from megatron_pp_ext.megatron.runners.pipeline_runner import Unobserved
+from megatron_pp_ext.megatron.runners.step_log import StepLog
+from megatron_pp_ext.megatron.trainer import step_fields
+from megatron_pp_ext.schedule import catalog
+from megatron_pp_ext.schedule.actions import Action, Kind
+from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.formats import costs_file, trace_file
+from megatron_pp_ext.schedule.simulate import simulate
+from tests.support.comparison import Result, assert_same_bits, run
+from tests.support.training import initialize_by_layer
+
+NAMES = {BUBBLE, PEAK, PEAK_TO_PLAN, STEP_TO_PLAN}
+PEAK_RATE = 1e12
+"""Operations a second of the device of these tests; Megatron's unit is as many."""
+
+COSTS = Costs(tuple(StageCosts(2e-3, 1e-3, 1e-3) for _ in range(4)))
+V_HALF = ("--pipeline-model-parallel-size", "2", "--pipeline-schedule", "v-half", "--clip-grad", "0")
+FLAGS = (*V_HALF, "--log-throughput", "--log-timers-to-tensorboard", "--tensorboard-log-interval", "1")
+
+
+def scalars(folder: Path) -> dict[str, dict[int, float]]:
+    """Return the scalars in the event files of ``folder``, by tag and iteration."""
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    file = events.EventAccumulator(str(folder)).Reload()
+    return {tag: {event.step: event.value for event in file.Scalars(tag)} for tag in file.Tags()["scalars"]}
+
+
+def job(folder: Path, *flags: str) -> tuple[Result, list[str], dict[str, dict[int, float]]]:
+    """Train, and return the results, the lines of all iterations, and the scalars."""
+    file = folder.with_suffix(".txt")
+
+    def listen(chunks: list[torch.nn.Module]) -> None:
+        initialize_by_layer(chunks)
+        stock_print = builtins.print
+
+        def kept(*texts: object, **options: Any) -> None:
+            stock_print(*texts, **options)
+            if re.search(r" iteration +\d+/", str(texts[0])):
+                with file.open("a") as lines:
+                    stock_print(*texts, file=lines)
+
+        builtins.print = kept
+
+    result = run(2, [*flags, "--tensorboard-dir", str(folder)], initialize=listen)
+    return result, file.read_text().splitlines(), scalars(folder)
+
+
+def test_the_log_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers are those of the trace of the same step, and change no bit of the training."""
+    costs, trace = tmp_path / "costs.json", tmp_path / "trace.json"
+    costs_file.write(COSTS, costs)
+    monkeypatch.setattr(step_fields, "peak_of_device", lambda device, dtype: PEAK_RATE)
+    words = [*FLAGS, "--pipeline-costs", str(costs)]
+    traced, _, logged = job(tmp_path / "traced", *words, "--pipeline-trace", str(trace))
+    ours, printed, light = job(tmp_path / "ours", *words)
+    off, printed_off, logged_off = job(tmp_path / "off", *words, "--no-pipeline-log")
+    assert_same_bits(ours, off)
+    assert_same_bits(traced, off)
+
+    of_last = {name: logged[name][2] for name in (*NAMES, MFU)}
+    step = trace_file.read(trace)
+    plan = simulate(catalog.build("v-half", 2, 8), COSTS)
+    seconds = of_last[STEP_TO_PLAN] * plan.makespan
+    busy = sum(record.busy for record in step.records)
+    assert (1 - of_last[BUBBLE]) * 2 * seconds == pytest.approx(busy, rel=1e-4)  # events have float32
+    assert of_last[PEAK] == max(record.peak_bytes for record in step.records)
+    assert of_last[MFU] == logged["throughput"][2]
+
+    assert light[PEAK] == dict.fromkeys((1, 2), of_last[PEAK]), "counted in the first step alone"
+    assert light[PEAK_TO_PLAN][2] == of_last[PEAK_TO_PLAN]
+    assert 0 < light[BUBBLE][2] < 1
+    assert light.keys() - logged_off.keys() == {*NAMES, MFU}
+    assert logged_off.keys() < light.keys()
+
+    (number,) = re.findall(r" bubble: (\S+) \|", printed[1])
+    assert float(number) == pytest.approx(light[BUBBLE][2], abs=6e-4)
+    fields = re.findall(r" ([^|:]+): +\S+ \|", printed[1])
+    assert fields[-6:] == [
+        "pipeline",
+        "bubble",
+        "peak activations (MB)",
+        "peak / plan",
+        "step / plan",
+        "MFU",
+    ]
+    assert " pipeline: v-half | " in printed[0]
+    assert len(printed) == len(printed_off) == 2
+    assert re.findall(r" ([^|:]+): +\S+ \|", printed_off[1]) == fields[:-6]
+
+
+def test_the_interval_of_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other iterations measure nothing; W&B gets the numbers, and no line is left to the next print."""
+    calls: list[str] = []
+    sent: list[tuple[dict[str, float], int]] = []
+    pipeline = requested.Pipeline(named("v-half", 2, 8), last_step=requested.LastStep(is_wanted=True))
+
+    def numbers() -> dict[str, float]:
+        calls.append("measured")
+        return {BUBBLE: 0.25}
+
+    def training_log(iteration: int, is_first_iteration: bool = False) -> bool:
+        print_last(f"iteration {iteration}")
+        return True
+
+    pipeline.last_step.numbers = numbers
+    print_last = step_fields.print_fields(calls.append)
+    monkeypatch.setattr(step_fields, "get_args", lambda: SimpleNamespace(log_interval=2))
+    monkeypatch.setattr(step_fields, "get_tensorboard_writer", lambda: None)
+    wandb = SimpleNamespace(log=lambda values, iteration: sent.append((values, iteration)))
+    monkeypatch.setattr(step_fields, "get_wandb_writer", lambda: wandb)
+    log = step_fields.log_step(training_log)
+    with requested.using(pipeline):
+        assert log(1, is_first_iteration=True) and log(2) and log(3)
+        pipeline.last_step.is_wanted = False
+        log(4)
+    with requested.using(None):
+        log(6)
+    fields = " pipeline: stock linear | bubble: 0.250 |".replace("stock linear", pipeline.name)
+    assert calls == [
+        "measured",
+        f"iteration 1{fields}",
+        "measured",
+        f"iteration 2{fields}",
+        "iteration 3",
+        "iteration 4",
+        "iteration 6",
+    ]
+    assert sent == [({BUBBLE: 0.25}, 2)]
+
+
+class Steps:
+    """Steps whose schedule is set."""
+
+    def __init__(self, schedule: Any) -> None:
+        self.ran = schedule
+
+    def schedule(self, inputs: Any) -> Any:
+        return self.ran
+
+
+def test_when_bytes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first step of a schedule; a captured step and an evaluation have no numbers of their own."""
+    schedules = [catalog.build(name, 2, 2) for name in ("1f1b", "gpipe")]
+    pipeline = requested.Pipeline(named("1f1b", 2, 2), last_step=requested.LastStep(is_wanted=True))
+    steps = Steps(schedules[0])
+    log = StepLog(pipeline, steps, Unobserved())  # type: ignore[arg-type]
+    numbers = SimpleNamespace(model=[], group=None, microbatches=2, forward_only=False)
+
+    def step(forward_only: bool = False) -> bool | None:
+        numbers.forward_only = forward_only
+        with log.step(numbers) as recorder:  # type: ignore[arg-type]
+            if recorder is None:
+                return None
+            with recorder.during(Action(0, Kind.F, 0)):
+                kept = torch.ones(3, requires_grad=True).square()
+            is_counted = bool(recorder.meter.live_bytes)
+            del kept
+            return is_counted
+
+    assert [step(), step(), step(True), step()] == [True, False, None, False]
+    steps.ran = schedules[1]  # from a step on that began without knowing
+    assert [step(), step(), step()] == [False, True, False]
+    monkeypatch.setattr(step_log, "_is_captured", lambda: True)
+    assert step() is None
+    assert log.numbers() == {}
+    monkeypatch.undo()
+    assert step() is False
+    pipeline.last_step.is_wanted = False
+    assert step() is None
+
+
+class Guide(Unobserved):
+    """A recording that reads the record of every recorder that it is shown."""
+
+    def __init__(self) -> None:
+        self.shown: list[Any] = []
+
+    def actions(self, inputs: Any, recorder: Any) -> Any:
+        self.shown.append(recorder)
+        return super().actions(inputs, recorder)
+
+
+def test_the_timer_of_the_log_is_no_recording_of_a_guide() -> None:
+    """Reading a record waits for the device, at the end of every step."""
+    pipeline = requested.Pipeline(named("1f1b", 2, 2), last_step=requested.LastStep(is_wanted=True))
+    guide, inputs = Guide(), SimpleNamespace(model=[], group=None, microbatches=2, forward_only=False)
+    log = StepLog(pipeline, Steps(catalog.build("1f1b", 2, 2)), guide)  # type: ignore[arg-type]
+    with log.step(inputs) as recorder, log.actions(inputs, recorder):  # type: ignore[arg-type]
+        assert recorder is not None
+    assert guide.shown == [None]
+
+
+def test_the_peak_rate_of_a_device() -> None:
+    assert system.peak_of_device("NVIDIA H200", "bf16") == 989.4e12
+    assert system.peak_of_device("NVIDIA H200 NVL", "bf16") is None
+    assert all(system.read(name).peak_rates for name in system._BY_DEVICE.values())
+
+
+def test_megatron_prints_an_iteration_by_the_name_that_is_replaced() -> None:
+    assert training.print_rank_last.__wrapped__.__name__ == "print_rank_last"
