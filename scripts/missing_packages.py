@@ -46,7 +46,8 @@ def listed(text: str) -> dict[str, str]:
 def needed(has: dict[str, str]) -> Iterator[Requirement]:
     """Yield what is needed and not in ``has``, each once and pinned to what is installed here."""
     project = loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    waiting = [Requirement(line) for line in [*project["dependencies"], "pytest"]]
+    of_training = project["optional-dependencies"]["train"]
+    waiting = [Requirement(line) for line in [*project["dependencies"], *of_training, "pytest"]]
     done = set()
     while waiting:
         requirement = waiting.pop()

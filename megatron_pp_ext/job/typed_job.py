@@ -340,16 +340,17 @@ OTHER_NAMES = {
     "encoder_num_layers": "num_layers",
     "encoder_seq_length": "seq_length",
     "hybrid_override_pattern": "hybrid_layer_pattern",
+    "cuda_graph_scope_deprecated": "cuda_graph_modules",
 }
 """Arguments that mean the same as a field, where that one is absent."""
 
 IMPLY = {"recompute_activations", "use_rotary_position_embeddings", "mtp_hybrid_override_pattern"}
 """Arguments that only give a field its value."""
 
-_SCOPES = "cuda_graph_scope", "cuda_graph_scope_deprecated"
-"""The argument ``cuda_graph_modules`` in other releases, and where an older flag gives it."""
+_SCOPE = "cuda_graph_scope"
+"""The argument ``cuda_graph_modules`` in older releases."""
 
-_READ = (*PLACES, *OTHER_NAMES, *IMPLY, *_SCOPES)
+_READ = (*PLACES, *OTHER_NAMES, *IMPLY, _SCOPE)
 
 
 def with_derived(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -357,8 +358,7 @@ def with_derived(arguments: Mapping[str, Any]) -> dict[str, Any]:
     values = {name: arguments.get(name) for name in PLACES}
     for other, name in OTHER_NAMES.items():
         values[name] = values[name] or arguments.get(other)
-    for other in _SCOPES:
-        values["cuda_graph_modules"] = values["cuda_graph_modules"] or arguments.get(other)
+    values["cuda_graph_modules"] = values["cuda_graph_modules"] or arguments.get(_SCOPE)
     pattern, predicting = values["hybrid_layer_pattern"] or "", arguments.get("mtp_hybrid_override_pattern")
     if pattern and predicting and "/" not in pattern:
         pattern += f"/{predicting}" * (values["mtp_num_layers"] or 0)

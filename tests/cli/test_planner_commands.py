@@ -215,7 +215,8 @@ def test_search_shows_megatrons_own_schedules_at_the_sizes_of_the_best(mpp, mode
     assert line in output and line in page.read_text()
     added = content["with_flags"]
     assert added["estimate"]["step_seconds"] <= shared["step_seconds"]
-    assert f"<h3>{added['name']} with {added['added_flags']}</h3>" in page.read_text()
+    assert f"<summary>{added['name']} with {added['added_flags']}</summary>" in page.read_text()
+    assert page.read_text().count("<tr class=stock>") == 2
     assert shlex.split(added["command"])[-len(added["flags"]) :] == added["flags"]
 
 
@@ -245,10 +246,12 @@ def test_search_writes_table_numbers_page_picture_and_scripts(mpp, model, tmp_pa
     assert content["command"] in page and "search --gpus 16" in content["command"] and content["date"] in page
     assert f"{content['legal']:,} configurations of 16 x h100" in page
     assert (
-        page.index(f"<h3>{best[0]['name']}</h3>")
-        < page.index("<svg")
-        < page.index(f"<h3>{best[1]['name']}</h3>")
+        page.index("<svg")
+        < page.index("<table")
+        < page.index(f"<summary>{best[0]['name']}</summary>")
+        < page.index(f"<summary>{best[1]['name']}</summary>")
     )
+    assert page.count("<details open>") == 1
     alike = [other for one in best for other in one["alike"]]
     for one in (*best, *content["for_less_memory"], *alike):
         layout = one["candidate"]["layout"]
@@ -258,7 +261,7 @@ def test_search_writes_table_numbers_page_picture_and_scripts(mpp, model, tmp_pa
     )
     shown = " ".join(result.output.replace("\\\n", "").split())
     for one in content["for_less_memory"]:
-        assert f"<h3>{one['name']}</h3>" in page
+        assert f"<summary>{one['name']}</summary>" in page
         assert shlex.join(one["flags"][one["flags"].index("--tensor-model-parallel-size") :]) in shown
     steps = [one["estimate"]["step_seconds"] for one in best]
     assert steps == sorted(steps)

@@ -61,11 +61,11 @@ def test_a_v_loses_over_a_slow_link_where_it_was_measured_to() -> None:
 
 
 def test_steps_over_a_slow_link() -> None:
-    """With the longest F as published, 1F1B and ZB-H1 are within the goal, and ZB-V within twice that."""
+    """With the longest F as published, 1F1B and ZB-H1 are within the goal, and ZB-V within 7%."""
     for step in steps("crosspipe-5"):
         if step.schedule in ("1F1B", "ZB-H1", "ZB-V"):
             found = crosspipe_seconds(step, True, crosspipe_scale())
-            assert found == pytest.approx(step.seconds, rel=2 * GOAL if step.schedule == "ZB-V" else GOAL)
+            assert found == pytest.approx(step.seconds, rel=0.07 if step.schedule == "ZB-V" else GOAL)
 
 
 def test_zero_bubble_by_sizes_alone() -> None:

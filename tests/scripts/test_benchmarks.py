@@ -19,7 +19,7 @@ COMMANDS = {
     "planner.found_factors",
     "planner.found_memory", "planner.host_memory", "planner.layouts", "planner.long_context",
     "planner.named_jobs",
-    "planner.partition_costs", "planner.rehearsals", "planner.sweeps", "planner.trainers",
+    "planner.partition_costs", "planner.ratios", "planner.rehearsals", "planner.sweeps", "planner.trainers",
     "planner.training_runs", "planner.two_checkouts",
     "runtime.announced_shapes", "runtime.lengths", "runtime.offload", "runtime.pairs", "runtime.replicas",
     "runtime.slice_steps",
