@@ -191,7 +191,7 @@ def test_a_process_group_is_made_beside_the_store() -> None:
     assert run_ranks(reported, 3, ["a"] * 3, LATE) == [""] * 3
 
 
-@pytest.mark.parametrize("absent", [1, 2])
+@pytest.mark.parametrize("absent", [1, pytest.param(2, marks=pytest.mark.wide)])
 def test_one_that_does_not_come_is_not_waited_for_longer(absent, monkeypatch):
     monkeypatch.setattr(agreement, "PATIENCE", SOON)
     words = ["" if rank == absent else "a" for rank in range(3)]

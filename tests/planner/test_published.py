@@ -117,6 +117,7 @@ GOALS = {
 }
 
 
+@pytest.mark.wide
 def test_mean_errors() -> None:
     every = held_out.held_out()
     errors = {kind: error(rows) for kind, rows in by_kind(every).items()}

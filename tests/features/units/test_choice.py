@@ -131,7 +131,10 @@ def chosen(given: RequestedJob) -> int:
 LENGTHS = [32768 >> step for step in range(8)]
 
 
-@pytest.mark.parametrize("name", ["1f1b", "v-half", "flex --pipeline-memory-limit 0.5"])
+@pytest.mark.parametrize(
+    "name",
+    ["1f1b", "v-half", pytest.param("flex --pipeline-memory-limit 0.5", marks=pytest.mark.wide)],
+)
 def test_auto_has_the_shortest_step_of_the_estimates(name: str) -> None:
     given = asked(f"--pipeline-schedule {name} --pipeline-slice-tokens auto")
     tokens = chosen(given)

@@ -36,7 +36,7 @@ RECOMPUTED = {
     "layers": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 }
 SCHEDULES = {"1f1b": "1f1b", "v-half": "v-half", "flex": "flex --pipeline-memory-limit 0.9"}
-QUICK = [("grouped queries", "nothing", "v-half"), ("many heads", "attention", "flex")]
+QUICK = [("many heads", "attention", "flex")]
 CASES = [
     pytest.param(*case, marks=() if case in QUICK else pytest.mark.wide)
     for case in product(HEADS, RECOMPUTED, SCHEDULES)

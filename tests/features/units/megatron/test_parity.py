@@ -71,7 +71,7 @@ CASES = {
     "planned, replicas": (4, "v-half --pipeline-order rule", 8, (*PP2, *LLAMA, *DISTRIBUTED)),
     "planned, tensor-parallel": (4, "v-half --pipeline-order rule", 8, (*PP2, *LLAMA, *TP2)),
 }
-ALWAYS = {"tied, learned positions", "tensor-parallel"}
+ALWAYS = {"tensor-parallel"}
 """What is not wide."""
 
 

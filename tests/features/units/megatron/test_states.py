@@ -45,7 +45,7 @@ CASES = {
     "sparse attention, two samples": (2, SPARSE, "zb-h1", 16, ("--micro-batch-size", "2")),
     "sparse attention, evaluation": (2, SPARSE, "v-half", 8, EVALUATION),
 }
-ALWAYS = {"Mamba-2, V-Half", "delta nets, fewer tokens than a convolution hands on"}
+ALWAYS = {"Mamba-2, V-Half"}
 """What is not wide."""
 
 
