@@ -356,9 +356,8 @@ _READ = (*PLACES, *OTHER_NAMES, *IMPLY, _SCOPE)
 def with_derived(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ``arguments`` that a job has, with the values that Megatron derives."""
     values = {name: arguments.get(name) for name in PLACES}
-    for other, name in OTHER_NAMES.items():
-        values[name] = values[name] or arguments.get(other)
-    values["cuda_graph_modules"] = values["cuda_graph_modules"] or arguments.get(_SCOPE)
+    for other, name in (*OTHER_NAMES.items(), (_SCOPE, "cuda_graph_modules")):
+        values[name] = values[name] or arguments.get(other) or values[name]
     pattern, predicting = values["hybrid_layer_pattern"] or "", arguments.get("mtp_hybrid_override_pattern")
     if pattern and predicting and "/" not in pattern:
         pattern += f"/{predicting}" * (values["mtp_num_layers"] or 0)

@@ -20,6 +20,7 @@ GRAPHS = "--cuda-graph-impl local --inference-rng-tracker --pipeline-unproved"
 
 @pytest.fixture
 def captures(monkeypatch):
+    monkeypatch.setattr(graph_stub.Graph, "replayed", 0)  # of other tests in this process
     graph_stub.install(monkeypatch.setattr)
     graph_stub.permit_local_graphs(stock_graphs, monkeypatch.setattr)
     monkeypatch.setattr(graph_stub.Graph, "register_generator_state", None, raising=False)
