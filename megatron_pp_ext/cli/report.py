@@ -23,7 +23,6 @@ from megatron_pp_ext.schedule.formats import csv_file, trace_file
 from megatron_pp_ext.schedule.recorded import UnitNames
 from megatron_pp_ext.schedule.simulate import Timeline
 from megatron_pp_ext.view import page, terminal
-from megatron_pp_ext.view.page import PAGE
 
 console = Console(highlight=False, markup=False)
 """Names come from files: what looks like markup in them is text."""
@@ -111,7 +110,7 @@ def show(timelines: Mapping[str, Timeline], units: UnitNames, pictures: tuple[Pa
     console.print(terminal.summary_table(timelines, with_messages=False))
     print_units(units)
     for path in pictures:
-        if path.suffix == PAGE:
+        if path.suffix.lower() == page.SUFFIX:
             page.write(timelines, path, units.time)
             continue
         # matplotlib takes half a second to import.

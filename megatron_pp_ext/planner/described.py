@@ -66,20 +66,20 @@ _DASHES = re.compile(r"(?<=[a-z])-(?=[0-9])")
 
 def plain(name: str) -> str:
     """Return ``name`` as names of models are compared."""
-    plain = name.strip().lower().replace("_", "-")
-    publisher, _, rest = plain.partition("/")
-    plain = rest if publisher in _table()["publishers"].split() else plain
+    spelled = name.strip().lower().replace("_", "-")
+    publisher, _, rest = spelled.partition("/")
+    spelled = rest if publisher in _table()["publishers"].split() else spelled
     ends = tuple(_table()["ends"].split())
-    while plain.endswith(ends):
-        plain = plain.rpartition("-")[0]
-    return _DASHES.sub("", plain)
+    while spelled.endswith(ends):
+        spelled = spelled.rpartition("-")[0]
+    return _DASHES.sub("", spelled)
 
 
 @cache
 def _by_plain_name() -> dict[str, str]:
     """Return the names of all models that are shipped, by each of their names as these are compared."""
-    others = [(other, name) for name, words in other_names().items() for other in words]
-    return {plain(other): name for other, name in [*others, *((name, name) for name in names())]}
+    spellings = [(word, name) for name, words in other_names().items() for word in words]
+    return {plain(word): name for word, name in [*spellings, *((name, name) for name in names())]}
 
 
 def named(name: str) -> Named:
@@ -88,8 +88,8 @@ def named(name: str) -> Named:
     described = config_json.read(content["config"])
     values = {**described.values, "seq_length": content["seq_length"]}
     about = (content["title"], content["source"], content["parameters"])
-    given = replace(described, name=name, values=values, assumed=described.assumed - {"seq_length"})
-    return Named(name, *about, given, other_names().get(name, ()))
+    model = replace(described, name=name, values=values, assumed=described.assumed - {"seq_length"})
+    return Named(name, *about, model, other_names().get(name, ()))
 
 
 def read_model(name: str) -> GivenModel:

@@ -16,7 +16,7 @@ from megatron_pp_ext.schedule.actions import Action, delivers, needs
 from megatron_pp_ext.schedule.simulate import Event, Timeline
 from megatron_pp_ext.view.colours import NAMES, colour, ink, parts
 
-PAGE = ".html"
+SUFFIX = ".html"
 """The end of a page's name."""
 
 FEW = 3

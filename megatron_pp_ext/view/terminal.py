@@ -19,8 +19,8 @@ WAYS = {"out": "↓", "back": "↑"}
 _END = 32
 """The number of ranks that a sketch shows at each end of a longer pipeline."""
 
-_PARTS, _LINES = 4, 48
-"""The most parts that a sketch goes on in, and the most lines of ranks in all of them."""
+_BANDS, _LINES = 4, 48
+"""The most bands, one below the other, that a sketch has, and the most lines of ranks in all of them."""
 
 _NAME, _UNLIMITED = 20, 10_000
 """The longest name that no table folds, and the width of a console on which nothing is too wide."""
@@ -31,7 +31,7 @@ class Sketch:
     """A timeline to print with rich: one line of coloured letters for each rank, within the console's width.
 
     A column is as long as the shortest action; it shows the action of the rank in the middle of it.  A
-    timeline that is too long for the console goes on below, and one too long for ``_PARTS`` parts has longer
+    timeline that is too long for the console goes on below, and one too long for ``_BANDS`` bands has longer
     columns, which a line then reports.  In a pair, columns show its forward and its backward by turns.
     Chunks after the first have darker colours.  Of many ranks only the first and the last are shown.  Where
     activations wait on the host, two more lines show a rank's copies to it and back.
@@ -44,14 +44,14 @@ class Sketch:
         columns = max(options.max_width - gutter, 1)
         unit = min(end - start for events in self.timeline.events for _, start, end in events)
         ranks = range(len(self.timeline.events))
-        parts = _columns(self.timeline.makespan, unit, columns)
+        bands = _columns(self.timeline.makespan, unit, columns)
         column = unit
-        if parts > 1 and (parts > _PARTS or parts * len(ranks) > _LINES):
-            column, parts = self.timeline.makespan / columns, 1
+        if bands > 1 and (bands > _BANDS or bands * len(ranks) > _LINES):
+            column, bands = self.timeline.makespan / columns, 1
         left_out = ranks[_END:-_END]
         rows = {rank: [*self._rows(rank, column)] for rank in ranks if rank not in left_out}
-        for part in range(parts):
-            shown = slice(part * columns, (part + 1) * columns)
+        for band in range(bands):
+            shown = slice(band * columns, (band + 1) * columns)
             for rank in ranks:
                 if rank not in left_out:
                     for name, row in zip((f"{rank}", "", ""), rows[rank], strict=False):
@@ -59,8 +59,8 @@ class Sketch:
                         yield head.append_text(row[shown])
                 elif rank == left_out[0]:
                     yield Text(f"{'':{gutter}}ranks {rank} to {left_out[-1]} are not shown", style="dim")
-            if part < parts - 1:
-                begin = (part + 1) * columns * column
+            if band < bands - 1:
+                begin = (band + 1) * columns * column
                 yield Text(f"{'':{gutter}}the same from {begin:.4g} on:", style="dim")
         yield Text(
             f"{'':{gutter}}1 column = {column:.4g}, makespan {self.timeline.makespan:.5g}", style="dim"
@@ -113,7 +113,7 @@ class Sketch:
 
 
 def _columns(makespan: float, column: float, most: int = 1) -> int:
-    """Return how many columns, or parts of ``most`` columns, a timeline takes."""
+    """Return how many columns, or bands of ``most`` columns, a timeline takes."""
     count = round(makespan / column + 0.499)
     return -(-count // most)
 

@@ -86,7 +86,7 @@ def test_all_ratios_of_zero_bubble() -> None:
 
 @pytest.mark.wide
 def test_ratios_by_sizes_and_the_constant() -> None:
-    """Of schedules whose order and flush are ours; ZB-2p has neither."""
+    """The schedules are those whose order and flush are ours, which ZB-2p's are not."""
     every = [ratio for ratio in ratios("zero-bubble-4") if ratio.step.schedule != "ZB-2p"]
     errors = [abs(ratio.error(planned_with_action)) for ratio in every]
     assert max(errors) < GOAL

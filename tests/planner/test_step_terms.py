@@ -304,7 +304,7 @@ MODULES = {
 
 @pytest.mark.parametrize("modules", MODULES)
 def test_graphs_keep_what_their_modules_do(modules):
-    """Of the two layers of each of ZB-H1's stages, in 4 slots; all else is kept while it is in flight."""
+    """Each of ZB-H1's stages has two layers in 4 slots; all else is kept while it is in flight."""
     has_experts = any("moe" in module for module in modules)
     sizes = {"num_experts": 4, "moe_ffn_hidden_size": 512} if has_experts else {}
     graphs = {"pipeline_schedule": "zb-h1", "cuda_graph_impl": "transformer_engine", **sizes}

@@ -135,7 +135,7 @@ class Graph:
         self.memory: Pool | None = None
         self.events: list[Operation | Death] = []
         self.is_captured = False
-        # Of a graph and not of the class: Transformer Engine would take the CPU's generator for a GPU's.
+        # Each graph has its own: Transformer Engine would take the CPU's generator for a GPU's.
         self.register_generator_state = lambda state: None
 
     def pool(self) -> Pool | None:

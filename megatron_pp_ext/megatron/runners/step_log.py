@@ -101,14 +101,14 @@ class StepLog:
         recorder, schedule, group = self._last
         record = recorder.since_meeting(group, device())
         is_as_planned = tuple(event.action for event in record.events) == schedule.orders[group.rank()]
-        own = _RankNumbers(
+        this_rank = _RankNumbers(
             busy=record.busy,
             start=min(event.start for event in record.events),
             end=max(event.end for event in record.events),
             peak_bytes=self._peaks.get(schedule, 0.0),
             is_as_planned=is_as_planned,
         )
-        ranks = [_RankNumbers(*numbers) for numbers in numbers_of_all(own, group, device())]
+        ranks = [_RankNumbers(*numbers) for numbers in numbers_of_all(this_rank, group, device())]
         seconds = max(rank.end for rank in ranks) - min(rank.start for rank in ranks)
         peak = max(rank.peak_bytes for rank in ranks)
         numbers = {BUBBLE: 1 - sum(rank.busy for rank in ranks) / (len(ranks) * seconds)}

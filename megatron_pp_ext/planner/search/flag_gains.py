@@ -55,8 +55,8 @@ def _in_pairs(space: Space, candidate: Candidate) -> Iterator[Candidate]:
 def _as_features_choose(space: Space, candidate: Candidate) -> Iterator[Candidate]:
     """Yield ``candidate`` with the first choices that features have in the space."""
     for variants in offered():
-        others = (other for other in variants.cuts(space.job, candidate) if other != candidate)
-        yield from islice(others, _CHOICES)
+        choices = (choice for choice in variants.cuts(space.job, candidate) if choice != candidate)
+        yield from islice(choices, _CHOICES)
 
 
 _CHOICES = 2
@@ -235,14 +235,14 @@ class FlagGains:
         """What each flag brings, a line each, and then the shortest step with all that shorten it."""
         worth = [gain for gain in self.gains if gain.is_worth(self.best)]
         refused = [gain for gain in self.gains if gain.refusal]
-        others = [gain for gain in self.gains if gain not in worth and not gain.refusal]
+        little = [gain for gain in self.gains if gain not in worth and not gain.refusal]
         lines = [
             f"{gain.setting.words}: {self._numbers(gain)}"
             for gain in sorted(worth, key=lambda gain: -gain.seconds(self.best))
         ]
         lines += [f"{gain.setting.words}: {gain.refusal}" for gain in refused]
-        if others:
-            lines.append(f"little or no gain with {', '.join(map(self._other, others))}")
+        if little:
+            lines.append(f"little or no gain with {', '.join(map(self._other, little))}")
         if self.remaining:
             lines.append(f"not estimated: {', '.join(setting.words for setting in self.remaining)}")
         if self.shortest is not None:
