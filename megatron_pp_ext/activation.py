@@ -50,6 +50,7 @@ VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "MEGATRON_PP_TRACE": ("trace", Path),
     "MEGATRON_PP_TIMEOUT": ("timeout", float),
     "MEGATRON_PP_UNPROVED": ("unproved", _switch),
+    "MEGATRON_PP_LOG": ("log", _switch),
 }
 """The argument of ``megatron_pp_ext.install`` that each variable gives, and what reads it."""
 
@@ -81,7 +82,7 @@ def arguments(environment: Mapping[str, str]) -> dict[str, Any]:
         try:
             read[argument] = reader(value)
         except ValueError:
-            kind, fix = ("neither 1 nor 0", "1") if reader is _switch else ("no number", "one")
+            kind, fix = ("neither 1 nor 0", "1 or 0") if reader is _switch else ("no number", "one")
             raise ValueError(f"{name}={value} is {kind}; set it to {fix}, or unset it") from None
     return read
 

@@ -123,7 +123,7 @@ def hooked_places() -> list[str]:
     cpu.install()
     from megatron_pp_ext.megatron import frameworks, hooks
 
-    every = (*hooks.all_hooks(cpu=True), *frameworks.HOOKS)
+    every = (*hooks.all_hooks(cpu=True), *frameworks.HOOKS, *frameworks.LOGS)
     return [place.path for hook in every for place in hook.places]
 
 

@@ -73,7 +73,10 @@ def test_deactivated_it_is_as_before(tmp_path: Path) -> None:
             "MEGATRON_PP_RANKS=4 needs MEGATRON_PP_SCHEDULE; set it to a schedule of mpp list",
         ),
         ({"MEGATRON_PP_RANKS": "four"}, "MEGATRON_PP_RANKS=four is no number; set it to one, or unset it"),
-        ({"MEGATRON_PP_UNPROVED": "yes"}, "MEGATRON_PP_UNPROVED=yes is neither 1 nor 0; set it to 1, or"),
+        (
+            {"MEGATRON_PP_UNPROVED": "yes"},
+            "MEGATRON_PP_UNPROVED=yes is neither 1 nor 0; set it to 1 or",
+        ),
         ({"MEGATRON_PP_ORDER": "best"}, "MEGATRON_PP_ORDER is 'best'; give 'given', 'rule' or 'search'"),
         ({"MEGATRON_PP_LOSS_RANK": "2"}, "MEGATRON_PP_LOSS_RANK is '2'; give 'first' or 'last', or leave it"),
         (
@@ -145,6 +148,7 @@ def test_all_arguments_are_read() -> None:
         "MEGATRON_PP_TRACE": "trace.json",
         "MEGATRON_PP_TIMEOUT": "10",
         "MEGATRON_PP_UNPROVED": "1",
+        "MEGATRON_PP_LOG": "0",
         "MEGATRON_PP_EXT_CACHE": "/somewhere",
     }
     assert activation.arguments(given) == {
@@ -159,6 +163,7 @@ def test_all_arguments_are_read() -> None:
         "trace": Path("trace.json"),
         "timeout": 10.0,
         "unproved": True,
+        "log": False,
     }
     given = ASKED | {"MEGATRON_PP_MEMORY_LIMIT": "0.9-0.8-0.8-0.7"}
     assert activation.arguments(given)["memory_limit"] == "0.9-0.8-0.8-0.7", "one for each rank"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from megatron_pp_ext.compiler.limits import LARGEST_FRACTION, InfeasibleLimit, kept_by_1f1b, least_limits
 from megatron_pp_ext.compiler.make import make
@@ -24,8 +24,9 @@ from megatron_pp_ext.job import call
 from megatron_pp_ext.job.model_config import in_words_of_call, use_variables
 from megatron_pp_ext.job.pipeline import STOCK
 from megatron_pp_ext.megatron import patching, requested
-from megatron_pp_ext.megatron.requested import LastStep, Settings
+from megatron_pp_ext.megatron.requested import Settings
 from megatron_pp_ext.megatron.start_up import summary
+from megatron_pp_ext.megatron.step_numbers import LastStep
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import CostModel, Costs
 from megatron_pp_ext.schedule.placement import LAST, Placement
@@ -63,6 +64,11 @@ class InForce:
         """
         self._last_step.is_wanted = True
         return self._last_step.numbers()
+
+    def without_log(self) -> Self:
+        """Leave these numbers out of the logs of Megatron-Bridge, ms-swift and verl, and return this."""
+        self._last_step.is_logged = False
+        return self
 
     @property
     def chunks(self) -> int:
@@ -314,10 +320,15 @@ def install(
     return in_force
 
 
-def install_by_variables(variables: Mapping[str, str], **arguments: Any) -> None:
-    """Call ``install`` for the environment: errors name its ``variables``, which are by argument."""
+def install_by_variables(variables: Mapping[str, str], log: bool = True, **arguments: Any) -> None:
+    """Call ``install`` for the environment: errors name its ``variables``, which are by argument.
+
+    Without ``log`` the trainer's log has no numbers of the pipeline.
+    """
     use_variables(variables)
-    install(**arguments)
+    in_force = install(**arguments)
+    if not log:
+        in_force.without_log()
 
 
 @contextmanager

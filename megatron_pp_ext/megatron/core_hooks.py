@@ -39,4 +39,4 @@ CORE = (
 INSTALLED = (*CORE, *workarounds.IN_CORE)
 """The hooks of ``megatron_pp_ext.install``."""
 
-patching.apply_when_imported(frameworks.HOOKS, frameworks.ENGINE)
+patching.apply_when_imported(frameworks.HOOKS, (*frameworks.ENGINE, *frameworks.LOGS))

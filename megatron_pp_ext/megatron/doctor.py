@@ -93,7 +93,7 @@ def examine_hooks(details: list[Table | str]) -> list[str]:
     table.add_column("for")
     table.add_column("as in")
     table.add_column("fits")
-    around_core = (*frameworks.HOOKS, *frameworks.ENGINE)
+    around_core = (*frameworks.HOOKS, *frameworks.ENGINE, *frameworks.LOGS)
     always = (*_hooks(cpu=False), *around_core)
     for hook in (*_hooks(), *filter(_can_be_imported, around_core)):
         shown_place, since, fits = hook.places[0], "", "not in this release"
@@ -102,8 +102,11 @@ def examine_hooks(details: list[Table | str]) -> list[str]:
             if place is not None:
                 shown_place, since, fits = place, _first_with(place), "yes"
         except patching.HookError as error:
-            problems.append(str(error))
             fits = "no"
+            if hook in frameworks.LOGS:
+                fits = "no: the log goes without"
+            else:
+                problems.append(str(error))
         why = hook.why if hook in always else f"--cpu: {hook.why}"
         table.add_row(shown_place.dotted.removeprefix("megatron."), why, since, fits)
     workarounds = Table(
@@ -190,7 +193,7 @@ def changed_by_others() -> Table:
     """Return a table of what other packages have changed of the hooked functions."""
     from megatron_pp_ext.megatron import frameworks, other_patches
 
-    rows = other_patches.others((*_hooks(), *frameworks.HOOKS, *frameworks.ENGINE))
+    rows = other_patches.others((*_hooks(), *frameworks.HOOKS, *frameworks.ENGINE, *frameworks.LOGS))
     return _table(
         "Changed by other packages", ("hooked function", "function of another package", "this"), rows
     )

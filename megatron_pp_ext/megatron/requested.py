@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.compiler.source import Source
+from megatron_pp_ext.megatron.step_numbers import LastStep
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import CostModel, Costs
 from megatron_pp_ext.schedule.families.pipedream import Replicas, Updates
@@ -44,26 +45,6 @@ class Saving(Protocol):
     @property
     def gain(self) -> float:
         """The part of ``before`` that is saved."""
-
-
-BUBBLE, PEAK, PEAK_TO_PLAN, STEP_TO_PLAN, MFU = (
-    "pipeline/bubble",
-    "pipeline/peak-activations-bytes",
-    "pipeline/peak-vs-plan",
-    "pipeline/step-vs-plan",
-    "pipeline/mfu",
-)
-"""The names of a step's numbers; only a trainer that counts the model's operations has the last."""
-
-
-@dataclass(slots=True, eq=False)
-class LastStep:
-    """The numbers of the last training step, for the log of whoever trains."""
-
-    is_wanted: bool = False
-    """Whether training steps are timed."""
-    numbers: Callable[[], dict[str, float]] = dict
-    """Returns the numbers by name, none where no step was timed; collective over the pipeline."""
 
 
 type Advice = Callable[[Costs, Schedule, str, float], tuple[str, Saving] | None]

@@ -4,6 +4,7 @@ run = under("v-half", Job(chunks=2))      # losses, norms, weights by global nam
 assert_same_bits(run, stock(Job()))
 """
 
+import builtins
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -84,6 +85,8 @@ class Job:
     that format too."""
     save: str | None = None
     load: str | None = None
+    log: str | None = None
+    """The folder of TensorBoard's files."""
 
 
 @dataclass
@@ -97,6 +100,7 @@ class Run:
     exported: dict[str, torch.Tensor] = field(default_factory=dict)  # at the end, in Hugging Face's names
     layers: list[list[int]] = field(default_factory=list)  # of each chunk
     steps: list[int] = field(default_factory=list)  # microbatches of each step that our runner did
+    printed: list[str] = field(default_factory=list)  # the line of each iteration, on the last rank
 
 
 @cache
@@ -105,11 +109,18 @@ def stock(job: Job) -> Run:
     return _run(replace(job, chunks=1), None)
 
 
-def under(name: str, job: Job, **about: Any) -> Run:
-    """Train under the schedule that ``install(name, ..., **about)`` puts into each rank."""
+def under(name: str, job: Job, *, has_numbers: bool = True, **about: Any) -> Run:
+    """Train under the schedule that ``install(name, ..., **about)`` puts into each rank.
+
+    Unless the log ``has_numbers`` of the pipeline, the call leaves them out.
+    """
 
     def install() -> None:
-        megatron_pp_ext.install(name, ranks=job.pipeline_ranks, microbatches=job.microbatches, **about)
+        result = megatron_pp_ext.install(
+            name, ranks=job.pipeline_ranks, microbatches=job.microbatches, **about
+        )
+        if not has_numbers:
+            result.without_log()
 
     run = _run(job, install)
     assert run.steps[:1] == [job.microbatches], "stock's schedule ran"
@@ -140,6 +151,7 @@ def _run(job: Job, install: Callable[[], None] | None) -> Run:
 
 def _pretrain(rank: int, job: Job, install: Callable[[], None] | None) -> Run:
     run = Run()
+    _listen(run)
     if install is not None:
         install()
     cpu.fork_checkpoint_writers(["--save", job.save or "", "--async-strategy", "mcore"])
@@ -240,7 +252,7 @@ def _container(job: Job, run: Run) -> config.ConfigContainer:
             dataloader_type="single",
             persistent_workers=False,
         ),
-        logger=config.LoggerConfig(log_interval=1, tensorboard_dir=None),
+        logger=config.LoggerConfig(log_interval=1, tensorboard_dir=job.log),
         tokenizer=config.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=63),
         checkpoint=config.CheckpointConfig(
             save=job.save,
@@ -275,6 +287,17 @@ def _look(run: Run, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
     run.layers = [[layer.layer_number for layer in chunk.decoder.layers] for chunk in chunks]
     run.weights.update(global_parameters(chunks))
     return chunks
+
+
+def _listen(run: Run) -> None:
+    """Note the lines of iterations that this process prints from now on."""
+    stock_print = builtins.print
+
+    def listening(*texts: Any, **options: Any) -> None:
+        stock_print(*texts, **options)
+        run.printed += [str(text) for text in texts if " iteration " in str(text)]
+
+    builtins.print = listening
 
 
 def _watch_step(run: Run, step: Callable[..., Any]) -> Callable[..., Any]:

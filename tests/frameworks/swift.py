@@ -24,6 +24,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from swift.megatron.callbacks.print import PrintCallback
+from swift.megatron.callbacks.tensorboard import TensorboardCallback
 from swift.megatron.trainers.trainer import MegatronTrainer
 
 import megatron_pp_ext
@@ -60,12 +62,20 @@ class Run:
     steps: list[int] = field(default_factory=list)  # microbatches of each step that our runner did
 
 
-def train(folder: str, name: str | None, chunks: int = 1, goal: str = "", order: str | None = None) -> Run:
+def train(
+    folder: str,
+    name: str | None,
+    chunks: int = 1,
+    goal: str = "",
+    order: str | None = None,
+    output: str | None = None,
+) -> Run:
     """Train on the Hugging Face weights in ``folder``; where ``name`` is None, under stock's 1F1B.
 
-    The ``goal`` is that of ``swift_goals``, or the next token; ``order`` is that of ``install``.
+    The ``goal`` is that of ``swift_goals``, or the next token; ``order`` is that of ``install``.  With a
+    folder for ``output``, ms-swift's own callbacks log each step there.
     """
-    runs = ranks.run_ranks(_train, 2, folder, name, chunks, goal, order)
+    runs = ranks.run_ranks(_train, 2, folder, name, chunks, goal, order, output)
     last = next(run for run in runs if run.losses)
     for run in runs:
         assert run.norms == last.norms
@@ -75,7 +85,9 @@ def train(folder: str, name: str | None, chunks: int = 1, goal: str = "", order:
     return last
 
 
-def _train(rank: int, folder: str, name: str | None, chunks: int, goal: str, order: str | None) -> Run:
+def _train(
+    rank: int, folder: str, name: str | None, chunks: int, goal: str, order: str | None, output: str | None
+) -> Run:
     if name is not None:
         megatron_pp_ext.install(name, ranks=2, microbatches=max(MICROBATCHES), order=order)
     torch.distributed.init_process_group("gloo")
@@ -100,10 +112,13 @@ def _train(rank: int, folder: str, name: str | None, chunks: int, goal: str, ord
         LEARN[goal](trainer, models)
     batches = [_batches(goal) for _ in models]
     data = batches if virtual else batches[0]
+    if output is not None:
+        _log(trainer, output)
     with frameworks.counting_steps() as run.steps:
         for microbatches in MICROBATCHES:
             trainer.args.num_microbatches = microbatches
             metrics, norm, _ = trainer.train_step(data)
+            _end_step(trainer, metrics)
             run.losses += [
                 {key: number.flatten().tolist() for key, number in metric.items()} for metric in metrics
             ]
@@ -192,9 +207,11 @@ def _trainer(config: ModelConfig, models: list[torch.nn.Module]) -> MegatronTrai
             self.enable_routing_replay = False
             self.eval_metrics = None
             self.callbacks: list[Any] = []
+            self.state = SimpleNamespace(iteration=0)
 
         def on_log(self, logs: Any, prefix: str = "") -> None:
-            """Nobody reads a log."""
+            if self.callbacks:  # else nobody reads a log
+                super().on_log(logs, prefix)
 
     trainer = Trainer()
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
@@ -208,6 +225,29 @@ def _trainer(config: ModelConfig, models: list[torch.nn.Module]) -> MegatronTrai
     config.grad_scale_func = trainer.optimizer.scale_loss
     config.calculate_per_token_loss = True
     return trainer
+
+
+def _log(trainer: MegatronTrainer, output: str) -> None:
+    """Let ms-swift's own callbacks write what each step logs into the folder ``output``."""
+    vars(trainer.args).update(
+        output_dir=output,
+        tensorboard_dir=output,
+        tensorboard_queue_size=1,
+        train_iters=len(MICROBATCHES),
+        mtp_num_layers=None,
+        dsa_indexer_loss_coeff=None,
+    )
+    trainer.callbacks = [PrintCallback(trainer), TensorboardCallback(trainer)]
+    trainer.call_event("on_train_begin")
+
+
+def _end_step(trainer: MegatronTrainer, metrics: list[dict[str, torch.Tensor]]) -> None:
+    """Log the step, as ms-swift does where it logs each of them."""
+    trainer.state.iteration += 1
+    if trainer.callbacks:
+        logs: dict[str, Any] = {}
+        trainer._aggregated_metrics(metrics, logs)
+        trainer.on_log(logs=logs)
 
 
 def _batches(goal: str) -> Iterator[dict[str, Any]]:

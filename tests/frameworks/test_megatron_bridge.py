@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from megatron_pp_ext.megatron.step_numbers import BUBBLE, PEAK, PEAK_TO_PLAN, STEP_TO_PLAN
 from tests.support import frameworks, rounding
+from tests.support.training import scalars
 
 frameworks.require("megatron.bridge")
 
@@ -104,3 +106,22 @@ def test_multi_token_prediction() -> None:
     assert ours.losses[0] == theirs.losses[0]
     for mine, stocks in zip(ours.losses, theirs.losses, strict=True):
         assert mine == pytest.approx(stocks, rel=rounding.of_losses(updates=2))
+
+
+def test_numbers_in_its_log(tmp_path: Path) -> None:
+    """Its line of an iteration and TensorBoard have them from the second step on; training is the same."""
+    job = Job(chunks=2, log=str(tmp_path / "logged"))
+    ours = under("v-half", job, costs=[1e-3] * 4)
+    without = under("v-half", replace(job, log=str(tmp_path / "without")), has_numbers=False)
+    assert_same_bits(ours, without)
+    logged, stocks = scalars(tmp_path / "logged"), scalars(tmp_path / "without")
+    assert logged.keys() - stocks.keys() == {BUBBLE, PEAK, PEAK_TO_PLAN, STEP_TO_PLAN}
+    assert [*logged[BUBBLE]] == [2, 3]
+    assert 0 < logged[BUBBLE][3] < 1
+    first, *others = ours.printed
+    assert "pipeline" not in "".join([first, *without.printed])
+    for step, line in enumerate(others, start=2):
+        fields = dict(field.split(": ") for field in line.split(" | ") if ": " in field)
+        assert fields["pipeline"] == "v-half"
+        assert float(fields["bubble"]) == pytest.approx(logged[BUBBLE][step], abs=6e-4)
+    assert len(others) == 2

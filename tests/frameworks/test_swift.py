@@ -1,5 +1,6 @@
 """ms-swift's training step on mcore-bridge's models under our schedules: as without us, to the last bit."""
 
+import json
 import sys
 from functools import cache
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_pp_ext.megatron.step_numbers import BUBBLE, PEAK, PEAK_TO_PLAN
 from tests.support import frameworks, rounding
 
 if "megatron.bridge" in sys.modules:
@@ -22,6 +24,7 @@ torch.jit._state.disable()
 
 from tests.frameworks import swift  # noqa: E402
 from tests.frameworks.swift_goals import CHANNELS, EMBEDDINGS, PREFERENCES, RANKING  # noqa: E402
+from tests.support.training import scalars  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -95,3 +98,18 @@ def test_weights_come_and_go_by_name(weights: Path) -> None:
     file = load_file(weights / "model.safetensors")
     assert run.exported.keys() == file.keys()
     assert not [name for name in file if not torch.equal(file[name], run.exported[name])]
+
+
+def test_numbers_in_its_log(weights: Path, tmp_path: Path) -> None:
+    """Its line of a step and TensorBoard have them from the second step on; an evaluation has none."""
+    swift.train(str(weights), "v-half", 2, output=str(tmp_path))
+    lines = [json.loads(line) for line in (tmp_path / "logging.jsonl").read_text().splitlines()]
+    (first, *others), evaluation = lines[:-1], lines[-1]
+    assert [{name for name in line if name.startswith("pipeline")} for line in lines] == [
+        set(),
+        *[{BUBBLE, PEAK, PEAK_TO_PLAN}] * 2,
+        set(),
+    ]
+    logged = scalars(tmp_path)["train/pipeline_bubble"]
+    assert list(logged.values()) == pytest.approx([line[BUBBLE] for line in others], rel=1e-5)
+    assert "loss" in first and "eval_loss" in evaluation

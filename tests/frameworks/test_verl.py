@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_pp_ext.megatron.step_numbers import BUBBLE, PEAK, PEAK_TO_PLAN
 from tests.support import frameworks, rounding
 
 frameworks.require("verl")
@@ -101,3 +102,25 @@ def test_the_actor_learns_and_the_reference_stays(weights: Path) -> None:
     ]
     assert before
     assert not any(later)
+
+
+def test_numbers_among_its_metrics(weights: Path) -> None:
+    """Every update but the first of the process has them, as verl's loggers take numbers."""
+    from verl.utils.metric import reduce_metrics
+    from verl.utils.py_functional import append_to_dict
+
+    job = verl_engine.Job(chunks=2, by_workers=True)
+    (run,) = verl_engine.train(str(weights), "v-half", job)
+    numbers = [
+        {name: number for name, number in update.items() if name.startswith("pipeline/")}
+        for update in run.metrics
+    ]
+    assert len(numbers) == 2 * len(verl_engine.SAMPLES)
+    assert [set(update) for update in numbers] == [
+        set(),
+        *[{BUBBLE, PEAK, PEAK_TO_PLAN}] * (len(numbers) - 1),
+    ]
+    collected: dict[str, list[float]] = {}
+    for update in numbers[1:]:
+        append_to_dict(collected, update)
+    assert 0 < reduce_metrics(collected)[BUBBLE] < 1

@@ -30,6 +30,7 @@ from verl.workers.engine.megatron.transformer_impl import (
     MegatronEngineWithLMHead,
     MegatronEngineWithValueHead,
 )
+from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import ppo_loss, value_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
@@ -71,6 +72,8 @@ class Job:
     """Whether the actor trains adapters alone (LoRA), without which it is the reference."""
     order: str | None = None
     """How the microbatches of updates are ordered by the lengths of their samples."""
+    by_workers: bool = False
+    """Whether updates are those of verl's workers, which make metrics of what the engines return."""
 
 
 @dataclass
@@ -86,6 +89,7 @@ class Run:
     )  # those alone, as sent once weights are there
     layers: list[list[int]] = field(default_factory=list)  # of each chunk
     steps: list[int] = field(default_factory=list)  # microbatches of each step that our runner did
+    metrics: list[dict[str, Any]] = field(default_factory=list)  # of each update, where workers do them
 
 
 def train(folder: str, name: str | None, job: Job = Job()) -> list[Run]:
@@ -135,7 +139,7 @@ def _train(rank: int, folder: str, name: str | None, job: Job) -> Run:
         for step in range(len(SAMPLES)):
             samples = SAMPLES[(step + replica) % len(SAMPLES)]
             data = _rollouts(step + 10 * replica, samples, is_dynamic=job.replicas == 1)
-            _step(actor, reference, critic, data, run)
+            _step(actor, reference, critic, data, run, job)
         run.layers = [
             [layer.layer_number for layer in chunk.decoder.layers] for chunk in unwrap_model(actor.module)
         ]
@@ -238,6 +242,7 @@ def _step(
     critic: MegatronEngine,
     data: TensorDict,
     run: Run,
+    job: Job,
 ) -> None:
     """Do all passes, then update the actor by PPO, with a penalty on its distance, and the critic.
 
@@ -265,12 +270,26 @@ def _step(
     run.passes.append(seen)
     data["returns"] = data["values"] + data["advantages"]
     for engine, loss in ((actor, partial(ppo_loss, ACTOR)), (critic, partial(value_loss, CRITIC))):
+        if job.by_workers:
+            returned = _worker(engine, loss).train_batch(data.copy())
+            if returned is not None:
+                run.losses.append([])
+                run.metrics.append(tensordict_utils.get(returned, "metrics"))
+            continue
         with engine.train_mode():
             output = engine.train_batch(data.copy(), loss)
             engine.lr_scheduler_step()
         if output:
             run.losses.append(output["loss"])
             run.norms.append(output["metrics"]["grad_norm"])
+
+
+def _worker(engine: MegatronEngine, loss: Any) -> TrainingWorker:
+    """Return verl's worker of ``engine``, which Ray would start."""
+    worker = TrainingWorker.__new__(TrainingWorker)
+    worker.engine, worker.loss_fn, worker.engine_config = engine, loss, engine.engine_config
+    worker.model_config, worker.flops_counter, worker.device_name = {}, None, "cpu"
+    return worker
 
 
 def _rollouts(seed: int, samples: int, is_dynamic: bool) -> TensorDict:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_pp_ext import startup_file
-from megatron_pp_ext.megatron.requested import BUBBLE, PEAK, PEAK_TO_PLAN, STEP_TO_PLAN
+from megatron_pp_ext.megatron.step_numbers import BUBBLE, PEAK, PEAK_TO_PLAN, STEP_TO_PLAN
 from tests.support import own_process
 from tests.support.own_loop import CHUNKS, COUNTS, TIED, assert_same
 from tests.support.rounding import of_losses

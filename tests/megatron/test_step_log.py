@@ -13,10 +13,10 @@ from megatron.training import training
 from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.costs import system
 from megatron_pp_ext.megatron import requested
-from megatron_pp_ext.megatron.requested import BUBBLE, MFU, PEAK, PEAK_TO_PLAN, STEP_TO_PLAN
 from megatron_pp_ext.megatron.runners import step_log
 from megatron_pp_ext.megatron.runners.pipeline_runner import Unobserved
 from megatron_pp_ext.megatron.runners.step_log import StepLog
+from megatron_pp_ext.megatron.step_numbers import BUBBLE, MFU, PEAK, PEAK_TO_PLAN, STEP_TO_PLAN, LastStep
 from megatron_pp_ext.megatron.trainer import step_fields
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Action, Kind
@@ -24,7 +24,7 @@ from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.formats import costs_file, trace_file
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support.comparison import Result, assert_same_bits, run
-from tests.support.training import initialize_by_layer
+from tests.support.training import initialize_by_layer, scalars
 
 NAMES = {BUBBLE, PEAK, PEAK_TO_PLAN, STEP_TO_PLAN}
 PEAK_RATE = 1e12
@@ -33,13 +33,6 @@ PEAK_RATE = 1e12
 COSTS = Costs(tuple(StageCosts(2e-3, 1e-3, 1e-3) for _ in range(4)))
 V_HALF = ("--pipeline-model-parallel-size", "2", "--pipeline-schedule", "v-half", "--clip-grad", "0")
 FLAGS = (*V_HALF, "--log-throughput", "--log-timers-to-tensorboard", "--tensorboard-log-interval", "1")
-
-
-def scalars(folder: Path) -> dict[str, dict[int, float]]:
-    """Return the scalars in the event files of ``folder``, by tag and iteration."""
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    file = events.EventAccumulator(str(folder)).Reload()
-    return {tag: {event.step: event.value for event in file.Scalars(tag)} for tag in file.Tags()["scalars"]}
 
 
 def job(folder: Path, *flags: str) -> tuple[Result, list[str], dict[str, dict[int, float]]]:
@@ -109,7 +102,7 @@ def test_the_interval_of_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other iterations measure nothing; W&B gets the numbers, and no line is left to the next print."""
     calls: list[str] = []
     sent: list[tuple[dict[str, float], int]] = []
-    pipeline = requested.Pipeline(named("v-half", 2, 8), last_step=requested.LastStep(is_wanted=True))
+    pipeline = requested.Pipeline(named("v-half", 2, 8), last_step=LastStep(is_wanted=True))
 
     def numbers() -> dict[str, float]:
         calls.append("measured")
@@ -158,7 +151,7 @@ class Steps:
 def test_when_bytes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the first step of a schedule; a captured step and an evaluation have no numbers of their own."""
     schedules = [catalog.build(name, 2, 2) for name in ("1f1b", "gpipe")]
-    pipeline = requested.Pipeline(named("1f1b", 2, 2), last_step=requested.LastStep(is_wanted=True))
+    pipeline = requested.Pipeline(named("1f1b", 2, 2), last_step=LastStep(is_wanted=True))
     steps = Steps(schedules[0])
     log = StepLog(pipeline, steps, Unobserved())  # type: ignore[arg-type]
     numbers = SimpleNamespace(model=[], group=None, microbatches=2, forward_only=False)
@@ -199,7 +192,7 @@ class Guide(Unobserved):
 
 def test_the_timer_of_the_log_is_no_recording_of_a_guide() -> None:
     """Reading a record waits for the device, at the end of every step."""
-    pipeline = requested.Pipeline(named("1f1b", 2, 2), last_step=requested.LastStep(is_wanted=True))
+    pipeline = requested.Pipeline(named("1f1b", 2, 2), last_step=LastStep(is_wanted=True))
     guide, inputs = Guide(), SimpleNamespace(model=[], group=None, microbatches=2, forward_only=False)
     log = StepLog(pipeline, Steps(catalog.build("1f1b", 2, 2)), guide)  # type: ignore[arg-type]
     with log.step(inputs) as recorder, log.actions(inputs, recorder):  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ from scripts import tried_commits
 
 MEGATRONS = [commit for commit in patching.commits() if commit.is_megatron]
 FRAMEWORKS = [commit for commit in patching.commits() if not commit.is_megatron]
+PACKAGES = {"Megatron-Bridge": "megatron.bridge.", "ms-swift": "swift.", "verl": "verl."}
 
 
 def number(version: str) -> releases.Number:
@@ -26,7 +27,12 @@ def test_hooks_fit(commit: patching.Commit) -> None:
 
 @pytest.mark.parametrize("commit", FRAMEWORKS, ids=lambda commit: commit.name)
 def test_hooks_into_frameworks_fit(commit: patching.Commit) -> None:
-    for hook in frameworks.HOOKS:
+    package = PACKAGES[commit.repository.partition("/")[2]]
+    hooks_of_package = [
+        hook for hook in (*frameworks.HOOKS, *frameworks.LOGS) if hook.places[0].path.startswith(package)
+    ]
+    assert hooks_of_package
+    for hook in hooks_of_package:
         assert hook.in_megatron(patching.signatures(commit.name).get, number(commit.version))
 
 
@@ -35,7 +41,7 @@ def test_what_hooks_know_is_in_some_commit() -> None:
     seen = {
         (place, found) for one in patching.commits() for place, found in patching.signatures(one.name).items()
     }
-    for hook in (*hooks.all_hooks(cpu=True), *frameworks.HOOKS):
+    for hook in (*hooks.all_hooks(cpu=True), *frameworks.HOOKS, *frameworks.LOGS):
         for place in hook.places:
             found = [parameters for path, parameters in seen if path == place.path]
             for known in place.known:

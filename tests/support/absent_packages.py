@@ -24,6 +24,8 @@ PACKAGES = {
     "modelopt": "quantization",
     "megatron.energon": "multimodal data",
     "ray": "actors on the machines of a cluster",
+    "fastapi": "servers of rollouts",
+    "uvicorn": "the same",
 }
 """The stand-ins by purpose."""
 

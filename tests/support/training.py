@@ -15,6 +15,7 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tests.support import ranks  # has to come before Megatron: installs the stand-ins for torch.cuda
@@ -284,3 +285,10 @@ def _rows_of_whole(parameter: torch.nn.Parameter) -> tuple[int, int] | None:
 
 def _is_cut(parameter: torch.nn.Parameter) -> bool:
     return bool(getattr(parameter, "tensor_model_parallel", False))
+
+
+def scalars(folder: Path) -> dict[str, dict[int, float]]:
+    """Return the scalars in the event files of ``folder``, by tag and iteration."""
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    file = events.EventAccumulator(str(folder)).Reload()
+    return {tag: {event.step: event.value for event in file.Scalars(tag)} for tag in file.Tags()["scalars"]}

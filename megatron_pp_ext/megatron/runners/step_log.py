@@ -8,11 +8,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_pp_ext.megatron.requested import BUBBLE, PEAK, PEAK_TO_PLAN, STEP_TO_PLAN, Pipeline
+from megatron_pp_ext.megatron.requested import Pipeline
 from megatron_pp_ext.megatron.runners.flushed import FlushedSteps
 from megatron_pp_ext.megatron.runners.model_stage import StepInputs
 from megatron_pp_ext.megatron.runners.pipeline_runner import Recording
 from megatron_pp_ext.megatron.runners.transport import device
+from megatron_pp_ext.megatron.step_numbers import BUBBLE, PEAK, PEAK_TO_PLAN, STEP_TO_PLAN
 from megatron_pp_ext.runtime.rank import Recorder
 from megatron_pp_ext.runtime.recorder import StepRecorder, numbers_of_all
 from megatron_pp_ext.schedule.actions import Schedule

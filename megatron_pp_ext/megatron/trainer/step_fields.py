@@ -1,7 +1,6 @@
 """The measured numbers of the pipeline in Megatron's log: the line of an iteration, TensorBoard and W&B."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,46 +11,12 @@ from megatron_pp_ext.costs.system import peak_of_device
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.megatron import requested
 from megatron_pp_ext.megatron.patching import hook
-from megatron_pp_ext.megatron.requested import BUBBLE, MFU, PEAK, PEAK_TO_PLAN, STEP_TO_PLAN
-
-_TEXTS: Mapping[str, Callable[[float], str]] = {
-    BUBBLE: lambda part: f"bubble: {part:.3f}",
-    PEAK: lambda size: f"peak activations (MB): {size / 1e6:.4g}",
-    PEAK_TO_PLAN: lambda ratio: f"peak / plan: {ratio:.3f}",
-    STEP_TO_PLAN: lambda ratio: f"step / plan: {ratio:.3f}",
-    MFU: lambda part: f"MFU: {part:.3f}",
-}
+from megatron_pp_ext.megatron.step_numbers import MFU, LogLine, completed, line_in_progress, logging
 
 _LOGGED = (
     "loss_dict total_loss_dict learning_rate iteration loss_scale report_memory_flag skipped_iter grad_norm "
     "params_norm num_zeros_in_grad max_attention_logit pg_collection is_first_iteration"
 )
-
-
-class _Line:
-    """The numbers of the iteration that Megatron logs now."""
-
-    def __init__(self, name: str, numbers: dict[str, float]) -> None:
-        self.name, self.numbers = name, numbers
-
-    @property
-    def text(self) -> str:
-        """The fields as Megatron writes its own."""
-        fields = (_TEXTS[name](number) for name, number in self.numbers.items())
-        return "".join(f" {field} |" for field in (f"pipeline: {self.name}", *fields))
-
-
-_line: _Line | None = None
-
-
-@contextmanager
-def _logging(line: _Line) -> Iterator[None]:
-    global _line
-    _line = line
-    try:
-        yield
-    finally:
-        _line = None
 
 
 @hook(
@@ -69,10 +34,10 @@ def log_step(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     is_at_interval = iteration % get_args().log_interval == 0
     if not is_at_interval and not call.get("is_first_iteration"):
         return stock(*args, **kwargs)
-    line = _Line(pipeline.name, pipeline.last_step.numbers())
+    line = LogLine(pipeline.name, pipeline.last_step)
     if not line.numbers:
         return stock(*args, **kwargs)
-    with _logging(line):
+    with logging(line):
         result = stock(*args, **kwargs)
     if is_at_interval:
         _write(line.numbers, iteration)
@@ -86,7 +51,7 @@ def log_step(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 )
 def print_fields(stock: Callable[[str], None], message: str) -> None:
     """Append the fields to the line of an iteration, the one that Megatron prints in ``training_log``."""
-    stock(message if _line is None else f"{message}{_line.text}")
+    stock(completed(message))
 
 
 @hook(
@@ -97,11 +62,12 @@ def print_fields(stock: Callable[[str], None], message: str) -> None:
 def add_utilisation(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Divide the throughput, in TFLOP/s of a GPU, which Megatron computes before it prints the line."""
     throughput = bound(stock, *args, **kwargs).arguments.get("throughput")
-    if _line is not None and throughput is not None:
+    line = line_in_progress()
+    if line is not None and throughput is not None:
         precision = RequestedJob.of_args(get_args(), {}).precision
         peak = peak_of_device(torch.cuda.get_device_name(), precision.format)
         if peak is not None:
-            _line.numbers[MFU] = throughput * 1e12 / peak
+            line.numbers[MFU] = throughput * 1e12 / peak
     return stock(*args, **kwargs)
 
 
