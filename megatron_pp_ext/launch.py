@@ -64,6 +64,11 @@ class AllProducts(Products):
 
         return advised(job, data, costs, schedule, name, free)
 
+    def pipeline_seconds(self, job: RequestedJob, data: int, schedule: Schedule, device: str) -> float | None:
+        from megatron_pp_ext.planner.step.estimate import pipeline_seconds
+
+        return pipeline_seconds(job, data, schedule, device)
+
     def comparison(self, job: RequestedJob, data: int) -> list[str]:
         from megatron_pp_ext.megatron import start_up
         from megatron_pp_ext.planner.step import comparison

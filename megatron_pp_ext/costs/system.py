@@ -379,9 +379,15 @@ _BY_DEVICE = {
 """The shipped systems by their drivers' names.  Boards with another peak rate have others, as an H100 NVL."""
 
 
+def of_device(device: str) -> System | None:
+    """Return the shipped system of a ``device``, named as its driver does; None where there is none."""
+    return read(_BY_DEVICE[device]) if device in _BY_DEVICE else None
+
+
 def peak_of_device(device: str, dtype: str) -> float | None:
     """Return the operations a second on the data sheet of a ``device``, named as its driver does, or None."""
-    return read(_BY_DEVICE[device]).peak_rates.get(dtype) if device in _BY_DEVICE else None
+    system = of_device(device)
+    return None if system is None else system.peak_rates.get(dtype)
 
 
 def read(name: str) -> System:

@@ -84,6 +84,11 @@ class Settings:
     """What the model's stages cost by its arithmetic, at any length of sequences; None where nobody knows."""
     seconds: CostModel | None = None
     """The costs of the stages that a user gave, whose times are taken as seconds; None without any."""
+    seconds_by_rates: Callable[[Schedule, str], float | None] = lambda schedule, device: None
+    """Returns the seconds of a step's pipeline by the planner's rates of a device, named as its driver does.
+
+    None where nobody knows them.  ValueError for a model that cannot be estimated.
+    """
     caveat: Callable[[], str] = lambda: ""
     """Returns a line about differences from a run under 1F1B; logged once, before the first step."""
 
@@ -254,6 +259,14 @@ class Products:
 
         ``costs`` are those of the stages, ``name`` is the schedule's, and the fullest device has ``free``
         bytes left.  ValueError for a model that cannot be estimated.
+        """
+        return None
+
+    def pipeline_seconds(self, job: RequestedJob, data: int, schedule: Schedule, device: str) -> float | None:
+        """Return the seconds from the first action of ``schedule`` to its last end, by a device's rates.
+
+        The device is named as its driver does; None where its rates are not known.  ValueError for a job
+        that cannot be estimated.
         """
         return None
 

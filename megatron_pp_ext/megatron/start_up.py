@@ -232,7 +232,13 @@ def _message_bytes(job: Job) -> float:
     return bytes_between_stages(job)
 
 
-def settings(args: Namespace, job: Job, pipeline: Pipeline) -> Settings:
+def _seconds_by_rates(args: Namespace, job: RequestedJob, schedule: Schedule, device: str) -> float | None:
+    return requested.loaded().pipeline_seconds(
+        job.changed(padded_vocab_size=args.padded_vocab_size), args.data_parallel_size, schedule, device
+    )
+
+
+def settings(args: Namespace, job: RequestedJob, pipeline: Pipeline) -> Settings:
     """Return the settings of the run of ``job``, which ``args`` describe, with ``pipeline``.
 
     Megatron goes on changing ``args`` while it starts and trains, so values that change are read at use.
@@ -249,6 +255,7 @@ def settings(args: Namespace, job: Job, pipeline: Pipeline) -> Settings:
         advice=lambda *measured: requested.loaded().better_layout(
             job.changed(padded_vocab_size=args.padded_vocab_size), args.data_parallel_size, *measured
         ),
+        seconds_by_rates=partial(_seconds_by_rates, args, job),
         estimate=pipeline.settings.estimate,
         seconds=pipeline.settings.seconds,
         caveat=partial(caveat, pipeline, args),

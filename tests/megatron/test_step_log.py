@@ -16,14 +16,24 @@ from megatron_pp_ext.megatron import requested
 from megatron_pp_ext.megatron.runners import step_log
 from megatron_pp_ext.megatron.runners.pipeline_runner import Unobserved
 from megatron_pp_ext.megatron.runners.step_log import StepLog
-from megatron_pp_ext.megatron.step_numbers import BUBBLE, MFU, PEAK, PEAK_TO_PLAN, STEP_TO_PLAN, LastStep
+from megatron_pp_ext.megatron.step_numbers import (
+    BUBBLE,
+    MEASURED,
+    MFU,
+    PEAK,
+    PEAK_TO_PLAN,
+    RATES,
+    STEP_TO_PLAN,
+    LastStep,
+)
 from megatron_pp_ext.megatron.trainer import step_fields
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Action, Kind
-from megatron_pp_ext.schedule.costs import Costs, StageCosts
+from megatron_pp_ext.schedule.costs import CostModel, Costs, StageCosts
 from megatron_pp_ext.schedule.formats import costs_file, trace_file
 from megatron_pp_ext.schedule.simulate import simulate
 from tests.support.comparison import Result, assert_same_bits, run
+from tests.support.ranks import run_ranks
 from tests.support.training import initialize_by_layer, scalars
 
 NAMES = {BUBBLE, PEAK, PEAK_TO_PLAN, STEP_TO_PLAN}
@@ -45,7 +55,7 @@ def job(folder: Path, *flags: str) -> tuple[Result, list[str], dict[str, dict[in
 
         def kept(*texts: object, **options: Any) -> None:
             stock_print(*texts, **options)
-            if re.search(r" iteration +\d+/", str(texts[0])):
+            if texts and re.search(r" iteration +\d+/", str(texts[0])):
                 with file.open("a") as lines:
                     stock_print(*texts, file=lines)
 
@@ -143,6 +153,7 @@ class Steps:
 
     def __init__(self, schedule: Any) -> None:
         self.ran = schedule
+        self.stage_costs: Costs | None = None
 
     def schedule(self, inputs: Any) -> Any:
         return self.ran
@@ -177,6 +188,81 @@ def test_when_bytes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert step() is False
     pipeline.last_step.is_wanted = False
     assert step() is None
+
+
+def compared(rank: int) -> dict[str, tuple[float | None, str]]:
+    """Return a step against its plan for several plans, as the seconds of the step, and each plan's word."""
+    torch.distributed.init_process_group("gloo")
+    schedule = catalog.build("1f1b", 2, 2)
+    inputs = SimpleNamespace(
+        model=[], group=torch.distributed.group.WORLD, microbatches=2, forward_only=False
+    )
+
+    def costs(seconds: float) -> CostModel:
+        return CostModel.fixed(Costs((StageCosts(seconds, seconds, seconds),) * 2))
+
+    user, by_rates, unit = costs(3.0), {"seconds_by_rates": lambda schedule, device: 5.0}, costs(1.0)
+    plans: dict[str, tuple[dict[str, Any], float | None, float]] = {
+        "user": ({"seconds": user, **by_rates}, 2.0, 27.0),
+        "measured": (by_rates, 2.0, 18.0),
+        "unit costs, measured": ({"seconds": unit}, 2.0, 18.0),
+        "rates": (by_rates, None, 5.0),
+        "unit costs": ({"seconds": unit}, None, 1.0),
+        "none": ({}, None, 1.0),
+    }
+    results = {}
+    for name, (settings, measured, planned) in plans.items():
+        last_step = LastStep(is_wanted=True)
+        pipeline = requested.Pipeline(
+            named("1f1b", 2, 2), settings=requested.Settings(**settings), last_step=last_step
+        )
+        steps = Steps(schedule)
+        steps.stage_costs = None if measured is None else costs(measured).of(pipeline.placement)
+        log = StepLog(pipeline, steps, Unobserved())  # type: ignore[arg-type]
+        with log.step(inputs) as recorder:  # type: ignore[arg-type]
+            assert recorder is not None
+            for action in schedule.orders[rank]:
+                with recorder.during(action):
+                    pass
+        record = log._last.recorder.record.events if log._last else ()
+        seconds = record[-1].end - record[0].start
+        ratio = last_step.numbers().get(STEP_TO_PLAN)
+        results[name] = None if ratio is None else ratio * planned / seconds, last_step.plan_by
+    return results
+
+
+def test_which_plan_a_step_is_compared_with() -> None:
+    """Costs of the user, else those measured in this run, else the planner's rates; never unit costs."""
+    (results,) = run_ranks(compared, 1)
+    same = pytest.approx(1.0, rel=1e-6)
+    assert results == {
+        "user": (same, ""),
+        "measured": (same, MEASURED),
+        "unit costs, measured": (same, MEASURED),
+        "rates": (same, RATES),
+        "unit costs": (None, ""),
+        "none": (None, ""),
+    }
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("by", [MEASURED, RATES])
+def test_a_step_against_the_plan_without_costs_of_the_user(
+    by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what was measured in step 1, or by the rates that the planner has of the device."""
+    words = [*V_HALF, "--tensorboard-log-interval", "1"]
+    if by == MEASURED:
+        words += ["--pipeline-profile-steps", "1-1"]
+    else:
+        monkeypatch.setitem(system._BY_DEVICE, torch.cuda.get_device_name(), "h100")
+    _, printed, logged = job(tmp_path / by, *words)
+    steps = {1: printed[0], 2: printed[1]} if by == RATES else {2: printed[1]}
+    assert logged[STEP_TO_PLAN].keys() == steps.keys()
+    for step, line in steps.items():
+        (number,) = re.findall(rf" step / plan \({by}\): (\S+) \|", line)
+        assert float(number) == pytest.approx(logged[STEP_TO_PLAN][step], rel=1e-3, abs=6e-4)
+    assert ("step / plan" in printed[0]) == (by == RATES)
 
 
 class Guide(Unobserved):

@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.costs import system
 from megatron_pp_ext.job import pipeline
 from megatron_pp_ext.job.requested_job import RequestedJob
+from megatron_pp_ext.launch import AllProducts
 from megatron_pp_ext.planner import described
 from megatron_pp_ext.planner.step import comparison
 from megatron_pp_ext.planner.step.comparison import Alternative, Comparison, at_start, compared
@@ -99,3 +101,13 @@ def test_warnings_state_both_facts() -> None:
         "warning: v-min is predicted to take 10.0% longer than stock interleaved, and 1.0 GB more on the "
         "fullest rank"
     ]
+
+
+@pytest.mark.parametrize("flags", ["", "--pipeline-vocabulary shared"])
+def test_a_log_compares_with_the_estimated_pipeline(flags: str) -> None:
+    """The seconds of the schedule in force are those of the estimate that makes it, by the device's rates."""
+    job = asked(flags)
+    schedule = make(pipeline.read(job, DATA)).schedule
+    seconds = AllProducts().pipeline_seconds(job, DATA, schedule, "NVIDIA H100 80GB HBM3")
+    assert seconds == pytest.approx(estimated(job).pipeline_seconds)
+    assert AllProducts().pipeline_seconds(job, DATA, schedule, "NVIDIA H100 NVL") is None

@@ -97,6 +97,10 @@ class ProfileGuide(Requested):
     def measured(self) -> Mapping[int, Sequence[Costs]]:
         return self._by_microbatch
 
+    @property
+    def stage_costs(self) -> Costs | None:
+        return self._costs
+
     def _end_of_measurement(self, step: int, group: dist.ProcessGroup) -> None:
         if self._measured_steps:
             self._costs = self._measure(group)

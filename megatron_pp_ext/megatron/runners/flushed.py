@@ -96,6 +96,10 @@ class StepSource(Protocol):
         """
 
     @property
+    def stage_costs(self) -> Costs | None:
+        """The costs of the stages in the steps that were measured; None before, and where none are."""
+
+    @property
     def free(self) -> Sequence[float]:
         """The bytes that each rank has for activations and messages of a step, where they were measured."""
 
@@ -122,6 +126,10 @@ class Requested:
     @property
     def measured(self) -> Mapping[int, Sequence[Costs]]:
         return {}
+
+    @property
+    def stage_costs(self) -> Costs | None:
+        return None
 
     @property
     def free(self) -> Sequence[float]:
@@ -214,6 +222,11 @@ class FlushedSteps:
     def schedule(self, inputs: StepInputs) -> Schedule:
         """Return the schedule of the step, which ``plan`` has read."""
         return self._schedules[self._kind(inputs)]
+
+    @property
+    def stage_costs(self) -> Costs | None:
+        """The costs of the stages in the steps of this run that were measured; None before."""
+        return self._source.stage_costs
 
     def _offloading(self, kind: Hashable, step: Step) -> AbstractContextManager[None]:
         """Return the context in which Megatron offloads activations in the order of the step."""

@@ -13,11 +13,11 @@ from megatron_pp_ext.megatron.runners.flushed import FlushedSteps
 from megatron_pp_ext.megatron.runners.model_stage import StepInputs
 from megatron_pp_ext.megatron.runners.pipeline_runner import Recording
 from megatron_pp_ext.megatron.runners.transport import device
-from megatron_pp_ext.megatron.step_numbers import BUBBLE, PEAK, PEAK_TO_PLAN, STEP_TO_PLAN
+from megatron_pp_ext.megatron.step_numbers import BUBBLE, MEASURED, PEAK, PEAK_TO_PLAN, RATES, STEP_TO_PLAN
 from megatron_pp_ext.runtime.rank import Recorder
 from megatron_pp_ext.runtime.recorder import StepRecorder, numbers_of_all
 from megatron_pp_ext.schedule.actions import Schedule
-from megatron_pp_ext.schedule.costs import CostModel
+from megatron_pp_ext.schedule.costs import CostModel, Costs
 from megatron_pp_ext.schedule.simulate import Timeline, simulate
 
 
@@ -40,6 +40,13 @@ class _Step(NamedTuple):
     group: dist.ProcessGroup
 
 
+class _Plan(NamedTuple):
+    """The seconds of a planned step, and what they follow from (``LastStep.plan_by``)."""
+
+    seconds: float
+    by: str
+
+
 class StepLog:
     """A ``pipeline_runner.Recording`` that times every training step, besides ``recording``, which may not.
 
@@ -56,7 +63,8 @@ class StepLog:
         self._peaks: dict[Schedule, float] = {}
         self._of_microbatches: dict[int, Schedule] = {}
         self._last: _Step | None = None
-        self._plan = functools.lru_cache(maxsize=8)(self._simulated)
+        self._planned_peak = functools.lru_cache(maxsize=8)(self._peak)
+        self._planned_seconds = functools.lru_cache(maxsize=8)(self._seconds)
 
     @contextmanager
     def step(self, inputs: StepInputs) -> Iterator[Recorder | None]:
@@ -95,7 +103,8 @@ class StepLog:
         Collective over the pipeline, and the host waits for the device.  The bubble is the idle part of
         ranks x time, from the first start of an action of any rank to the last end; the peak is that of the
         rank with the highest.  What is compared with the plan is left out where nobody knows the plan: its
-        bytes without an estimate of the model, its seconds without costs of the user.
+        bytes without an estimate of the model; its seconds where the user gave no costs, no steps of this run
+        were measured, and the planner has no rates of the device.
         """
         if self._last is None:
             return {}
@@ -117,26 +126,46 @@ class StepLog:
             numbers[PEAK] = peak
         if not all(rank.is_as_planned for rank in ranks):
             return numbers
-        by_bytes, by_seconds = self._plan(schedule)
-        if peak and by_bytes is not None and (planned := max(by_bytes.peak_activations)):
+        if peak and (planned := self._planned_peak(schedule)):
             numbers[PEAK_TO_PLAN] = peak / planned
-        if by_seconds is not None:
-            numbers[STEP_TO_PLAN] = seconds / by_seconds.makespan
+        if plan := self._planned_seconds(schedule, self._steps.stage_costs is not None):
+            numbers[STEP_TO_PLAN] = seconds / plan.seconds
+            self._pipeline.last_step.plan_by = plan.by
         return numbers
 
-    def _simulated(self, schedule: Schedule) -> tuple[Timeline | None, Timeline | None]:
-        """Return the simulated step in the model's estimated bytes, and in seconds; None where unknown."""
+    def _peak(self, schedule: Schedule) -> float | None:
+        """Return the bytes of the rank with most activations by the estimate of the model; None without."""
+        timeline = self._simulated(schedule, self._pipeline.settings.estimate)
+        return None if timeline is None else max(timeline.peak_activations)
 
-        def by(model: CostModel | None) -> Timeline | None:
-            if model is None:
-                return None
-            try:
-                return simulate(schedule, self._pipeline.costs_of(schedule, model))
-            except Exception:  # a job trains whatever is wrong with an estimate that it does not need
-                return None
+    def _seconds(self, schedule: Schedule, is_measured: bool) -> _Plan | None:
+        """Return the plan by the costs of the user, else by those measured in this run, else by rates.
 
+        None where nobody knows seconds: unit costs, with which the papers draw, are none.
+        """
         settings = self._pipeline.settings
-        return by(settings.estimate), by(settings.seconds)
+        given = self._simulated(schedule, settings.seconds)
+        if given is not None:
+            return _Plan(given.makespan, "")
+        costs = self._steps.stage_costs if is_measured and not schedule.units else None
+        try:
+            if costs is not None:
+                return _Plan(simulate(schedule, costs).makespan, MEASURED)
+            seconds = settings.seconds_by_rates(schedule, torch.cuda.get_device_name())
+        except Exception:  # as in _simulated
+            return None
+        return None if seconds is None else _Plan(seconds, RATES)
+
+    def _simulated(self, schedule: Schedule, model: CostModel | None) -> Timeline | None:
+        """Return the step in the costs of ``model``, whatever their unit; None for unit costs or without."""
+        if model is None:
+            return None
+        try:
+            costs = self._pipeline.costs_of(schedule, model)
+            is_of_units = costs == Costs.unit(self._pipeline.placement)
+            return None if is_of_units else simulate(schedule, costs)
+        except Exception:  # a job trains whatever is wrong with an estimate that it does not need
+            return None
 
 
 def _is_captured() -> bool:

@@ -10,8 +10,10 @@ from megatron_pp_ext.compiler.make import make
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.costs.optimizers import ModelState
 from megatron_pp_ext.costs.stages import cost_model, stage_costs
-from megatron_pp_ext.costs.system import System
+from megatron_pp_ext.costs.system import System, of_device
 from megatron_pp_ext.job import sizes
+from megatron_pp_ext.job.requested_job import RequestedJob
+from megatron_pp_ext.job.rules import all_rules
 from megatron_pp_ext.job.typed_job import Job
 from megatron_pp_ext.pipedream.pace import seconds_of_an_update
 from megatron_pp_ext.planner.step.error_band import Band, band
@@ -19,7 +21,7 @@ from megatron_pp_ext.planner.step.model_description import model_operations
 from megatron_pp_ext.planner.step.programs import InFlight, Prepared
 from megatron_pp_ext.planner.step.workload import Workload, additions
 from megatron_pp_ext.schedule import catalog
-from megatron_pp_ext.schedule.actions import Kind, together
+from megatron_pp_ext.schedule.actions import Kind, Schedule, together
 from megatron_pp_ext.schedule.costs import CostModel
 from megatron_pp_ext.schedule.families import pipedream
 from megatron_pp_ext.schedule.families.pipedream import Replicas, Updates
@@ -410,6 +412,22 @@ def estimate_request(job: Job, system: System, request: Request, margin: float =
         return replace(estimated, note=_LONG_RUN.format(each, stage, least / microbatches))
     cautions = (option.caution(request.ranks, work.costs) for option in request.options)
     return replace(estimated, note=next(filter(None, cautions), result.note))
+
+
+def pipeline_seconds(job: RequestedJob, data: int, schedule: Schedule, device: str) -> float | None:
+    """Return the seconds from the first action of ``schedule`` to its last end, by the rates of ``device``.
+
+    It is the schedule of ``job``, with a flush, on ``data`` data-parallel ranks.  The device is named as its
+    driver does; None where no shipped system has its rates.  ValueError for a job that cannot be estimated.
+    """
+    machine = of_device(device)
+    if machine is None:
+        return None
+    all_rules.refuse_to_plan(job)
+    name = job.pipeline.pipeline_schedule
+    assert name is not None
+    work = Workload(job, machine, schedule.placement, data)
+    return StepModel(work, Prepared(schedule), name, schedule.microbatches).pace.pipeline_seconds
 
 
 def waits_around(work: Workload, spans: tuple[RankSpan, ...]) -> float:
