@@ -146,11 +146,12 @@ class StepRecorder:
 
     @contextmanager
     def during(self, action: Action) -> Iterator[None]:
-        start, worked = self._mark(), processor_seconds()
+        is_on_host = self._origin is None
+        start, worked = self._mark(), processor_seconds() if is_on_host else 0.0
         owner = Owner(action.stage, action.microbatch)
         with self.meter.forward(owner) if action.kind is Kind.F and self._is_metered else nullcontext():
             yield
-        seconds = processor_seconds() - worked if self._origin is None else None
+        seconds = processor_seconds() - worked if is_on_host else None
         self._events.append(_Interval(action, start, self._mark(), self.meter.live_bytes, seconds))
 
     @contextmanager

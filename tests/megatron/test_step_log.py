@@ -1,10 +1,13 @@
 """The measured numbers of a step in Megatron's log: what they are, where they stand, and what they change."""
 
 import builtins
+import gc
 import re
+import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -27,6 +30,8 @@ from megatron_pp_ext.megatron.step_numbers import (
     LastStep,
 )
 from megatron_pp_ext.megatron.trainer import step_fields
+from megatron_pp_ext.runtime import recorder
+from megatron_pp_ext.runtime.recorder import StepRecorder
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.actions import Action, Kind
 from megatron_pp_ext.schedule.costs import CostModel, Costs, StageCosts
@@ -263,6 +268,67 @@ def test_a_step_against_the_plan_without_costs_of_the_user(
         (number,) = re.findall(rf" step / plan \({by}\): (\S+) \|", line)
         assert float(number) == pytest.approx(logged[STEP_TO_PLAN][step], rel=1e-3, abs=6e-4)
     assert ("step / plan" in printed[0]) == (by == RATES)
+
+
+class CountedEvent:
+    """An event of a device, which counts the calls of its class."""
+
+    calls: ClassVar[Counter[str]] = Counter()
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        self.calls["made"] += 1
+
+    def record(self) -> None:
+        self.calls["recorded"] += 1
+
+    def elapsed_time(self, later: "CountedEvent") -> float:
+        self.calls["read"] += 1
+        return 1.0
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """A device whose calls are counted, by name."""
+    calls = CountedEvent.calls = Counter()
+    monkeypatch.setattr(torch, "Event", CountedEvent)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: calls.update(["waited"]))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(recorder, "wire_of", lambda group, device: device)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *tensor, group: calls.update(["met"]))
+    return calls
+
+
+def test_what_is_asked_of_a_device(device: Counter[str]) -> None:
+    """An event before and after each action and one a step, all used anew; they are read at a log alone.
+
+    10,000 steps without a log leave no more behind than 100, to less than a number a step.
+    """
+    pipeline = requested.Pipeline(named("1f1b", 2, 2), last_step=LastStep(is_wanted=True))
+    schedule = catalog.build("1f1b", 2, 2)
+    log = StepLog(pipeline, Steps(schedule), Unobserved())  # type: ignore[arg-type]
+    inputs = SimpleNamespace(model=[], group=None, microbatches=2, forward_only=False)
+    actions = schedule.orders[0]
+    alive = []
+    for step in range(10_000):
+        with log.step(inputs) as timer:  # type: ignore[arg-type]
+            assert isinstance(timer, StepRecorder)
+            for action in actions:
+                with timer.during(action):
+                    pass
+        if step in (99, 9_999):
+            gc.collect()
+            alive.append(sum(map(sys.getsizeof, gc.get_objects())))
+    events = 1 + 2 * len(actions)
+    assert device == {"made": events, "recorded": 10_000 * events}
+    assert alive[1] - alive[0] < 8 * 9_900
+
+    assert isinstance(timer, StepRecorder)
+    timer.since_meeting(None, torch.device("cpu"))  # type: ignore[arg-type]
+    assert device["recorded"] == 10_000 * events + 1, "the meeting"
+    assert device["read"] == events
+    assert (device["met"], device["waited"]) == (1, 2)
 
 
 class Guide(Unobserved):
