@@ -102,8 +102,9 @@ class StepRecorder:
     device before and after a recorded step, and never within it.  Without a device, the processor time of
     each action is recorded too.
 
-    A recorder that does not ``wait`` before a step is cheap enough for every step.  On a device all its times
-    are late by one unknown time: only their differences mean something (``since_meeting``).
+    A recorder that does not ``wait`` before a step is cheap enough for every step, and leaves processor time
+    out.  On a device all its times are late by one unknown time: only their differences mean something
+    (``since_meeting``).
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor] = (), *, waits: bool = True) -> None:
@@ -146,12 +147,12 @@ class StepRecorder:
 
     @contextmanager
     def during(self, action: Action) -> Iterator[None]:
-        is_on_host = self._origin is None
-        start, worked = self._mark(), processor_seconds() if is_on_host else 0.0
+        counts_work = self._waits and self._origin is None
+        start, worked = self._mark(), processor_seconds() if counts_work else 0.0
         owner = Owner(action.stage, action.microbatch)
         with self.meter.forward(owner) if action.kind is Kind.F and self._is_metered else nullcontext():
             yield
-        seconds = processor_seconds() - worked if is_on_host else None
+        seconds = processor_seconds() - worked if counts_work else None
         self._events.append(_Interval(action, start, self._mark(), self.meter.live_bytes, seconds))
 
     @contextmanager
