@@ -125,8 +125,8 @@ OTHER_PRODUCTS = {
 BELOW_IN_MEGATRON = {
     "releases": set(),
     "patching": {"releases"},
-    "step_numbers": set(),
-    "requested": {"step_numbers"},
+    "requested": set(),
+    "step_numbers": {"requested"},
     "start_up": {"requested"},
     "workarounds": {"patching", "releases"},
     "core": {"patching", "releases", "requested"},
@@ -137,7 +137,7 @@ BELOW_IN_MEGATRON = {
     "hooks": {"core_hooks", "patching", "releases", "trainer", "workarounds"},
     "other_patches": {"patching"},
     "doctor": {"core_hooks", "frameworks", "hooks", "other_patches", "patching", "releases", "workarounds"},
-    "by_call": {"core", "core_hooks", "patching", "requested", "start_up", "step_numbers"},
+    "by_call": {"core", "core_hooks", "patching", "requested", "start_up"},
     "__init__": {"hooks", "patching"},
 }
 """The same for the packages and modules of ``megatron``."""

@@ -24,9 +24,8 @@ from megatron_pp_ext.job import call
 from megatron_pp_ext.job.model_config import in_words_of_call, use_variables
 from megatron_pp_ext.job.pipeline import STOCK
 from megatron_pp_ext.megatron import patching, requested
-from megatron_pp_ext.megatron.requested import Settings
+from megatron_pp_ext.megatron.requested import LastStep, Settings
 from megatron_pp_ext.megatron.start_up import summary
-from megatron_pp_ext.megatron.step_numbers import LastStep
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import CostModel, Costs
 from megatron_pp_ext.schedule.placement import LAST, Placement

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from megatron_pp_ext.compiler.request import Request
 from megatron_pp_ext.compiler.source import Source
-from megatron_pp_ext.megatron.step_numbers import LastStep
 from megatron_pp_ext.schedule.actions import Schedule
 from megatron_pp_ext.schedule.costs import CostModel, Costs
 from megatron_pp_ext.schedule.families.pipedream import Replicas, Updates
@@ -45,6 +44,20 @@ class Saving(Protocol):
     @property
     def gain(self) -> float:
         """The part of ``before`` that is saved."""
+
+
+@dataclass(slots=True, eq=False)
+class LastStep:
+    """The numbers of the last training step, for the log of whoever trains."""
+
+    is_wanted: bool = False
+    """Whether training steps are timed."""
+    is_logged: bool = True
+    """Whether a trainer whose log this package hooks into has the numbers there."""
+    numbers: Callable[[], dict[str, float]] = dict
+    """Returns the numbers by name, none where no step was timed; collective over the pipeline."""
+    plan_by: str = ""
+    """What the last numbers' plan follows from (``step_numbers``); empty where a user gave the costs."""
 
 
 type Advice = Callable[[Costs, Schedule, str, float], tuple[str, Saving] | None]

@@ -1,8 +1,9 @@
-"""The measured numbers of a training step: their names, who wants them, and their fields in a log's line."""
+"""The names of a training step's measured numbers, and their fields in the line of a log."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+
+from megatron_pp_ext.megatron.requested import LastStep
 
 BUBBLE, PEAK, PEAK_TO_PLAN, STEP_TO_PLAN, MFU = (
     "pipeline/bubble",
@@ -15,20 +16,6 @@ BUBBLE, PEAK, PEAK_TO_PLAN, STEP_TO_PLAN, MFU = (
 
 MEASURED, RATES = "measured", "rates"
 """What a plan's seconds follow from where no user gave them: steps of this run, or rates of its device."""
-
-
-@dataclass(slots=True, eq=False)
-class LastStep:
-    """The numbers of the last training step, for the log of whoever trains."""
-
-    is_wanted: bool = False
-    """Whether training steps are timed."""
-    is_logged: bool = True
-    """Whether a trainer whose log this package hooks into has the numbers there."""
-    numbers: Callable[[], dict[str, float]] = dict
-    """Returns the numbers by name, none where no step was timed; collective over the pipeline."""
-    plan_by: str = ""
-    """``MEASURED`` or ``RATES``, by which the plan of the last numbers goes; empty where a user gave it."""
 
 
 class LogLine:

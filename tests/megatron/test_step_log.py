@@ -27,7 +27,6 @@ from megatron_pp_ext.megatron.step_numbers import (
     PEAK_TO_PLAN,
     RATES,
     STEP_TO_PLAN,
-    LastStep,
 )
 from megatron_pp_ext.megatron.trainer import step_fields
 from megatron_pp_ext.runtime import recorder
@@ -117,7 +116,7 @@ def test_the_interval_of_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other iterations measure nothing; W&B gets the numbers, and no line is left to the next print."""
     calls: list[str] = []
     sent: list[tuple[dict[str, float], int]] = []
-    pipeline = requested.Pipeline(named("v-half", 2, 8), last_step=LastStep(is_wanted=True))
+    pipeline = requested.Pipeline(named("v-half", 2, 8), last_step=requested.LastStep(is_wanted=True))
 
     def numbers() -> dict[str, float]:
         calls.append("measured")
@@ -167,7 +166,7 @@ class Steps:
 def test_when_bytes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the first step of a schedule; a captured step and an evaluation have no numbers of their own."""
     schedules = [catalog.build(name, 2, 2) for name in ("1f1b", "gpipe")]
-    pipeline = requested.Pipeline(named("1f1b", 2, 2), last_step=LastStep(is_wanted=True))
+    pipeline = requested.Pipeline(named("1f1b", 2, 2), last_step=requested.LastStep(is_wanted=True))
     steps = Steps(schedules[0])
     log = StepLog(pipeline, steps, Unobserved())  # type: ignore[arg-type]
     numbers = SimpleNamespace(model=[], group=None, microbatches=2, forward_only=False)
@@ -217,7 +216,7 @@ def compared(rank: int) -> dict[str, tuple[float | None, str]]:
     }
     results = {}
     for name, (settings, measured, planned) in plans.items():
-        last_step = LastStep(is_wanted=True)
+        last_step = requested.LastStep(is_wanted=True)
         pipeline = requested.Pipeline(
             named("1f1b", 2, 2), settings=requested.Settings(**settings), last_step=last_step
         )
@@ -305,7 +304,7 @@ def test_what_is_asked_of_a_device(device: Counter[str]) -> None:
 
     10,000 steps without a log leave no more behind than 100, to less than a number a step.
     """
-    pipeline = requested.Pipeline(named("1f1b", 2, 2), last_step=LastStep(is_wanted=True))
+    pipeline = requested.Pipeline(named("1f1b", 2, 2), last_step=requested.LastStep(is_wanted=True))
     schedule = catalog.build("1f1b", 2, 2)
     log = StepLog(pipeline, Steps(schedule), Unobserved())  # type: ignore[arg-type]
     inputs = SimpleNamespace(model=[], group=None, microbatches=2, forward_only=False)
@@ -344,7 +343,7 @@ class Guide(Unobserved):
 
 def test_the_timer_of_the_log_is_no_recording_of_a_guide() -> None:
     """Reading a record waits for the device, at the end of every step."""
-    pipeline = requested.Pipeline(named("1f1b", 2, 2), last_step=LastStep(is_wanted=True))
+    pipeline = requested.Pipeline(named("1f1b", 2, 2), last_step=requested.LastStep(is_wanted=True))
     guide, inputs = Guide(), SimpleNamespace(model=[], group=None, microbatches=2, forward_only=False)
     log = StepLog(pipeline, Steps(catalog.build("1f1b", 2, 2)), guide)  # type: ignore[arg-type]
     with log.step(inputs) as recorder, log.actions(inputs, recorder):  # type: ignore[arg-type]

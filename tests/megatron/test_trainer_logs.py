@@ -12,8 +12,8 @@ from megatron_pp_ext.compiler.request import named
 from megatron_pp_ext.megatron import by_call, requested
 from megatron_pp_ext.megatron.core import chunk_pipelines
 from megatron_pp_ext.megatron.frameworks import trainer_logs
-from megatron_pp_ext.megatron.requested import Pipeline
-from megatron_pp_ext.megatron.step_numbers import BUBBLE, LastStep
+from megatron_pp_ext.megatron.requested import LastStep, Pipeline
+from megatron_pp_ext.megatron.step_numbers import BUBBLE
 
 NUMBERS = {BUBBLE: 0.25}
 

@@ -28,9 +28,8 @@ from megatron_pp_ext.megatron import requested, start_up
 from megatron_pp_ext.megatron.core.optimizer import describe
 from megatron_pp_ext.megatron.patching import hook
 from megatron_pp_ext.megatron.releases import megatron_version
-from megatron_pp_ext.megatron.requested import Settings
+from megatron_pp_ext.megatron.requested import LastStep, Settings
 from megatron_pp_ext.megatron.start_up import comparison, settings, show_compiling, summary
-from megatron_pp_ext.megatron.step_numbers import LastStep
 from megatron_pp_ext.megatron.trainer.agreement import refused
 from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.setting_error import failed_check
