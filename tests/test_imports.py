@@ -125,6 +125,7 @@ OTHER_PRODUCTS = {
 BELOW_IN_MEGATRON = {
     "releases": set(),
     "patching": {"releases"},
+    "source": set(),
     "requested": set(),
     "step_numbers": {"requested"},
     "start_up": {"requested"},
@@ -136,7 +137,10 @@ BELOW_IN_MEGATRON = {
     "core_hooks": {"core", "frameworks", "patching", "runners", "workarounds"},
     "hooks": {"core_hooks", "patching", "releases", "trainer", "workarounds"},
     "other_patches": {"patching"},
-    "doctor": {"core_hooks", "frameworks", "hooks", "other_patches", "patching", "releases", "workarounds"},
+    "doctor": {
+        *("core_hooks", "frameworks", "hooks", "other_patches", "patching", "releases", "source"),
+        "workarounds",
+    },
     "by_call": {"core", "core_hooks", "patching", "requested", "start_up"},
     "__init__": {"hooks", "patching"},
 }

@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from rich.table import Table
 from megatron_pp_ext import startup_file
 from megatron_pp_ext.job.requested_job import FIRST_ENGINE
 from megatron_pp_ext.megatron import patching, releases
+from megatron_pp_ext.megatron.source import Source, parameters_in
 from megatron_pp_ext.runtime.groups import is_nccl2, loaded_nccl, message_backend
 
 TRIED: Mapping[str, tuple[str, ...]] = {
@@ -93,7 +95,7 @@ def examine_hooks(details: list[Table | str]) -> list[str]:
     table.add_column("for")
     table.add_column("as in")
     table.add_column("fits")
-    around_core = (*frameworks.HOOKS, *frameworks.ENGINE, *frameworks.LOGS)
+    around_core = (*frameworks.HOOKS, *frameworks.ENGINE)
     always = (*_hooks(cpu=False), *around_core)
     for hook in (*_hooks(), *filter(_can_be_imported, around_core)):
         shown_place, since, fits = hook.places[0], "", "not in this release"
@@ -102,13 +104,17 @@ def examine_hooks(details: list[Table | str]) -> list[str]:
             if place is not None:
                 shown_place, since, fits = place, _first_with(place), "yes"
         except patching.HookError as error:
+            problems.append(str(error))
             fits = "no"
-            if hook in frameworks.LOGS:
-                fits = "no: the log goes without"
-            else:
-                problems.append(str(error))
         why = hook.why if hook in always else f"--cpu: {hook.why}"
         table.add_row(shown_place.dotted.removeprefix("megatron."), why, since, fits)
+    for hook, parameters_of in _hooks_of_logs():
+        try:
+            place = hook.in_megatron(parameters_of, releases.megatron_release()) or hook.places[0]
+            since, fits = _first_with(place, parameters_of), "yes"
+        except patching.HookError:
+            place, since, fits = hook.places[0], "", "no: the log is without them"
+        table.add_row(place.dotted.removeprefix("megatron."), hook.why, since, fits)
     workarounds = Table(
         "defect", "in", "gone when this passes without it", title="Workarounds of Megatron's own defects"
     )
@@ -144,9 +150,26 @@ def _hooks(cpu: bool = True) -> tuple[patching.Hook, ...]:
     return hooks.all_hooks(cpu)
 
 
-def _first_with(place: patching.Place) -> str:
+def _hooks_of_logs() -> Iterator[tuple[patching.Hook, patching.ParametersOf]]:
+    """Yield the hooks into the logs of the trainers that are here, and what reads the parameters there.
+
+    Trainers are not imported: some change Megatron, and some need a GPU.
+    """
+    from megatron_pp_ext.megatron import frameworks
+
+    for hook in frameworks.LOGS:
+        top, part = hook.places[0].module.split(".")[:2]
+        spec = importlib.util.find_spec(top)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            if Path(folder, part).is_dir():
+                yield hook, partial(parameters_in, Source(str(Path(folder).parent)))
+
+
+def _first_with(
+    place: patching.Place, parameters_of: patching.ParametersOf = patching.parameters_here
+) -> str:
     """Return the oldest tried commit that has the present function at ``place``, by its parameters."""
-    parameters = patching.parameters_here(place.path)
+    parameters = parameters_of(place.path)
     having = (
         commit
         for commit in patching.commits()
@@ -193,7 +216,7 @@ def changed_by_others() -> Table:
     """Return a table of what other packages have changed of the hooked functions."""
     from megatron_pp_ext.megatron import frameworks, other_patches
 
-    rows = other_patches.others((*_hooks(), *frameworks.HOOKS, *frameworks.ENGINE, *frameworks.LOGS))
+    rows = other_patches.others((*_hooks(), *frameworks.HOOKS, *frameworks.ENGINE))
     return _table(
         "Changed by other packages", ("hooked function", "function of another package", "this"), rows
     )

@@ -1,6 +1,7 @@
 """Numbers of the pipeline in other trainers' logs: where they stand, when they are measured, and when not."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 
 from megatron_pp_ext.compiler.request import named
-from megatron_pp_ext.megatron import by_call, requested
+from megatron_pp_ext.megatron import by_call, doctor, requested
 from megatron_pp_ext.megatron.core import chunk_pipelines
 from megatron_pp_ext.megatron.frameworks import trainer_logs
 from megatron_pp_ext.megatron.requested import LastStep, Pipeline
@@ -128,3 +129,23 @@ def test_the_environment_leaves_them_out(log: bool, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(by_call, "install", lambda **arguments: in_force)
     by_call.install_by_variables({}, log=log)
     assert pipeline.last_step.is_logged == log
+
+
+@pytest.mark.parametrize(
+    ("parameters", "fits"),
+    [("self, logs, prefix=''", "yes"), ("self, logs, state", "no: the log is without them")],
+)
+def test_doctor_reads_a_trainer_without_importing_it(
+    parameters: str, fits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A log that another version has elsewhere is no reason to refuse the machine."""
+    folder = tmp_path / "swift" / "megatron" / "trainers"
+    folder.mkdir(parents=True)
+    (tmp_path / "swift" / "__init__.py").write_text("raise RuntimeError('imported')")
+    (folder / "base.py").write_text(f"class BaseMegatronTrainer:\n    def on_log({parameters}): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(doctor, "_hooks", lambda cpu=True: ())  # those of this process are in place
+    details: list[Any] = []
+    assert doctor.examine_hooks(details) == []
+    places, *_, verdicts = (list(column.cells) for column in details[0].columns)
+    assert verdicts[places.index("swift.megatron.trainers.base.BaseMegatronTrainer.on_log")] == fits
