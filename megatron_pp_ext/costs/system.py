@@ -367,7 +367,6 @@ def shipped() -> tuple[str, ...]:
 
 _BY_DEVICE = {
     "NVIDIA A100-SXM4-80GB": "a100-80g",
-    "NVIDIA A100 80GB PCIe": "a100-80g",
     "NVIDIA H100 80GB HBM3": "h100",
     "NVIDIA H200": "h200",
     "NVIDIA B200": "b200",
@@ -378,6 +377,9 @@ _BY_DEVICE = {
 }
 """The shipped systems by their drivers' names.  Boards with another peak rate have others, as an H100 NVL."""
 
+_OF_SAME_PEAK = {"NVIDIA A100 80GB PCIe": "NVIDIA A100-SXM4-80GB"}
+"""Devices with the data sheet's rates of a shipped system and other links and clocks under load."""
+
 
 def of_device(device: str) -> System | None:
     """Return the shipped system of a ``device``, named as its driver does; None where there is none."""
@@ -386,7 +388,7 @@ def of_device(device: str) -> System | None:
 
 def peak_of_device(device: str, dtype: str) -> float | None:
     """Return the operations a second on the data sheet of a ``device``, named as its driver does, or None."""
-    system = of_device(device)
+    system = of_device(_OF_SAME_PEAK.get(device, device))
     return None if system is None else system.peak_rates.get(dtype)
 
 

@@ -354,7 +354,17 @@ def test_the_timer_of_the_log_is_no_recording_of_a_guide() -> None:
 def test_the_peak_rate_of_a_device() -> None:
     assert system.peak_of_device("NVIDIA H200", "bf16") == 989.4e12
     assert system.peak_of_device("NVIDIA H200 NVL", "bf16") is None
-    assert all(system.read(name).peak_rates for name in system._BY_DEVICE.values())
+    assert system.peak_of_device("NVIDIA A100 80GB PCIe", "bf16") == 312e12
+    assert system.of_device("NVIDIA A100 80GB PCIe") is None, "its links are not those of the shipped system"
+
+
+@pytest.mark.parametrize("name", system.shipped())
+def test_every_shipped_system_has_a_device_and_its_peaks(name: str) -> None:
+    """No product is measured above the data sheet's rate, by which MFU is a part of 1."""
+    machine = system.read(name)
+    assert name in system._BY_DEVICE.values() and machine.peak_rates
+    for dtype, peak in machine.peak_rates.items():
+        assert all(rate <= peak for *_, rate in machine.matrix_rates.get(dtype, ()))
 
 
 def test_megatron_prints_an_iteration_by_the_name_that_is_replaced() -> None:
