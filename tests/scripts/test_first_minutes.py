@@ -168,6 +168,22 @@ def open_page(page: Path, picture: Path, width: int) -> None:
 
 
 @pytest.mark.wide
+@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium to show a page in")
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ("<p>one two three<script>none()</script>", "none is not defined"),
+        ("", "is blank"),
+        ('<p style="width:2000px">one two three', "scrolled sideways"),
+    ],
+)
+def test_a_page_that_is_broken_is_noticed(body: str, problem: str, tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text(f"<!doctype html><meta charset=utf-8><body>{body}")
+    with pytest.raises(AssertionError, match=problem):
+        open_page(tmp_path / "page.html", tmp_path / "page.png", 400)
+
+
+@pytest.mark.wide
 def test_to_train_and_to_verify(wheel: Path, desk: Path, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     programs = environment(tmp_path / "trains", wheel, with_torch=True)
