@@ -98,12 +98,9 @@ class EstimatedJob:
     notes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        placed, step = self.placed, self.step
-        return (
-            f"<Estimate of {placed.request.schedule} on {placed.gpus} x {placed.system.name}: step "
-            f"{step.step_seconds:.4g} s, MFU {step.mfu}, bubble {step.bubble:.1%}, "
-            f"{step.fullest.total / 1e9:.1f} GB on the fullest rank>"
-        )
+        placed = self.placed
+        about = f"{placed.request.schedule} on {placed.gpus} x {placed.system.name}"
+        return f"<Estimate of {about}: {self.step.summary}>"
 
     @property
     def sizes(self) -> list[str]:

@@ -62,6 +62,7 @@ def test_its_line() -> None:
         repr(shown),
     )
     assert f"step {shown.step.step_seconds:.4g} s" in repr(shown)
+    assert repr(shown.step) == f"<Estimate:{repr(shown).partition(':')[2]}"
 
 
 def test_bars_end_where_the_memory_does() -> None:

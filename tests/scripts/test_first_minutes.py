@@ -75,6 +75,7 @@ def required(wheel: Path) -> dict[str, Distribution]:
 
 def environment(folder: Path, wheel: Path, *, with_torch: bool) -> Path:
     """Make an environment with ``wheel`` in ``folder``, and return the folder of its programs."""
+    pytest.importorskip("pip")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     programs = folder / "bin"
     places = {"base": str(folder), "platbase": str(folder), "installed_base": str(folder)}
