@@ -8,6 +8,7 @@ since they are not there.  The other environment also finds everything that is i
 ``megatron_pp_ext[train]`` would install it; its package is the wheel too.  Not tested is a download.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -99,8 +100,8 @@ def environment(folder: Path, wheel: Path, *, with_torch: bool) -> Path:
     return programs
 
 
-def run(block: Block, programs: Path, desk: Path) -> None:
-    """Run ``block`` as pasted into a shell in the folder ``desk``; it prints what README shows."""
+def shell(command: list[str | Path], programs: Path, desk: Path) -> subprocess.CompletedProcess[str]:
+    """Run ``command`` in the folder ``desk``, which is home too, with ``programs`` and without a network."""
     nowhere = "http://127.0.0.1:9"
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     settings = {
@@ -110,8 +111,8 @@ def run(block: Block, programs: Path, desk: Path) -> None:
         "http_proxy": nowhere,
         "https_proxy": nowhere,
     }
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", block.text],
+    return subprocess.run(
+        command,
         cwd=desk,
         env={**clean, **settings},
         stdin=subprocess.DEVNULL,
@@ -119,7 +120,13 @@ def run(block: Block, programs: Path, desk: Path) -> None:
         stderr=subprocess.STDOUT,
         text=True,
         timeout=1800,
+        check=False,
     )
+
+
+def run(block: Block, programs: Path, desk: Path) -> None:
+    """Run ``block`` as pasted into a shell; it prints what README shows."""
+    done = shell(["bash", "-euo", "pipefail", "-c", block.text], programs, desk)
     assert done.returncode == 0, f"{block}\n{done.stdout[-4000:]}"
     assert block.missing(done.stdout) == [], f"{block}\n{done.stdout[-4000:]}"
 
@@ -136,10 +143,11 @@ def desk(tmp_path: Path) -> Path:
 def test_to_look_choose_and_plan_takes_no_torch(wheel: Path, desk: Path, tmp_path: Path) -> None:
     programs = environment(tmp_path / "plans", wheel, with_torch=False)
     for module in ("torch", "megatron"):
-        line = [programs / "python", "-c", f"import {module}"]
-        assert subprocess.run(line, capture_output=True, check=False).returncode == 1
+        assert shell(["python", "-c", f"import {module}"], programs, desk).returncode == 1
     for block in PLANNING:
         run(block, programs, desk)
+    notebook = shell(["python", "-c", cells()], programs, desk)
+    assert notebook.returncode == 0, notebook.stdout
     pictures, pages = (re.findall(rf"--{kind} (\S+)", PLANNED) for kind in ("png", "html"))
     assert pictures and len(pages) >= 2
     for picture in pictures:
@@ -149,6 +157,14 @@ def test_to_look_choose_and_plan_takes_no_torch(wheel: Path, desk: Path, tmp_pat
     for page in pages:
         for width in (400, 1400):
             open_page(desk / page, tmp_path / f"{Path(page).stem}-{width}.png", width)
+
+
+def cells() -> str:
+    """Return the code of the notebook that README names."""
+    notebook = json.loads((ROOT / "examples" / "schedules.ipynb").read_text())
+    code = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert any("pp.estimate(" in cell for cell in code)
+    return "\n".join(code)
 
 
 def colours(picture: Path) -> int:
@@ -188,9 +204,8 @@ def test_a_page_that_is_broken_is_noticed(body: str, problem: str, tmp_path: Pat
 def test_to_train_and_to_verify(wheel: Path, desk: Path, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     programs = environment(tmp_path / "trains", wheel, with_torch=True)
-    line = [programs / "python", "-c", "import megatron_pp_ext, torch; print(megatron_pp_ext.__file__)"]
-    place = subprocess.run(line, cwd=desk, capture_output=True, text=True, check=True).stdout
-    assert place.startswith(str(tmp_path / "trains"))
+    place = "import megatron_pp_ext, torch; print(megatron_pp_ext.__file__)"
+    assert shell(["python", "-c", place], programs, desk).stdout.startswith(str(tmp_path / "trains"))
     for block in README:
         if block not in PLANNING:
             run(block, programs, desk)
