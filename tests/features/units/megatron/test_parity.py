@@ -181,6 +181,7 @@ def test_measured_bytes_are_those_of_the_plan(count: int) -> None:
     assert step.records[0].peak_bytes == pytest.approx(planned_bytes(schedule), rel=0.05)
 
 
+@pytest.mark.wide
 def test_units_in_flight_are_those_of_the_simulation() -> None:
     """Keys and values are held as long as their first slice: they are in flight with it."""
     step, schedule = recorded([*PP2, *LLAMA, *sliced("v-half", 8)])
