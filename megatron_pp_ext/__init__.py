@@ -10,7 +10,7 @@ For any training loop on megatron.core (docs/frameworks.md):
 ``uninstall()``                           Megatron as it was
 ``InForce``                               what ``install`` returns: what will run
 
-For looking at schedules; none of these needs torch or Megatron:
+For looking at schedules and for planning; none of these needs torch or Megatron:
 
 ``build(name, ranks, microbatches)``      a schedule of ``mpp list``
 ``compile_schedule(ranks, microbatches, costs, memory_limit)``  the shortest schedule found within a limit
@@ -20,7 +20,10 @@ For looking at schedules; none of these needs torch or Megatron:
                                           ``mpp``
 ``balance(lengths, replicas, microbatches)``  documents into replicas and microbatches of equal cost
 ``read_csv(path)``, ``write_csv(schedule, path)``  schedules as files of torch.distributed.pipelining
-``Schedule``, ``Timeline``                the types that these functions take and return
+``estimate(flags, model=, gpus=, system=)``  the step of a Megatron job: seconds, and the memory of every rank
+``Schedule``, ``Timeline``, ``EstimatedJob``  the types that these functions take and return
+
+In a notebook the values of these three types show themselves.
 """
 
 import sys
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from megatron_pp_ext.compiler.compile import compile_schedule
     from megatron_pp_ext.features.units.packing import balance
     from megatron_pp_ext.megatron.by_call import InForce, install, installed, uninstall
+    from megatron_pp_ext.planner.estimated_job import EstimatedJob, estimate
     from megatron_pp_ext.schedule.actions import Schedule
     from megatron_pp_ext.schedule.catalog import build
     from megatron_pp_ext.schedule.costs import Costs, StageCosts
@@ -45,6 +49,7 @@ __version__ = VERSION
 
 __all__ = [
     "Costs",
+    "EstimatedJob",
     "InForce",
     "Schedule",
     "StageCosts",
@@ -53,6 +58,7 @@ __all__ = [
     "build",
     "compile_schedule",
     "draw",
+    "estimate",
     "install",
     "installed",
     "read_csv",
@@ -63,6 +69,7 @@ __all__ = [
 
 _HOMES = {
     "Costs": ("schedule.costs", "Costs"),
+    "EstimatedJob": ("planner.estimated_job", "EstimatedJob"),
     "InForce": ("megatron.by_call", "InForce"),
     "Schedule": ("schedule.actions", "Schedule"),
     "StageCosts": ("schedule.costs", "StageCosts"),
@@ -71,6 +78,7 @@ _HOMES = {
     "build": ("schedule.catalog", "build"),
     "compile_schedule": ("compiler.compile", "compile_schedule"),
     "draw": ("view.picture", "draw"),
+    "estimate": ("planner.estimated_job", "estimate"),
     "install": ("megatron.by_call", "install"),
     "installed": ("megatron.by_call", "installed"),
     "read_csv": ("schedule.formats.csv_file", "read"),

@@ -78,7 +78,7 @@ BELOW: dict[str, set[str]] = {
     "pipedream": {*_STEPS, "megatron", "runtime"},
     "pipedream.partition": _STEPS,
     "costs": _STEPS,
-    "planner": {*_STEPS, "pipedream.pace", "features", "features.costs", "costs", "processor"},
+    "planner": {*_STEPS, "pipedream.pace", "features", "features.costs", "costs", "jobs", "processor"},
     "runtime": {"files", "setting_error", "schedule", "features"},
     "view": {"files", "json_input", "schedule"},
     "jobs": {"files"},
@@ -103,7 +103,7 @@ BELOW: dict[str, set[str]] = {
     "text_data": {"files"},
 }
 BELOW |= {
-    "__init__": {"schedule", "compiler", "features.orders", "megatron", "version", "view"},
+    "__init__": {"schedule", "compiler", "features.orders", "megatron", "planner", "version", "view"},
     "cli": {*BELOW},
     "launch": {"megatron", "pipedream", "planner"},
     "__main__": {"activation", "cpu", "launch", "launch_errors"},

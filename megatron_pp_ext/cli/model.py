@@ -33,12 +33,6 @@ PrintFlags = Annotated[
 ]
 
 
-_FULL_PRECISION = (
-    "Warning: all is computed in fp32, without fused attention, since no flag says otherwise: add --bf16 if "
-    "you train in half precision"
-)
-
-
 @app.command()
 def models() -> None:
     """List the models that --model knows by name."""
@@ -69,7 +63,7 @@ def described(
     See ``planner.described.read``, and ``Described.counted`` for ``complete``.
     """
     from megatron_pp_ext.planner import described as planners
-    from megatron_pp_ext.planner.described import FROM_HUGGING_FACE, size
+    from megatron_pp_ext.planner.described import FROM_HUGGING_FACE, FULL_PRECISION, size
 
     description = planners.read(flags or (), model, sizes, recipe=recipe)
     _notify(description.notes)
@@ -85,7 +79,7 @@ def described(
 
             job = job.with_arguments(vocab_size=vocabulary(job))
     if not job.precision.is_half:
-        _notify([_FULL_PRECISION])
+        _notify([FULL_PRECISION])
     return job, description.words
 
 

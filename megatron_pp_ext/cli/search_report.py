@@ -259,11 +259,7 @@ class Report:
         """Write a script for each of the best that submits it to SLURM."""
         folder.mkdir(parents=True, exist_ok=True)
         for number, choice in enumerate(self.result.best, 1):
-            estimate = choice.estimate
-            comment = (
-                f"Estimated on {self.gpus} x {self.system.name}: step {estimate.step_seconds:.4g} s, MFU "
-                f"{estimate.mfu}, {estimate.fullest.total / 1e9:.1f} GB on the fullest rank."
-            )
+            comment = f"Estimated on {self.gpus} x {self.system.name}: {choice.estimate.summary}."
             name, gpus_per_node = choice.candidate.name, self.system.gpus_per_node
             text = launch_lines.batch_file(name, self.flags(choice), self.gpus, gpus_per_node, comment)
             file = folder / f"{number:02}-{name}.sh"

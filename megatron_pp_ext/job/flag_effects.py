@@ -62,6 +62,11 @@ def not_counted(job: RequestedJob) -> list[str]:
     return lines
 
 
+def caution(lines: Sequence[str]) -> list[str]:
+    """Return a sentence about an estimate that is made without the flags in ``lines``; none without any."""
+    return [f"a step may be other than estimated, which is made without {'; '.join(lines)}"] if lines else []
+
+
 def flag(name: str) -> str:
     """Return the flag that gives the argument ``name`` another value than its default."""
     flags: list[str] = setting()[name]["flags"]

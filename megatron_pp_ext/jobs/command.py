@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,10 @@ def training(
 
     It starts ``ranks`` ranks by torchrun, or a single process if ``ranks`` is None.  They run ``script``, or
     this package's pretrain_gpt without one, on the CPU if ``cpu``, which by default is so without a GPU.
+    ModuleNotFoundError where there is no torch: the process that is started would say so in its log alone.
     """
+    if find_spec("torch") is None:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
     if cpu is None:
         import torch
 

@@ -186,6 +186,13 @@ def _rows(content: Any) -> int:
     return rows if isinstance(rows, int) else 0
 
 
+FULL_PRECISION = (
+    "Warning: all is computed in fp32, without fused attention, since no flag says otherwise: add --bf16 if "
+    "you train in half precision"
+)
+"""The note about a job that says nothing of its precision."""
+
+
 @dataclass(frozen=True, slots=True)
 class Described:
     """The flags ``words``, and the ``job`` in them.

@@ -185,13 +185,3 @@ def test_a_bug_is_no_bad_input(mpp, monkeypatch):
 
     monkeypatch.setattr("megatron_pp_ext.schedule.catalog.build", broken)
     assert isinstance(mpp("schedule", "1f1b").exception, KeyError)
-
-
-@pytest.mark.parametrize("line", ["doctor", "calibrate system.json"])
-def test_what_needs_torch_names_the_extra_where_there_is_none(line):
-    program = "import sys; sys.modules['torch'] = None; from megatron_pp_ext.cli import app; app()"
-    done = subprocess.run(
-        [sys.executable, "-c", program, *line.split()], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "mpp: torch is not installed: pip install 'megatron_pp_ext[train]'\n"

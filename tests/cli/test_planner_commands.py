@@ -429,7 +429,7 @@ def test_a_named_model_is_estimated_without_torch_or_numba_and_a_typo_refused_at
     code = "import sys\nfrom megatron_pp_ext.cli import app\n"
     code += "try:\n    app(sys.argv[1:])\nfinally:\n    print(*sys.modules)"
     for words, status in (("--tensor-model-parallel-size", 0), ("--tensor-model-paralel-size", 2)):
-        line = [sys.executable, "-c", code, "estimate", "--model", "llama3-8b", "--", words, "2"]
+        line = [sys.executable, "-c", code, "estimate", "--no-ask", "--model", "llama3-8b", "--", words, "2"]
         ended = subprocess.run(line, capture_output=True, text=True, check=False)
         assert ended.returncode == status, ended.stderr
         assert not {"torch", "megatron.core", "numba"} & set(ended.stdout.split())

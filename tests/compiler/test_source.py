@@ -38,7 +38,7 @@ def test_another_number_of_microbatches_takes_a_fraction_of_the_trials(monkeypat
 
 
 SHORT = 2212
-"""The length with 32 microbatches (docs/compiler.md, p = 8, limit 8)."""
+"""The length with 32 microbatches (benchmarks/results/compiled.md, p = 8, limit 8)."""
 
 BLOCK = 61.3
 """What each microbatch takes where eight of them are one block that is repeated."""

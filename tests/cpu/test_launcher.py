@@ -47,6 +47,18 @@ def test_a_job_that_is_told_to_save_while_it_imports_ends_without_a_traceback(tm
     assert "KeyboardInterrupt" in own.stderr
 
 
+def test_its_first_line_comes_before_torch_is_imported(tmp_path: Path) -> None:
+    """Under torchrun all else is silent for as long as torch and Megatron take to import."""
+    (tmp_path / "script.py").touch()
+    program = "import sys; sys.modules['torch'] = None; from megatron_pp_ext.__main__ import main; main()"
+    words = [sys.executable, "-c", program, str(tmp_path / "script.py")]
+    ended = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert ended.stderr.splitlines() == [
+        "megatron_pp_ext imports torch and Megatron: 10 to 60 seconds",
+        "megatron_pp_ext: torch is not installed: pip install 'megatron_pp_ext[train]'",
+    ]
+
+
 def test_help(capsys: pytest.CaptureFixture) -> None:
     launcher.main(["--help"])
     assert launcher.USAGE in capsys.readouterr().out

@@ -162,7 +162,7 @@ def test_a_rank_that_is_refused_takes_the_others_along(refused: int, flags: str,
     assert told[1 - refused] == f"rank {refused} of this job was refused: {told[refused]}"
 
 
-SOON, LATE = timedelta(seconds=5), timedelta(seconds=100)
+SOON, LATE = timedelta(seconds=2), timedelta(seconds=100)
 
 
 def count(reports: Sequence[str | None]) -> str:

@@ -139,6 +139,7 @@ def test_what_fits_and_what_does_not() -> None:
     assert all(is_right for _, is_right in found)
 
 
+@pytest.mark.wide
 def test_stored_ratios_are_those_of_the_runs() -> None:
     """Where a model or a constant changes: python -m benchmarks.planner.error_ranges."""
     written = error_ranges.stored()["project"]

@@ -1,7 +1,10 @@
-"""The batch scripts, a job for them, and stand-ins for SLURM's commands, which write down their calls."""
+"""The wheel, the batch scripts, a job for them, and stand-ins for SLURM's commands, which list calls."""
 
 import os
 import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,3 +70,20 @@ def job(tmp_path: Path) -> dict[str, str]:
 
 def calls(job: dict[str, str]) -> list[str]:
     return Path(job["CALLS"]).read_text().splitlines()
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of a copy of the project: building leaves files beside the sources."""
+    pytest.importorskip("hatch_fancy_pypi_readme", reason="what builds the wheel is not installed")
+    copy = tmp_path_factory.mktemp("project")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "megatron_pp_ext", copy / "megatron_pp_ext", ignore=ignored)
+    program = "from hatchling import build; print(build.build_wheel('dist'))"
+    built = subprocess.run(
+        [sys.executable, "-c", program], cwd=copy, capture_output=True, text=True, check=False
+    )
+    assert built.returncode == 0, built.stderr
+    return copy / "dist" / built.stdout.split()[-1]

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -11,23 +10,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of a copy of the project: building leaves files beside the sources."""
-    pytest.importorskip("hatch_fancy_pypi_readme", reason="what builds the wheel is not installed")
-    copy = tmp_path_factory.mktemp("project")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, copy)
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "megatron_pp_ext", copy / "megatron_pp_ext", ignore=ignored)
-    program = "from hatchling import build; print(build.build_wheel('dist'))"
-    built = subprocess.run(
-        [sys.executable, "-c", program], cwd=copy, capture_output=True, text=True, check=False
-    )
-    assert built.returncode == 0, built.stderr
-    return copy / "dist" / built.stdout.split()[-1]
 
 
 def test_every_file_of_the_package_is_in_it(wheel: Path) -> None:

@@ -39,23 +39,23 @@ ANSWER = 'document.body.innerHTML = "<pre>" + JSON.stringify(%s) + "</pre>";'
 
 def asked(page: Path, script: str, folder: Path, width: int = 1280) -> Any:
     """Return what ``script``, HTML with an ``ANSWER``, finds on ``page`` in a window of ``width`` pixels."""
-    assert BROWSER
     copy = folder / "asked.html"
     copy.write_text(page.read_text() + script)
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-    result = subprocess.run(
-        [
-            *command,
-            f"--user-data-dir={folder / 'profile'}",
-            f"--window-size={width},1400",
-            "--dump-dom",
-            copy.as_uri(),
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
+    result = _run(copy, folder, width, "--dump-dom")
     answer = re.search("<pre>(.*?)</pre>", result.stdout, re.DOTALL)
     assert answer, result.stdout + result.stderr
     return json.loads(unescape(answer[1]))
+
+
+def screenshot(page: Path, picture: Path, width: int) -> list[str]:
+    """Draw ``page``, ``width`` pixels wide, to the PNG file ``picture``; return the lines of its console."""
+    done = _run(page, picture.parent, width, "--enable-logging=stderr", f"--screenshot={picture}")
+    return [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+def _run(page: Path, folder: Path, width: int, *options: str) -> subprocess.CompletedProcess[str]:
+    """Open ``page`` in a window of ``width`` pixels, with its files in ``folder``."""
+    assert BROWSER
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    command += [f"--user-data-dir={folder / 'profile'}", f"--window-size={width},1400", *options]
+    return subprocess.run([*command, page.as_uri()], capture_output=True, text=True, check=True, timeout=120)

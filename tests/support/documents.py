@@ -56,6 +56,16 @@ class Block:
     def __str__(self) -> str:
         return f"{self.document.relative_to(ROOT)}:{self.line}"
 
+    def missing(self, output: str) -> list[str]:
+        """Return the lines that the document shows and ``output`` lacks; "..." stands for anything."""
+        return [
+            line
+            for line in self.output.splitlines()
+            if not re.search(
+                f"^{re.escape(line.rstrip()).replace(re.escape('...'), '.*')} *$", output, re.MULTILINE
+            )
+        ]
+
     def commands(self) -> Iterator[list[str]]:
         """The words of every line, without comments; a line that ends in a backslash goes on."""
         for line in self.text.replace("\\\n", " ").splitlines():

@@ -57,9 +57,10 @@ def _server() -> "subprocess.Popen[str]":
 
 def serve() -> None:
     """Run each program that a line of stdin requests, and write its exit status."""
-    from tests.support import ranks  # noqa: F401, I001  (the stand-ins come before Megatron)
+    from tests.support import ranks  # noqa: I001  (the stand-ins come before Megatron)
     from tests.support import own_loop  # noqa: F401
 
+    ranks.import_ahead(*ranks.ROOMS)
     gc.freeze()
     for line in sys.stdin:
         pid = os.fork()

@@ -10,8 +10,10 @@ global arguments and process groups, is gone with the rank.
 import contextlib
 import faulthandler
 import gc
+import importlib
 import os
 import pickle
+import pkgutil
 import random
 import signal
 import socket
@@ -23,6 +25,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numba
+
+import megatron_pp_ext
 from megatron_pp_ext import cpu
 
 cpu.install()  # before anything imports Megatron
@@ -37,6 +42,12 @@ OUTPUT_LINES = 30
 CRASH = "Fatal Python error"
 """What faulthandler writes first."""
 
+ROOMS = ("compiler", "costs", "features", "job", "runtime")
+"""The folders of the package from which a job imports what its flags need."""
+
+OF_COMMANDS = (".cli", ".planner")
+"""A feature's modules that no training imports."""
+
 GRACE_SECONDS = 2.0
 HANG_SECONDS = 600.0
 """A job takes seconds; one that has not ended after so many hangs, however slow the machine is."""
@@ -44,6 +55,19 @@ HANG_SECONDS = 600.0
 
 class RankError(AssertionError):
     """A rank failed, or did not finish in time."""
+
+
+def import_ahead(*rooms: str) -> None:
+    """Import all of the package's ``rooms``, and numba's tables of what it can compile.
+
+    Each rank would do both by itself: a tenth of a second for a job's modules, and one for its first loop.
+    """
+    for room in rooms:
+        folder = Path(megatron_pp_ext.__file__).with_name(room)
+        for module in pkgutil.walk_packages([str(folder)], f"{megatron_pp_ext.__name__}.{room}."):
+            if not module.name.endswith(OF_COMMANDS):
+                importlib.import_module(module.name)
+    numba.njit(lambda: 0)()
 
 
 def run_ranks(

@@ -33,10 +33,6 @@ from megatron.training import arguments, ft_integration, training
 from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.global_vars import get_tensorboard_writer
 
-import megatron_pp_ext.compiler.compile
-import megatron_pp_ext.job.stage_costs
-import megatron_pp_ext.log_lines
-import megatron_pp_ext.runtime.object_send  # noqa: F401
 from megatron_pp_ext import cpu, pretrain_gpt
 from megatron_pp_ext.cpu.flags import megatron_flags
 from megatron_pp_ext.job import flag_effects
@@ -44,6 +40,7 @@ from megatron_pp_ext.megatron import hooks, patching, releases
 from megatron_pp_ext.megatron.core.parameters import global_parameters
 from tests.support import frozen
 
+ranks.import_ahead(*ranks.ROOMS, "megatron")
 patching.apply(hooks.launch_hooks(cpu=True))
 
 MockGPTLowLevelDataset.size = 1000  # documents; to index the usual 100,000 takes a second a rank

@@ -41,7 +41,13 @@ class Alternative:
     fullest_bytes: float
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.step_seconds:.4g} s, {self.fullest_bytes / 1e9:.1f} GB"
+        name, seconds, size = self.words
+        return f"{name}: {seconds}, {size}"
+
+    @property
+    def words(self) -> tuple[str, str, str]:
+        """Its name, seconds and gigabytes."""
+        return self.name, f"{self.step_seconds:.4g} s", f"{self.fullest_bytes / 1e9:.1f} GB"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +66,14 @@ class Comparison:
     shared: Alternative | None
 
     @property
+    def steps(self) -> list[Alternative]:
+        """The chosen step, and then its alternatives."""
+        return [*filter(None, (self.chosen, self.stock, self.interleaved, self.shared))]
+
+    @property
     def lines(self) -> list[str]:
         """The alternatives, a line each, and then the warnings."""
-        alternatives = [
-            str(alternative)
-            for alternative in (self.stock, self.interleaved, self.shared)
-            if alternative is not None
-        ]
-        return [*alternatives, *self.warnings]
+        return [*map(str, self.steps[1:]), *self.warnings]
 
     @property
     def warnings(self) -> list[str]:
@@ -155,8 +161,8 @@ def at_start(job: RequestedJob, data: int, rows: Callable[[], int]) -> list[str]
     comparison = compared(job, machine, data, estimate_request(job, machine, request))
     if comparison is None:
         return []
-    steps = filter(None, (comparison.chosen, comparison.stock, comparison.interleaved, comparison.shared))
-    return [f"By the rates of an {_AT_START.upper()}, {'; '.join(map(str, steps))}", *comparison.warnings]
+    steps = "; ".join(map(str, comparison.steps))
+    return [f"By the rates of an {_AT_START.upper()}, {steps}", *comparison.warnings]
 
 
 def _is_stock(job: RequestedJob) -> bool:

@@ -149,7 +149,7 @@ class RankMemory:
             yield field.name, getattr(self, field.name)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Estimate:
     """The estimate of a training step; ``ranks`` is the memory of every pipeline rank.
 
@@ -175,6 +175,17 @@ class Estimate:
     host_bytes: tuple[float, ...] = ()
     waiting_bytes: tuple[float, ...] = ()
     gather_bytes: float = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Estimate: {self.summary}>"
+
+    @property
+    def summary(self) -> str:
+        """Its most important numbers, in a line."""
+        return (
+            f"step {self.step_seconds:.4g} s, MFU {self.mfu}, bubble {self.bubble:.1%}, "
+            f"{self.fullest.total / 1e9:.1f} GB on the fullest rank"
+        )
 
     @property
     def other_seconds(self) -> float:

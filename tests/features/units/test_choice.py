@@ -25,6 +25,7 @@ from tests.planner.test_configuration_search import (
     searched_as_exhaustively,
     space,
 )
+from tests.support.tiers import first
 
 SCHEDULES = "1f1b", "v-half"
 SIZES = {"seq_length": 8192, "schedules": SCHEDULES, "fixed": ("micro_batch_size",), "micro_batch_size": 1}
@@ -34,7 +35,7 @@ MODEL = shlex.split(
 )
 
 
-@pytest.mark.parametrize("tokens", [2048, "auto"])
+@pytest.mark.parametrize("tokens", first(1, ["auto", 2048]))
 def test_the_best_are_those_of_all(tokens: int | str) -> None:
     searched_as_exhaustively(space(pipeline_slice_tokens=tokens, **SIZES), 60e9, 4)
 

@@ -286,6 +286,7 @@ def test_recomputed_segments_train_as_stock(model: str, schedule: str, flags: st
     assert_same_bits(*in_pairs(model, schedule, *flags.split()))
 
 
+@pytest.mark.wide
 def test_recomputed_mlps_of_dense_layers() -> None:
     words = "--recompute-granularity selective --recompute-modules mlp"
     assert_same_bits(*in_pairs("dense-beside", "dualpipe-v", *words.split()))
@@ -334,6 +335,7 @@ def held(flags: str) -> Held:
     return train(4, [*words, *flags.split()], initialize=_watch_segments, grab=_segments_seen)[0].grabbed
 
 
+@pytest.mark.wide
 def test_one_segment_is_held_at_a_time() -> None:
     """The first rank has four layers, and three microbatches in flight."""
     whole, each = held(""), held(EACH)

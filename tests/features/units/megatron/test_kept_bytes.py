@@ -36,7 +36,7 @@ RECOMPUTED = {
     "layers": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 }
 SCHEDULES = {"1f1b": "1f1b", "v-half": "v-half", "flex": "flex --pipeline-memory-limit 0.9"}
-QUICK = [("many heads", "attention", "flex")]
+QUICK = [("grouped queries", "layers", "v-half")]
 CASES = [
     pytest.param(*case, marks=() if case in QUICK else pytest.mark.wide)
     for case in product(HEADS, RECOMPUTED, SCHEDULES)

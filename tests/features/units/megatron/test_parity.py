@@ -45,7 +45,7 @@ EVALUATION = ("--eval-interval", "1", "--eval-iters", "2", "--train-iters", "2",
 CASES = {
     "tied, learned positions": (2, "v-half", 8, PP2),
     "grouped queries, evaluation": (2, "zb-h1", 4, (*PP2, *LLAMA, *EVALUATION)),
-    "tensor-parallel": (4, "v-half", 8, (*PP2, *LLAMA, *TP2, "--calculate-per-token-loss")),
+    "tensor-parallel": (4, "v-half", 16, (*PP2, *LLAMA, *TP2, "--calculate-per-token-loss")),
     "1F1B": (2, "1f1b", 16, (*PP2, *LLAMA)),
     "interleaved": (2, "interleaved", 16, (*PP2, *LLAMA)),
     "V-Min": (2, "v-min", 2, (*PP2, *LLAMA)),
@@ -181,6 +181,7 @@ def test_measured_bytes_are_those_of_the_plan(count: int) -> None:
     assert step.records[0].peak_bytes == pytest.approx(planned_bytes(schedule), rel=0.05)
 
 
+@pytest.mark.wide
 def test_units_in_flight_are_those_of_the_simulation() -> None:
     """Keys and values are held as long as their first slice: they are in flight with it."""
     step, schedule = recorded([*PP2, *LLAMA, *sliced("v-half", 8)])

@@ -4,6 +4,8 @@ import pytest
 
 from tests.support import own_loop, own_loop_experts, own_process
 
+pytestmark = pytest.mark.wide
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:

@@ -48,7 +48,7 @@ CASES = {
 
 ALWAYS = {
     *("tp2-untied", "cp2-per-token", "dp2-overlap", "llama-like"),
-    *("dp2-distributed-overlap-unaligned", "decoupled-rate", "accumulated-loss-of-parts"),
+    *("dp2-distributed-overlap-unaligned", "accumulated-loss-of-parts"),
 }
 """What is not wide."""
 
