@@ -104,6 +104,7 @@ def test_a_shared_vocabulary() -> None:
     assert_close(ours, stock(3, *flags.split()))
 
 
+@pytest.mark.wide
 def test_activations_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     class Moving(OffloadedActivations):
         def close(self) -> None:
@@ -166,6 +167,7 @@ def test_a_file_says_where_the_ends_are(tmp_path: Path, monkeypatch: pytest.Monk
             assert pipeline.placement == expected.placement
 
 
+@pytest.mark.wide
 def test_a_file_trains_as_stock(tmp_path: Path) -> None:
     csv_file.write(catalog.build("v-zb", 2, 8).turned_over, tmp_path / "mine.csv")
     ours = run(2, f"{PP2} --pipeline-schedule csv:{tmp_path / 'mine.csv'}".split())
