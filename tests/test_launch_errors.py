@@ -13,6 +13,7 @@ import pytest
 
 from megatron_pp_ext import __main__, launch, launch_errors
 from megatron_pp_ext.schedule import catalog
+from tests.support.tiers import first
 
 REFUSED = """
 from megatron_pp_ext import __main__, launch, launch_errors
@@ -142,7 +143,7 @@ with launch_errors.in_one_line():
 """
 
 
-@pytest.mark.parametrize("is_message", [True, False])
+@pytest.mark.parametrize("is_message", first(1, [True, False]))
 def test_a_rank_that_is_killed_costs_each_of_the_others_one_line(is_message: bool) -> None:
     """The survivor names the rank and what it was waiting for, as far as that is known."""
     with socket.socket() as free:

@@ -10,6 +10,7 @@ from megatron_pp_ext.schedule import catalog
 from megatron_pp_ext.schedule.costs import Costs, StageCosts
 from megatron_pp_ext.schedule.formats import costs_file
 from megatron_pp_ext.schedule.simulate import simulate
+from tests.support.tiers import wide
 
 MODEL = (
     "--hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --vocab-size 256 "
@@ -114,7 +115,9 @@ def search(mpp, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("words", [(), ("--schedules", "all"), ("--schedules", "gpipe,1f1b,zb-h1")])
+@pytest.mark.parametrize(
+    "words", [("--schedules", "gpipe,1f1b,zb-h1"), wide(((),)), wide((("--schedules", "all"),))]
+)
 def test_megatrons_own_schedules_are_left_where_all_others_refuse_a_flag(words, search):
     result, content = search(*words)
     assert result.exit_code == 0, result.output

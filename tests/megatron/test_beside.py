@@ -89,7 +89,7 @@ def test_products_of_experts_run_while_tokens_travel():
         assert run_of.grabbed == 2 * 4 * len(lending) - own > 0
 
 
-@pytest.mark.parametrize("schedule", ["zb-h1", "v-half"])
+@pytest.mark.parametrize("schedule", ["zb-h1", wide("v-half")])
 def test_products_run_within_input_gradients(schedule):
     """Two a layer and I with a lender: beside the messages of its two column-parallel layers.
 

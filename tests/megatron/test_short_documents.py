@@ -47,6 +47,7 @@ def test_one_document_a_sequence_is_another_model(flags: tuple[str, ...]) -> Non
     assert apart.losses[0] != stock(2, PIPELINE, "2", *flags, *APART[1:]).losses[0]
 
 
+@pytest.mark.wide
 def test_context_parallel_ranks_get_their_part_of_the_mask(flags: tuple[str, ...]) -> None:
     """All tokens count: where some do not, Megatron takes the mean of the means of the ranks' own tokens."""
     mask = ("--reset-attention-mask", "--clip-grad", "0")

@@ -175,6 +175,7 @@ def test_same_gradients_as_stock(flags: str, schedule: str) -> None:
     assert_same_gradients(run(2, [*base, "--pipeline-schedule", *schedule.split()]), stock(2, *base))
 
 
+@pytest.mark.wide
 def test_a_trace_of_activations_that_tensor_ranks_share(tmp_path: Path) -> None:
     """Megatron cuts the data of a received activation, of which hooks on saved tensors keep copies."""
     base = (*PIPELINE, *SMALL, "--tensor-model-parallel-size", "2", *DISTRIBUTED.split())
@@ -182,6 +183,7 @@ def test_a_trace_of_activations_that_tensor_ranks_share(tmp_path: Path) -> None:
     assert_same_gradients(run(4, [*base, *traced]), stock(4, *base))
 
 
+@pytest.mark.wide
 def test_versions_of_weights_beside_activations_that_tensor_ranks_share() -> None:
     base = (*PIPELINE, *SMALL, "--tensor-model-parallel-size", "2", "--untie-embeddings-and-output-weights")
     base += ("--pipeline-schedule", "pipedream-2bw")

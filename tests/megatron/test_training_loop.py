@@ -55,6 +55,7 @@ def test_batches_grow_as_under_stock(tmp_path: Path) -> None:
     assert_same_bits(ours, theirs)
 
 
+@pytest.mark.wide
 def test_several_validation_sets(tmp_path: Path) -> None:
     sets = [write(tmp_path, 40), write(tmp_path, 30)]
     flags = (*PP2, "--train-data-path", sets[0], "--valid-data-path", *sets, "--vocab-size", "257")

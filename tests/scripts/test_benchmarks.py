@@ -23,7 +23,7 @@ COMMANDS = {
     "planner.training_runs", "planner.two_checkouts",
     "runtime.announced_shapes", "runtime.lengths", "runtime.offload", "runtime.pairs", "runtime.replicas",
     "runtime.slice_steps",
-    "runtime.slices", "runtime.slow_links", "runtime.start_up", "runtime.steps",
+    "runtime.slices", "runtime.slow_links", "runtime.start_up", "runtime.step_log", "runtime.steps",
     "runtime.time_to_loss", "runtime.train", "runtime.vocabulary",
     "schedules.announced_shapes", "schedules.copies_to_host", "schedules.finer_units", "schedules.lengths",
     "schedules.lengths_packed",

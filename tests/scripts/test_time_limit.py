@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.scripts.conftest import BOTH, FLAGS, PER_NODE, ROOT, calls
+from tests.support.tiers import first
 
 
 def wait_for(call: str, job: dict[str, str], batch: subprocess.Popen) -> None:
@@ -29,7 +30,9 @@ def saved(job: dict[str, str], tmp_path: Path) -> Path:
 
 
 @BOTH
-@pytest.mark.parametrize(("before", "flags"), [(None, "--save {}"), ("3", "--save=other --save={}")])
+@pytest.mark.parametrize(
+    ("before", "flags"), first(1, [("3", "--save=other --save={}"), (None, "--save {}")])
+)
 def test_a_job_at_its_time_limit_is_queued_again(script, before, flags, saved, job):
     """SLURM signals the batch script; the ranks are told, and are waited for; then the job is queued."""
     if before:
@@ -45,11 +48,14 @@ def test_a_job_at_its_time_limit_is_queued_again(script, before, flags, saved, j
 @BOTH
 @pytest.mark.parametrize(
     ("before", "flags", "why"),
-    [
-        (None, ["--save"], "it has trained and saved no step since it started (the newest in {} is 0)"),
-        ("12", ["--save"], "it has trained and saved no step since it started (the newest in {} is 12)"),
-        (None, [], "it has no --save, and would start from nothing: give --save and --load one folder"),
-    ],
+    first(
+        1,
+        [
+            (None, ["--save"], "it has trained and saved no step since it started (the newest in {} is 0)"),
+            ("12", ["--save"], "it has trained and saved no step since it started (the newest in {} is 12)"),
+            (None, [], "it has no --save, and would start from nothing: give --save and --load one folder"),
+        ],
+    ),
 )
 def test_a_job_that_saved_no_step_is_not(script, before, flags, why, saved, job):
     """It would do the same for ever; here it is told before it has even started its ranks."""

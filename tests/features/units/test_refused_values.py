@@ -136,6 +136,7 @@ def test_what_contradicts_itself():
     refused(balance, [3, 4], 2, 1, ranks=2, given=[[[0]], [[9]]])
 
 
+@pytest.mark.wide
 def test_steps_that_are_too_large():
     refused(whole, [[1]] * (MOST_UNITS + 1))
     refused(whole, [[1] * (MOST_DOCUMENTS + 1)])

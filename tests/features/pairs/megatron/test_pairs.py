@@ -292,6 +292,7 @@ def test_recomputed_mlps_of_dense_layers() -> None:
     assert_same_bits(*in_pairs("dense-beside", "dualpipe-v", *words.split()))
 
 
+@pytest.mark.wide
 def test_dropout_draws_the_same_numbers_again() -> None:
     dropout = f"{PAIRS} --pipeline-schedule dualpipe-v --hidden-dropout 0.1 --train-iters 2"
     words = [*MODELS["experts"][1].split(), *dropout.split()]

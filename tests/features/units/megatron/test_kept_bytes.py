@@ -36,11 +36,7 @@ RECOMPUTED = {
     "layers": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 }
 SCHEDULES = {"1f1b": "1f1b", "v-half": "v-half", "flex": "flex --pipeline-memory-limit 0.9"}
-QUICK = [("grouped queries", "layers", "v-half")]
-CASES = [
-    pytest.param(*case, marks=() if case in QUICK else pytest.mark.wide)
-    for case in product(HEADS, RECOMPUTED, SCHEDULES)
-]
+CASES = [*product(HEADS, RECOMPUTED, SCHEDULES)]
 
 PROGRAM = """
 import sys
@@ -80,6 +76,7 @@ def rates(flags: str, stages: int) -> LengthCosts:
     return replace(counted, stages=tuple(stripped))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("heads", "recomputed", "schedule"), CASES)
 def test_ranks_keep_what_their_plan_counts(
     heads: str, recomputed: str, schedule: str, tmp_path: Path
