@@ -90,6 +90,7 @@ def beside_vocabulary(limit: float | tuple[float, ...], shared: Costs) -> Timeli
     return simulate(schedule, shared.merged(schedule.placement.stages))
 
 
+@pytest.mark.wide
 def test_each_rank_keeps_its_own_limit_beside_a_shared_vocabulary() -> None:
     """More memory on some of the ranks makes no step longer."""
     shared = COSTS.with_split_head(12.0, RANKS)

@@ -154,6 +154,7 @@ def add_megatron_arguments(parser):
     monkeypatch.setattr(ask_megatron, "_folder", lambda name: where.get(name) or folder(name))
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("fork")
 def test_flags_of_a_fork_are_permitted_and_reported() -> None:
     with pytest.MonkeyPatch.context() as patch, Megatron() as megatron:

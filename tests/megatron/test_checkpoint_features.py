@@ -84,6 +84,7 @@ def test_state_that_would_fit_is_refused_elsewhere(tmp_path: Path, monkeypatch: 
     assert resume(tmp_path, 2, *loop) != run[2:]
 
 
+@pytest.mark.wide
 def test_saving_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checkpoint holds the step at which it was asked for, however late it is written.
 

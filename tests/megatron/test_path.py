@@ -41,6 +41,8 @@ class Wall:
 
 sys.meta_path.insert(0, Wall())
 
+import pytest
+
 from tests.support import ranks  # the stand-ins for torch.cuda, before Megatron is imported
 
 import megatron.training.initialize
@@ -129,6 +131,7 @@ def test_a_step_needs_no_file_that_the_page_does_not_list() -> None:
     assert len(files) <= MOST
 
 
+@pytest.mark.wide
 def test_a_file_that_is_missing_in_the_list_is_noticed() -> None:
     ran = step([*(file for file in listed() if file != "schedule/walk.py"), *SUPPORT])
     assert "schedule.walk is not in the list" in ran.stderr

@@ -1,5 +1,9 @@
 """Trainers that look for the loss on the last rank train under a V as under stock, bit for bit."""
 
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 import pytest
 
 from tests.support import own_process
@@ -8,10 +12,17 @@ from tests.support.rl_loops import LOOPS, SCHEDULES
 from tests.support.tiers import first
 
 
-@pytest.fixture(scope="module", params=first(1, [2, 4]))
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    """What the ranks found; see ``rl_loops``."""
-    return own_process.found("rl_loops", tmp_path_factory.mktemp("rl_loops"), str(request.param))
+@cache
+def results_of(ranks: int) -> list[dict]:
+    """What so many ranks found; see ``rl_loops``.  A fixture would be made anew where tests change places."""
+    with TemporaryDirectory() as folder:
+        return own_process.found("rl_loops", Path(folder), str(ranks))
+
+
+@pytest.fixture(params=first(1, [2, 4]))
+def found(request: pytest.FixtureRequest) -> list[dict]:
+    """What all ranks found."""
+    return results_of(request.param)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -57,6 +57,7 @@ def test_context_parallel_ranks_get_their_part_of_the_mask(flags: tuple[str, ...
     assert ours.losses == pytest.approx(theirs.losses, rel=rounding.of_losses(updates=1))
 
 
+@pytest.mark.wide
 def test_all_tensor_parallel_ranks_between_the_ends_get_the_mask(flags: tuple[str, ...]) -> None:
     """One of each stage reads it."""
     sizes = ("--num-layers", "6", "--tensor-model-parallel-size", "2", *flags, *APART)

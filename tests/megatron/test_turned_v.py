@@ -196,6 +196,7 @@ def _ends(chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
     return [one.detach().clone() for name, one in named if name == "embedding.word_embeddings.weight"]
 
 
+@pytest.mark.wide
 def test_the_last_rank_has_both_ends_and_the_losses() -> None:
     """A tied output layer starts as the embedding; the trace has the ranks that ran."""
     flags = f"{PP2} {V_HALF} --train-iters 1"

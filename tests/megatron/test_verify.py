@@ -50,6 +50,7 @@ def test_a_schedule_that_trains_as_stock_does(verify: Callable[..., Result]) -> 
     assert "difference of a gradient: 0 in all 52 tensors" in result.output
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("flags", "says"),
     first(

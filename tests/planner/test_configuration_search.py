@@ -491,6 +491,7 @@ def test_the_first_round_is_the_search_without_choices(choices, compiles):
     )
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("choices", AUTO, ids=lambda one: "+".join(one))
 def test_a_search_with_choices_that_ends_by_itself_is_no_worse(choices):
     alone, found = search().run(), search(**choices).run()

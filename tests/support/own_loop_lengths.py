@@ -28,7 +28,6 @@ LENGTHS = (8, 21, 5, 32, 3, 11)
 PACKS = ((3, 19, 4, 2), (12,), (5, 5, 5), (2, 9, 17))
 TOKENS = 6
 SCHEDULES = {
-    "1f1b": {"order": "rule"},
     "v-half": {"order": "rule"},
     "flex": {"order": "search", "memory_limit": 0.7},
 }
@@ -187,14 +186,13 @@ def on_rank(rank: int) -> dict[Any, Any]:
         results["pairs"] = error_of(pair_step, packed_batches)
         results["sums"] = error_of(packed_step, packed_batches)
     for name, about in SCHEDULES.items():
-        chunks = 1 if name == "1f1b" else 2
         for kind, train in (("", trained), (" packed", packed)):
             with megatron_pp_ext.installed(
                 name, ranks=2, microbatches=COUNTS[0], slice_tokens=TOKENS, **about
             ) as line:
-                results[name + kind] = train(line.chunks if name == "flex" else chunks)
+                results[name + kind] = train(line.chunks)
                 if not kind:
-                    results[name + " evaluated"] = evaluated(line.chunks if name == "flex" else chunks)
+                    results[name + " evaluated"] = evaluated(line.chunks)
             results["line"] = str(line)
     return results
 

@@ -84,8 +84,7 @@ def on_rank(rank: int) -> dict[str, Any]:
             with megatron_pp_ext.installed(
                 name, ranks=2, microbatches=COUNTS[0], slice_tokens=TOKENS, **about
             ) as line:
-                chunks = 1 if name == "1f1b" else 2
-                results[name + kind] = train(line.chunks if name == "flex" else chunks)
+                results[name + kind] = train(line.chunks)
     return results
 
 

@@ -269,17 +269,15 @@ EACH, TWO_EACH = f"{FULL} uniform --recompute-num-layers 1", f"{FULL} uniform --
 FIRST = f"{FULL} block --recompute-num-layers 1"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("model", "schedule", "flags"),
-    first(
-        1,
-        [
-            ("experts", "dualpipe-v", TWO_EACH),
-            ("dense-beside", "1f1b", EACH),
-            ("shared", "interleaved", FIRST),
-            ("tp2", "dualpipe-v", EACH),
-        ],
-    ),
+    [
+        ("experts", "dualpipe-v", TWO_EACH),
+        ("dense-beside", "1f1b", EACH),
+        ("shared", "interleaved", FIRST),
+        ("tp2", "dualpipe-v", EACH),
+    ],
 )
 def test_recomputed_segments_train_as_stock(model: str, schedule: str, flags: str) -> None:
     """Stock recomputes the same layers without any overlap."""
