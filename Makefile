@@ -1,6 +1,6 @@
 # make env    makes .venv with everything in it: mpp, torchrun, pytest
 # make demo   trains a small GPT on four CPU ranks, stock 1F1B beside V-Half   (TEXT=folder or .txt, OUT=folder)
-# make test   lint, types and tests: some twelve minutes on two idle cores      (ARGS=what pytest should get)
+# make test   lint, types and tests: some ten minutes on two idle cores      (ARGS=what pytest should get)
 # make test-all   make test with all that is marked `wide`, then the parity tests on the older releases
 # make test-frameworks   Megatron-Bridge, ms-swift and verl under our schedules, in an environment of their own
 #                        (NEMO_RL=checkout and SLIME=checkout: these too)
