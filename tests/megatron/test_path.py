@@ -11,6 +11,8 @@ import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/architecture.md"
 TITLE = "## From the command line to the first W"
