@@ -29,6 +29,11 @@ def _limit(text: str) -> float | str:
         return text
 
 
+def _tokens(text: str) -> int | str:
+    """Return a number of tokens as the number that it is, or another word, such as auto, as it is."""
+    return int(text) if text.isdecimal() else text
+
+
 def _switch(text: str) -> bool:
     """Return whether a variable is 1 and not 0; ValueError for another text."""
     if text not in ("0", "1"):
@@ -45,6 +50,8 @@ VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "MEGATRON_PP_COSTS": ("costs", Path),
     "MEGATRON_PP_VOCABULARY": ("vocabulary", str),
     "MEGATRON_PP_OFFLOAD": ("offload", str),
+    "MEGATRON_PP_SLICE_TOKENS": ("slice_tokens", _tokens),
+    "MEGATRON_PP_SLICE_CHECK": ("slice_check", str),
     "MEGATRON_PP_LOSS_RANK": ("loss_rank", str),
     "MEGATRON_PP_ORDER": ("order", str),
     "MEGATRON_PP_TRACE": ("trace", Path),

@@ -144,6 +144,10 @@ def test_all_arguments_are_read() -> None:
         "MEGATRON_PP_MEMORY_LIMIT": "3.5",
         "MEGATRON_PP_COSTS": "costs.json",
         "MEGATRON_PP_VOCABULARY": "shared",
+        "MEGATRON_PP_OFFLOAD": "0.5",
+        "MEGATRON_PP_SLICE_TOKENS": "4096",
+        "MEGATRON_PP_SLICE_CHECK": "off",
+        "MEGATRON_PP_LOSS_RANK": "last",
         "MEGATRON_PP_ORDER": "rule",
         "MEGATRON_PP_TRACE": "trace.json",
         "MEGATRON_PP_TIMEOUT": "10",
@@ -151,6 +155,7 @@ def test_all_arguments_are_read() -> None:
         "MEGATRON_PP_LOG": "0",
         "MEGATRON_PP_EXT_CACHE": "/somewhere",
     }
+    assert given.keys() >= activation.VARIABLES.keys()
     assert activation.arguments(given) == {
         "schedule": "v-half",
         "ranks": 4,
@@ -159,12 +164,17 @@ def test_all_arguments_are_read() -> None:
         "memory_limit": 3.5,
         "costs": Path("costs.json"),
         "vocabulary": "shared",
+        "offload": "0.5",
+        "slice_tokens": 4096,
+        "slice_check": "off",
+        "loss_rank": "last",
         "order": "rule",
         "trace": Path("trace.json"),
         "timeout": 10.0,
         "unproved": True,
         "log": False,
     }
+    assert activation.arguments(ASKED | {"MEGATRON_PP_SLICE_TOKENS": "auto"})["slice_tokens"] == "auto"
     given = ASKED | {"MEGATRON_PP_MEMORY_LIMIT": "0.9-0.8-0.8-0.7"}
     assert activation.arguments(given)["memory_limit"] == "0.9-0.8-0.8-0.7", "one for each rank"
 
