@@ -124,7 +124,10 @@ def test_errors_name_the_arguments_of_a_call(kind: type[NamesSettings], line: st
             "MEGATRON_PP_MEMORY_LIMIT is 2, for 3 ranks; give MEGATRON_PP_RANKS=3, or leave "
             "MEGATRON_PP_MEMORY_LIMIT out",
         ),
-        ("give --pipeline-slice-tokens, --moe-paged-stash", "give slice_tokens, moe_paged_stash"),
+        (
+            "give --pipeline-slice-tokens, --moe-paged-stash",
+            "give MEGATRON_PP_SLICE_TOKENS, moe_paged_stash",
+        ),
     ],
 )
 def test_errors_name_the_variables_of_the_environment(
