@@ -1,9 +1,8 @@
 """The names of a training step's measured numbers, and their fields in the line of a log."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 
-from megatron_pp_ext.megatron.requested import LastStep
+from megatron_pp_ext.megatron.requested import LastStep, Pipeline
 
 BUBBLE, PEAK, PEAK_TO_PLAN, STEP_TO_PLAN, MFU = (
     "pipeline/bubble",
@@ -46,13 +45,20 @@ class LogLine:
 _line: LogLine | None = None
 
 
-@contextmanager
-def logging(line: LogLine) -> Iterator[None]:
-    """Let the line that a trainer prints within the context end with the fields of ``line``."""
+def measured_while_logging[Result](
+    pipeline: Pipeline, log: Callable[[], Result]
+) -> tuple[Result, dict[str, float]]:
+    """Call ``log``, whose line ends with the fields of the last step; return its result and the numbers.
+
+    There are none where no step was timed.  Collective over the pipeline.
+    """
     global _line
+    line = LogLine(pipeline.name, pipeline.last_step)
+    if not line.numbers:
+        return log(), {}
     _line = line
     try:
-        yield
+        return log(), line.numbers
     finally:
         _line = None
 

@@ -5,6 +5,7 @@ Nothing is added for a model under Megatron's own schedule, nor after ``InForce.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from megatron_pp_ext.around import bound
 from megatron_pp_ext.megatron.core import chunk_pipelines
 from megatron_pp_ext.megatron.patching import hook
 from megatron_pp_ext.megatron.requested import Pipeline
-from megatron_pp_ext.megatron.step_numbers import LogLine, completed, logging
+from megatron_pp_ext.megatron.step_numbers import completed, measured_while_logging
 
 _LOGGED = (
     "loss_dict total_loss_dict learning_rate decoupled_learning_rate loss_scale report_memory_flag "
@@ -52,12 +53,9 @@ def log_of_bridge(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     iteration = state.train_state.step
     if pipeline is None or iteration % call["config"].logger.log_interval:
         return stock(*args, **kwargs)
-    line = LogLine(pipeline.name, pipeline.last_step)
-    if not line.numbers:
-        return stock(*args, **kwargs)
-    with logging(line):
-        result = stock(*args, **kwargs)
-    _write(state, line.numbers, iteration)
+    result, numbers = measured_while_logging(pipeline, partial(stock, *args, **kwargs))
+    if numbers:
+        _write(state, numbers, iteration)
     return result
 
 

@@ -1,6 +1,7 @@
 """The measured numbers of the pipeline in Megatron's log: the line of an iteration, TensorBoard and W&B."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from megatron_pp_ext.costs.system import peak_of_device
 from megatron_pp_ext.job.requested_job import RequestedJob
 from megatron_pp_ext.megatron import requested
 from megatron_pp_ext.megatron.patching import hook
-from megatron_pp_ext.megatron.step_numbers import MFU, LogLine, completed, line_in_progress, logging
+from megatron_pp_ext.megatron.step_numbers import MFU, completed, line_in_progress, measured_while_logging
 
 _LOGGED = (
     "loss_dict total_loss_dict learning_rate iteration loss_scale report_memory_flag skipped_iter grad_norm "
@@ -34,13 +35,9 @@ def log_step(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     is_at_interval = iteration % get_args().log_interval == 0
     if not is_at_interval and not call.get("is_first_iteration"):
         return stock(*args, **kwargs)
-    line = LogLine(pipeline.name, pipeline.last_step)
-    if not line.numbers:
-        return stock(*args, **kwargs)
-    with logging(line):
-        result = stock(*args, **kwargs)
-    if is_at_interval:
-        _write(line.numbers, iteration)
+    result, numbers = measured_while_logging(pipeline, partial(stock, *args, **kwargs))
+    if numbers and is_at_interval:
+        _write(numbers, iteration)
     return result
 
 
