@@ -4,6 +4,7 @@ Each runs in a process of its own, where packages that recipes import have stand
 """
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,22 +30,35 @@ app(sys.argv[1:], prog_name="mpp")
 
 def run(*words: object) -> str:
     done = subprocess.run(
-        [sys.executable, *map(str, words)], cwd=ROOT, capture_output=True, text=True, timeout=600
+        [sys.executable, *map(str, words)],
+        cwd=ROOT,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def test_recipes_are_stored_as_they_are(tmp_path: Path) -> None:
-    """Store them anew by ``python -m scripts.bridge_recipes``."""
+    """Store them anew by ``python -m scripts.bridge_recipes --configs FOLDER``.
+
+    Of models whose config.json only such a folder has, only the name is compared.
+    """
     run("-m", "scripts.bridge_recipes", "--folder", tmp_path)
     (file,) = tmp_path.iterdir()
     stored = versions()[0]
     content = json.loads(file.read_text())
     assert (content["version"], content["evaluated"]) == (stored.version, stored.evaluated)
     assert content["not_evaluated"] == stored.not_evaluated
-    found = {row["recipe"]: content["of_all"] | row["arguments"] for row in content["recipes"]}
-    assert found == {recipe.recipe: dict(recipe.arguments) for recipe in stored.recipes}
+    rows = {row["recipe"]: row for row in content["recipes"]}
+    assert rows.keys() == {recipe.recipe for recipe in stored.recipes}
+    compared = [recipe for recipe in stored.recipes if rows[recipe.recipe]["without_config"] is None]
+    assert len(compared) > len(rows) / 2
+    for recipe in compared:
+        arguments = content["of_all"] | rows[recipe.recipe]["arguments"]
+        assert arguments == dict(recipe.arguments), recipe.recipe
 
 
 def test_estimate_reads_a_recipe(tmp_path: Path) -> None:
