@@ -19,12 +19,32 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pp_ext.megatron import patching
-from megatron_pp_ext.megatron.source import Source, parameters_in
+from megatron_pp_ext.megatron.source_files import SourceFiles, parameters_in
 
 ROOT = Path(__file__).parents[1]
 
 Tables = dict[str, dict[str, str]]
 """The parameters by place, by the names of commits."""
+
+
+class CommitFiles(SourceFiles):
+    """The files of one commit of the git directory ``folder``, which need not be checked out."""
+
+    def __init__(self, folder: Path, commit: str) -> None:
+        super().__init__(folder)
+        self._commit = commit
+
+    def text(self, path: str) -> str | None:
+        """See ``SourceFiles``."""
+        show = ["git", "-C", str(self.folder), "show", f"{self._commit}:{path}"]
+        result = subprocess.run(show, capture_output=True, text=True, check=False)
+        return result.stdout if result.returncode == 0 else None
+
+
+def files_of(place: str) -> SourceFiles:
+    """Return the files of a checkout, or of ``GITDIR@COMMIT``."""
+    folder, _, commit = place.partition("@")
+    return CommitFiles(Path(folder), commit) if commit else SourceFiles(Path(folder))
 
 
 def hooked_places() -> list[str]:
@@ -54,7 +74,7 @@ def written(commits: Mapping[str, Any], tables: Tables) -> str:
     return '{{\n "commits": {{\n  {}\n }},\n "places": [\n  {}\n ]\n}}\n'.format(*lines)
 
 
-def _write(sources: Mapping[str, Source]) -> None:
+def _write(sources: Mapping[str, SourceFiles]) -> None:
     commits = json.loads(patching.FILE.read_text(encoding="utf-8"))["commits"]
     unknown = [name for name in sources if name not in commits]
     if unknown:
@@ -82,7 +102,9 @@ def main() -> int:
     commands.add_parser("train").add_argument("checkouts", nargs="+", metavar="CHECKOUT")
     options = parser.parse_args()
     if options.what == "table":
-        _write({name: Source(place) for name, _, place in (word.partition("=") for word in options.sources)})
+        _write(
+            {name: files_of(place) for name, _, place in (word.partition("=") for word in options.sources)}
+        )
         return 0
     return 0 if all([_train(checkout) for checkout in options.checkouts]) else 1
 

@@ -125,7 +125,7 @@ OTHER_PRODUCTS = {
 BELOW_IN_MEGATRON = {
     "releases": set(),
     "patching": {"releases"},
-    "source": set(),
+    "source_files": set(),
     "requested": set(),
     "step_numbers": {"requested"},
     "start_up": {"requested"},
@@ -138,7 +138,7 @@ BELOW_IN_MEGATRON = {
     "hooks": {"core_hooks", "patching", "releases", "trainer", "workarounds"},
     "other_patches": {"patching"},
     "doctor": {
-        *("core_hooks", "frameworks", "hooks", "other_patches", "patching", "releases", "source"),
+        *("core_hooks", "frameworks", "hooks", "other_patches", "patching", "releases", "source_files"),
         "workarounds",
     },
     "by_call": {"core", "core_hooks", "patching", "requested", "start_up"},

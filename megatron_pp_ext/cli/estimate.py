@@ -26,9 +26,8 @@ from megatron_pp_ext.files import require_folder, write_json
 from megatron_pp_ext.job import ask_megatron, flag_effects
 from megatron_pp_ext.job.ask_megatron import Megatron, Question, Verdict
 from megatron_pp_ext.job.flag_effects import caution, not_counted
-from megatron_pp_ext.job.flag_table import by_name
 from megatron_pp_ext.job.requested_job import RequestedJob
-from megatron_pp_ext.planner.search.launch_lines import Launch, environment
+from megatron_pp_ext.planner.search.launch_lines import Launch, about_placeholders, environment
 
 if TYPE_CHECKING:
     from megatron_pp_ext.planner.estimated_job import EstimatedJob
@@ -249,6 +248,5 @@ def show_launch(title: str, launch: Launch, filled_in: Sequence[str]) -> None:
     console.print(title)
     # Not by the console, which would cut or fold words of a line that is to be copied.
     typer.echo(launch.text)
-    if filled_in:
-        names = ", ".join(name for name, _ in by_name(filled_in))
-        console.print(f"Placeholders, to be replaced by yours: {names}", style="dim")
+    if about := about_placeholders(filled_in):
+        console.print(about, style="dim")

@@ -20,7 +20,7 @@ from rich.table import Table
 from megatron_pp_ext import startup_file
 from megatron_pp_ext.job.requested_job import FIRST_ENGINE
 from megatron_pp_ext.megatron import patching, releases
-from megatron_pp_ext.megatron.source import Source, parameters_in
+from megatron_pp_ext.megatron.source_files import SourceFiles, parameters_in
 from megatron_pp_ext.runtime.groups import is_nccl2, loaded_nccl, message_backend
 
 TRIED: Mapping[str, tuple[str, ...]] = {
@@ -162,7 +162,7 @@ def _hooks_of_logs() -> Iterator[tuple[patching.Hook, patching.ParametersOf]]:
         spec = importlib.util.find_spec(top)
         for folder in (spec and spec.submodule_search_locations) or ():
             if Path(folder, part).is_dir():
-                yield hook, partial(parameters_in, Source(str(Path(folder).parent)))
+                yield hook, partial(parameters_in, SourceFiles(Path(folder).parent))
 
 
 def _first_with(

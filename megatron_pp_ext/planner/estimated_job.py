@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from megatron_pp_ext.compiler.request import Request
@@ -17,7 +17,7 @@ from megatron_pp_ext.job.sizes import data_parallel_size, fewest_ranks, smallest
 from megatron_pp_ext.jobs.command import missing
 from megatron_pp_ext.planner import described
 from megatron_pp_ext.planner.layout import requested_layout
-from megatron_pp_ext.planner.search.launch_lines import Launch
+from megatron_pp_ext.planner.search.launch_lines import Launch, about_placeholders
 from megatron_pp_ext.planner.step.comparison import Comparison, compared
 from megatron_pp_ext.planner.step.error_band import above
 from megatron_pp_ext.planner.step.estimate import MARGIN, Estimate, estimate_request
@@ -55,8 +55,8 @@ class PlacedJob:
             gpus = smallest_world(job)
             if gpus > fewest_ranks(job):
                 about_gpus = (
-                    f"on {gpus} GPUs, the fewest that share experts {job.parallel.expert_ranks} ways, since "
-                    "no number was given"
+                    f"on {gpus} GPUs, the fewest that share experts {job.parallel.expert_ranks} ways: "
+                    "--world-size, or gpus from Python, sets another number"
                 )
         words, job, about_layout = _with_layout(words, job, gpus)
         words, job = _with_choices(words, job, gpus, system.memory_bytes)
@@ -218,9 +218,7 @@ class EstimatedJob:
     @property
     def about_command(self) -> list[str]:
         """What was chosen in the command, and which of its flags are to be replaced."""
-        names = ", ".join(name for name, _ in by_name(self.placed.placeholders))
-        replaced = f"Placeholders, to be replaced by yours: {names}" if names else ""
-        return [*filter(None, (self.placed.about_layout, replaced))]
+        return [*filter(None, (self.placed.about_layout, about_placeholders(self.placed.placeholders)))]
 
 
 def estimate(
@@ -248,7 +246,7 @@ def estimate(
         job = job.with_arguments(vocab_size=described.size(job))
     estimated = PlacedJob.of(job, description.words, systems.read(system), gpus).estimated(margin)
     notes = [*description.notes, *([] if job.precision.is_half else [described.FULL_PRECISION])]
-    return EstimatedJob(estimated.placed, estimated.step, estimated.comparison, tuple(notes))
+    return replace(estimated, notes=tuple(notes))
 
 
 def _with_layout(words: Sequence[str], job: RequestedJob, gpus: int) -> tuple[list[str], RequestedJob, str]:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megatron_pp_ext.megatron import core_hooks, frameworks, hooks, install, patching, releases
-from megatron_pp_ext.megatron.source import Source, parameters_in
+from megatron_pp_ext.megatron.source_files import SourceFiles, parameters_in
 from scripts import tried_commits
 
 MEGATRONS = [commit for commit in patching.commits() if commit.is_megatron]
@@ -102,7 +102,7 @@ def test_parameters_are_read_without_importing(tmp_path, place: str, parameters:
     (tmp_path / "package").mkdir()
     for name, text in SOURCES.items():
         (tmp_path / name).write_text(text)
-    assert parameters_in(Source(str(tmp_path)), place) == parameters
+    assert parameters_in(SourceFiles(tmp_path), place) == parameters
 
 
 def test_the_table_is_written_as_it_is_read() -> None:

@@ -28,6 +28,7 @@ LENGTHS = (8, 21, 5, 32, 3, 11)
 PACKS = ((3, 19, 4, 2), (12,), (5, 5, 5), (2, 9, 17))
 TOKENS = 6
 SCHEDULES = {
+    "1f1b": {"order": "rule"},
     "v-half": {"order": "rule"},
     "flex": {"order": "search", "memory_limit": 0.7},
 }

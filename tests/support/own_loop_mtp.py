@@ -207,8 +207,11 @@ def trained(chunks: int, depths: int = 1, packed: bool = False, labels: bool = T
 
 
 CORE = (
+    ("1f1b", "unlike"),
     ("v-half", "equal, two"),
+    ("v-half", "packs"),
     ("v-half", "packs, alone"),
+    ("flex", "latent packs, fused"),
 )
 """The cases that are always run, and not only in wide grids."""
 

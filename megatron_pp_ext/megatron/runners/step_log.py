@@ -144,9 +144,9 @@ class StepLog:
         None where nobody knows seconds: unit costs, with which the papers draw, are none.
         """
         settings = self._pipeline.settings
-        given = self._simulated(schedule, settings.seconds)
-        if given is not None:
-            return _Plan(given.makespan, "")
+        by_user = self._simulated(schedule, settings.seconds)
+        if by_user is not None:
+            return _Plan(by_user.makespan, "")
         costs = self._steps.stage_costs if is_measured and not schedule.units else None
         try:
             if costs is not None:

@@ -32,6 +32,12 @@ def environment(flags: Sequence[str]) -> dict[str, str]:
     return {_QUEUES: "1"} if is_cut and not _WITHOUT_QUEUES & flag_values.keys() else {}
 
 
+def about_placeholders(flags: Sequence[str]) -> str:
+    """Return a line about ``flags`` that stand in for the user's; empty without any."""
+    names = ", ".join(name for name, _ in by_name(flags))
+    return f"Placeholders, to be replaced by yours: {names}" if names else ""
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """Training with Megatron's ``flags`` on ``gpus`` GPUs, by ``script`` or this package's pretrain_gpt."""

@@ -1,39 +1,34 @@
 """The parameters of functions as their source has them, of packages that are not imported for it."""
 
 import ast
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 
-class Source:
-    """The files of a commit: of a folder, or of ``GITDIR@COMMIT``."""
+class SourceFiles:
+    """The Python files below a folder, by the names of their modules."""
 
-    def __init__(self, place: str) -> None:
-        folder, _, commit = place.partition("@")
-        self._folder, self._commit = Path(folder), commit
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def module(self, name: str) -> tuple[ast.Module, str] | None:
         """Return the source of a module and the package that its relative imports are from; None without."""
         for root in ("", "src/"):
             path = root + name.replace(".", "/")
             for file, package in ((f"{path}.py", name.rpartition(".")[0]), (f"{path}/__init__.py", name)):
-                text = self._text(file)
+                text = self.text(file)
                 if text is not None:
                     return ast.parse(text), package
         return None
 
-    def _text(self, path: str) -> str | None:
-        if self._commit:
-            show = ["git", "-C", str(self._folder), "show", f"{self._commit}:{path}"]
-            result = subprocess.run(show, capture_output=True, text=True, check=False)
-            return result.stdout if result.returncode == 0 else None
-        file = self._folder / path
+    def text(self, path: str) -> str | None:
+        """Return the text of the file ``path`` below the folder; None where there is none."""
+        file = self.folder / path
         return file.read_text(encoding="utf-8") if file.exists() else None
 
 
-def parameters_in(source: Source, place: str) -> str | None:
+def parameters_in(source: SourceFiles, place: str) -> str | None:
     """Return the parameters of what stands in ``place``, separated by spaces; None if nothing does."""
     module, _, name = place.partition(":")
     first, *inner = name.split(".")
@@ -59,7 +54,7 @@ def parameters_in(source: Source, place: str) -> str | None:
     return " ".join(names[is_of_class:])
 
 
-def _exported(source: Source, module: str, name: str) -> Any:
+def _exported(source: SourceFiles, module: str, name: str) -> Any:
     """Return the function or class that a module has under ``name``, its own or one that it imports."""
     read = source.module(module)
     if read is None:
